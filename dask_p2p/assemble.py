@@ -1,0 +1,304 @@
+"""One worker's work for one output block: what is done in which order, and what overlaps.
+
+::
+
+      stage 0           stage 1           stage 2
+      own pieces        holder (r+1)%n    holder (r+2)%n   ...
+    --[permute]---------[permute]---------[permute]------->  queue (a stream on a GPU)
+         [~~~ region ~~~]  [~~~ region ~~~]                  on the wire, or read in place
+
+While the pieces of one stage are permuted into the output block, the regions of the next are on
+their way. On a thread scheduler, or on a worker without the package's plugin, there are no remote
+blocks, and stage 0 is all there is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dask_p2p.config import Options
+from dask_p2p.errors import BlockUnavailableError, TransferError
+from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels.queue import Queue, queue_for
+from dask_p2p.layout import Box, box_size, box_slices, split_box
+from dask_p2p.plan import BlockPlan, Piece, stage_order
+from dask_p2p.transports.base import BlockSpec, RemoteBlock, check_block
+from dask_p2p.transports.links import BlockRef, Links, Way
+
+__all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
+
+# Transports keep their deadlines themselves; this much later something is wrong with them.
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """What all blocks of one output have in common."""
+
+    source: str  # name of the input array: its blocks' keys are (source, *index)
+    dtype: Any  # numpy.dtype of the input and of the output
+    kind: str  # "numpy" or "cupy", by the array's meta
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What came from one remote block."""
+
+    holder: str
+    transport: str
+    nbytes: int
+
+
+class Peers(Protocol):
+    """What an assembly needs of the worker that it runs on."""
+
+    address: str
+    links: Links
+
+    def warn(self, text: str) -> None:
+        """Warn the user, wherever they are."""
+
+    def serving(self, blocks: Mapping[Any, Any], options: Options) -> None:
+        """Take note that other workers are about to read these blocks."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of a piece on its way."""
+
+    slot: int
+    future: Future[Any]
+    dst: Box
+
+
+@dataclass(slots=True)
+class _Source:
+    """A remote block, its pieces, and the ways to it that are left."""
+
+    slot: int
+    ref: BlockRef
+    pieces: list[Piece]
+    ways: list[Way]
+    causes: list[Exception] = field(default_factory=list)
+
+    @property
+    def way(self) -> Way:
+        return self.ways[0]
+
+
+class Assembly:
+    """The assembly of one output block.
+
+    Parameters
+    ----------
+    plan
+        Its pieces.
+    output
+        What all blocks of the output have in common.
+    blocks
+        For each of the plan's sources an array of this worker, or a reference to a remote one.
+    peers
+        The worker's links; needed where there are references.
+    """
+
+    def __init__(
+        self,
+        plan: BlockPlan,
+        output: OutputSpec,
+        blocks: Sequence[Any],
+        peers: Peers | None = None,
+    ) -> None:
+        self.plan = plan
+        self.output = output
+        self.options = output.options
+        self.peers = peers
+        self.stages: list[Stage] = []  # what came from where, for the record
+        self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
+        self._local = {i: b for i, b in enumerate(blocks) if i not in self._remote}
+        self._open: dict[int, RemoteBlock] = {}
+
+    def key(self, slot: int) -> tuple[Any, ...]:
+        """Dask key of a source."""
+        return (self.output.source, *self.plan.sources[slot])
+
+    def run(self) -> Any:
+        """Return the output block.
+
+        Raises
+        ------
+        BlockMismatchError, UnsupportedArrayError
+            If an input block is not what its Dask array declares.
+        TransferError
+            If a remote block cannot be had by any way. It may be had later, or elsewhere.
+        """
+        kind = self.output.kind
+        for slot, block in self._local.items():
+            kind = kernel_for(block).name
+            check_block(block, self.key(slot), self.plan.source_shapes[slot], self.output.dtype)
+        if self._remote and self.peers is not None:
+            # As these need blocks of others, the others need blocks from here.
+            local = {self.key(slot): block for slot, block in self._local.items()}
+            self.peers.serving(local, self.options)
+        queue = queue_for(kind)
+        out = queue.empty(self.plan.shape, self.output.dtype)
+        try:
+            for piece in self.plan.pieces:
+                if piece.source in self._local:
+                    region = self._local[piece.source][box_slices(piece.src)]
+                    self._permute(queue, out, piece.dst, region)
+            self._bring_remote(queue, out)
+            queue.synchronize()
+        finally:
+            # Also when something failed: no kernel may read a block whose lease has ended.
+            if self._open:
+                queue.synchronize()
+            for remote in self._open.values():
+                remote.close()
+        return out
+
+    def _bring_remote(self, queue: Queue, out: Any) -> None:
+        """Bring all remote blocks, each by the best way that works."""
+        todo = self._sources(queue.kind)
+        while todo:
+            failed = self._round(todo, queue, out)
+            todo = [source for source in todo if source.slot in failed]
+            for source in todo:
+                self._next_way(source, failed[source.slot])
+
+    def _round(self, todo: list[_Source], queue: Queue, out: Any) -> dict[int, Exception]:
+        """Try one way for each source; return the failures. What failed is brought again whole."""
+        failed: dict[int, Exception] = {}
+        ahead: deque[_Part] = deque()
+        for source in todo:
+            in_flight = source.way.transport.pacing(self.options).parts_in_flight
+            try:
+                for part in self._request(source):
+                    ahead.append(part)
+                    while len(ahead) > (in_flight if self.options.mode == "async" else 0):
+                        self._place(ahead.popleft(), todo, failed, queue, out)
+            except TransferError as exc:
+                failed[source.slot] = exc
+        while ahead:
+            self._place(ahead.popleft(), todo, failed, queue, out)
+        for source in todo:
+            if source.slot not in failed:
+                self._record(source)
+        return failed
+
+    def _request(self, source: _Source) -> Iterator[_Part]:
+        """Open a source by its current way, and ask for its parts one by one."""
+        transport = source.way.transport
+        spec = BlockSpec(
+            source.ref.key,
+            source.way.holder,
+            self.plan.source_shapes[source.slot],
+            self.output.dtype,
+        )
+        if (earlier := self._open.pop(source.slot, None)) is not None:
+            earlier.close()
+        remote = self._open[source.slot] = transport.open(spec, self.options)
+        part_bytes = transport.pacing(self.options).part_bytes
+        for piece in source.pieces:
+            for src in self._parts(piece, part_bytes):
+                yield _Part(source.slot, remote.request(src), self._destination(piece, src))
+
+    def _parts(self, piece: Piece, part_bytes: int | None) -> list[Box]:
+        elements = max(1, box_size(piece.src))
+        if part_bytes is not None:
+            elements = max(1, part_bytes // max(1, self.output.dtype.itemsize))
+        return split_box(piece.src, elements)
+
+    def _destination(self, piece: Piece, src: Box) -> Box:
+        """Return the part of the piece's destination box that this part of its source box fills."""
+        return tuple(
+            (
+                start + src[axis][0] - piece.src[axis][0],
+                start + src[axis][1] - piece.src[axis][0],
+            )
+            for axis, (start, _) in zip(self.plan.axes, piece.dst, strict=True)
+        )
+
+    def _place(
+        self,
+        part: _Part,
+        todo: list[_Source],
+        failed: dict[int, Exception],
+        queue: Queue,
+        out: Any,
+    ) -> None:
+        """Wait for a part and put it where it belongs."""
+        if part.slot in failed:
+            part.future.cancel()
+            return
+        try:
+            region = queue.adopt(part.future.result(self.options.request_timeout_s + _GRACE_S))
+        except TransferError as exc:
+            failed[part.slot] = exc
+            return
+        except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
+            failed[part.slot] = TransferError("no answer in time, and no word from the event loop")
+            return
+        if self.options.mode == "sync":
+            source = next(s for s in todo if s.slot == part.slot)
+            region = self._transfer_blocking(source, region, queue)
+        self._permute(queue, out, part.dst, region)
+        if self.options.mode == "sync":
+            queue.synchronize()
+
+    def _transfer_blocking(self, source: _Source, region: Any, queue: Queue) -> Any:
+        """Make sure that a region is in this worker's own memory, as the article's sync mode does."""
+        if not source.way.transport.in_place:
+            return region
+        copy = queue.empty(region.shape, region.dtype)
+        queue.permute(copy, region, range(region.ndim))
+        queue.synchronize()
+        return copy
+
+    def _permute(self, queue: Queue, out: Any, dst: Box, region: Any) -> None:
+        queue.permute(out[box_slices(dst)], region, self.plan.axes)
+
+    def _sources(self, kind: str) -> list[_Source]:
+        """Return the remote sources in stage order."""
+        if not self._remote:
+            return []
+        assert self.peers is not None, "references are only made on workers with the plugin"
+        here = self.peers.address
+        sources = []
+        for slot, ref in self._remote.items():
+            pieces = [piece for piece in self.plan.pieces if piece.source == slot]
+            ways = list(self.peers.links.ways(ref, kind, self.options.transports))
+            sources.append(_Source(slot, ref, pieces, ways))
+        # A worker that has blocks of its own is one of the holders, and its place among them
+        # is what makes the workers read from each other in step.
+        first = {source.slot: source.ref.holders[0] for source in sources}
+        order = stage_order([*first.values(), *([here] if self._local else [])], here)
+        place = {holder: stage for stage, holder in enumerate(order)}
+        return sorted(sources, key=lambda source: place[first[source.slot]])
+
+    def _next_way(self, source: _Source, error: Exception) -> None:
+        """Give up the way that failed; raise if none is left."""
+        assert self.peers is not None
+        way = source.ways.pop(0)
+        source.causes.append(error)
+        if isinstance(error, BlockUnavailableError):
+            # The holder answers, it just lacks the block: no other transport would find it.
+            source.ways = [other for other in source.ways if other.holder != way.holder]
+        else:
+            last = not any(other.holder == way.holder for other in source.ways)
+            if (text := self.peers.links.report_failure(way, error, last)) is not None:
+                self.peers.warn(text)
+        if not source.ways:
+            causes = "; ".join(str(cause) for cause in source.causes)
+            failure = type(error) if len(source.causes) == 1 else TransferError
+            raise failure(f"block {source.ref.key!r} could not be brought here: {causes}")
+
+    def _record(self, source: _Source) -> None:
+        elements = sum(box_size(piece.src) for piece in source.pieces)
+        nbytes = elements * self.output.dtype.itemsize
+        self.stages.append(Stage(source.way.holder, source.way.transport.name, nbytes))
+

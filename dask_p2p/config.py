@@ -1,0 +1,118 @@
+"""Options: the ``p2p`` part of Dask's configuration, read in this place only.
+
+Workers do not see what a client sets later with `dask.config.set`: the options that a task
+needs are read when its graph is built, and travel with it as an `Options` value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import dask
+import yaml
+from dask.utils import parse_bytes, parse_timedelta
+
+from dask_p2p.errors import ConfigError
+
+__all__ = ["MODES", "TRANSPORTS", "Options", "ensure_defaults", "options"]
+
+MODES = ("async", "sync")
+TRANSPORTS = ("ipc", "comm")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a task needs to know; made by `options`."""
+
+    mode: str
+    attempts: int
+    transports: tuple[str, ...]
+    comm_part_bytes: int
+    comm_parts_in_flight: int
+    ipc_wait_s: float
+    ipc_retain_s: float
+    request_timeout_s: float
+    backoff_s: float
+
+
+def ensure_defaults() -> None:
+    """Put the package's defaults under the user's configuration. Idempotent."""
+    path = os.path.join(os.path.dirname(__file__), "p2p.yaml")
+    with open(path) as file:
+        dask.config.update_defaults(yaml.safe_load(file))
+
+
+def options() -> Options:
+    """Read the options that travel with tasks.
+
+    Raises
+    ------
+    ConfigError
+        If an option has a value that it cannot have.
+    """
+    return Options(
+        mode=_read("mode", _one_of(MODES)),
+        attempts=_read("attempts", _positive_int),
+        transports=_read("transports.order", _transports),
+        comm_part_bytes=_read("transports.comm.part-bytes", _positive_bytes),
+        comm_parts_in_flight=_read("transports.comm.parts-in-flight", _positive_int),
+        ipc_wait_s=_read("transports.ipc.wait", _seconds),
+        ipc_retain_s=_read("transports.ipc.retain", _seconds),
+        request_timeout_s=_read("timeouts.request", _seconds),
+        backoff_s=_read("timeouts.backoff", _seconds),
+    )
+
+
+def _read(name: str, parse: Callable[[Any], _T]) -> _T:
+    value = dask.config.get(f"p2p.{name}")
+    try:
+        return parse(value)
+    except (TypeError, ValueError, KeyError) as exc:
+        raise ConfigError(
+            f"option p2p.{name} is {value!r}: {exc}. Set it in a Dask configuration file, by "
+            f"dask.config.set({{'p2p.{name}': ...}}) or by an environment variable."
+        ) from exc
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in names:
+            raise ValueError(f"expected one of {', '.join(names)}")
+        return str(value)
+
+    return parse
+
+
+def _positive_int(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError("expected a whole number of at least 1")
+    return value
+
+
+def _positive_bytes(value: Any) -> int:
+    size_bytes = int(parse_bytes(value))
+    if size_bytes < 1:
+        raise ValueError("expected a size of at least one byte, like '16 MiB'")
+    return size_bytes
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(parse_timedelta(value))
+    if seconds < 0:
+        raise ValueError("expected a duration of at least zero, like '50 ms'")
+    return seconds
+
+
+def _transports(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(name in TRANSPORTS for name in value):
+        raise ValueError(f"expected a list of names out of {', '.join(TRANSPORTS)}")
+    # comm works between any two workers: without a last resort a task could not end.
+    return tuple(dict.fromkeys([*value, "comm"]))
+
+
+ensure_defaults()

@@ -1,0 +1,77 @@
+"""Every error that this package raises by its own decision.
+
+::
+
+    P2PError
+    ├── InputError (ValueError)         the request cannot be carried out as given
+    │   ├── AxesError                   axes are no permutation of the array's axes
+    │   ├── ChunksError                 chunks are unknown, or do not fit the shape
+    │   └── UnsupportedArrayError       masked, sparse, object dtype on a GPU, ...
+    ├── BlockMismatchError              a block is not what the Dask array declares
+    ├── TransferError                   a region could not be brought to its reader
+    │   └── BlockUnavailableError       a holder no longer has, or never had, the block
+    ├── ConfigError (ValueError)        an option has a value that it cannot have
+    └── FileError (OSError)             a file cannot be read or written as asked
+
+Each message says what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AxesError",
+    "BlockMismatchError",
+    "BlockUnavailableError",
+    "ChunksError",
+    "ConfigError",
+    "FileError",
+    "InputError",
+    "P2PError",
+    "P2PWarning",
+    "TransferError",
+    "UnsupportedArrayError",
+]
+
+
+class P2PError(Exception):
+    """Base of all errors of this package."""
+
+
+class InputError(P2PError, ValueError):
+    """The request cannot be carried out as given."""
+
+
+class AxesError(InputError):
+    """The axes are no permutation of the array's axes."""
+
+
+class ChunksError(InputError):
+    """The chunks are unknown, or do not fit the array's shape."""
+
+
+class UnsupportedArrayError(InputError):
+    """The array is of a kind whose values plain copies of its bytes would not keep."""
+
+
+class BlockMismatchError(P2PError):
+    """A block's real shape, dtype or type differs from what its Dask array declares."""
+
+
+class TransferError(P2PError):
+    """A region of a block could not be brought to its reader."""
+
+
+class BlockUnavailableError(TransferError):
+    """A holder no longer has, or never had, the block that it was asked for."""
+
+
+class ConfigError(P2PError, ValueError):
+    """An option has a value that it cannot have."""
+
+
+class FileError(P2PError, OSError):
+    """A file cannot be read or written as asked."""
+
+
+class P2PWarning(UserWarning):
+    """Something works, but not in the way or at the speed that was asked for."""

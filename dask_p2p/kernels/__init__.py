@@ -1,0 +1,137 @@
+"""Copy a region of one array into a region of another, with its axes permuted.
+
+::
+
+    src  0 1 2        permute_into(dst, src, axes=(1, 0))        dst  0 3
+         3 4 5     ------------------------------------->             1 4
+                                                                      2 5
+
+There is one interface, `Kernel`, and one implementation for each kind of array. The NumPy one is
+the reference; every other one equals it bit for bit. A kernel moves items and never looks into
+them: no arithmetic, no conversion, no change of byte order.
+
+Examples
+--------
+>>> import numpy as np
+>>> from dask_p2p.kernels import kernel_for
+>>> src = np.arange(6).reshape(2, 3)
+>>> kernel = kernel_for(src)
+>>> dst = kernel.empty((3, 2), src.dtype)
+>>> kernel.permute_into(dst, src, (1, 0))
+>>> dst
+array([[0, 3],
+       [1, 4],
+       [2, 5]])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from dask_p2p.errors import UnsupportedArrayError
+
+__all__ = ["Kernel", "kernel_for", "kernel_named"]
+
+KERNEL_NAMES = ("numpy", "cupy")
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """What a kind of array must be able to do for this package."""
+
+    name: str
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Return a C-ordered array whose values are not set."""
+
+    def permute_into(
+        self, dst: Any, src: Any, axes: Sequence[int], *, stream: Any | None = None
+    ) -> None:
+        """Do ``dst[...] = src.transpose(axes)``, bit for bit.
+
+        Parameters
+        ----------
+        dst
+            Array of shape ``tuple(src.shape[a] for a in axes)`` and of the dtype of `src`. It may be
+            any strided view. It does not overlap `src`.
+        src
+            Array to read: any strided view, read-only ones, reversed and broadcast ones included.
+        axes
+            Permutation of the axes of `src`: axis ``d`` of `dst` is axis ``axes[d]`` of `src`.
+        stream
+            Where to put the work, for arrays on a device; default: the current stream. A kernel on
+            a device returns before the work is done, and never waits for it.
+
+        Raises
+        ------
+        BlockMismatchError
+            If `dst` has not the shape or the dtype that `src` and `axes` ask for.
+        """
+
+
+def kernel_for(block: Any) -> Kernel:
+    """Return the kernel for arrays of the kind of `block`.
+
+    Parameters
+    ----------
+    block
+        A NumPy or CuPy array. CuPy is imported only if `block` is of CuPy.
+
+    Returns
+    -------
+    Kernel
+        The same object at each call.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        If plain copies of its bytes would not keep the block's values, or nothing is known of it.
+    """
+    kernel = kernel_named(_package_of(block))
+    kernel.check(block)  # type: ignore[attr-defined]  # ours have it; users of a kernel need not
+    return kernel
+
+
+def kernel_named(name: str) -> Kernel:
+    """Return the kernel called `name`, ``"numpy"`` or ``"cupy"``.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        If there is no kernel of that name, or its package cannot be imported here.
+    """
+    if name == "numpy":
+        from dask_p2p.kernels.numpy import KERNEL as NUMPY_KERNEL
+
+        return NUMPY_KERNEL
+    if name == "cupy":
+        return _cupy_kernel()
+    raise UnsupportedArrayError(
+        f"Expected one of the kernels {', '.join(KERNEL_NAMES)}, got {name!r}. "
+        "Convert the blocks with map_blocks(np.asarray) or map_blocks(cupy.asarray) first."
+    )
+
+
+def _cupy_kernel() -> Kernel:
+    try:
+        from dask_p2p.kernels.cupy import KERNEL as CUPY_KERNEL
+    except ImportError as error:
+        raise UnsupportedArrayError(
+            f"Expected an importable CuPy for the kernel 'cupy', got: {error}. "
+            "Install dask-p2p[cuda13], or use NumPy blocks."
+        ) from error
+    return CUPY_KERNEL
+
+
+def _package_of(block: Any) -> str:
+    """Return the top-level package of the block's type, if there is a kernel for it."""
+    kind = type(block)
+    package = kind.__module__.partition(".")[0]
+    if package not in KERNEL_NAMES:
+        raise UnsupportedArrayError(
+            f"Expected a numpy.ndarray or a cupy.ndarray, got {kind.__module__}."
+            f"{kind.__qualname__}. Convert the blocks with map_blocks(np.asarray) or "
+            "map_blocks(cupy.asarray) first."
+        )
+    return package

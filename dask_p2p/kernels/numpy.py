@@ -1,0 +1,176 @@
+"""The NumPy kernel: the reference that every other kernel equals bit for bit.
+
+::
+
+        src, read                              dst, written
+        512 columns ->                         rows ->
+      r +-----+-----+---                     5 +-----+-----+---
+      o |  1  |  3  |                        1 |  1  |  2  | ..
+      w +-----+-----+---                     2 +-----+-----+---
+      s |  2  |  4  |                          |  3  |  4  | ..
+        +-----+-----+---                       +-----+-----+---
+
+``np.copyto`` writes one row of `dst` after the other. Each row takes one item from each of many
+cache lines of `src`; when the next row comes for its neighbours, those lines have been evicted, so
+a line is fetched once per item. Here the copy goes block by block, in the order of `dst`, with so
+few source rows to a block that their lines stay in cache.
+
+This is the tiling of G. Ruetsch and P. Micikevicius, "Optimizing Matrix Transpose in CUDA" (NVIDIA,
+2009), with the processor's cache in the place of shared memory. NumPy releases the interpreter lock
+inside each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import gcd, prod
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.kernels._checks import transposed
+
+__all__ = ["KERNEL", "NumpyKernel", "block_shape"]
+
+# The sizes below are those that were quickest, or within 5 % of it, over matrices from 100 x 100 to
+# 10000 x 10000 with items of 1 to 16 bytes. `benchmarks/kernels.py` repeats the comparison.
+
+# Below this, working out a block shape takes as long as it can save.
+SMALL_ITEMS = 1 << 15
+# A block holds at least this many items, so that the interpreter's work for it does not show.
+BLOCK_ITEMS = 1 << 14
+BLOCK_COLUMNS = 512
+MAX_BLOCK_ROWS = 256
+MIN_BLOCK_ROWS = 32
+# With up to this many rows, plain copies already find all lines in cache.
+UNBLOCKED_ROWS = 512
+# A first-level cache: addresses that are equal modulo `CACHE_WAY_BYTES` compete for `CACHE_WAYS`
+# places. Rows at a distance of a power of two all do, so fewer of them fit.
+CACHE_WAY_BYTES = 4096
+CACHE_WAYS = 8
+
+
+class NumpyKernel:
+    """Permuted copies between NumPy arrays of any dtype."""
+
+    name: str = "numpy"
+
+    def check(self, block: Any) -> None:
+        """Raise `UnsupportedArrayError` if copies of its items would not keep the block's values."""
+        if isinstance(block, np.ma.MaskedArray):
+            raise UnsupportedArrayError(
+                "Expected a plain numpy.ndarray, got a numpy.ma.MaskedArray, whose mask would be "
+                "lost. Fill it first (map_blocks(np.ma.filled)), or move data and mask apart."
+            )
+        if isinstance(block, np.matrix):
+            raise UnsupportedArrayError(
+                "Expected a plain numpy.ndarray, got a numpy.matrix, which has two axes whatever "
+                "is done to it. Convert it first: map_blocks(np.asarray)."
+            )
+        if not isinstance(block, np.ndarray):
+            raise UnsupportedArrayError(
+                f"Expected a numpy.ndarray, got {type(block).__name__} of NumPy. Convert it first: "
+                "map_blocks(np.asarray)."
+            )
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+        """Return a C-ordered array whose values are not set."""
+        return np.empty(tuple(shape), dtype)
+
+    def permute_into(
+        self,
+        dst: np.ndarray[Any, Any],
+        src: np.ndarray[Any, Any],
+        axes: Sequence[int],
+        *,
+        stream: Any | None = None,
+    ) -> None:
+        """Do ``dst[...] = src.transpose(axes)``; see `dask_p2p.kernels.Kernel`.
+
+        `stream` is there for the common interface; the copy is done when this returns.
+        """
+        view = transposed(dst, src, axes)
+        block = None
+        if dst.size >= SMALL_ITEMS:
+            block = block_shape(dst.shape, view.strides, dst.strides)
+        if block is None:
+            np.copyto(dst, view, casting="no")
+            return
+        for box in _boxes(dst.shape, block):
+            np.copyto(dst[box], view[box], casting="no")
+
+
+def block_shape(
+    shape: Sequence[int], src_strides: Sequence[int], dst_strides: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return the shape of the blocks to copy one by one, or None for a copy in one piece.
+
+    Parameters
+    ----------
+    shape
+        Shape of `dst`, and of the transposed `src`.
+    src_strides, dst_strides
+        Their strides in bytes, both in the order of the axes of `dst`.
+
+    Returns
+    -------
+    tuple of int or None
+        Block shape, in the order of the axes of `dst`.
+
+    Examples
+    --------
+    >>> block_shape((10000, 10000), (8, 80000), (80000, 8))  # float64, transposed
+    (512, 256)
+    >>> block_shape((10000, 10000), (80000, 8), (80000, 8)) is None  # same order
+    True
+    """
+    # Axes of `dst`, the one along which it is contiguous first.
+    by_dst = sorted(
+        (a for a in range(len(shape)) if shape[a] > 1), key=lambda a: abs(dst_strides[a])
+    )
+    moving = [a for a in by_dst if src_strides[a]]
+    if not moving:
+        return None
+    row_axis = by_dst[0]
+    column_axis = min(moving, key=lambda a: abs(src_strides[a]))
+    # So many cache lines are used before the first is used again.
+    lines = prod(shape[a] for a in by_dst[: by_dst.index(column_axis)])
+    cached_rows = _cached_rows(src_strides[row_axis])
+    if lines <= min(cached_rows, UNBLOCKED_ROWS):
+        return None
+    columns = min(shape[column_axis], BLOCK_COLUMNS)
+    rows = max(min(cached_rows, MAX_BLOCK_ROWS), MIN_BLOCK_ROWS, BLOCK_ITEMS // columns)
+    return _grown(shape, by_dst, {column_axis: columns, row_axis: rows})
+
+
+def _cached_rows(stride_bytes: int) -> int:
+    """Return how many rows at this distance have a cache line each in the first-level cache."""
+    return CACHE_WAYS * (CACHE_WAY_BYTES // gcd(stride_bytes, CACHE_WAY_BYTES))
+
+
+def _grown(
+    shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]
+) -> tuple[int, ...]:
+    """Extend a two-dimensional tile over the other axes, up to `BLOCK_ITEMS` items."""
+    block = [1] * len(shape)
+    for axis, extent in tile.items():
+        block[axis] = min(extent, shape[axis])
+    for axis in by_dst:
+        if axis not in tile:
+            block[axis] = max(1, min(shape[axis], BLOCK_ITEMS // prod(block)))
+    return tuple(block)
+
+
+def _boxes(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """Yield the boxes that tile `shape`, in C order."""
+    return product(
+        *(
+            [slice(start, min(start + step, extent)) for start in range(0, extent, step)]
+            for extent, step in zip(shape, block, strict=True)
+        )
+    )
+
+
+KERNEL = NumpyKernel()

@@ -1,0 +1,150 @@
+"""Where blocks and boxes lie: integers only, no arrays.
+
+Vocabulary, used by the whole package:
+
+axis
+    A dimension of an array, in logical (never memory) order.
+chunks
+    Dask's: for each axis the sizes of its blocks, ``((3, 3, 2), (5,))``.
+block index
+    The place of a block in the grid of blocks, ``(2, 0)``.
+box
+    A region: for each axis its ``(start, stop)``. Relative to a block unless a name says
+    otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, product
+from math import prod
+from types import EllipsisType
+from typing import NamedTuple, TypeAlias
+
+__all__ = [
+    "Box",
+    "Chunks",
+    "Index",
+    "Overlap",
+    "block_bounds",
+    "block_indices",
+    "block_shape",
+    "box_shape",
+    "box_size",
+    "box_slices",
+    "overlaps",
+    "split_box",
+    "split_evenly",
+]
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+Chunks: TypeAlias = tuple[tuple[int, ...], ...]
+Index: TypeAlias = tuple[int, ...]
+
+
+def split_evenly(length: int, parts: int) -> tuple[int, ...]:
+    """Sizes of `parts` pieces of `length`, as even as possible, longer ones first.
+
+    No piece is empty while ``length >= parts``.
+
+    >>> split_evenly(10, 4)
+    (3, 3, 2, 2)
+    """
+    size, longer = divmod(length, parts)
+    return (size + 1,) * longer + (size,) * (parts - longer)
+
+
+def block_bounds(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Offsets of the blocks along one axis, and the axis' length at the end.
+
+    >>> block_bounds((3, 3, 2))
+    (0, 3, 6, 8)
+    """
+    return tuple(accumulate(sizes, initial=0))
+
+
+def block_indices(chunks: Chunks) -> Iterable[Index]:
+    """All block indices, the last axis running fastest."""
+    return product(*(range(len(sizes)) for sizes in chunks))
+
+
+def block_shape(chunks: Chunks, index: Index) -> tuple[int, ...]:
+    """Shape of the block at `index`."""
+    return tuple(sizes[i] for sizes, i in zip(chunks, index, strict=True))
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Lengths of a box along each axis."""
+    return tuple(stop - start for start, stop in box)
+
+
+def box_size(box: Box) -> int:
+    """Elements in a box."""
+    return prod(box_shape(box))
+
+
+def box_slices(box: Box) -> tuple[slice | EllipsisType, ...]:
+    """Return what selects a box from an array as a view, of 0-d arrays too."""
+    return (*(slice(start, stop) for start, stop in box), ...)
+
+
+class Overlap(NamedTuple):
+    """Common part of a source block and a destination block along one axis."""
+
+    block: int  # index of the source block along the axis
+    src: tuple[int, int]  # relative to the source block
+    dst: tuple[int, int]  # relative to the destination block
+
+
+def overlaps(src_sizes: Sequence[int], dst_sizes: Sequence[int]) -> list[list[Overlap]]:
+    """For each destination block along one axis, the parts of source blocks that it covers.
+
+    Both lists of sizes must cut the same length. Empty parts are left out.
+
+    >>> overlaps((4, 4), (3, 5))
+    [[Overlap(block=0, src=(0, 3), dst=(0, 3))], \
+[Overlap(block=0, src=(3, 4), dst=(0, 1)), Overlap(block=1, src=(0, 4), dst=(1, 5))]]
+    """
+    src_bounds = block_bounds(src_sizes)
+    found: list[list[Overlap]] = []
+    first = 0  # no earlier source block reaches into this or a later destination block
+    begin = 0
+    for size in dst_sizes:
+        end = begin + size
+        parts: list[Overlap] = []
+        while first < len(src_sizes) and src_bounds[first + 1] <= begin:
+            first += 1
+        block = first
+        while block < len(src_sizes) and src_bounds[block] < end:
+            lo, hi = max(begin, src_bounds[block]), min(end, src_bounds[block + 1])
+            if lo < hi:
+                base = src_bounds[block]
+                parts.append(Overlap(block, (lo - base, hi - base), (lo - begin, hi - begin)))
+            block += 1
+        found.append(parts)
+        begin = end
+    return found
+
+
+def split_box(box: Box, max_elements: int) -> list[Box]:
+    """Cut a box into boxes of at most `max_elements`, along its first axes first.
+
+    So the parts of a C-ordered box stay as contiguous as can be. An empty box has no parts.
+
+    >>> split_box(((0, 4), (0, 10)), 20)
+    [((0, 2), (0, 10)), ((2, 4), (0, 10))]
+    """
+    size = box_size(box)
+    if size == 0:
+        return []
+    if size <= max_elements or not box:
+        return [box]
+    axis = next(a for a, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[axis]
+    row_elements = size // (stop - start)
+    rows = max(1, max_elements // row_elements)
+    parts: list[Box] = []
+    for lo in range(start, stop, rows):
+        part = (*box[:axis], (lo, min(lo + rows, stop)), *box[axis + 1 :])
+        parts.extend(split_box(part, max_elements))
+    return parts

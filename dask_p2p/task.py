@@ -1,0 +1,159 @@
+"""The task that assembles one output block, as Dask's schedulers and workers see it.
+
+Its dependencies are, truthfully, all input blocks of which it needs a region: lineage, culling,
+memory release and recovery are Dask's own. What a worker with the plugin changes is only how the
+blocks that it does not hold are given: as references (`AssembleTask.with_references`) instead of
+as copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
+
+from dask.task_spec import Task, TaskRef
+
+from dask_p2p.assemble import Assembly, OutputSpec, Peers, Stage
+from dask_p2p.config import Options
+from dask_p2p.errors import P2PWarning, TransferError
+from dask_p2p.plan import BlockPlan
+from dask_p2p.transports.links import BlockRef
+
+__all__ = ["PLUGIN_NAME", "AssembleTask", "Record", "Runtime", "warn_client"]
+
+logger = logging.getLogger(__name__)
+
+#: Name under which the worker plugin is registered.
+PLUGIN_NAME = "dask-p2p"
+
+_LONGEST_BACKOFF_S = 2.0
+_warned: WeakSet[Any] = WeakSet()  # workers that have said that they lack the plugin
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A task that ended well: when, and what came from where."""
+
+    key: Any
+    start_s: float  # since the epoch
+    stop_s: float
+    stages: tuple[Stage, ...]
+
+
+class Runtime(Peers, Protocol):
+    """What a task needs of the plugin of its worker."""
+
+    def failed_attempts(self, key: Any) -> int:
+        """Count a failed attempt at this task; return how many there were here."""
+
+    def done(self, record: Record) -> None:
+        """Take note that a task ended well."""
+
+
+class AssembleTask(Task):
+    """Assembles one output block.
+
+    Parameters
+    ----------
+    key
+        Dask key of the output block.
+    plan : BlockPlan
+        Its pieces.
+    output : OutputSpec
+        What all blocks of the output have in common.
+    *sources : TaskRef
+        The input blocks, in the plan's order.
+    """
+
+    __slots__ = ()
+
+    @property
+    def block_fusion(self) -> bool:
+        """Fusing would rename the task, and hide its class from the plugin."""
+        return True
+
+    @classmethod
+    def of(cls, key: Any, plan: BlockPlan, output: OutputSpec, sources: list[Any]) -> AssembleTask:
+        """Make the task from the keys of its sources."""
+        return cls(key, _assemble, key, plan, output, *map(TaskRef, sources))
+
+    def with_references(self, references: Mapping[Any, BlockRef]) -> AssembleTask:
+        """Return the task with these dependencies replaced by references."""
+        args = [
+            references.get(arg.key, arg) if isinstance(arg, TaskRef) else arg for arg in self.args
+        ]
+        return type(self)(self.key, self.func, *args)
+
+
+def _assemble(key: Any, plan: BlockPlan, output: OutputSpec, *blocks: Any) -> Any:
+    """Do the task's work, on any scheduler."""
+    worker, runtime = _whereabouts()
+    if runtime is None:
+        if worker is not None and len(blocks) > 1:
+            _warn_once(worker)
+        return Assembly(plan, output, blocks).run()
+    start_s = time.time()
+    assembly = Assembly(plan, output, blocks, runtime)
+    try:
+        result = assembly.run()
+    except TransferError as exc:
+        _try_again(key, exc, runtime, output.options)
+    runtime.done(Record(key, start_s, time.time(), tuple(assembly.stages)))
+    return result
+
+
+def _try_again(key: Any, error: TransferError, runtime: Runtime, options: Options) -> NoReturn:
+    """Give the task back to the scheduler, which knows by now who died or what moved.
+
+    `Reschedule` itself is neither counted nor bounded in Dask: the count is kept here.
+    """
+    from distributed import Reschedule
+
+    attempt = runtime.failed_attempts(key)
+    if attempt >= options.attempts:
+        raise TransferError(
+            f"task {key!r} failed {attempt} times on {runtime.address}, the last time because "
+            f"{error} See whether the workers named can reach each other; p2p.attempts and "
+            f"p2p.timeouts set how long to try."
+        ) from error
+    logger.info("attempt %d at %r failed, rescheduling: %s", attempt, key, error)
+    time.sleep(min(_LONGEST_BACKOFF_S, options.backoff_s * 2 ** (attempt - 1)))
+    raise Reschedule() from error
+
+
+def _whereabouts() -> tuple[Any, Runtime | None]:
+    """Return the worker that this thread works for, and its plugin; None where there is none."""
+    try:
+        from distributed import get_worker
+
+        worker = get_worker()
+    except (ImportError, ValueError):
+        return None, None
+    plugin = worker.plugins.get(PLUGIN_NAME)
+    return worker, None if plugin is None else plugin.runtime
+
+
+def _warn_once(worker: Any) -> None:
+    if worker in _warned:
+        return
+    _warned.add(worker)
+    text = (
+        "dask_p2p: whole blocks were moved between workers, because they lack the package's "
+        "plugin. Call dask_p2p.register(client), or start the workers with "
+        "--preload dask_p2p.preload."
+    )
+    warn_client(worker, text, P2PWarning)
+
+
+def warn_client(worker: Any, text: str, category: type[Warning]) -> None:
+    """Have the clients warn their users: as `distributed.warn` does, but not in the worker too.
+
+    Workers that find the same send the same text, and Python shows it once.
+    """
+    event = {"message": pickle.dumps(text), "category": pickle.dumps(category)}
+    worker.log_event("warn", event)

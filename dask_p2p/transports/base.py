@@ -1,0 +1,185 @@
+"""What every transport promises.
+
+A transport brings a region of a block that another worker holds to this worker. It knows keys,
+boxes and bytes; not axes, plans or Dask graphs. It has two sides in one object: as *reader* it
+opens blocks of other workers, as *holder* it answers their requests with its `handlers`.
+
+Ordering
+    Requests of one opened block may complete in any order.
+Completion
+    `RemoteBlock.request` returns at once with a future. When that is done, its array can be read
+    on this worker: by any thread, or by a kernel on any stream.
+Who may touch what, when
+    An array is read-only, and valid until its `RemoteBlock` is closed. The holder's block is
+    *leased* from `open` (or the request) until then: it stays where it is even if Dask spills,
+    cancels or releases it. Close only after all kernels that read are synchronised.
+Failure
+    `BlockUnavailableError` if the holder lacks the block, `BlockMismatchError` if it is not of
+    the declared kind, `TransferError` for anything else. Never wrong data.
+Threads
+    `open`, `request` and `close` are called by task threads, several at a time; handlers run on
+    the worker's event loop and never block it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from asyncio import AbstractEventLoop
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from dask_p2p.config import Options
+from dask_p2p.errors import (
+    BlockMismatchError,
+    BlockUnavailableError,
+    TransferError,
+    UnsupportedArrayError,
+)
+from dask_p2p.kernels import kernel_for
+from dask_p2p.layout import Box
+
+__all__ = [
+    "BlockSpec",
+    "Handler",
+    "Host",
+    "Pacing",
+    "RemoteBlock",
+    "Transport",
+    "check_block",
+    "check_reply",
+    "refuse",
+]
+
+Handler = Callable[..., Awaitable[dict[str, Any]]]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """A block of another worker, as the Dask array declares it."""
+
+    key: Any  # Dask key
+    holder: str  # address of the worker that holds it
+    shape: tuple[int, ...]
+    dtype: Any  # numpy.dtype
+
+    def __str__(self) -> str:
+        return f"block {self.key!r} of {self.holder}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """How a reader asks for regions."""
+
+    part_bytes: int | None  # at most so many in one request; None: any number
+    parts_in_flight: int  # requests under way at a time
+
+
+class Host(Protocol):
+    """What a transport needs of the worker that it lives on."""
+
+    address: str
+    loop: AbstractEventLoop
+    folder: str  # of this worker's own; it goes when the worker goes
+
+    def block(self, key: Any) -> Any:
+        """Return the block with this key; `KeyError` if it is not here. May unspill: not on the loop."""
+
+    async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
+        """Call the handler `op` of the worker at `address`."""
+
+    async def offload(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Run a blocking function on a thread that is kept for answering requests."""
+
+
+class RemoteBlock(ABC):
+    """A block of another worker, opened for reading."""
+
+    @abstractmethod
+    def request(self, box: Box) -> Future[Any]:
+        """Ask for a region, given relative to the block; the future's array has its shape."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the lease. Whatever is still under way is given up."""
+
+
+class Transport(ABC):
+    """One way for regions to get from worker to worker."""
+
+    name: ClassVar[str]
+
+    #: Whether arrays lie in the holder's memory rather than in a copy of the reader's own.
+    in_place: ClassVar[bool] = False
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    @abstractmethod
+    def handlers(self) -> Mapping[str, Handler]:
+        """RPC handlers of the holder's side, by the name of their operation."""
+
+    @abstractmethod
+    def obstacle(self, holder: str, kind: str) -> str | None:
+        """Why blocks of this kind ("numpy", "cupy") cannot come from `holder`; None if they can."""
+
+    @abstractmethod
+    def pacing(self, options: Options) -> Pacing:
+        """In what parts, and how many of them at a time, regions should be asked for."""
+
+    @abstractmethod
+    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
+        """Open a block."""
+
+    def serving(self, blocks: Mapping[Any, Any]) -> None:
+        """Take note that these blocks of this worker are about to be read by others."""
+
+    def released(self, key: Any) -> None:
+        """Take note that Dask gave up a block of this worker. Called on the event loop."""
+
+    def forget(self, holder: str) -> None:
+        """Take note that a worker has left. Called on the event loop."""
+
+    async def close(self) -> None:
+        """Refuse further requests, wait for readers within reason, free everything."""
+
+
+def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
+    """Raise `BlockMismatchError` unless a block is what its Dask array declares.
+
+    Without a dtype only the shape is compared: NumPy's dtypes do not all survive being sent as
+    text, so a reader compares them itself when it has the data.
+    """
+    kernel_for(array)  # refuses masked arrays and whatever else has more than its bytes
+    if tuple(array.shape) != tuple(shape) or (dtype is not None and array.dtype != dtype):
+        declared = f"{tuple(shape)}" if dtype is None else f"{dtype} {tuple(shape)}"
+        raise BlockMismatchError(
+            f"block {key!r} is declared as {declared}, but it is "
+            f"{array.dtype} {tuple(array.shape)}. Correct the chunks or the dtype where the array "
+            f"is made (map_blocks, from_delayed, ...)."
+        )
+
+
+def refuse(exc: Exception) -> dict[str, Any]:
+    """Turn a holder's error into a reply: plain text, nothing that is unpickled."""
+    if isinstance(exc, KeyError):
+        return {"status": "missing"}
+    if isinstance(exc, (BlockMismatchError, UnsupportedArrayError)):
+        return {"status": "mismatch", "message": str(exc)}
+    return {"status": "error", "message": f"{type(exc).__name__}: {exc}"}
+
+
+def check_reply(reply: Any, block: BlockSpec, transport: str) -> dict[str, Any]:
+    """Return a holder's reply if it is a good one; else raise what it says."""
+    status = reply.get("status") if isinstance(reply, dict) else None
+    if status == "ok":
+        return dict(reply)
+    if status == "missing":
+        raise BlockUnavailableError(f"{transport}: {block} is not there any more")
+    if status == "mismatch":
+        raise BlockMismatchError(f"{reply.get('message')} (held by {block.holder})")
+    message = reply.get("message", reply) if isinstance(reply, dict) else reply
+    raise TransferError(f"{transport}: {block.holder} could not send {block}: {message}")

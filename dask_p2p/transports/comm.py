@@ -1,0 +1,133 @@
+"""``comm``: regions over Dask's own connections, between any two workers.
+
+The holder cuts the region out of its block, packs it into one piece of memory and sends it as
+the answer to an RPC; Dask's serialisation and protocol (tcp, tls, ucx, inproc) do the rest. GPU
+regions are sent from device memory where the protocol can (ucx), else through host memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+from distributed.protocol import to_serialize
+
+from dask_p2p.config import Options
+from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels.queue import queue_for
+from dask_p2p.layout import Box, box_shape, box_slices
+from dask_p2p.transports.base import (
+    BlockSpec,
+    Handler,
+    Host,
+    Pacing,
+    RemoteBlock,
+    Transport,
+    check_block,
+    check_reply,
+    refuse,
+)
+
+__all__ = ["CommTransport"]
+
+_OP = "p2p_region"
+
+
+class CommTransport(Transport):
+    """Regions as answers to RPCs."""
+
+    name: ClassVar[str] = "comm"
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._closed = False
+
+    def handlers(self) -> Mapping[str, Handler]:  # noqa: D102
+        return {_OP: self._serve}
+
+    def obstacle(self, holder: str, kind: str) -> str | None:  # noqa: D102
+        return None
+
+    def pacing(self, options: Options) -> Pacing:  # noqa: D102
+        return Pacing(options.comm_part_bytes, options.comm_parts_in_flight)
+
+    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:  # noqa: D102
+        return _CommBlock(self.host, block, options.request_timeout_s)
+
+    async def close(self) -> None:  # noqa: D102
+        self._closed = True
+
+    async def _serve(self, key: Any, box: Any, shape: Any) -> dict[str, Any]:
+        """Answer one request. The block is referenced, and so leased, until it is sent."""
+        if self._closed:
+            return {"status": "error", "message": "the worker is closing"}
+        try:
+            box = tuple((int(start), int(stop)) for start, stop in box)
+            region = await self.host.offload(self._pack, key, box, tuple(shape))
+        except Exception as exc:
+            return refuse(exc)
+        return {"status": "ok", "data": to_serialize(region)}
+
+    def _pack(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
+        block = self.host.block(key)
+        check_block(block, key, shape)
+        if len(box) != block.ndim or any(
+            not 0 <= start <= stop <= length
+            for (start, stop), length in zip(box, block.shape, strict=True)
+        ):
+            raise ValueError(f"box {box} does not lie in a block of shape {block.shape}")
+        region = block[box_slices(box)]
+        kind = kernel_for(block).name
+        if kind == "numpy" and region.flags.c_contiguous:
+            return region
+        queue = queue_for(kind)
+        packed = queue.empty(region.shape, region.dtype)
+        queue.permute(packed, region, range(region.ndim))
+        queue.synchronize()
+        # Copying to the host here keeps Dask's serialisation from doing it on the event loop.
+        return packed if kind == "numpy" or self.host.address.startswith("ucx") else packed.get()
+
+
+class _CommBlock(RemoteBlock):
+    def __init__(self, host: Host, block: BlockSpec, timeout_s: float) -> None:
+        self._host = host
+        self._block = block
+        self._timeout_s = timeout_s
+        self._requests: set[Future[Any]] = set()
+
+    def request(self, box: Box) -> Future[Any]:
+        future = asyncio.run_coroutine_threadsafe(self._pull(box), self._host.loop)
+        self._requests.add(future)
+        future.add_done_callback(self._requests.discard)
+        return future
+
+    def close(self) -> None:
+        for future in list(self._requests):
+            future.cancel()
+
+    async def _pull(self, box: Box) -> Any:
+        block = self._block
+        call = self._host.call(block.holder, _OP, key=block.key, box=box, shape=block.shape)
+        try:
+            reply = check_reply(await asyncio.wait_for(call, self._timeout_s), block, "comm")
+        except asyncio.TimeoutError:
+            raise TransferError(
+                f"comm: no answer of {block.holder} about {block} within {self._timeout_s:g} s"
+            ) from None
+        except OSError as exc:  # connections that break, or cannot be made
+            raise TransferError(f"comm: {block.holder} cannot be reached: {exc}") from exc
+        region = reply.get("data")
+        if not hasattr(region, "shape") or tuple(region.shape) != box_shape(box):
+            raise TransferError(
+                f"comm: {block.holder} sent {getattr(region, 'shape', type(region))} instead of "
+                f"{box_shape(box)} of {block}"
+            )
+        if region.dtype != block.dtype:
+            raise BlockMismatchError(
+                f"{block} is declared as {block.dtype}, but it is {region.dtype}. Correct the "
+                f"dtype where the array is made (map_blocks, from_delayed, ...)."
+            )
+        return region

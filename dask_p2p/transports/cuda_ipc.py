@@ -1,0 +1,197 @@
+"""CUDA IPC: allocations of one process mapped into another. The only user of CUDA's driver API.
+
+CuPy and cuda-bindings are imported when a function is called, never with this module.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from dask_p2p.errors import TransferError
+
+__all__ = [
+    "Mapping",
+    "Mappings",
+    "Place",
+    "array_at",
+    "export",
+    "gpu_uuid",
+    "peer_obstacle",
+    "synchronize_producers",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a block lies, in words that another process understands."""
+
+    handle: str  # of the whole allocation, in hex
+    buffer_id: int  # unique in the process that made the allocation
+    offset_bytes: int  # of the block in the allocation
+
+
+def gpu_uuid() -> str:
+    """UUID, in hex, of the GPU that this process uses; empty if there is none.
+
+    Processes number the same GPUs differently: dask-cuda gives each worker another
+    ``CUDA_VISIBLE_DEVICES``.
+    """
+    try:
+        import cupy
+
+        return _uuid(cupy.cuda.runtime.getDevice())
+    except Exception:  # no CuPy, no driver, no device: CuPy has no common class for them
+        return ""
+
+
+def _uuid(device: int) -> str:
+    import cupy
+
+    return bytes(cupy.cuda.runtime.getDeviceProperties(device)["uuid"]).hex()
+
+
+def peer_obstacle(uuid: str) -> str | None:
+    """Say why this process' GPU cannot read the memory of the GPU with this UUID."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    here = runtime.getDevice()
+    for device in range(runtime.getDeviceCount()):
+        if _uuid(device) == uuid:
+            if device == here or runtime.deviceCanAccessPeer(here, device):
+                return None
+            return "their GPUs have no peer access to each other"
+    return "the other's GPU is not among this worker's CUDA_VISIBLE_DEVICES"
+
+
+def synchronize_producers(block: Any) -> None:
+    """Wait until what writes to a block is done: Dask's tasks return before their kernels do."""
+    import cupy
+
+    with block.device:
+        if cupy.cuda.get_current_stream().ptr == cupy.cuda.Stream.ptds.ptr:
+            # With per-thread default streams nobody can tell on which one it was made.
+            cupy.cuda.runtime.deviceSynchronize()
+        else:
+            cupy.cuda.Stream.null.synchronize()
+
+
+def export(block: Any) -> Place:
+    """Return where a block lies.
+
+    Raises
+    ------
+    TransferError
+        If its memory cannot be exported: of `cudaMallocAsync`, or managed.
+    """
+    import cupy
+    from cuda.bindings import driver
+
+    pointer = block.data.ptr
+    attribute = driver.CUpointer_attribute
+    with block.device:
+        if not _query(driver, attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer):
+            raise TransferError(
+                "its allocator's memory cannot be shared by CUDA IPC (cudaMallocAsync or managed "
+                "memory). Start the cluster with an RMM pool: rmm_pool_size=..., "
+                'rmm_allocator_external_lib_list=["cupy"], without rmm_async and '
+                "rmm_managed_memory."
+            )
+        base = int(_query(driver, attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, pointer))
+        buffer_id = int(_query(driver, attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, pointer))
+        handle = bytes(cupy.cuda.runtime.ipcGetMemHandle(base))
+    return Place(handle.hex(), buffer_id, pointer - base)
+
+
+def _query(driver: Any, attribute: Any, pointer: int) -> Any:
+    error, value = driver.cuPointerGetAttribute(attribute, pointer)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise TransferError(f"the CUDA driver does not tell {attribute.name}: {error.name}")
+    return value
+
+
+def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+    """Return a CuPy array of memory that somebody else owns."""
+    import cupy
+
+    low_bytes = sum(min(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
+    high_bytes = sum(max(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
+    size_bytes = high_bytes - low_bytes + dtype.itemsize
+    device = cupy.cuda.runtime.getDevice()
+    memory = cupy.cuda.UnownedMemory(address + low_bytes, size_bytes, None, device)
+    pointer = cupy.cuda.MemoryPointer(memory, -low_bytes)
+    return cupy.ndarray(shape, dtype, pointer, strides)
+
+
+@dataclass(slots=True)
+class Mapping:
+    """An allocation of another process, mapped into this one."""
+
+    address: int
+    owner: Mappings = field(repr=False)
+    users: int = 0
+    retired: bool = False
+
+    def release(self) -> None:
+        """Say that one user is done, its kernels included."""
+        self.owner._release(self)
+
+
+class Mappings:
+    """Mapped allocations: opened once each, closed when their process has left.
+
+    They are told apart by their owner and buffer id. Handles will not do: two allocations of one
+    pool have handles that hardly differ, and a new allocation may get the handle of an old one.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int], Mapping] = {}
+        self._retired: list[Mapping] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Mappings that are open."""
+        return len(self._open) + len(self._retired)
+
+    def acquire(self, holder: str, buffer_id: int, handle: str) -> Mapping:
+        """Map an allocation, unless it is mapped already, and count one more user."""
+        import cupy
+
+        with self._lock:
+            mapping = self._open.get((holder, buffer_id))
+            if mapping is None:
+                try:
+                    address = cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(handle))
+                except cupy.cuda.runtime.CUDARuntimeError as exc:
+                    raise TransferError(f"ipc: memory of {holder} cannot be mapped: {exc}") from exc
+                mapping = self._open[holder, buffer_id] = Mapping(address, self)
+            mapping.users += 1
+            return mapping
+
+    def retire(self, holder: str | None) -> None:
+        """Take note that a process has left (None: all), so that its mappings can be closed."""
+        with self._lock:
+            for pair in [pair for pair in self._open if holder in (None, pair[0])]:
+                mapping = self._open.pop(pair)
+                mapping.retired = True
+                self._retired.append(mapping)
+
+    def close_retired(self) -> None:
+        """Close what is retired and has no user. Blocks: not for an event loop."""
+        if not self._retired:
+            return
+        import cupy
+
+        with self._lock:
+            unused = [mapping for mapping in self._retired if not mapping.users]
+            self._retired = [mapping for mapping in self._retired if mapping.users]
+        for mapping in unused:
+            cupy.cuda.runtime.ipcCloseMemHandle(mapping.address)
+
+    def _release(self, mapping: Mapping) -> None:
+        with self._lock:
+            mapping.users -= 1
+        if mapping.retired:
+            self.close_retired()

@@ -1,0 +1,325 @@
+"""``ipc``: regions read in place, between GPUs of one host, through CUDA IPC.
+
+A holder describes a block on its notice board (`dask_p2p.transports.board`): the handle of the
+allocation that the block lies in, and its place there. A reader takes a lease on it, maps the
+allocation into its own process (once: mappings are kept) and hands out arrays that lie in the
+holder's memory. The reader's kernel fetches them over NVLink or PCIe as it goes: there is no
+copy, and no buffer.
+
+Descriptors need not be asked for: a worker that runs an assembling task posts its own blocks
+first, since the others are about to read them. Who finds no descriptor asks the holder to post.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from dask_p2p.config import Options
+from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.kernels import kernel_for
+from dask_p2p.layout import Box, box_slices
+from dask_p2p.transports import cuda_ipc
+from dask_p2p.transports.base import (
+    BlockSpec,
+    Handler,
+    Host,
+    Pacing,
+    RemoteBlock,
+    Transport,
+    check_block,
+    check_reply,
+    refuse,
+)
+from dask_p2p.transports.board import Board, Lease, take
+
+__all__ = ["IpcTransport"]
+
+logger = logging.getLogger(__name__)
+
+_PEER_OP = "p2p_ipc_peer"
+_POST_OP = "p2p_ipc_post"
+_SWEEP_S = 0.1
+_CLOSE_S = 5.0  # how long closing waits for readers
+_POLL_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """Where a worker runs: what decides whether its memory can be mapped."""
+
+    boot_id: str
+    pid_namespace: str
+    user: int
+    pid: int
+    folder: str  # of its board
+    gpu: str  # UUID, in hex; empty without a GPU
+
+
+class IpcTransport(Transport):
+    """Blocks of other processes of this host, mapped by CUDA IPC.
+
+    Parameters
+    ----------
+    host
+        The worker that this transport lives on.
+    retain_s
+        How long a posted block is kept in device memory when nobody reads it and Dask itself
+        would not keep it there.
+    """
+
+    name: ClassVar[str] = "ipc"
+    in_place: ClassVar[bool] = True
+
+    def __init__(self, host: Host, retain_s: float) -> None:
+        super().__init__(host)
+        self._retain_s = retain_s
+        self._board = Board(host.folder)
+        self._mappings = cuda_ipc.Mappings()
+        self._peers: dict[str, tuple[_Peer | None, str | None]] = {}  # with the obstacle
+        self._lock = threading.Lock()
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    # --- the reader's side, in task threads ---
+
+    def obstacle(self, holder: str, kind: str) -> str | None:  # noqa: D102
+        if kind != "cupy":
+            return f"ipc moves CuPy blocks, not {kind}"
+        if holder not in self._peers:
+            self._peers[holder] = self._meet(holder)
+        return self._peers[holder][1]
+
+    def pacing(self, options: Options) -> Pacing:  # noqa: D102
+        return Pacing(part_bytes=None, parts_in_flight=1)
+
+    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:  # noqa: D102
+        peer, obstacle = self._peers.get(block.holder, (None, "its place is not known"))
+        if peer is None or obstacle is not None:
+            raise TransferError(f"ipc: {block.holder} cannot be read in place: {obstacle}")
+        lease = self._lease(peer, block, options)
+        try:
+            posted = _Posted.parse(lease.text, block)
+            mapping = self._mappings.acquire(block.holder, posted.buffer_id, posted.handle)
+        except BaseException:
+            lease.close()
+            raise
+        array = cuda_ipc.array_at(
+            mapping.address + posted.offset_bytes, posted.shape, posted.strides, block.dtype
+        )
+        return _IpcBlock(array, lease, mapping)
+
+    def _meet(self, holder: str) -> tuple[_Peer | None, str | None]:
+        """Find out about a worker: where it runs, and what is in the way of mapping its memory."""
+        if self._closed:
+            return None, "this worker is closing"
+        try:
+            call = asyncio.wait_for(self.host.call(holder, _PEER_OP), 10)
+            reply = asyncio.run_coroutine_threadsafe(call, self.host.loop).result(15)
+            if reply.get("status") != "ok":
+                return None, str(reply.get("message"))
+            peer = _Peer(**reply["peer"])
+        except (OSError, TimeoutError, TypeError, KeyError) as exc:
+            return None, f"{holder} does not answer: {exc}"
+        return peer, _obstacle(_describe(self._board.folder), peer)
+
+    def _lease(self, peer: _Peer, block: BlockSpec, options: Options) -> Lease:
+        """Take a lease; if the holder does not post by itself, ask it to."""
+        deadline_s = time.monotonic() + options.ipc_wait_s
+        while (lease := take(peer.folder, block.key)) is None:
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(_POLL_S)
+        if lease is None:
+            self._ask_to_post(block, options.request_timeout_s)
+            lease = take(peer.folder, block.key)
+        if lease is None:
+            raise TransferError(f"ipc: {block.holder} posted {block}, but took it back at once")
+        return lease
+
+    def _ask_to_post(self, block: BlockSpec, timeout_s: float) -> None:
+        call = asyncio.wait_for(
+            self.host.call(block.holder, _POST_OP, key=block.key, shape=block.shape), timeout_s
+        )
+        try:
+            reply = asyncio.run_coroutine_threadsafe(call, self.host.loop).result(timeout_s + 5)
+        except TimeoutError:
+            raise TransferError(
+                f"ipc: no answer of {block.holder} about {block} within {timeout_s:g} s"
+            ) from None
+        except OSError as exc:
+            raise TransferError(f"ipc: {block.holder} cannot be reached: {exc}") from exc
+        check_reply(reply, block, "ipc")
+
+    # --- the holder's side ---
+
+    def handlers(self) -> Mapping[str, Handler]:  # noqa: D102
+        return {_PEER_OP: self._answer_peer, _POST_OP: self._answer_post}
+
+    def serving(self, blocks: Mapping[Any, Any]) -> None:  # noqa: D102
+        for key, block in blocks.items():
+            if kernel_for(block).name == "cupy" and not self._closed:
+                try:
+                    self._post(key, block)
+                except (OSError, ValueError, TransferError) as exc:
+                    # Readers will ask, and be told why.
+                    logger.debug("block %r is not posted: %s", key, exc)
+
+    def released(self, key: Any) -> None:  # noqa: D102
+        self._board.retract(key)
+
+    def forget(self, holder: str) -> None:  # noqa: D102
+        self._peers.pop(holder, None)
+        self._mappings.retire(holder)
+        asyncio.ensure_future(self.host.offload(self._mappings.close_retired))
+
+    async def close(self) -> None:  # noqa: D102
+        self._closed = True
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        deadline_s = time.monotonic() + _CLOSE_S
+        while self._board.close() and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
+        self._mappings.retire(None)
+        await self.host.offload(self._mappings.close_retired)
+
+    async def _answer_peer(self) -> dict[str, Any]:
+        try:
+            peer = await self.host.offload(_describe, self._board.folder)
+        except Exception as exc:
+            return refuse(exc)
+        return {"status": "ok", "peer": asdict(peer)}
+
+    async def _answer_post(self, key: Any, shape: Any) -> dict[str, Any]:
+        if self._closed:
+            return {"status": "error", "message": "the worker is closing"}
+        try:
+            await self.host.offload(self._find_and_post, key, tuple(shape))
+        except Exception as exc:
+            return refuse(exc)
+        return {"status": "ok"}
+
+    def _find_and_post(self, key: Any, shape: tuple[int, ...]) -> None:
+        block = self.host.block(key)
+        check_block(block, key, shape)
+        self._post(key, block)
+
+    def _post(self, key: Any, block: Any) -> None:
+        """Describe a block on the board, once all its values are there."""
+        cuda_ipc.synchronize_producers(block)
+        if self._board.renew(key, block):
+            return
+        place = cuda_ipc.export(block)
+        posted = _Posted(
+            key=repr(key),
+            shape=tuple(block.shape),
+            strides=tuple(block.strides),
+            dtype=_dtype_text(block.dtype),
+            handle=place.handle,
+            buffer_id=place.buffer_id,
+            offset_bytes=place.offset_bytes,
+        )
+        self._board.post(key, block, posted.text())
+        self.host.loop.call_soon_threadsafe(self._sweep_later)
+
+    def _sweep_later(self) -> None:
+        if self._sweeping is None and not self._closed:
+            self._sweeping = self.host.loop.call_later(_SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        if self._board.sweep(self._retain_s):
+            self._sweep_later()
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """What a notice says about a block."""
+
+    key: str  # its repr
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    dtype: str
+    handle: str  # of the allocation that the block lies in, in hex
+    buffer_id: int  # of that allocation; never used again in its process
+    offset_bytes: int  # of the block in it
+
+    def text(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def parse(cls, text: bytes, block: BlockSpec) -> _Posted:
+        """Read a notice; refuse one that does not describe the block."""
+        try:
+            fields = json.loads(text)
+            posted = cls(
+                **{**fields, "shape": tuple(fields["shape"]), "strides": tuple(fields["strides"])}
+            )
+        except (ValueError, TypeError, KeyError) as exc:
+            raise TransferError(f"ipc: the notice of {block} cannot be read: {exc}") from exc
+        if posted.key != repr(block.key):
+            raise TransferError(f"ipc: the notice of {block} is that of {posted.key}")
+        if posted.shape != tuple(block.shape) or posted.dtype != _dtype_text(block.dtype):
+            raise BlockMismatchError(
+                f"{block} is declared as {block.dtype} {block.shape}, but it is "
+                f"{posted.dtype} {posted.shape}. Correct the chunks or the dtype where the array "
+                f"is made (map_blocks, from_delayed, ...)."
+            )
+        return posted
+
+
+class _IpcBlock(RemoteBlock):
+    def __init__(self, array: Any, lease: Lease, mapping: cuda_ipc.Mapping) -> None:
+        self._array = array
+        self._lease = lease
+        self._mapping = mapping
+
+    def request(self, box: Box) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(self._array[box_slices(box)])
+        return future
+
+    def close(self) -> None:
+        self._lease.close()
+        self._mapping.release()
+
+
+def _describe(folder: str) -> _Peer:
+    """Describe this process."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot_id = file.read().strip()
+    return _Peer(
+        boot_id=boot_id,
+        pid_namespace=os.readlink("/proc/self/ns/pid"),
+        user=os.getuid(),
+        pid=os.getpid(),
+        folder=folder,
+        gpu=cuda_ipc.gpu_uuid(),
+    )
+
+
+def _obstacle(here: _Peer, there: _Peer) -> str | None:
+    """Say what keeps `here` from mapping memory of `there`."""
+    if not there.gpu or not here.gpu:
+        return "one of the two has no GPU"
+    if here.boot_id != there.boot_id:
+        return "they run on different hosts"
+    if here.pid_namespace != there.pid_namespace:
+        return "they run in different PID namespaces, where CUDA IPC handles do not open"
+    if here.user != there.user:
+        return "they belong to different users"
+    if here.pid == there.pid:
+        return "they share a process, which cannot open its own handles"
+    return cuda_ipc.peer_obstacle(there.gpu)
+
+
+def _dtype_text(dtype: Any) -> str:
+    return f"{dtype.str} {dtype.name}"

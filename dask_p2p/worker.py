@@ -1,0 +1,179 @@
+"""The worker plugin: references in place of copies, and the other side of every transport.
+
+By default a Dask worker copies every dependency of a task to itself before the task runs. The
+plugin rewrites the scheduler's ``compute-task`` message for `AssembleTask` before the worker's
+state machine sees it: dependencies that this worker does not hold are taken out of ``who_has``
+and ``nbytes`` and replaced in the task by a `BlockRef`. The task then runs at once, and brings
+only the regions that it needs.
+
+Grouped by the thread that calls: `P2PPlugin` and `WorkerHost`'s coroutines run on the worker's
+event loop, `WorkerRuntime`'s methods in task threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from asyncio import AbstractEventLoop
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from distributed import Worker, WorkerPlugin
+
+from dask_p2p.config import Options, options
+from dask_p2p.errors import P2PWarning
+from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record, warn_client
+from dask_p2p.transports import make_transports
+from dask_p2p.transports.links import BlockRef, Links
+
+__all__ = ["P2PPlugin", "WorkerRuntime", "by_reference", "make_plugin"]
+
+_T = TypeVar("_T")
+
+_SERVING_THREADS = 2  # that pack regions for other workers
+_RECORDS = 1000  # of tasks that are kept
+_COUNTED_TASKS = 10_000  # whose failed attempts are kept
+
+
+class WorkerHost:
+    """What transports need of the worker that they live on."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.address: str = worker.address
+        self.loop: AbstractEventLoop = worker.loop.asyncio_loop
+        self.folder: str = worker.local_directory
+        self._worker = worker
+        self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
+
+    def block(self, key: Any) -> Any:
+        return self._worker.data[key]
+
+    async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
+        reply: dict[str, Any] = await getattr(self._worker.rpc(address), op)(**kwargs)
+        return reply
+
+    async def offload(self, function: Callable[..., _T], *args: Any) -> _T:
+        return await self.loop.run_in_executor(self._threads, function, *args)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class WorkerRuntime:
+    """What tasks need of the worker that they run on."""
+
+    def __init__(self, worker: Worker, links: Links) -> None:
+        self.address: str = worker.address
+        self.links = links
+        self.records: deque[Record] = deque(maxlen=_RECORDS)
+        self._worker = worker
+        self._failed: OrderedDict[Any, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def warn(self, text: str) -> None:
+        warn_client(self._worker, text, P2PWarning)
+
+    def serving(self, blocks: Mapping[Any, Any], options: Options) -> None:
+        for name in options.transports:
+            self.links.transports[name].serving(blocks)
+
+    def failed_attempts(self, key: Any) -> int:
+        with self._lock:
+            count = self._failed.pop(key, 0) + 1
+            self._failed[key] = count
+            while len(self._failed) > _COUNTED_TASKS:
+                self._failed.popitem(last=False)
+            return count
+
+    def done(self, record: Record) -> None:
+        with self._lock:
+            self._failed.pop(record.key, None)
+            self.records.append(record)
+
+
+class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
+    """Makes a worker take part in peer-to-peer transfers.
+
+    Parameters
+    ----------
+    options : Options
+        The worker's own; tasks bring theirs with them.
+    """
+
+    name = PLUGIN_NAME
+    idempotent = True
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def setup(self, worker: Worker) -> None:
+        """Take the place of the worker's handlers, and add the transports'."""
+        self._worker = worker
+        self._host = WorkerHost(worker)
+        self._transports = make_transports(self._host, self.options)
+        self.runtime = WorkerRuntime(worker, Links(self._transports))
+        for transport in self._transports.values():
+            worker.handlers.update(transport.handlers())
+        handlers = worker.stream_handlers
+        self._originals = {op: handlers[op] for op in ("compute-task", "remove-worker")}
+        handlers["compute-task"] = self._on_compute_task
+        handlers["remove-worker"] = self._on_remove_worker
+
+    async def teardown(self, worker: Worker) -> None:
+        """Give the handlers back and end all leases."""
+        worker.stream_handlers.update(self._originals)
+        for transport in self._transports.values():
+            await transport.close()
+            for op in transport.handlers():
+                worker.handlers.pop(op, None)
+        self._host.close()
+
+    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        """Tell the transports of blocks that the worker no longer holds."""
+        if start == "memory" and finish != "memory":
+            for transport in self._transports.values():
+                transport.released(key)
+
+    def _on_compute_task(self, **message: Any) -> None:
+        if isinstance(message.get("run_spec"), AssembleTask):
+            message = by_reference(message, self._worker.data.__contains__, self._worker.address)
+        self._originals["compute-task"](**message)
+
+    def _on_remove_worker(self, **message: Any) -> None:
+        self.runtime.links.forget(message["worker"])
+        self._originals["remove-worker"](**message)
+
+
+def by_reference(
+    message: dict[str, Any], is_here: Callable[[Any], bool], address: str
+) -> dict[str, Any]:
+    """Return a ``compute-task`` message with remote dependencies replaced by references.
+
+    Parameters
+    ----------
+    message
+        What the scheduler sent, without its ``op``.
+    is_here
+        Whether this worker holds a key in memory, or spilled.
+    address
+        This worker's.
+    """
+    references = {
+        key: BlockRef(key, tuple(sorted(set(holders) - {address})))
+        for key, holders in message["who_has"].items()
+        if not is_here(key) and set(holders) - {address}
+    }
+    if not references:
+        return message
+    return {
+        **message,
+        "who_has": {k: v for k, v in message["who_has"].items() if k not in references},
+        "nbytes": {k: v for k, v in message["nbytes"].items() if k not in references},
+        "run_spec": message["run_spec"].with_references(references),
+    }
+
+
+def make_plugin() -> P2PPlugin:
+    """Make the plugin with the options that are configured here."""
+    return P2PPlugin(options())

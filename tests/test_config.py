@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import dask
+import jsonschema
+import pytest
+import yaml
+
+import dask_p2p
+from dask_p2p.config import options
+from dask_p2p.errors import ConfigError
+
+HERE = os.path.dirname(dask_p2p.__file__)
+
+
+def load(name):
+    with open(os.path.join(HERE, name)) as file:
+        return yaml.safe_load(file)
+
+
+def leaves(tree, path=()):
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def test_defaults_satisfy_the_schema():
+    jsonschema.validate(load("p2p.yaml"), load("p2p-schema.yaml"))
+
+
+def test_schema_refuses_unknown_options():
+    wrong = {"p2p": {"mode": "async", "modus": 1}}
+    with pytest.raises(jsonschema.ValidationError, match="modus"):
+        jsonschema.validate(wrong, load("p2p-schema.yaml"))
+
+
+def test_schema_describes_every_default():
+    schema = load("p2p-schema.yaml")
+    for path in leaves(load("p2p.yaml")):
+        node = schema
+        for name in path:
+            node = node["properties"][name]
+        assert node["description"].strip(), path
+
+
+def test_defaults():
+    chosen = options()
+    assert chosen.mode == "async"
+    assert chosen.transports == ("ipc", "comm")
+    assert chosen.comm_part_bytes == 16 * 2**20
+    assert chosen.backoff_s == pytest.approx(0.05)
+
+
+def test_comm_is_always_the_last_resort():
+    with dask.config.set({"p2p.transports.order": ["ipc"]}):
+        assert options().transports == ("ipc", "comm")
+    with dask.config.set({"p2p.transports.order": []}):
+        assert options().transports == ("comm",)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("mode", "asink", "expected one of async, sync"),
+        ("attempts", 0, "at least 1"),
+        ("attempts", True, "at least 1"),
+        ("transports.order", ["ipc", "pigeon"], "out of ipc, comm"),
+        ("transports.order", "ipc", "out of ipc, comm"),
+        ("transports.comm.part-bytes", "0 B", "at least one byte"),
+        ("transports.comm.part-bytes", "much", "much"),
+        ("timeouts.request", -1, "at least zero"),
+        ("timeouts.backoff", "soon", "soon"),
+    ],
+)
+def test_a_wrong_option_is_named(name, value, expected):
+    with dask.config.set({f"p2p.{name}": value}), pytest.raises(ConfigError) as caught:
+        options()
+    message = str(caught.value)
+    assert f"p2p.{name} is {value!r}" in message
+    assert expected in message
+
+
+def test_environment_variables_are_read():
+    program = "from dask_p2p.config import options; print(options().mode, options().attempts)"
+    env = {**os.environ, "DASK_P2P__MODE": "sync", "DASK_P2P__ATTEMPTS": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["sync", "3"]

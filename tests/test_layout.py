@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p import layout
+from dask_p2p.layout import (
+    block_bounds,
+    block_indices,
+    block_shape,
+    box_shape,
+    box_size,
+    box_slices,
+    overlaps,
+    split_box,
+    split_evenly,
+)
+
+
+def test_examples_in_docstrings():
+    results = doctest.testmod(layout)
+    assert results.attempted >= 4
+    assert results.failed == 0
+
+
+@given(st.integers(0, 1000), st.integers(1, 50))
+def test_split_evenly(length, parts):
+    sizes = split_evenly(length, parts)
+    assert len(sizes) == parts
+    assert sum(sizes) == length
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+    assert (min(sizes) == 0) == (length < parts)
+
+
+@st.composite
+def two_cuts(draw):
+    """Two ways to cut one axis, empty pieces included."""
+    length = draw(st.integers(0, 40))
+
+    def cut():
+        inner = draw(st.lists(st.integers(0, length), max_size=6))
+        bounds = [0, *sorted(inner), length]
+        return tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+
+    return cut(), cut()
+
+
+@given(two_cuts())
+def test_overlaps_say_where_each_element_comes_from(cuts):
+    src_sizes, dst_sizes = cuts
+    src_bounds = block_bounds(src_sizes)
+    where = np.arange(sum(src_sizes))
+    result = []
+    for size, parts in zip(dst_sizes, overlaps(src_sizes, dst_sizes), strict=True):
+        block = np.full(size, -1)
+        for part in parts:
+            first = src_bounds[part.block]
+            block[slice(*part.dst)] = where[first + part.src[0] : first + part.src[1]]
+            assert part.src[1] <= src_sizes[part.block]
+            assert part.src[0] < part.src[1]
+        result.append(block)
+    np.testing.assert_array_equal(np.concatenate(result), where)
+
+
+boxes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted).map(tuple), max_size=4)
+
+
+@given(boxes.map(tuple), st.integers(1, 50))
+def test_split_box_covers_it_once_within_the_limit(box, max_elements):
+    parts = split_box(box, max_elements)
+    count = np.zeros((10,) * len(box), int)
+    for part in parts:
+        assert 0 < box_size(part) <= max_elements or all(n == 1 for n in box_shape(part))
+        count[box_slices(part)] += 1
+    expected = np.zeros_like(count)
+    expected[box_slices(box)] = 1
+    np.testing.assert_array_equal(count, expected)
+
+
+def test_split_box_cuts_the_first_axis_first_so_that_parts_stay_contiguous():
+    assert split_box(((0, 4), (5, 15)), 20) == [((0, 2), (5, 15)), ((2, 4), (5, 15))]
+
+
+def test_box_slices_of_no_axes_give_a_view():
+    array = np.array(3.0)
+    view = array[box_slices(())]
+    assert isinstance(view, np.ndarray)
+    assert np.shares_memory(view, array)
+
+
+def test_block_indices_and_shapes():
+    chunks = ((3, 1), (4,), (2, 0))
+    indices = list(block_indices(chunks))
+    assert indices == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
+    assert block_shape(chunks, (1, 0, 1)) == (1, 4, 0)
+    assert list(block_indices(())) == [()]
