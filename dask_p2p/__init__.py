@@ -4,6 +4,7 @@
 >>> y = dask_p2p.transpose(x)  # doctest: +SKIP
 """
 
+from dask_p2p.cluster import local_cluster
 from dask_p2p.errors import (
     AxesError,
     BlockMismatchError,
@@ -32,6 +33,7 @@ __all__ = [
     "P2PWarning",
     "TransferError",
     "UnsupportedArrayError",
+    "local_cluster",
     "register",
     "transpose",
 ]

@@ -251,7 +251,7 @@ class Assembly:
             queue.synchronize()
 
     def _transfer_blocking(self, source: _Source, region: Any, queue: Queue) -> Any:
-        """Make sure that a region is in this worker's own memory, as the article's sync mode does."""
+        """Copy a region into this worker's own memory first, as the article's sync mode does."""
         if not source.way.transport.in_place:
             return region
         copy = queue.empty(region.shape, region.dtype)
@@ -301,4 +301,3 @@ class Assembly:
         elements = sum(box_size(piece.src) for piece in source.pieces)
         nbytes = elements * self.output.dtype.itemsize
         self.stages.append(Stage(source.way.holder, source.way.transport.name, nbytes))
-

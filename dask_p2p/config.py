@@ -95,15 +95,21 @@ def _positive_int(value: Any) -> int:
 
 
 def _positive_bytes(value: Any) -> int:
-    size_bytes = int(parse_bytes(value))
+    try:
+        size_bytes = int(parse_bytes(value))
+    except (ValueError, AttributeError):
+        size_bytes = 0
     if size_bytes < 1:
         raise ValueError("expected a size of at least one byte, like '16 MiB'")
     return size_bytes
 
 
 def _seconds(value: Any) -> float:
-    seconds = float(parse_timedelta(value))
-    if seconds < 0:
+    try:
+        seconds = float(parse_timedelta(value))
+    except (ValueError, AttributeError, KeyError):
+        seconds = -1.0
+    if not seconds >= 0:
         raise ValueError("expected a duration of at least zero, like '50 ms'")
     return seconds
 

@@ -58,7 +58,9 @@ def planned_array(name: str, x: Any, plan: Plan, options: Options) -> Any:
     options : Options
         What travels with the tasks.
     """
-    output = OutputSpec(source=x.name, dtype=x.dtype, kind=kernel_for(x._meta).name, options=options)
+    output = OutputSpec(
+        source=x.name, dtype=x.dtype, kind=kernel_for(x._meta).name, options=options
+    )
     tasks = {}
     for index, block in plan.blocks():
         key = (name, *index)

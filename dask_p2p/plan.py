@@ -104,7 +104,7 @@ class Plan:
         ]
 
     def indices(self) -> Iterable[Index]:
-        """Indices of the output's blocks."""
+        """Return the indices of the output's blocks."""
         return block_indices(self.dst_chunks)
 
     def block(self, index: Index) -> BlockPlan:

@@ -55,7 +55,7 @@ class Runtime(Peers, Protocol):
         """Take note that a task ended well."""
 
 
-class AssembleTask(Task):
+class AssembleTask(Task):  # type: ignore[misc]
     """Assembles one output block.
 
     Parameters

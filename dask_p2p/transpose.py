@@ -1,4 +1,4 @@
-"""`transpose`: the array's values with its axes permuted, cut into slabs along the first of them."""
+"""`transpose`: an array with its axes permuted, cut into slabs along the first of them."""
 
 from __future__ import annotations
 
@@ -64,10 +64,7 @@ def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) 
     """
     check_array(x)
     order = _permutation(axes, x.ndim)
-    if chunks is None:
-        dst_chunks = slab_chunks(x.chunks, order)
-    else:
-        dst_chunks = _rechunked(x, order, chunks)
+    dst_chunks = slab_chunks(x.chunks, order) if chunks is None else _rechunked(x, order, chunks)
     register_if_possible()
     chosen = options()
     name = f"p2p-transpose-{tokenize(x.name, order, dst_chunks, chosen)}"

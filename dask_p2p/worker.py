@@ -12,10 +12,11 @@ event loop, `WorkerRuntime`'s methods in task threads.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from asyncio import AbstractEventLoop
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -44,14 +45,37 @@ class WorkerHost:
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
         self.folder: str = worker.local_directory
         self._worker = worker
+        self._gone: set[str] = set()
+        self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
 
     def block(self, key: Any) -> Any:
         return self._worker.data[key]
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
-        reply: dict[str, Any] = await getattr(self._worker.rpc(address), op)(**kwargs)
+        if address in self._gone:
+            raise ConnectionAbortedError("it has left the cluster")
+        call = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**kwargs))
+        self._calls[address].add(call)
+        try:
+            reply: dict[str, Any] = await call
+        except asyncio.CancelledError:
+            if address in self._gone:
+                raise ConnectionAbortedError("it has left the cluster") from None
+            raise
+        finally:
+            self._calls[address].discard(call)
         return reply
+
+    def gone(self, address: str) -> None:
+        """Give up calls to a worker that has left; connecting to it would be tried for long."""
+        self._gone.add(address)
+        for call in self._calls.pop(address, ()):
+            call.cancel()
+
+    def back(self, addresses: Iterable[str]) -> None:
+        """Take note that the scheduler names these workers as holders, again perhaps."""
+        self._gone.difference_update(addresses)
 
     async def offload(self, function: Callable[..., _T], *args: Any) -> _T:
         return await self.loop.run_in_executor(self._threads, function, *args)
@@ -137,10 +161,13 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def _on_compute_task(self, **message: Any) -> None:
         if isinstance(message.get("run_spec"), AssembleTask):
+            for holders in message["who_has"].values():
+                self._host.back(holders)
             message = by_reference(message, self._worker.data.__contains__, self._worker.address)
         self._originals["compute-task"](**message)
 
     def _on_remove_worker(self, **message: Any) -> None:
+        self._host.gone(message["worker"])
         self.runtime.links.forget(message["worker"])
         self._originals["remove-worker"](**message)
 

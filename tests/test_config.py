@@ -72,9 +72,9 @@ def test_comm_is_always_the_last_resort():
         ("transports.order", ["ipc", "pigeon"], "out of ipc, comm"),
         ("transports.order", "ipc", "out of ipc, comm"),
         ("transports.comm.part-bytes", "0 B", "at least one byte"),
-        ("transports.comm.part-bytes", "much", "much"),
+        ("transports.comm.part-bytes", "much", "like '16 MiB'"),
         ("timeouts.request", -1, "at least zero"),
-        ("timeouts.backoff", "soon", "soon"),
+        ("timeouts.backoff", "soon", "like '50 ms'"),
     ],
 )
 def test_a_wrong_option_is_named(name, value, expected):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import doctest
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
@@ -44,7 +45,7 @@ def two_cuts(draw):
     def cut():
         inner = draw(st.lists(st.integers(0, length), max_size=6))
         bounds = [0, *sorted(inner), length]
-        return tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(bounds))
 
     return cut(), cut()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import doctest
 import pickle
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def cut(draw, length):
     """Cut an axis into blocks, empty ones included."""
     inner = draw(st.lists(st.integers(0, length), max_size=3))
     bounds = [0, *sorted(inner), length]
-    return tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(b - a for a, b in pairwise(bounds))
 
 
 @st.composite

@@ -72,7 +72,7 @@ class DeviceQueue:
 
         self._cupy = cupy
         self._kernel = kernel_named("cupy")
-        streams: dict[int, Any] = self._streams.__dict__
+        streams: dict[Any, Any] = self._streams.__dict__
         device = cupy.cuda.runtime.getDevice()
         if device not in streams:
             streams[device] = cupy.cuda.Stream(non_blocking=True)

@@ -86,10 +86,13 @@ class Host(Protocol):
     folder: str  # of this worker's own; it goes when the worker goes
 
     def block(self, key: Any) -> Any:
-        """Return the block with this key; `KeyError` if it is not here. May unspill: not on the loop."""
+        """Return the block with this key; `KeyError` if it is not here.
+
+        It may be read from disk, so this is nothing for the event loop.
+        """
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
-        """Call the handler `op` of the worker at `address`."""
+        """Call the handler `op` of the worker at `address`; `OSError` if it cannot be reached."""
 
     async def offload(self, function: Callable[..., _T], *args: Any) -> _T:
         """Run a blocking function on a thread that is kept for answering requests."""
@@ -134,15 +137,16 @@ class Transport(ABC):
     def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
         """Open a block."""
 
-    def serving(self, blocks: Mapping[Any, Any]) -> None:
+    def serving(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
         """Take note that these blocks of this worker are about to be read by others."""
 
-    def released(self, key: Any) -> None:
+    def released(self, key: Any) -> None:  # noqa: B027  # optional
         """Take note that Dask gave up a block of this worker. Called on the event loop."""
 
-    def forget(self, holder: str) -> None:
+    def forget(self, holder: str) -> None:  # noqa: B027  # optional
         """Take note that a worker has left. Called on the event loop."""
 
+    @abstractmethod
     async def close(self) -> None:
         """Refuse further requests, wait for readers within reason, free everything."""
 

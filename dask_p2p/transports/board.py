@@ -24,6 +24,7 @@ import os
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -130,10 +131,8 @@ class Board:
             for key in list(self._notices):
                 self._retract(key)
             self._drop_unread()
-            try:
+            with suppress(OSError):  # removed already, by this or together with the parent
                 os.rmdir(self.folder)
-            except OSError:  # removed already, by this or together with the parent
-                pass
             return len(self._retracted)
 
     def __len__(self) -> int:

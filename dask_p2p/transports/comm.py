@@ -45,19 +45,19 @@ class CommTransport(Transport):
         super().__init__(host)
         self._closed = False
 
-    def handlers(self) -> Mapping[str, Handler]:  # noqa: D102
+    def handlers(self) -> Mapping[str, Handler]:
         return {_OP: self._serve}
 
-    def obstacle(self, holder: str, kind: str) -> str | None:  # noqa: D102
+    def obstacle(self, holder: str, kind: str) -> str | None:
         return None
 
-    def pacing(self, options: Options) -> Pacing:  # noqa: D102
+    def pacing(self, options: Options) -> Pacing:
         return Pacing(options.comm_part_bytes, options.comm_parts_in_flight)
 
-    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:  # noqa: D102
+    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
         return _CommBlock(self.host, block, options.request_timeout_s)
 
-    async def close(self) -> None:  # noqa: D102
+    async def close(self) -> None:
         self._closed = True
 
     async def _serve(self, key: Any, box: Any, shape: Any) -> dict[str, Any]:
@@ -113,17 +113,17 @@ class _CommBlock(RemoteBlock):
         call = self._host.call(block.holder, _OP, key=block.key, box=box, shape=block.shape)
         try:
             reply = check_reply(await asyncio.wait_for(call, self._timeout_s), block, "comm")
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise TransferError(
                 f"comm: no answer of {block.holder} about {block} within {self._timeout_s:g} s"
             ) from None
         except OSError as exc:  # connections that break, or cannot be made
             raise TransferError(f"comm: {block.holder} cannot be reached: {exc}") from exc
-        region = reply.get("data")
-        if not hasattr(region, "shape") or tuple(region.shape) != box_shape(box):
+        region: Any = reply.get("data")
+        shape = getattr(region, "shape", type(region).__name__)
+        if shape != box_shape(box):
             raise TransferError(
-                f"comm: {block.holder} sent {getattr(region, 'shape', type(region))} instead of "
-                f"{box_shape(box)} of {block}"
+                f"comm: {block.holder} sent {shape} instead of {box_shape(box)} of {block}"
             )
         if region.dtype != block.dtype:
             raise BlockMismatchError(

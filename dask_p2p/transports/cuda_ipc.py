@@ -152,7 +152,7 @@ class Mappings:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Mappings that are open."""
+        """Count the mappings that are open."""
         return len(self._open) + len(self._retired)
 
     def acquire(self, holder: str, buffer_id: int, handle: str) -> Mapping:

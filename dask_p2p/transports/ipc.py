@@ -87,21 +87,22 @@ class IpcTransport(Transport):
         self._peers: dict[str, tuple[_Peer | None, str | None]] = {}  # with the obstacle
         self._lock = threading.Lock()
         self._sweeping: asyncio.TimerHandle | None = None
+        self._closing: set[asyncio.Future[None]] = set()
         self._closed = False
 
     # --- the reader's side, in task threads ---
 
-    def obstacle(self, holder: str, kind: str) -> str | None:  # noqa: D102
+    def obstacle(self, holder: str, kind: str) -> str | None:
         if kind != "cupy":
             return f"ipc moves CuPy blocks, not {kind}"
         if holder not in self._peers:
             self._peers[holder] = self._meet(holder)
         return self._peers[holder][1]
 
-    def pacing(self, options: Options) -> Pacing:  # noqa: D102
+    def pacing(self, options: Options) -> Pacing:
         return Pacing(part_bytes=None, parts_in_flight=1)
 
-    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:  # noqa: D102
+    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
         peer, obstacle = self._peers.get(block.holder, (None, "its place is not known"))
         if peer is None or obstacle is not None:
             raise TransferError(f"ipc: {block.holder} cannot be read in place: {obstacle}")
@@ -161,10 +162,10 @@ class IpcTransport(Transport):
 
     # --- the holder's side ---
 
-    def handlers(self) -> Mapping[str, Handler]:  # noqa: D102
+    def handlers(self) -> Mapping[str, Handler]:
         return {_PEER_OP: self._answer_peer, _POST_OP: self._answer_post}
 
-    def serving(self, blocks: Mapping[Any, Any]) -> None:  # noqa: D102
+    def serving(self, blocks: Mapping[Any, Any]) -> None:
         for key, block in blocks.items():
             if kernel_for(block).name == "cupy" and not self._closed:
                 try:
@@ -173,15 +174,17 @@ class IpcTransport(Transport):
                     # Readers will ask, and be told why.
                     logger.debug("block %r is not posted: %s", key, exc)
 
-    def released(self, key: Any) -> None:  # noqa: D102
+    def released(self, key: Any) -> None:
         self._board.retract(key)
 
-    def forget(self, holder: str) -> None:  # noqa: D102
+    def forget(self, holder: str) -> None:
         self._peers.pop(holder, None)
         self._mappings.retire(holder)
-        asyncio.ensure_future(self.host.offload(self._mappings.close_retired))
+        closing = asyncio.ensure_future(self.host.offload(self._mappings.close_retired))
+        self._closing.add(closing)  # the loop itself keeps only a weak reference
+        closing.add_done_callback(self._closing.discard)
 
-    async def close(self) -> None:  # noqa: D102
+    async def close(self) -> None:
         self._closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()

@@ -1,0 +1,64 @@
+"""Run by a test in a process of its own: prints the bytes of a worker's blocks and its peak, MiB.
+
+The peak is that of resident memory over what the worker used before it had any block.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from distributed import Client, wait
+
+import dask_p2p
+from dask_p2p.indexed import indexed_array
+from dask_p2p.measure import place_blocks
+
+MIB = 2**20
+
+
+def reset_peak() -> int:
+    """Forget the peak; return the resident bytes of now."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return status("VmRSS")
+
+
+def peak() -> int:
+    return status("VmHWM")
+
+
+def status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def main(size: int, workers: int) -> None:
+    with dask_p2p.local_cluster(workers, gpus=False) as cluster, Client(cluster) as client:
+        dask_p2p.register(client)
+        # The first exchange loads code and fills pools; what it leaves is not a block's.
+        small = client.persist(indexed_array((400, 400), (100, 400), "f8"))
+        wait(client.persist(dask_p2p.transpose(small)))
+        del small
+        before = client.run(reset_peak)
+        chunks = (size // workers, size)
+        x = place_blocks(client, lambda: indexed_array((size, size), chunks, "f8"))
+        client.run(reset_peak)  # making the values needs more than keeping them
+        y = client.persist(dask_p2p.transpose(x))
+        wait(y)
+        peaks = client.run(peak)
+        held = {
+            address: sum(
+                slab * size * 8
+                for array, slab in ((x, size // workers), (y, size // workers))
+                for who in client.who_has(array).values()
+                if address in who
+            )
+            for address in before
+        }
+    worst = max(before, key=lambda address: peaks[address] - before[address] - held[address])
+    print(f"{held[worst] / MIB:.1f} {(peaks[worst] - before[worst]) / MIB:.1f}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3])) if len(sys.argv) > 2 else main(16000, 4)

@@ -1,0 +1,185 @@
+"""The whole package on several GPUs: CuPy blocks on a dask-cuda cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.errors import BlockMismatchError
+from dask_p2p.indexed import count_wrong, indexed_array
+from dask_p2p.measure import collect
+from dask_p2p.task import PLUGIN_NAME
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+POOL = {"rmm_pool_size": 8 * 2**30}
+
+
+@pytest.fixture(scope="module")
+def gpu_cluster():
+    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(gpu_cluster):
+    from distributed import Client
+
+    with Client(gpu_cluster) as client:
+        yield client
+
+
+def on_gpu(x, chunks):
+    import cupy
+
+    return da.from_array(x, chunks=chunks).map_blocks(cupy.asarray)
+
+
+def persisted(client, x):
+    from distributed import wait
+
+    x = client.persist(x)
+    wait(x)
+    return x
+
+
+def transports(client, y):
+    exchange = collect(client, y.name)
+    return {transport for _, _, transport in exchange.pairs} if exchange else set()
+
+
+def held(client):
+    """Blocks kept by notice boards, and mappings that are open, on each worker."""
+
+    def look(dask_worker):
+        ipc = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ipc"]
+        return len(ipc._board), len(ipc._mappings)
+
+    return client.run(look)
+
+
+CASES = [
+    ((400, 300), (100, 300), None, None),
+    ((401, 299), (101, 299), None, None),
+    ((400, 300), (70, 80), None, None),
+    ((400, 300), (200, 300), None, (400, 7)),
+    ((12, 10, 80), (3, 10, 80), (2, 0, 1), None),
+    ((12, 10, 80), (3, 5, 80), (0, 2, 1), (5, 50, 5)),
+    ((3, 4, 5, 6), (1, 2, 5, 3), (2, 0, 3, 1), None),
+    ((3, 7), (1, 7), None, None),
+    ((400,), (90,), None, None),
+    ((0, 5), (1, 5), None, None),
+]
+
+
+@pytest.mark.parametrize(("shape", "chunks", "axes", "to"), CASES)
+@pytest.mark.parametrize("order", [["ipc"], ["comm"]], ids=["ipc", "comm"])
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_equals_numpy(client, shape, chunks, axes, to, order, mode):
+    x = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape)
+    a = persisted(client, on_gpu(x, chunks))
+    with dask.config.set({"p2p.mode": mode, "p2p.transports.order": order}):
+        y = persisted(client, dask_p2p.transpose(a, axes, chunks=to))
+    # Only CuPy blocks have get().
+    got = y.map_blocks(lambda b: b.get(), meta=np.empty((0,) * y.ndim)).compute()
+    np.testing.assert_array_equal(got, np.transpose(x, axes))
+    assert transports(client, y) <= set(order)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "float16", "float32", "int64", "complex64", "complex128"]
+)
+def test_every_item_size(client, dtype):
+    shape = (1030, 770)
+    a = persisted(client, indexed_array(shape, (300, 770), dtype, kind="cupy"))
+    y = dask_p2p.transpose(a)
+    assert y.dtype == dtype
+    assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+    assert transports(client, y) == {"ipc"}
+
+
+def test_blocks_of_any_memory_layout(client):
+    x = np.arange(400 * 300.0).reshape(400, 300)
+    a = on_gpu(x, (100, 300)).map_blocks(lambda b: b.copy(order="F"))
+    b = on_gpu(x, (100, 300)).map_blocks(lambda b: b[::-1][::-1])
+    for made in (a, b):
+        y = dask_p2p.transpose(persisted(client, made))
+        np.testing.assert_array_equal(y.compute().get(), x.T)
+
+
+def test_leases_end_and_nothing_is_kept(client):
+    x = np.arange(400 * 300.0).reshape(400, 300)
+    for _ in range(3):
+        a = persisted(client, on_gpu(x, (200, 300)))
+        y = persisted(client, dask_p2p.transpose(a))
+        del a, y
+    deadline_s = time.monotonic() + 10
+    while any(boards for boards, _ in held(client).values()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert [boards for boards, _ in held(client).values()] == [0, 0]
+    assert all(mappings <= 2 for _, mappings in held(client).values())
+
+
+def test_wrong_blocks_are_named(client):
+    import cupy
+
+    x = on_gpu(np.ones((8, 8)), (2, 8))
+    with pytest.raises(BlockMismatchError, match="declared as float64"):
+        dask_p2p.transpose(
+            x.map_blocks(lambda b: b.astype("f4"), meta=cupy.empty((0, 0)))
+        ).compute()
+    with pytest.raises(BlockMismatchError, match=r"declared as .*\(2, 8\)"):
+        dask_p2p.transpose(x.map_blocks(lambda b: b[:1], meta=cupy.empty((0, 0)))).compute()
+
+
+def test_object_dtype_is_refused(client):
+    x = on_gpu(np.ones((4, 4)), (2, 4))
+    x = x.map_blocks(lambda b: b, dtype=object, meta=np.empty((0, 0), object))
+    with pytest.raises(BlockMismatchError, match="declared as object"):
+        dask_p2p.transpose(x).compute()
+
+
+def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning():
+    from distributed import Client
+
+    x = np.arange(400 * 300.0).reshape(400, 300)
+    with (
+        dask_p2p.local_cluster(
+            2,
+            gpus=True,
+            rmm_async=True,
+            rmm_pool_size=None,
+            rmm_allocator_external_lib_list=["cupy"],
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, on_gpu(x, (100, 300)))
+        y = persisted(client, dask_p2p.transpose(a))
+        np.testing.assert_array_equal(y.compute().get(), x.T)
+        assert transports(client, y) == {"comm"}
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 0.05])
+def test_a_killed_worker(moment_s):
+    from distributed import Client
+
+    shape = (20000, 20000)
+    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
+        a = persisted(client, indexed_array(shape, (2500, 20000), "f4", kind="cupy"))
+        pid = next(iter(client.run(os.getpid).values()))
+        y = client.persist(dask_p2p.transpose(a))
+        time.sleep(moment_s)
+        os.kill(pid, signal.SIGKILL)
+        wrong = client.compute(count_wrong(y, shape, (1, 0), kind="cupy"))
+        assert int(wrong.result(timeout=120)) == 0

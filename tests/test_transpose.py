@@ -1,0 +1,249 @@
+"""`transpose` as users call it, on the schedulers that need no cluster."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dask_p2p
+from dask_p2p.errors import (
+    AxesError,
+    BlockMismatchError,
+    ChunksError,
+    InputError,
+    UnsupportedArrayError,
+)
+
+
+def indexed(shape, dtype=np.int64):
+    """An array whose cells say where they are."""
+    return np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+
+
+def same(y, expected):
+    """Equal in values, dtype and bits."""
+    assert y.dtype == expected.dtype
+    assert y.shape == expected.shape
+    got = y.compute(scheduler="synchronous")
+    assert got.dtype == expected.dtype
+    assert got.tobytes() == np.ascontiguousarray(expected).tobytes()
+    return got
+
+
+@st.composite
+def cases(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    axes = draw(st.none() | st.permutations(range(len(shape))))
+    order = tuple(reversed(range(len(shape)))) if axes is None else tuple(axes)
+
+    def cut(length):
+        inner = draw(st.lists(st.integers(0, length), max_size=2))
+        bounds = [0, *sorted(inner), length]
+        return tuple(b - a for a, b in pairwise(bounds))
+
+    src = tuple(cut(n) for n in shape)
+    dst = draw(st.none() | st.just(tuple(cut(shape[a]) for a in order)))
+    return shape, src, axes, dst
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_equals_numpy_for_any_chunks(case):
+    shape, src, axes, dst = case
+    x = indexed(shape)
+    y = dask_p2p.transpose(da.from_array(x, chunks=src), axes, chunks=dst)
+    same(y, np.transpose(x, axes))
+    if dst is not None:
+        assert y.chunks == dst
+
+
+DTYPES = [
+    "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128", "longdouble",
+    ">i2", ">f4", ">f8", ">c16", "M8[ns]", "m8[s]", "S5", "U3", "V7",
+    [("a", "i1"), ("b", "f8")], [("x", ">i4"), ("y", "S3")],
+]  # fmt: skip
+
+
+def values(dtype, shape):
+    dtype = np.dtype(dtype)
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    if dtype.kind == "b":
+        raw &= 1
+    if dtype.kind == "U":
+        return rng.integers(0, 999, shape).astype(dtype)
+    return raw.view(dtype).reshape(shape)  # NaNs with odd payloads and all
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_bit_for_bit(dtype):
+    x = values(dtype, (7, 10))
+    same(dask_p2p.transpose(da.from_array(x, chunks=(3, 4))), x.T)
+
+
+def test_object_dtype():
+    x = np.array([[1, "two"], [None, (4,)], [5.0, b"6"]], dtype=object)
+    y = dask_p2p.transpose(da.from_array(x, chunks=(1, 2)))
+    assert y.dtype == object
+    assert y.compute(scheduler="synchronous").tolist() == x.T.tolist()
+
+
+@pytest.mark.parametrize("make", [np.asfortranarray, lambda a: a[::-1, ::2], np.ascontiguousarray])
+def test_blocks_of_any_memory_layout(make):
+    x = make(indexed((8, 12)))
+    x.flags.writeable = False
+    same(dask_p2p.transpose(da.from_array(x, chunks=(3, 5))), x.T)
+
+
+def test_default_chunks_are_even_slabs():
+    x = da.ones((10, 13), chunks=((4, 3, 3), (13,)))
+    y = dask_p2p.transpose(x)
+    assert y.chunks == ((5, 4, 4), (10,))
+    assert dask_p2p.transpose(da.ones((2, 9), chunks=(2, 3))).chunks == ((3, 3, 3), (2,))
+    assert dask_p2p.transpose(da.ones((2, 3, 4), chunks=(1, 1, 4)), (2, 0, 1)).chunks == (
+        (2, 1, 1),
+        (2,),
+        (3,),
+    )
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        5,
+        -1,
+        "auto",
+        (4, 3),
+        (-1, 2),
+        (None, 4),
+        {0: 2},
+        {1: -1},
+        {-1: 3},
+        ((6, 6), (3, 5)),
+        "1 kiB",
+    ],
+)
+def test_chunks_are_what_rechunk_takes(chunks):
+    x = da.from_array(indexed((8, 12)), chunks=(3, 5))
+    y = dask_p2p.transpose(x, chunks=chunks)
+    assert y.chunks == x.T.rechunk(chunks).chunks
+    same(y, indexed((8, 12)).T)
+
+
+def test_negative_axes():
+    x = indexed((2, 3, 4))
+    same(dask_p2p.transpose(da.from_array(x, chunks=1), (-1, 0, -2)), x.transpose(-1, 0, -2))
+
+
+def test_lazy_and_one_task_an_output_block():
+    def fail(block):
+        raise AssertionError("computed")
+
+    x = da.ones((8, 8), chunks=(2, 8)).map_blocks(fail, dtype=float, meta=np.ones((0, 0)))
+    y = dask_p2p.transpose(x)
+    layer = y.dask.layers[y.name]
+    assert len(layer) == 4
+    assert {len(task.dependencies) for task in layer.values()} == {4}
+
+
+def test_name_is_deterministic_and_differs_where_it_must():
+    x = da.ones((8, 8), chunks=(2, 8))
+    assert dask_p2p.transpose(x).name == dask_p2p.transpose(x).name
+    assert dask_p2p.transpose(x).name != dask_p2p.transpose(x, chunks=4).name
+    assert dask_p2p.transpose(x).name != dask_p2p.transpose(x + 1).name
+
+
+def test_a_slice_computes_only_the_blocks_it_needs():
+    x = indexed((8, 8))
+    y = dask_p2p.transpose(da.from_array(x, chunks=(2, 8)))[:2]
+    (optimised,) = dask.optimize(y)
+    assert sum("p2p-transpose" in str(key) for key in optimised.dask) == 1
+    same(y, x.T[:2])
+
+
+def test_in_the_middle_of_a_graph():
+    x = indexed((9, 7), float)
+    y = dask_p2p.transpose(da.from_array(x, chunks=(2, 7)) + 1)
+    z = dask_p2p.transpose(y * 2, chunks=(3, 3))
+    same(z, (x + 1) * 2)
+    same((y @ z).sum(axis=0), ((x + 1).T @ ((x + 1) * 2)).sum(axis=0))
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous", "processes"])
+def test_schedulers(scheduler):
+    x = indexed((6, 10))
+    y = dask_p2p.transpose(da.from_array(x, chunks=(2, 5)))
+    assert (y.compute(scheduler=scheduler) == x.T).all()
+
+
+def test_with_query_planning():
+    x = indexed((6, 10))
+    with dask.config.set({"array.query-planning": True}):
+        y = dask_p2p.transpose(da.from_array(x, chunks=(2, 10)))
+        same(y, x.T)
+
+
+@pytest.mark.parametrize("axes", [(0,), (0, 0), (0, 2), (0, 1, 2), ("a", 0), 5, (0.5, 1)])
+def test_wrong_axes(axes):
+    with pytest.raises(AxesError, match=r"expected a permutation of the 2 axes.*got axes="):
+        dask_p2p.transpose(da.ones((2, 3)), axes)
+
+
+@pytest.mark.parametrize(
+    "chunks", [((1, 1), (9,)), (3,) * 3, {5: 1}, "enormous", ((2, 2), (-1, 3))]
+)
+def test_wrong_chunks(chunks):
+    with pytest.raises(ChunksError, match=r"expected chunks for an array of shape \(3, 2\)"):
+        dask_p2p.transpose(da.ones((2, 3)), chunks=chunks)
+
+
+def test_unknown_chunks():
+    x = da.ones((8, 3), chunks=(2, 3))
+    with pytest.raises(ChunksError, match="compute_chunk_sizes"):
+        dask_p2p.transpose(x[x[:, 0] > 0])
+
+
+def test_masked_arrays_are_refused_by_name():
+    x = da.ma.masked_equal(da.ones((4, 4), chunks=(2, 4)), 3)
+    with pytest.raises(UnsupportedArrayError, match=r"(?i)masked"):
+        dask_p2p.transpose(x)
+
+
+def test_masked_blocks_behind_an_honest_meta_are_refused_at_the_task():
+    x = da.ones((4, 4), chunks=(2, 4)).map_blocks(
+        lambda b: np.ma.masked_array(b), meta=np.ones((0, 0))
+    )
+    with pytest.raises(UnsupportedArrayError, match=r"(?i)masked"):
+        dask_p2p.transpose(x).compute(scheduler="synchronous")
+
+
+@pytest.mark.parametrize("x", [np.ones((2, 2)), [[1]], None])
+def test_what_is_no_dask_array(x):
+    with pytest.raises(UnsupportedArrayError, match="expected a Dask array, got"):
+        dask_p2p.transpose(x)
+
+
+@pytest.mark.parametrize(
+    ("real", "words"),
+    [
+        (lambda b: b[:1], r"float64 \(2, 4\).*float64 \(1, 4\)"),
+        (lambda b: b.astype("f4"), r"float64 \(2, 4\).*float32 \(2, 4\)"),
+        (lambda b: b.astype(">f8"), r"float64 \(2, 4\).*>f8 \(2, 4\)"),
+        (lambda b: b[0], r"float64 \(2, 4\).*float64 \(4,\)"),
+    ],
+)
+def test_blocks_that_are_not_as_declared(real, words):
+    x = da.ones((4, 4), chunks=(2, 4)).map_blocks(real, meta=np.ones((0, 0)), chunks=((2, 2), (4,)))
+    with pytest.raises(BlockMismatchError, match=words):
+        dask_p2p.transpose(x).compute(scheduler="synchronous")
+
+
+def test_input_errors_are_value_errors():
+    assert issubclass(InputError, ValueError)

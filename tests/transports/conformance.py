@@ -1,0 +1,145 @@
+"""What every transport must do. A transport's tests subclass `Conformance`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dask_p2p.config import options
+from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
+from dask_p2p.transports.base import BlockSpec
+
+
+class Conformance:
+    """Subclasses provide the fixture `setup`, with these attributes.
+
+    reader
+        The transport under test, at the reader's end.
+    holder
+        Address of the other end.
+    kind
+        Of the blocks, "numpy" or "cupy".
+    put(key, array)
+        Makes the holder hold a block, given as a NumPy array.
+    drop(key)
+        Makes the holder release a block.
+    close_holder()
+        Closes the holder's transport.
+    to_numpy(array)
+    """
+
+    options = options()
+
+    def open(self, setup, key, array, **changes):
+        spec = BlockSpec(key, setup.holder, array.shape, array.dtype)
+        return setup.reader.open(replace(spec, **changes), self.options)
+
+    def read(self, setup, key, array, box):
+        remote = self.open(setup, key, array)
+        try:
+            return np.array(setup.to_numpy(remote.request(box).result(20)))
+        finally:
+            remote.close()
+
+    @pytest.fixture
+    def block(self, setup):
+        array = np.arange(60.0).reshape(6, 10)
+        setup.put(("x-1", 0, 0), array)
+        return ("x-1", 0, 0), array
+
+    def test_there_is_no_obstacle(self, setup):
+        assert setup.reader.obstacle(setup.holder, setup.kind) is None
+
+    @pytest.mark.parametrize(
+        "box",
+        [
+            ((0, 6), (0, 10)),
+            ((2, 4), (0, 10)),
+            ((0, 6), (3, 7)),
+            ((5, 6), (9, 10)),
+            ((3, 3), (0, 2)),
+        ],
+        ids=str,
+    )
+    def test_a_region_is_what_numpy_selects(self, setup, block, box):
+        key, array = block
+        expected = array[tuple(slice(*pair) for pair in box)]
+        got = self.read(setup, key, array, box)
+        assert got.dtype == array.dtype
+        np.testing.assert_array_equal(got, expected)
+
+    @pytest.mark.parametrize(
+        "array",
+        [
+            np.array(7.5),
+            np.arange(5, dtype="i1"),
+            np.zeros((0, 4)),
+            np.arange(24, dtype="c16").reshape(2, 3, 4),
+            np.asfortranarray(np.arange(12, dtype="f4").reshape(3, 4)),
+            np.array([True, False, True]),
+            np.arange(6, dtype="f2").reshape(2, 3),
+        ],
+        ids=lambda a: f"{a.dtype}-{a.shape}",
+    )
+    def test_blocks_of_all_shapes_and_item_sizes(self, setup, array):
+        setup.put("block", array)
+        got = self.read(setup, "block", array, tuple((0, n) for n in array.shape))
+        assert got.dtype == array.dtype
+        assert got.shape == array.shape
+        assert got.tobytes() == np.ascontiguousarray(array).tobytes()
+
+    def test_many_requests_of_one_block(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array)
+        boxes = [((i, i + 1), (j, j + 2)) for i in range(6) for j in range(0, 10, 2)]
+        futures = [remote.request(box) for box in boxes]
+        for box, future in zip(boxes, futures, strict=True):
+            expected = array[tuple(slice(*pair) for pair in box)]
+            np.testing.assert_array_equal(setup.to_numpy(future.result(20)), expected)
+        remote.close()
+
+    def test_a_block_that_is_not_there(self, setup):
+        with pytest.raises(BlockUnavailableError, match=r"not there.*|.*nothing"):
+            self.read(setup, "nothing", np.zeros((2, 2)), ((0, 1), (0, 1)))
+
+    def test_a_block_of_another_shape(self, setup, block):
+        key, array = block
+        with pytest.raises(BlockMismatchError, match=r"declared as .*\(6, 9\)"):
+            self.read(setup, key, array[:, :9], ((0, 1), (0, 1)))
+
+    def test_a_block_of_another_dtype(self, setup, block):
+        key, array = block
+        with pytest.raises(BlockMismatchError, match="declared as float32"):
+            self.read(setup, key, array.astype("f4"), ((0, 1), (0, 1)))
+
+    def test_a_holder_that_is_closing_refuses(self, setup, block):
+        key, array = block
+        setup.close_holder()
+        with pytest.raises(TransferError, match=setup.holder):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+
+    def test_a_released_block_is_kept_while_it_is_read(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array)
+        before = remote.request(((0, 6), (0, 10))).result(20)
+        setup.drop(key)
+        np.testing.assert_array_equal(setup.to_numpy(before), array)
+        remote.close()
+
+    def test_a_replaced_block_is_read_anew(self, setup, block):
+        key, array = block
+        box = ((0, 6), (0, 10))
+        np.testing.assert_array_equal(self.read(setup, key, array, box), array)
+        setup.drop(key)
+        setup.put(key, array + 1)
+        np.testing.assert_array_equal(self.read(setup, key, array, box), array + 1)
+
+    def test_closing_twice_and_with_requests_under_way(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array)
+        remote.request(((0, 6), (0, 10)))
+        remote.close()
+        remote.close()
+        np.testing.assert_array_equal(self.read(setup, key, array, ((0, 1), (0, 10))), array[:1])

@@ -1,0 +1,80 @@
+"""Workers without a cluster: hosts of transports that call each other through Dask's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from distributed.protocol import dumps, loads
+
+
+class EventLoop:
+    """An event loop in a thread, as a worker has one."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine, timeout_s=30):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    def close(self):
+        async def cancel_all():
+            tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.run(cancel_all())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class LoopbackHost:
+    """What a transport needs of its worker; calls go to the other hosts of a dict.
+
+    Messages are serialised and deserialised on the way, as between processes.
+    """
+
+    def __init__(self, address, loop, network, folder):
+        self.address = address
+        self.loop = loop
+        self.folder = str(folder)
+        self.blocks = {}
+        self.handlers = {}
+        self.calls = []  # operations that were called here
+        self.delay_s = 0.0  # before each answer
+        self._network = network
+        self._threads = ThreadPoolExecutor(2)
+        network[address] = self
+
+    def block(self, key):
+        return self.blocks[key]
+
+    async def call(self, address, op, **kwargs):
+        if address not in self._network:
+            raise ConnectionRefusedError(f"nobody at {address}")
+        other = self._network[address]
+        other.calls.append(op)
+        if other.delay_s:
+            await asyncio.sleep(other.delay_s)
+        kwargs = loads(dumps(kwargs))
+        return loads(dumps(await other.handlers[op](**kwargs)))
+
+    async def offload(self, function, *args):
+        return await self.loop.run_in_executor(self._threads, function, *args)
+
+    def close(self):
+        self._threads.shutdown()
+
+
+def wait_until(condition, timeout_s=10.0):
+    """Wait until a condition holds; fail if it does not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+        time.sleep(0.005)

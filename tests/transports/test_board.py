@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import stat
+import weakref
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dask_p2p.transports.board import Board, take
+from tests.transports.loopback import wait_until
+
+
+class Block:
+    """Stands for memory; a weak reference tells when it is gone."""
+
+
+@pytest.fixture
+def board(tmp_path):
+    board = Board(str(tmp_path))
+    yield board
+    board.close()
+
+
+def test_a_notice_can_be_taken(board):
+    board.post("key", Block(), b"text")
+    lease = take(board.folder, "key")
+    assert lease.text == b"text"
+    lease.close()
+    lease.close()
+    assert take(board.folder, "other") is None
+
+
+def test_several_readers_at_once(board):
+    board.post("key", Block(), b"text")
+    leases = [take(board.folder, "key") for _ in range(3)]
+    assert all(leases)
+    board.retract("key")
+    for left, lease in zip((1, 1, 0), leases, strict=True):
+        lease.close()
+        assert board.sweep(60) == left
+
+
+def test_a_block_is_kept_until_the_last_reader_lets_go(board):
+    block = Block()
+    alive = weakref.ref(block)
+    board.post("key", block, b"text")
+    del block
+    lease = take(board.folder, "key")
+    board.retract("key")
+    gc.collect()
+    assert alive() is not None
+    assert take(board.folder, "key") is None, "nobody new may read it"
+    lease.close()
+    assert board.sweep(60) == 0
+    gc.collect()
+    assert alive() is None
+
+
+def test_posting_again_replaces(board):
+    board.post("key", Block(), b"old")
+    old = take(board.folder, "key")
+    board.post("key", Block(), b"new")
+    new = take(board.folder, "key")
+    assert (old.text, new.text) == (b"old", b"new")
+    assert len(board) == 2
+    old.close()
+    assert board.sweep(60) == 1
+    new.close()
+
+
+def test_renewing_is_for_the_same_block(board):
+    block = Block()
+    assert not board.renew("key", block)
+    board.post("key", block, b"text")
+    assert board.renew("key", block)
+    assert not board.renew("key", Block())
+
+
+def test_notices_grow_old(board):
+    board.post("key", Block(), b"text")
+    assert board.sweep(60) == 1
+    assert board.sweep(0) == 0
+    assert take(board.folder, "key") is None
+
+
+def test_closing(board):
+    board.post("key", Block(), b"text")
+    lease = take(board.folder, "key")
+    assert board.close() == 1
+    assert not os.path.exists(board.folder)
+    lease.close()
+    assert board.close() == 0
+    with pytest.raises(ValueError, match="closed"):
+        board.post("key", Block(), b"text")
+    assert take(board.folder, "key") is None
+
+
+def test_only_this_user_can_look(board):
+    board.post("key", Block(), b"text")
+    assert stat.S_IMODE(os.stat(board.folder).st_mode) == 0o700
+    (name,) = os.listdir(board.folder)
+    assert stat.S_IMODE(os.stat(os.path.join(board.folder, name)).st_mode) == 0o600
+
+
+def test_no_file_descriptor_is_left(board):
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(50):
+        board.post("key", Block(), b"%d" % i)
+        take(board.folder, "key").close()
+        take(board.folder, "nothing")
+    board.retract("key")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _hold(folder, taken):
+    lease = take(folder, "key")
+    taken.set()
+    signal.pause()
+    lease.close()
+
+
+def test_a_killed_readers_lease_ends(board):
+    context = multiprocessing.get_context("spawn")
+    taken = context.Event()
+    board.post("key", Block(), b"text")
+    reader = context.Process(target=_hold, args=(board.folder, taken))
+    reader.start()
+    assert taken.wait(30)
+    board.retract("key")
+    assert board.sweep(60) == 1, "it is being read"
+    reader.kill()
+    reader.join()
+    wait_until(lambda: board.sweep(60) == 0)
+
+
+class Protocol(RuleBasedStateMachine):
+    """Any order of posting, taking, retracting and letting go: what is leased is there."""
+
+    def __init__(self):
+        super().__init__()
+        import tempfile
+
+        self.parent = tempfile.TemporaryDirectory()
+        self.board = Board(self.parent.name)
+        self.alive = {}  # serial number -> weak reference
+        self.posted = {}  # key -> serial number
+        self.leases = []  # (serial number, lease)
+        self.serial = 0
+
+    @rule(key=st.sampled_from("ab"))
+    def post(self, key):
+        self.serial += 1
+        block = Block()
+        self.alive[self.serial] = weakref.ref(block)
+        self.board.post(key, block, b"%d" % self.serial)
+        self.posted[key] = self.serial
+
+    @rule(key=st.sampled_from("ab"))
+    def take(self, key):
+        lease = take(self.board.folder, key)
+        assert (lease is not None) == (key in self.posted)
+        if lease is not None:
+            assert int(lease.text) == self.posted[key]
+            self.leases.append((self.posted[key], lease))
+
+    @rule(key=st.sampled_from("ab"))
+    def retract(self, key):
+        self.board.retract(key)
+        self.posted.pop(key, None)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def let_go(self, data):
+        _, lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        lease.close()
+
+    @rule()
+    def sweep(self):
+        self.board.sweep(60)
+
+    @invariant()
+    def what_is_leased_is_there(self):
+        for serial, _ in self.leases:
+            assert self.alive[serial]() is not None
+
+    @invariant()
+    def what_is_not_needed_is_gone_after_a_sweep(self):
+        self.board.sweep(60)
+        needed = {serial for serial, _ in self.leases} | set(self.posted.values())
+        assert {s for s, ref in self.alive.items() if ref() is not None} == needed
+
+    def teardown(self):
+        for _, lease in self.leases:
+            lease.close()
+        assert self.board.close() == 0
+        self.parent.cleanup()
+
+
+TestProtocol = Protocol.TestCase
+TestProtocol.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from distributed.protocol import to_serialize
+
+from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.transports.base import BlockSpec
+from dask_p2p.transports.comm import CommTransport
+from tests.transports.conformance import Conformance
+from tests.transports.loopback import EventLoop, LoopbackHost
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def setup(loop, tmp_path):
+    network = {}
+    here = LoopbackHost("reader", loop.loop, network, tmp_path)
+    there = LoopbackHost("holder", loop.loop, network, tmp_path)
+    reader, serving = CommTransport(here), CommTransport(there)
+    there.handlers.update(serving.handlers())
+
+    def drop(key):
+        del there.blocks[key]
+        serving.released(key)
+
+    yield SimpleNamespace(
+        reader=reader,
+        holder="holder",
+        kind="numpy",
+        put=there.blocks.__setitem__,
+        drop=drop,
+        close_holder=lambda: loop.run(serving.close()),
+        to_numpy=np.asarray,
+        host=there,
+        network=network,
+    )
+    here.close()
+    there.close()
+
+
+class TestComm(Conformance):
+    @pytest.mark.parametrize(
+        "dtype", [">f8", "M8[ns]", "U3", "V7", [("a", "i1"), ("b", ">f8")], "longdouble"], ids=str
+    )
+    def test_dtypes_of_numpy(self, setup, dtype):
+        array = np.zeros((3, 4), dtype)
+        array.view("u1")[...] = 1
+        setup.put("block", array)
+        got = self.read(setup, "block", array, ((0, 3), (1, 4)))
+        assert got.dtype == array.dtype
+        assert got.tobytes() == array[:, 1:].tobytes()
+
+    def test_objects(self, setup):
+        array = np.array([[1, "two"], [None, (4,)]], dtype=object)
+        setup.put("block", array)
+        assert self.read(setup, "block", array, ((0, 2), (1, 2))).tolist() == [["two"], [(4,)]]
+
+    def test_masked_blocks_are_refused(self, setup):
+        setup.put("block", np.ma.masked_equal(np.ones((2, 2)), 0))
+        with pytest.raises(BlockMismatchError, match=r"(?i)masked"):
+            self.read(setup, "block", np.ones((2, 2)), ((0, 1), (0, 1)))
+
+    @pytest.mark.parametrize(
+        "box",
+        [((0, 7), (0, 10)), ((-1, 2), (0, 10)), ((3, 2), (0, 10)), ((0, 6),), ((0, 1),) * 3],
+        ids=str,
+    )
+    def test_boxes_that_do_not_lie_in_the_block(self, setup, block, box):
+        key, array = block
+        with pytest.raises(TransferError, match="does not lie in a block"):
+            self.read(setup, key, array, box)
+
+    def test_an_answer_that_does_not_come_in_time(self, setup, block):
+        key, array = block
+        setup.host.delay_s = 5
+        start_s = time.monotonic()
+        spec = BlockSpec(key, setup.holder, array.shape, array.dtype)
+        remote = setup.reader.open(spec, replace(self.options, request_timeout_s=0.1))
+        with pytest.raises(TransferError, match=r"no answer of holder .* within 0\.1 s"):
+            remote.request(((0, 1), (0, 1))).result(4)
+        assert time.monotonic() - start_s < 4
+
+    def test_a_holder_that_cannot_be_reached(self, setup, block):
+        key, array = block
+        del setup.network["holder"]
+        with pytest.raises(TransferError, match=r"holder cannot be reached: .*nobody"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+
+    @pytest.mark.parametrize(
+        ("reply", "words"),
+        [
+            ({"status": "ok"}, "NoneType"),
+            ({"status": "ok", "data": np.zeros((2, 2))}, r"sent \(2, 2\) instead of \(1, 1\)"),
+            ({"status": "weird"}, "weird"),
+            ("nonsense", "nonsense"),
+        ],
+    )
+    def test_answers_that_make_no_sense(self, setup, block, reply, words):
+        async def answer(**kwargs):
+            if isinstance(reply, dict) and "data" in reply:
+                return {**reply, "data": to_serialize(reply["data"])}
+            return reply
+
+        setup.host.handlers["p2p_region"] = answer
+        key, array = block
+        with pytest.raises(TransferError, match=words):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
