@@ -42,6 +42,9 @@ class Kernel(Protocol):
 
     name: str
 
+    def check(self, block: Any) -> None:
+        """Raise `UnsupportedArrayError` if copies of its items do not keep the block's values."""
+
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """Return a C-ordered array whose values are not set."""
 
@@ -53,8 +56,8 @@ class Kernel(Protocol):
         Parameters
         ----------
         dst
-            Array of shape ``tuple(src.shape[a] for a in axes)`` and of the dtype of `src`. It may be
-            any strided view. It does not overlap `src`.
+            Array of shape ``tuple(src.shape[a] for a in axes)`` and of the dtype of `src`. It may
+            be any strided view. It does not overlap `src`.
         src
             Array to read: any strided view, read-only ones, reversed and broadcast ones included.
         axes
@@ -89,7 +92,7 @@ def kernel_for(block: Any) -> Kernel:
         If plain copies of its bytes would not keep the block's values, or nothing is known of it.
     """
     kernel = kernel_named(_package_of(block))
-    kernel.check(block)  # type: ignore[attr-defined]  # ours have it; users of a kernel need not
+    kernel.check(block)
     return kernel
 
 

@@ -23,6 +23,7 @@ inside each block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from math import gcd, prod
 from typing import Any
@@ -39,13 +40,16 @@ __all__ = ["KERNEL", "NumpyKernel", "block_shape"]
 
 # Below this, working out a block shape takes as long as it can save.
 SMALL_ITEMS = 1 << 15
-# A block holds at least this many items, so that the interpreter's work for it does not show.
-BLOCK_ITEMS = 1 << 14
+# A block holds at least `BLOCK_ITEMS` items, so that the interpreter's work for it does not show,
+# and is extended over further axes up to `GROWN_ITEMS`.
+BLOCK_ITEMS = 1 << 13
+GROWN_ITEMS = 1 << 15
 BLOCK_COLUMNS = 512
 MAX_BLOCK_ROWS = 256
 MIN_BLOCK_ROWS = 32
-# With up to this many rows, plain copies already find all lines in cache.
-UNBLOCKED_ROWS = 512
+# With up to this many rows, plain copies find their lines in the second-level cache, and their
+# pages in the translation cache; blocks gain nothing then, unless rows compete (see below).
+UNBLOCKED_ROWS = 1024
 # A first-level cache: addresses that are equal modulo `CACHE_WAY_BYTES` compete for `CACHE_WAYS`
 # places. Rows at a distance of a power of two all do, so fewer of them fit.
 CACHE_WAY_BYTES = 4096
@@ -58,7 +62,7 @@ class NumpyKernel:
     name: str = "numpy"
 
     def check(self, block: Any) -> None:
-        """Raise `UnsupportedArrayError` if copies of its items would not keep the block's values."""
+        """Raise `UnsupportedArrayError` if copies of its items do not keep the block's values."""
         if isinstance(block, np.ma.MaskedArray):
             raise UnsupportedArrayError(
                 "Expected a plain numpy.ndarray, got a numpy.ma.MaskedArray, whose mask would be "
@@ -92,6 +96,10 @@ class NumpyKernel:
         `stream` is there for the common interface; the copy is done when this returns.
         """
         view = transposed(dst, src, axes)
+        if dst.dtype.names and not dst.dtype.hasobject:
+            # As they are, NumPy would copy structures field by field, without their padding.
+            raw = f"V{dst.dtype.itemsize}"
+            dst, view = dst.view(raw), view.view(raw)
         block = None
         if dst.size >= SMALL_ITEMS:
             block = block_shape(dst.shape, view.strides, dst.strides)
@@ -102,8 +110,9 @@ class NumpyKernel:
             np.copyto(dst[box], view[box], casting="no")
 
 
+@lru_cache(maxsize=1024)  # a call costs as much as copying 10 000 items, and blocks look alike
 def block_shape(
-    shape: Sequence[int], src_strides: Sequence[int], dst_strides: Sequence[int]
+    shape: tuple[int, ...], src_strides: tuple[int, ...], dst_strides: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """Return the shape of the blocks to copy one by one, or None for a copy in one piece.
 
@@ -138,7 +147,7 @@ def block_shape(
     # So many cache lines are used before the first is used again.
     lines = prod(shape[a] for a in by_dst[: by_dst.index(column_axis)])
     cached_rows = _cached_rows(src_strides[row_axis])
-    if lines <= min(cached_rows, UNBLOCKED_ROWS):
+    if lines <= (UNBLOCKED_ROWS if cached_rows >= MAX_BLOCK_ROWS else cached_rows):
         return None
     columns = min(shape[column_axis], BLOCK_COLUMNS)
     rows = max(min(cached_rows, MAX_BLOCK_ROWS), MIN_BLOCK_ROWS, BLOCK_ITEMS // columns)
@@ -150,16 +159,14 @@ def _cached_rows(stride_bytes: int) -> int:
     return CACHE_WAYS * (CACHE_WAY_BYTES // gcd(stride_bytes, CACHE_WAY_BYTES))
 
 
-def _grown(
-    shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]
-) -> tuple[int, ...]:
-    """Extend a two-dimensional tile over the other axes, up to `BLOCK_ITEMS` items."""
+def _grown(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:
+    """Extend a two-dimensional tile over the other axes, up to `GROWN_ITEMS` items."""
     block = [1] * len(shape)
     for axis, extent in tile.items():
         block[axis] = min(extent, shape[axis])
     for axis in by_dst:
         if axis not in tile:
-            block[axis] = max(1, min(shape[axis], BLOCK_ITEMS // prod(block)))
+            block[axis] = max(1, min(shape[axis], GROWN_ITEMS // prod(block)))
     return tuple(block)
 
 

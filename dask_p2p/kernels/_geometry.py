@@ -1,0 +1,125 @@
+"""The axes of a permuted copy, reduced to what a kernel must know. Integers only.
+
+::
+
+    dst[...] = src.transpose(1, 0, 2), shape (5, 4, 8) of float32, all of both arrays
+
+    as asked                      coalesced and widened to words of 16 bytes
+    extent  src      dst          extent  src   dst
+    5       32       128          5       32    128
+    4       160      32     ->    4       160   32
+    8       4        4            2       16    16
+
+A copy does not change if an axis of length 1 is dropped, if an axis is walked backwards in both
+arrays, if two axes that follow each other without a gap in both arrays become one, or if items that
+are neighbours in both arrays are moved as one wider item. What is left is the least that has to be
+permuted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["MAX_WORD_BYTES", "Axis", "Geometry", "reduce_copy"]
+
+MAX_WORD_BYTES = 16
+
+
+class Axis(NamedTuple):
+    """One axis of a copy: how many steps, and how far each goes in either array."""
+
+    extent: int
+    src_stride_bytes: int
+    dst_stride_bytes: int
+
+
+class Geometry(NamedTuple):
+    """A permuted copy in its least form."""
+
+    axes: tuple[Axis, ...]  # each of extent > 1 and dst stride > 0, the largest dst stride first
+    word_bytes: int  # size of the items to move: a power of two, and all addresses are multiples
+    src_offset_bytes: int  # of the first item, from the first item as asked
+    dst_offset_bytes: int
+
+
+def reduce_copy(
+    shape: Sequence[int],
+    itemsize: int,
+    src_strides: Sequence[int],
+    dst_strides: Sequence[int],
+    alignment: int = 0,
+) -> Geometry:
+    """Return the least form of ``dst[...] = src`` for arrays of one shape, which is not empty.
+
+    Parameters
+    ----------
+    shape
+        Shape of both arrays (`src` is transposed already); no extent is 0.
+    itemsize
+        Bytes of an item.
+    src_strides, dst_strides
+        Strides in bytes.
+    alignment
+        Both addresses or-ed: words are at most as wide as its lowest set bit allows. With 0, the
+        addresses are multiples of everything.
+
+    Examples
+    --------
+    >>> reduce_copy((5, 4, 8), 4, (32, 160, 4), (128, 32, 4)).axes
+    (Axis(extent=5, src_stride_bytes=32, dst_stride_bytes=128), \
+Axis(extent=4, src_stride_bytes=160, dst_stride_bytes=32), \
+Axis(extent=2, src_stride_bytes=16, dst_stride_bytes=16))
+    """
+    axes = [
+        Axis(*axis) for axis in zip(shape, src_strides, dst_strides, strict=True) if axis[0] > 1
+    ]
+    # An item is one more axis, of bytes: what holds for axes then holds for items of any size.
+    if itemsize > 1:
+        axes.append(Axis(itemsize, 1, 1))
+    axes, src_offset, dst_offset = _forward(axes)
+    axes = _coalesced(axes)
+    axes, word_bytes = _widened(axes, alignment | src_offset | dst_offset)
+    return Geometry(tuple(axes), word_bytes, src_offset, dst_offset)
+
+
+def _forward(axes: list[Axis]) -> tuple[list[Axis], int, int]:
+    """Turn the axes round that are walked backwards in `dst`."""
+    forward, src_offset, dst_offset = [], 0, 0
+    for extent, src_stride, dst_stride in axes:
+        if dst_stride < 0:
+            src_offset += (extent - 1) * src_stride
+            dst_offset += (extent - 1) * dst_stride
+            src_stride, dst_stride = -src_stride, -dst_stride
+        forward.append(Axis(extent, src_stride, dst_stride))
+    return forward, src_offset, dst_offset
+
+
+def _coalesced(axes: list[Axis]) -> list[Axis]:
+    """Sort the axes by their dst stride, and join those that run on in both arrays."""
+    joined: list[Axis] = []
+    for inner in sorted(axes, key=lambda axis: -axis.dst_stride_bytes):
+        if joined:
+            outer = joined[-1]
+            if (
+                outer.src_stride_bytes == inner.extent * inner.src_stride_bytes
+                and outer.dst_stride_bytes == inner.extent * inner.dst_stride_bytes
+            ):
+                joined[-1] = inner._replace(extent=outer.extent * inner.extent)
+                continue
+        joined.append(inner)
+    return joined
+
+
+def _widened(axes: list[Axis], alignment: int) -> tuple[list[Axis], int]:
+    """Return the axes in words as wide as possible, and the width in bytes."""
+    if not axes or axes[-1][1:] != (1, 1):
+        return axes, 1
+    *outer, run = axes
+    common = alignment | run.extent | MAX_WORD_BYTES
+    for _, src_stride, dst_stride in outer:
+        common |= src_stride | dst_stride
+    word_bytes = common & -common  # lowest set bit: the largest power of two that divides them all
+    if run.extent > word_bytes:
+        outer.append(Axis(run.extent // word_bytes, word_bytes, word_bytes))
+    return outer, word_bytes

@@ -1,0 +1,371 @@
+"""What to launch for a permuted copy on a GPU: which kernel, how many blocks, which arguments.
+
+::
+
+           k, source-fastest ->                     i, destination-fastest ->
+         +----+----+----+-                        +----+----+-
+      i  | 0  | 1  | 2  |   tile by tile,      k  | 0  |    |
+      |  +----+----+----+-  each through          +----+----+-
+      v  |    |    |    |   shared memory         | 1  |    |
+                                               v  +----+----+-
+
+This module plans and `transpose.cu` executes. Plans are integers (addresses included), so that
+tests run the kernels' source on a processor from the very plans that go to a GPU.
+
+The three kernels:
+
+``permute_vector_B``
+    Both axes contiguous where it matters, all other strides multiples of 16 bytes: 16-byte accesses
+    to global and to shared memory.
+``permute_tile_B``
+    Any strides: the 32 x 32 tiles and 32 x 8 threads of G. Ruetsch and P. Micikevicius, "Optimizing
+    Matrix Transpose in CUDA" (NVIDIA, 2009), also in chapter 4 of G. Ruetsch and M. Fatica, "CUDA
+    Fortran for Scientists and Engineers".
+``permute_copy_B``
+    The same axis is fastest in both arrays, or a tile would be nearly empty: no shared memory.
+
+``B`` is the word size, 1, 2, 4, 8 or 16 bytes. ``memcpy`` stands for one contiguous run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, product
+from math import isqrt, prod
+from struct import Struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_p2p.kernels._geometry import Axis, Geometry, reduce_copy
+
+__all__ = [
+    "ENTRIES",
+    "WORD_SIZES_BYTES",
+    "WORK_DTYPE",
+    "Launch",
+    "LaunchGeometry",
+    "launch_geometry",
+    "plan_launches",
+]
+
+WORD_SIZES_BYTES = (1, 2, 4, 8, 16)
+VARIANTS = ("vector", "tile", "copy")
+ENTRIES = tuple(f"permute_{variant}_{size}" for variant in VARIANTS for size in WORD_SIZES_BYTES)
+
+VECTOR_BYTES = 16
+# Items along each side of a tile of permute_vector_B, and threads of its blocks. A row of a tile is
+# 128 to 512 bytes; a thread has 4 to 16 vectors on their way before it needs the first.
+VECTOR_TILE = {1: 128, 2: 128, 4: 64, 8: 64, 16: 32}
+VECTOR_THREADS = {1: 64, 2: 256, 4: 256, 8: 256, 16: 256}
+PLAIN_TILE = 32
+PLAIN_THREADS = (32, 8)
+COPY_THREADS = 256
+COPY_WORDS = 2048  # of a block of permute_copy_B: 8 to a thread
+# With fewer items than this along one side, most of a tile's threads would have nothing to do.
+MIN_TILE_EXTENT = 16
+# Tiles along `i` that are taken one after the other before the next along `k`: more make longer
+# runs of writes, fewer longer runs of reads.
+GROUP_TILES = 4
+MAX_GRID = 2**31 - 1
+MAX_OUTER = 6  # outer axes that a kernel takes; the host loops over further ones
+
+_AXIS_DTYPE = np.dtype([("extent", "i8"), ("src_stride", "i8"), ("dst_stride", "i8")])
+# The struct `Work` of transpose.cu, member by member.
+WORK_DTYPE = np.dtype(
+    [
+        ("src", "u8"),
+        ("dst", "u8"),
+        ("k", _AXIS_DTYPE),
+        ("i", _AXIS_DTYPE),
+        ("j", _AXIS_DTYPE),
+        ("head_k", "i8"),
+        ("head_i", "i8"),
+        ("step_k", "i8"),
+        ("step_i", "i8"),
+        ("step_j", "i8"),
+        ("tiles_k", "i8"),
+        ("tiles_i", "i8"),
+        ("group", "i8"),
+        ("first_tile", "i8"),
+        ("outer_count", "i8"),
+        ("outer", _AXIS_DTYPE, (MAX_OUTER,)),
+    ]
+)
+_WORK_STRUCT = Struct(f"=2Q{WORK_DTYPE.itemsize // 8 - 2}q")  # far quicker to fill than the dtype
+_NO_AXIS = Axis(1, 0, 0)
+
+
+class Launch(NamedTuple):
+    """One launch of one kernel."""
+
+    entry: str  # name of the kernel in transpose.cu, or "memcpy"
+    grid: int  # thread blocks, in one dimension; one for a tile
+    threads: tuple[int, int]  # of a block, x first
+    src: int  # address of the first item to read
+    dst: int  # address of the first item to write
+    k: Axis  # the axis along which the source is contiguous, or nearly
+    i: Axis  # the axis along which the destination is
+    j: Axis  # third axis of the boxes of permute_copy_B
+    head: tuple[int, int]  # items by which the first tile starts before the box, along k and i
+    step: tuple[int, int, int]  # items from tile to tile, along k, i and j
+    tiles: tuple[int, int]  # number of tiles along k and i
+    outer: tuple[Axis, ...]  # the other axes, the fastest first; the first may be the steps of j
+    first_tile: int = 0  # number of the grid's first tile
+
+    @property
+    def tile_count(self) -> int:
+        """How many tiles there are in all: the grid, if it was not too large for one launch."""
+        return prod(self.tiles) * prod(axis.extent for axis in self.outer)
+
+    def pack(self, group: int = GROUP_TILES) -> np.ndarray[Any, Any]:
+        """Return the kernel's one argument: an array of one item, passed by value."""
+        outer = chain(*self.outer, _NO_AXIS * (MAX_OUTER - len(self.outer)))
+        # fmt: off
+        packed = _WORK_STRUCT.pack(
+            self.src, self.dst, *self.k, *self.i, *self.j, *self.head, *self.step, *self.tiles,
+            group, self.first_tile, len(self.outer), *outer,
+        )
+        # fmt: on
+        return np.frombuffer(bytearray(packed), WORK_DTYPE)  # writable, as CuPy has it
+
+
+def plan_launches(
+    dst: int,
+    src: int,
+    shape: Sequence[int],
+    itemsize: int,
+    dst_strides: Sequence[int],
+    src_strides: Sequence[int],
+    *,
+    max_grid: int = MAX_GRID,
+) -> list[Launch]:
+    """Return what to launch for ``dst[...] = src``, arrays of one shape.
+
+    Parameters
+    ----------
+    dst, src
+        Addresses of the arrays' first items.
+    shape
+        Shape of both arrays (`src` is transposed already).
+    itemsize
+        Bytes of an item, of any size.
+    dst_strides, src_strides
+        Strides in bytes.
+    max_grid
+        Thread blocks of one launch at most.
+
+    Returns
+    -------
+    list of Launch
+        To be run in any order: each writes other items.
+    """
+    # Of the addresses, only their place within 16 bytes matters to the choice.
+    dst_base, src_base = dst - dst % VECTOR_BYTES, src - src % VECTOR_BYTES
+    launches = _plan(
+        dst - dst_base,
+        src - src_base,
+        tuple(shape),
+        itemsize,
+        tuple(dst_strides),
+        tuple(src_strides),
+        max_grid,
+    )
+    return [
+        launch._replace(src=launch.src + src_base, dst=launch.dst + dst_base) for launch in launches
+    ]
+
+
+@lru_cache(maxsize=1024)  # a plan takes longer than its launch, and blocks look alike
+def _plan(
+    dst: int,
+    src: int,
+    shape: tuple[int, ...],
+    itemsize: int,
+    dst_strides: tuple[int, ...],
+    src_strides: tuple[int, ...],
+    max_grid: int,
+) -> list[Launch]:
+    if 0 in shape or itemsize == 0:
+        return []
+    geometry = reduce_copy(shape, itemsize, src_strides, dst_strides, dst | src)
+    src += geometry.src_offset_bytes
+    dst += geometry.dst_offset_bytes
+    if _is_one_run(geometry):
+        return [_memcpy(dst, src, geometry)]
+    tiling = _tiling(geometry)
+    inner, extra = tiling.outer[:MAX_OUTER], tiling.outer[MAX_OUTER:]
+    launches: list[Launch] = []
+    for src_offset, dst_offset in _offsets(extra):
+        launch = _launch(
+            tiling._replace(outer=inner), geometry.word_bytes, dst + dst_offset, src + src_offset
+        )
+        launches += _split(launch, max_grid)
+    return launches
+
+
+class _Tiling(NamedTuple):
+    """How a copy is cut into what a block does at a time; the fields are those of `Launch`."""
+
+    variant: str
+    k: Axis
+    i: Axis
+    j: Axis
+    step: tuple[int, int, int]
+    outer: tuple[Axis, ...]
+
+
+def _is_one_run(geometry: Geometry) -> bool:
+    """Tell whether the items follow each other without a gap in both arrays."""
+    word = geometry.word_bytes
+    return not geometry.axes or (len(geometry.axes) == 1 and geometry.axes[0][1:] == (word, word))
+
+
+def _memcpy(dst: int, src: int, geometry: Geometry) -> Launch:
+    size_bytes = geometry.word_bytes * prod(axis.extent for axis in geometry.axes)
+    run = Axis(size_bytes, 1, 1)
+    none = _NO_AXIS
+    return Launch("memcpy", 1, (1, 1), src, dst, none, run, none, (0, 0), (1, 1, 1), (1, 1), ())
+
+
+def _tiling(geometry: Geometry) -> _Tiling:
+    """Choose the axes of a tile, and the kernel."""
+    i, *others = reversed(geometry.axes)
+    # Where the source repeats items (stride 0) it has no direction.
+    moving = [axis for axis in (i, *others) if axis.src_stride_bytes] or [i]
+    k = min(moving, key=lambda axis: abs(axis.src_stride_bytes))
+    if k is i:  # rows are copied as they are
+        return _copy_tiling(i, others)
+    outer = [axis for axis in others if axis is not k]
+    if min(k.extent, i.extent) < MIN_TILE_EXTENT:
+        return _copy_tiling(i, [k, *outer])
+    word = geometry.word_bytes
+    variant = "vector" if _takes_vectors(word, k, i, outer) else "tile"
+    side = VECTOR_TILE[word] if variant == "vector" else PLAIN_TILE
+    return _Tiling(variant, k, i, _NO_AXIS, (side, side, 1), tuple(outer))
+
+
+def _takes_vectors(word: int, k: Axis, i: Axis, outer: Sequence[Axis]) -> bool:
+    """Tell whether all rows start at the same place within 16 bytes, in either array."""
+    strides = [k.dst_stride_bytes, i.src_stride_bytes]
+    for axis in outer:
+        strides += axis[1:]
+    contiguous = k.src_stride_bytes == word and i.dst_stride_bytes == word
+    return contiguous and all(stride % VECTOR_BYTES == 0 for stride in strides)
+
+
+def _copy_tiling(i: Axis, others: list[Axis]) -> _Tiling:
+    """Take as further axes of a box the first, and the one that is nearest in the source.
+
+    So where rows are short, the box is broad enough for both arrays: for an image whose pixels of
+    three bytes are kept together, it has some pixels of some lines.
+    """
+    k, *rest = others or [_NO_AXIS]
+    j = min(rest, key=lambda axis: abs(axis.src_stride_bytes), default=_NO_AXIS)
+    rest = [axis for axis in rest if axis is not j]
+    step_i = min(i.extent, COPY_WORDS // min(k.extent * j.extent, MIN_TILE_EXTENT))
+    rows = COPY_WORDS // step_i
+    step_k = min(k.extent, max(isqrt(rows), rows // j.extent))
+    step_j = min(j.extent, rows // step_k)
+    steps_of_j = Axis(
+        -(-j.extent // step_j), step_j * j.src_stride_bytes, step_j * j.dst_stride_bytes
+    )
+    return _Tiling("copy", k, i, j, (step_k, step_i, step_j), (steps_of_j, *rest))
+
+
+def _offsets(axes: Sequence[Axis]) -> Iterator[tuple[int, int]]:
+    """Yield the offsets in bytes, in source and destination, of each position along the axes."""
+    for position in product(*(range(axis.extent) for axis in axes)):
+        yield (
+            sum(n * axis.src_stride_bytes for n, axis in zip(position, axes, strict=True)),
+            sum(n * axis.dst_stride_bytes for n, axis in zip(position, axes, strict=True)),
+        )
+
+
+def _launch(tiling: _Tiling, word: int, dst: int, src: int) -> Launch:
+    variant, k, i, j, step, outer = tiling
+    head = (0, 0)
+    threads = {"tile": PLAIN_THREADS, "copy": (COPY_THREADS, 1)}.get(variant)
+    if threads is None:
+        threads = (VECTOR_THREADS[word], 1)
+        # Tiles start at multiples of 16 bytes, so the first may start before the box.
+        head = (src % VECTOR_BYTES // word, dst % VECTOR_BYTES // word)
+    tiles = (-(-(k.extent + head[0]) // step[0]), -(-(i.extent + head[1]) // step[1]))
+    count = prod(tiles) * prod(axis.extent for axis in outer)
+    entry = f"permute_{variant}_{word}"
+    return Launch(entry, count, threads, src, dst, k, i, j, head, step, tiles, outer)
+
+
+def _split(launch: Launch, max_grid: int) -> list[Launch]:
+    """Cut a launch of too many thread blocks into several."""
+    return [
+        launch._replace(first_tile=first, grid=min(max_grid, launch.grid - first))
+        for first in range(0, launch.grid, max_grid)
+    ]
+
+
+class LaunchGeometry(NamedTuple):
+    """Shapes of a launch, for people to read. All in items, words of `word_bytes` bytes."""
+
+    entry: str
+    word_bytes: int
+    tile: tuple[int, int]  # along the source-fastest and the destination-fastest axis
+    threads: tuple[int, int]  # of a thread block
+    grid: int  # thread blocks
+    tiles: tuple[int, int]  # along the two axes
+    batches: int  # tiles of all other axes together
+    launches: int
+
+
+def launch_geometry(
+    shape: Sequence[int], itemsize: int, axes: Sequence[int] | None = None
+) -> LaunchGeometry:
+    """Return what is launched for a C-ordered source of this shape and a C-ordered target.
+
+    Parameters
+    ----------
+    shape
+        Shape of the source.
+    itemsize
+        Bytes of an item.
+    axes
+        Permutation; default: all axes in reverse order.
+
+    Examples
+    --------
+    >>> launch_geometry((192, 256), 4)
+    LaunchGeometry(entry='permute_vector_4', word_bytes=4, tile=(64, 64), threads=(256, 1), \
+grid=12, tiles=(4, 3), batches=1, launches=1)
+    """
+    order = tuple(reversed(range(len(shape)))) if axes is None else tuple(axes)
+    src_strides = _c_strides(shape, itemsize)
+    dst_shape = [shape[a] for a in order]
+    launches = plan_launches(
+        0,
+        0,
+        dst_shape,
+        itemsize,
+        _c_strides(dst_shape, itemsize),
+        [src_strides[a] for a in order],
+    )
+    if not launches:
+        return LaunchGeometry("none", itemsize, (0, 0), (0, 0), 0, (0, 0), 0, 0)
+    first = launches[0]
+    word_bytes = 1 if first.entry == "memcpy" else int(first.entry.rpartition("_")[2])
+    batches = first.tile_count // prod(first.tiles)
+    return LaunchGeometry(
+        first.entry,
+        word_bytes,
+        first.step[:2],
+        first.threads,
+        first.grid,
+        first.tiles,
+        batches,
+        len(launches),
+    )
+
+
+def _c_strides(shape: Sequence[int], itemsize: int) -> list[int]:
+    """Return the strides in bytes of a C-ordered array."""
+    return [itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape))]

@@ -1,0 +1,153 @@
+"""The CuPy kernel: plans of `dask_p2p.kernels._launch`, executed with the kernels of transpose.cu.
+
+Import this module only where CuPy is there; `dask_p2p.kernels.kernel_for` does so.
+
+Launches get addresses, not arrays. So the source may as well be memory of another GPU that was
+mapped into this process (`cupy.ndarray` over an `UnownedMemory`), and CuPy has nothing to check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import resources
+from typing import Any
+
+import cupy
+
+from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.kernels._checks import transposed
+from dask_p2p.kernels._launch import (
+    GROUP_TILES,
+    VARIANTS,
+    WORD_SIZES_BYTES,
+    Launch,
+    LaunchGeometry,
+    launch_geometry,
+    plan_launches,
+)
+
+__all__ = ["KERNEL", "CupyKernel", "LaunchGeometry", "launch_geometry", "warm_up"]
+
+COMPILER_OPTIONS = ("--std=c++17",)
+MEMCPY_DEFAULT = (
+    4  # cudaMemcpyDefault: the driver sees from the addresses which devices they are of
+)
+
+
+class CupyKernel:
+    """Permuted copies between CuPy arrays of any dtype, on one GPU or from a mapped peer.
+
+    Parameters
+    ----------
+    group_tiles
+        Tiles that are taken one after the other along the target's fastest axis, before the next
+        along the source's. It matters for speed only.
+    """
+
+    name: str = "cupy"
+
+    def __init__(self, group_tiles: int = GROUP_TILES) -> None:
+        self.group_tiles = group_tiles
+
+    def check(self, block: Any) -> None:
+        """Raise `UnsupportedArrayError` if copies of its items do not keep the block's values."""
+        if not isinstance(block, cupy.ndarray):
+            raise UnsupportedArrayError(
+                f"Expected a cupy.ndarray, got {type(block).__name__} of CuPy. Convert it first: "
+                "map_blocks(cupy.asarray)."
+            )
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Return a C-ordered array on the current device whose values are not set."""
+        return cupy.empty(tuple(shape), dtype)
+
+    def permute_into(
+        self, dst: Any, src: Any, axes: Sequence[int], *, stream: Any | None = None
+    ) -> None:
+        """Do ``dst[...] = src.transpose(axes)`` on the device of `dst`.
+
+        See `dask_p2p.kernels.Kernel`. Returns once the work is on its stream; keep both arrays
+        until it is done.
+
+        Parameters
+        ----------
+        stream
+            A `cupy.cuda.Stream` of the device of `dst`; default: the current one of that device.
+        """
+        view = transposed(dst, src, axes)
+        launches = plan_launches(
+            dst.data.ptr, view.data.ptr, dst.shape, dst.dtype.itemsize, dst.strides, view.strides
+        )
+        if not launches:
+            return
+        with _current(dst.data.device_id, stream) as stream_ptr:
+            for launch in launches:
+                self._run(launch, stream_ptr)
+
+    def _run(self, launch: Launch, stream_ptr: int) -> None:
+        if launch.entry == "memcpy":
+            cupy.cuda.runtime.memcpyAsync(
+                launch.dst, launch.src, launch.i.extent, MEMCPY_DEFAULT, stream_ptr
+            )
+            return
+        function = _compiled(cupy.cuda.runtime.getDevice())[launch.entry]
+        function((launch.grid,), launch.threads, (launch.pack(self.group_tiles),))
+
+
+@contextlib.contextmanager
+def _current(device_id: int, stream: Any | None) -> Iterator[int]:
+    """Make a device and one of its streams the current ones; yield the stream's address."""
+    with contextlib.ExitStack() as stack:
+        if cupy.cuda.runtime.getDevice() != device_id:
+            stack.enter_context(cupy.cuda.Device(device_id))
+        if stream is not None:
+            stack.enter_context(stream)
+        yield cupy.cuda.get_current_stream().ptr
+
+
+_functions: dict[int, dict[str, Any]] = {}  # device -> name -> loaded kernel
+_compiling = threading.Lock()
+
+
+def _compiled(device_id: int) -> dict[str, Any]:
+    """Return the kernels as loaded on the current device, which has this number."""
+    functions = _functions.get(device_id)
+    if functions is None:
+        with _compiling:
+            functions = _functions.get(device_id)
+            if functions is None:
+                functions = _functions[device_id] = _load()
+    return functions
+
+
+def _load() -> dict[str, Any]:
+    """Compile transpose.cu for the current device (CuPy keeps the binary on disk) and load it."""
+    source = resources.files("dask_p2p.kernels").joinpath("transpose.cu").read_text("utf-8")
+    module = cupy.RawModule(code=source, options=COMPILER_OPTIONS)
+    return {
+        f"permute_{variant}_{size}": module.get_function(f"permute_{variant}_{size}")
+        for variant in VARIANTS
+        for size in WORD_SIZES_BYTES
+    }
+
+
+def warm_up(device_ids: Iterable[int] | None = None) -> None:
+    """Compile and load the kernels ahead of their first use.
+
+    All word sizes are in one module, so this takes some seconds on a machine's first call, and
+    milliseconds later. It is not for an event loop.
+
+    Parameters
+    ----------
+    device_ids
+        Numbers of the devices, as this process counts them; default: the current one.
+    """
+    ids = [cupy.cuda.runtime.getDevice()] if device_ids is None else list(device_ids)
+    for device_id in ids:
+        with cupy.cuda.Device(device_id):
+            _compiled(device_id)
+
+
+KERNEL = CupyKernel()
