@@ -207,8 +207,9 @@ def main(
         ):
             session = Session(client, dtype, kind, repeats)
             for size in sizes:
-                for row in session.run(size, ways, memory=gpus):
-                    rows.append({**row, "protocol": cluster.scheduler_address.partition(":")[0]})
+                measured = session.run(size, ways, memory=gpus)
+                name = cluster.scheduler_address.partition(":")[0]
+                rows.extend({**row, "protocol": name} for row in measured)
     rows.sort(key=lambda row: row["size"])
     Console(width=140).print(table(rows))
     if path is not None:

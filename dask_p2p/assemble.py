@@ -120,7 +120,8 @@ class Assembly:
         self.stages: list[Stage] = []  # what came from where, for the record
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
         self._local = {i: b for i, b in enumerate(blocks) if i not in self._remote}
-        self._open: dict[int, RemoteBlock] = {}
+        self._opened: list[RemoteBlock] = []
+        self._local_queued = False
 
     def key(self, slot: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -147,19 +148,32 @@ class Assembly:
         queue = queue_for(kind)
         out = queue.empty(self.plan.shape, self.output.dtype)
         try:
-            for piece in self.plan.pieces:
-                if piece.source in self._local:
-                    region = self._local[piece.source][box_slices(piece.src)]
-                    self._permute(queue, out, piece.dst, region)
+            if self.options.mode == "sync":
+                self._queue_local(queue, out)
+                queue.synchronize()
             self._bring_remote(queue, out)
+            self._queue_local(queue, out)
+        finally:
+            self._finish(queue)
+        return out
+
+    def _finish(self, queue: Queue) -> None:
+        """Wait for all kernels, and only then end the leases: also where something failed."""
+        try:
             queue.synchronize()
         finally:
-            # Also when something failed: no kernel may read a block whose lease has ended.
-            if self._open:
-                queue.synchronize()
-            for remote in self._open.values():
+            for remote in self._opened:
                 remote.close()
-        return out
+
+    def _queue_local(self, queue: Queue, out: Any) -> None:
+        """Queue stage 0, once: in async mode when the first regions are on their way."""
+        if self._local_queued:
+            return
+        self._local_queued = True
+        for piece in self.plan.pieces:
+            if piece.source in self._local:
+                region = self._local[piece.source][box_slices(piece.src)]
+                queue.permute(out[box_slices(piece.dst)], region, self.plan.axes)
 
     def _bring_remote(self, queue: Queue, out: Any) -> None:
         """Bring all remote blocks, each by the best way that works."""
@@ -176,10 +190,14 @@ class Assembly:
         ahead: deque[_Part] = deque()
         for source in todo:
             in_flight = source.way.transport.pacing(self.options).parts_in_flight
+            if self.options.mode == "sync":
+                in_flight = 0
             try:
                 for part in self._request(source):
                     ahead.append(part)
-                    while len(ahead) > (in_flight if self.options.mode == "async" else 0):
+                    if len(ahead) > in_flight:
+                        self._queue_local(queue, out)
+                    while len(ahead) > in_flight:
                         self._place(ahead.popleft(), todo, failed, queue, out)
             except TransferError as exc:
                 failed[source.slot] = exc
@@ -199,9 +217,8 @@ class Assembly:
             self.plan.source_shapes[source.slot],
             self.output.dtype,
         )
-        if (earlier := self._open.pop(source.slot, None)) is not None:
-            earlier.close()
-        remote = self._open[source.slot] = transport.open(spec, self.options)
+        remote = transport.open(spec, self.options)
+        self._opened.append(remote)
         part_bytes = transport.pacing(self.options).part_bytes
         for piece in source.pieces:
             for src in self._parts(piece, part_bytes):
@@ -246,7 +263,7 @@ class Assembly:
         if self.options.mode == "sync":
             source = next(s for s in todo if s.slot == part.slot)
             region = self._transfer_blocking(source, region, queue)
-        self._permute(queue, out, part.dst, region)
+        queue.permute(out[box_slices(part.dst)], region, self.plan.axes)
         if self.options.mode == "sync":
             queue.synchronize()
 
@@ -258,9 +275,6 @@ class Assembly:
         queue.permute(copy, region, range(region.ndim))
         queue.synchronize()
         return copy
-
-    def _permute(self, queue: Queue, out: Any, dst: Box, region: Any) -> None:
-        queue.permute(out[box_slices(dst)], region, self.plan.axes)
 
     def _sources(self, kind: str) -> list[_Source]:
         """Return the remote sources in stage order."""

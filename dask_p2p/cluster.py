@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
+from collections.abc import Iterable
 from typing import Any
 
 from dask_p2p.errors import InputError
 
-__all__ = ["local_cluster", "usable_gpus"]
+__all__ = ["cpu_name", "device_names", "free_gpu_bytes", "local_cluster", "usable_gpus"]
 
 # cudaIpcOpenMemHandle of a pool whose size is no multiple of this takes seconds (1.9 s for 42 GiB
 # on an H200) instead of milliseconds. UCX maps the same memory, and pays the same.
@@ -32,10 +34,57 @@ def usable_gpus() -> list[str]:
         count = pynvml.nvmlDeviceGetCount()
     except Exception:  # pynvml has an error class for each cause
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    return _visible(os.environ.get("CUDA_VISIBLE_DEVICES"), count)
+
+
+def _visible(setting: str | None, count: int) -> list[str]:
+    """Read ``CUDA_VISIBLE_DEVICES`` as CUDA does: what follows an invalid number is not seen."""
+    if setting is None:
         return [str(index) for index in range(count)]
-    return [name.strip() for name in visible.split(",") if name.strip()]
+    names: list[str] = []
+    for name in (part.strip() for part in setting.split(",")):
+        try:
+            valid = 0 <= int(name) < count
+        except ValueError:  # a UUID, of a GPU or of a MIG instance
+            valid = name.startswith(("GPU-", "MIG-"))
+        if not valid:
+            break
+        names.append(name)
+    return names
+
+
+def device_names(client: Any, kind: str) -> list[str]:
+    """Name the GPU, or the processor, of each worker, in the order of the workers' addresses.
+
+    Parameters
+    ----------
+    client : distributed.Client
+    kind : str
+        Of the blocks that the workers compute, "numpy" or "cupy".
+    """
+    names = client.run(_gpu_name if kind == "cupy" else cpu_name)
+    return [names[address] for address in sorted(names)]
+
+
+def _gpu_name() -> str:
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    name = runtime.getDeviceProperties(runtime.getDevice())["name"]
+    return str(name.decode() if isinstance(name, bytes) else name)
+
+
+def cpu_name() -> str:
+    """Model of this machine's processor."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                label, _, value = line.partition(":")
+                if label.strip() == "model name":
+                    return value.strip()
+    except OSError:  # no Linux
+        pass
+    return platform.processor() or platform.machine()
 
 
 def local_cluster(n_workers: int | None = None, *, gpus: bool | None = None, **kwargs: Any) -> Any:
@@ -100,19 +149,24 @@ def _gpu_cluster(n_workers: int | None, found: list[str], kwargs: dict[str, Any]
         "dashboard_address": ":0",
     }
     if not kwargs.get("rmm_async") and not kwargs.get("rmm_managed_memory"):
-        chosen["rmm_pool_size"] = _pool_bytes()
+        free_bytes = min(free_gpu_bytes(found[:wanted]))
+        chosen["rmm_pool_size"] = round_down(int(_POOL_FRACTION * free_bytes))
         chosen["rmm_allocator_external_lib_list"] = ["cupy"]
     return LocalCUDACluster(**{**chosen, **kwargs})
 
 
-def _pool_bytes() -> int:
-    """Size of the RMM pool of each worker: most of the smallest GPU's free memory."""
+def free_gpu_bytes(names: Iterable[str]) -> list[int]:
+    """Memory that is free on each of these GPUs, named as `usable_gpus` names them."""
     import pynvml
 
     pynvml.nvmlInit()
-    handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-    free_bytes = min(pynvml.nvmlDeviceGetMemoryInfo(handle).free for handle in handles)
-    return round_down(int(_POOL_FRACTION * free_bytes))
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(int(name))
+        if name.isdecimal()
+        else pynvml.nvmlDeviceGetHandleByUUID(name)
+        for name in names
+    ]
+    return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
 
 
 def round_down(size_bytes: int, granule_bytes: int = POOL_GRANULE_BYTES) -> int:

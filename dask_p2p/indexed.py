@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,9 @@ def indexed_array(shape: Sequence[int], chunks: Any, dtype: Any, kind: str = "nu
     )
 
 
-def count_wrong(y: Any, shape: Sequence[int], axes: Sequence[int], kind: str = "numpy") -> Any:
+def count_wrong(
+    y: Any, shape: Sequence[int], axes: Sequence[int], kind: str = "numpy", dtype: Any = None
+) -> Any:
     """Count, lazily, the elements of `y` that are not those of a transposed `indexed_array`.
 
     Parameters
@@ -69,6 +72,9 @@ def count_wrong(y: Any, shape: Sequence[int], axes: Sequence[int], kind: str = "
         Axis ``i`` of `y` is axis ``axes[i]`` of the array before.
     kind : str
         Of the blocks, "numpy" or "cupy".
+    dtype : optional
+        Of the array before; by default that of `y`. All elements of a block are wrong if its
+        dtype is another, or its shape not the declared one.
 
     Returns
     -------
@@ -83,6 +89,7 @@ def count_wrong(y: Any, shape: Sequence[int], axes: Sequence[int], kind: str = "
         shape=tuple(shape),
         axes=tuple(axes),
         kind=kind,
+        declared=np.dtype(y.dtype if dtype is None else dtype),
     )
     return wrong.sum()
 
@@ -124,13 +131,23 @@ def _indexed_block(
 
 
 def _wrong_in_block(
-    block: Any, shape: tuple[int, ...], axes: tuple[int, ...], kind: str, block_info: Any = None
+    block: Any,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    kind: str,
+    declared: Any,
+    block_info: Any = None,
 ) -> Any:
+    location = block_info[0]["array-location"]
+    expected_shape = tuple(stop - start for start, stop in location)
     wrong = 0
-    for rows, part in _bands(block_info[0]["array-location"]):
-        expected = (_values(part, shape, axes, kind) % modulus(block.dtype)).astype(block.dtype)
-        wrong += int((block[rows] != expected).sum())
-    return np.full((1,) * block.ndim, wrong, np.int64)
+    if block.dtype != declared or block.shape != expected_shape:
+        wrong = prod(expected_shape)
+    else:
+        for rows, part in _bands(location):
+            expected = (_values(part, shape, axes, kind) % modulus(declared)).astype(declared)
+            wrong += int((block[rows] != expected).sum())
+    return np.full((1,) * len(axes), wrong, np.int64)
 
 
 def _bands(location: Sequence[tuple[int, int]], elements: int = 2**24) -> Any:

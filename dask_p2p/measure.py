@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from dask_p2p.plan import slab_chunks
+import dask
+
+from dask_p2p.layout import box_size
+from dask_p2p.plan import slab_chunks, transpose_plan
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transpose import transpose
 
 __all__ = [
     "Exchange",
     "Runs",
+    "Way",
+    "bandwidth_gbs",
     "collect",
+    "compare",
     "dask_rechunk",
+    "least_bytes",
     "measure",
+    "measure_in_turn",
     "p2p_transpose",
+    "p2p_transpose_in",
     "place_blocks",
 ]
+
+#: A way to transpose: takes a Dask array and the axes, returns the lazy result.
+Way = Callable[[Any, tuple[int, ...]], Any]
 
 _SETTLE_S = 0.2
 
@@ -42,6 +54,9 @@ class Exchange:
         Duration of each task.
     link_gbs
         GB (1e9 bytes) per second that each reader received while its task ran.
+    least_bytes
+        That had to move, because of where the scheduler put the result's blocks; None if that
+        was not looked up.
     """
 
     moved_bytes: int
@@ -49,6 +64,7 @@ class Exchange:
     span_s: float
     tasks_s: list[float]
     link_gbs: list[float]
+    least_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -60,17 +76,23 @@ class Runs:
     times_s: list[float]  # the others: persist() to wait(), as the client sees it
     exchanges: list[Exchange] = field(default_factory=list)
     wrong: int | None = None  # elements, if the last result was checked
+    failed: str | None = None  # why there are no times, in a line
 
     @property
     def median_s(self) -> float:
-        """Median of the runs after the first."""
-        return median(self.times_s)
+        """Median of the runs after the first; of the first if there is no other."""
+        return median(self.times_s or [self.first_s])
 
     @property
     def link_gbs(self) -> float:
         """Median over the runs of the slowest reader's rate, GB/s; 0 if nothing was moved."""
         rates = [min(e.link_gbs) for e in self.exchanges if e.link_gbs]
         return median(rates) if rates else 0.0
+
+
+def bandwidth_gbs(size_bytes: int, time_s: float) -> float:
+    """Effective bandwidth of a transpose: each byte of the array is read once and written once."""
+    return 2 * size_bytes / time_s / 1e9
 
 
 def place_blocks(client: Any, make: Callable[[], Any], tries: int = 5) -> Any:
@@ -87,12 +109,10 @@ def place_blocks(client: Any, make: Callable[[], Any], tries: int = 5) -> Any:
     tries : int
         After so many the array is taken as it is.
     """
-    from distributed import wait
-
     workers = len(client.scheduler_info(n_workers=-1)["workers"])
     for _ in range(tries):
         x = client.persist(make())
-        wait(x)
+        _wait_for(x)
         held = Counter(address for who in client.who_has(x).values() for address in who[:1])
         counts = [*held.values(), *[0] * (workers - len(held))]
         if max(counts) - min(counts) <= 1:
@@ -106,7 +126,17 @@ def p2p_transpose(x: Any, axes: tuple[int, ...]) -> Any:
     return transpose(x, axes)
 
 
-def dask_rechunk(method: str) -> Callable[[Any, tuple[int, ...]], Any]:
+def p2p_transpose_in(mode: str) -> Way:
+    """Return this package's way, in the mode "sync" or "async" whatever is configured."""
+
+    def way(x: Any, axes: tuple[int, ...]) -> Any:
+        with dask.config.set({"p2p.mode": mode}):
+            return p2p_transpose(x, axes)
+
+    return way
+
+
+def dask_rechunk(method: str) -> Way:
     """Return Dask's own way to the same result, with a named rechunk method."""
 
     def way(x: Any, axes: tuple[int, ...]) -> Any:
@@ -116,10 +146,87 @@ def dask_rechunk(method: str) -> Callable[[Any, tuple[int, ...]], Any]:
     return way
 
 
+def compare(
+    client: Any,
+    ours: Mapping[str, Way],
+    rivals: Mapping[str, Way],
+    make: Callable[[], Any],
+    axes: tuple[int, ...],
+    repeats: int,
+    check: Callable[[Any], int] | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Runs]:
+    """Time our ways in turn, and then each rival on an array of its own.
+
+    Parameters
+    ----------
+    client : distributed.Client
+    ours, rivals : mapping of str to callable
+        Ways, by name.
+    make : callable
+        Returns the lazy array to transpose; see `place_blocks`. A rival may leave copies of
+        blocks on workers that lacked them, so each gets blocks that are placed anew.
+    axes, repeats, check, progress
+        See `measure_in_turn`.
+
+    Returns
+    -------
+    list of Runs
+        Of our ways, then of the rivals. A rival that fails says so in `Runs.failed`.
+
+    Raises
+    ------
+    Exception
+        Whatever a task of one of our ways raises.
+    """
+    measured = measure_in_turn(
+        client, ours, place_blocks(client, make), axes, repeats, check, progress
+    )
+    for name, way in rivals.items():
+        x = place_blocks(client, make)
+        try:
+            measured.append(measure(client, name, way, x, axes, repeats, check, progress))
+        except Exception as exc:
+            measured.append(Runs(name, 0.0, [], failed=_short_reason(exc)))
+        del x
+    return measured
+
+
+def _short_reason(error: BaseException) -> str:
+    """Return the first line of what is at the bottom of an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
+
+
+def least_bytes(client: Any, x: Any, y: Any, axes: tuple[int, ...]) -> int:
+    """Count the bytes that had to move for `y`, given where the blocks of both arrays lie.
+
+    Those are the elements which the worker of their block of `y` does not hold in a block of `x`.
+
+    Parameters
+    ----------
+    client : distributed.Client
+    x, y : dask.array.Array
+        Persisted; `y` is the transpose of `x`.
+    axes : tuple of int
+        Axis ``i`` of `y` is axis ``axes[i]`` of `x`.
+    """
+    holders = client.who_has(x)
+    readers = client.who_has(y)
+    elements = 0
+    for index, block in transpose_plan(x.chunks, axes, y.chunks).blocks():
+        here = set(readers[y.name, *index])
+        there = [set(holders[x.name, *source]) for source in block.sources]
+        elements += sum(box_size(p.src) for p in block.pieces if not here & there[p.source])
+    return elements * int(x.dtype.itemsize)
+
+
 def measure(
     client: Any,
     name: str,
-    way: Callable[[Any, tuple[int, ...]], Any],
+    way: Way,
     x: Any,
     axes: tuple[int, ...],
     repeats: int,
@@ -128,45 +235,86 @@ def measure(
 ) -> Runs:
     """Time one way to transpose a persisted array: a first run, then `repeats` more.
 
+    See `measure_in_turn`.
+    """
+    return measure_in_turn(client, {name: way}, x, axes, repeats, check, progress)[0]
+
+
+def measure_in_turn(
+    client: Any,
+    ways: Mapping[str, Way],
+    x: Any,
+    axes: tuple[int, ...],
+    repeats: int,
+    check: Callable[[Any], int] | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Runs]:
+    """Time several ways to transpose a persisted array, in turn: first runs, then more.
+
+    What else goes on on the machine then disturbs all of them alike.
+
     Parameters
     ----------
     client : distributed.Client
-    name : str
-        Of the way, for the report.
-    way : callable
-        Takes `x` and `axes`, returns the lazy result.
+    ways : mapping of str to callable
+        By name. Each takes `x` and `axes`, and returns the lazy result.
     x : dask.array.Array
         Persisted.
     axes : tuple of int
     repeats : int
-        Timed runs after the first.
+        Timed runs of each way after its first.
     check : callable, optional
-        Takes the last result, returns how many of its elements are wrong.
+        Takes the last result of each way, returns how many of its elements are wrong.
     progress : callable, optional
         Called after each run.
+
+    Raises
+    ------
+    Exception
+        Whatever a task of a way raises.
     """
+    measured = {name: Runs(name, 0.0, []) for name in ways}
+    for run in range(repeats + 1):
+        for name, way in ways.items():
+            _run_once(client, measured[name], way, x, axes, check if run == repeats else None)
+            progress()
+    return list(measured.values())
+
+
+def _run_once(
+    client: Any,
+    runs: Runs,
+    way: Way,
+    x: Any,
+    axes: tuple[int, ...],
+    check: Callable[[Any], int] | None,
+) -> None:
+    """Run one way once, and note it."""
+    since_s = time.time()
+    start_s = time.perf_counter()
+    y = client.persist(way(x, axes))
+    _wait_for(y)
+    elapsed_s = time.perf_counter() - start_s
+    if not runs.first_s:
+        runs.first_s = elapsed_s
+    else:
+        runs.times_s.append(elapsed_s)
+        if (exchange := collect(client, y.name, since_s)) is not None:
+            least = least_bytes(client, x, y, axes)
+            runs.exchanges.append(replace(exchange, least_bytes=least))
+    if check is not None:
+        runs.wrong = check(y)
+    del y  # the next run must neither find this one's result nor share memory with it
+    time.sleep(_SETTLE_S)
+
+
+def _wait_for(array: Any) -> None:
+    """Wait until all blocks are there; `distributed.wait` alone is content with failed ones."""
     from distributed import wait
 
-    times_s: list[float] = []
-    runs = Runs(name, 0.0, times_s)
-    for run in range(repeats + 1):
-        since_s = time.time()
-        start_s = time.perf_counter()
-        y = client.persist(way(x, axes))
-        wait(y)
-        elapsed_s = time.perf_counter() - start_s
-        if run == 0:
-            runs.first_s = elapsed_s
-        else:
-            times_s.append(elapsed_s)
-            if (exchange := collect(client, y.name, since_s)) is not None:
-                runs.exchanges.append(exchange)
-        if run == repeats and check is not None:
-            runs.wrong = check(y)
-        del y  # the next run must neither find this one's result nor share memory with it
-        time.sleep(_SETTLE_S)
-        progress()
-    return runs
+    for future in wait(array).done:
+        if future.status != "finished":
+            future.result()
 
 
 def collect(client: Any, name: str, since_s: float = 0.0) -> Exchange | None:

@@ -13,6 +13,8 @@ event loop, `WorkerRuntime`'s methods in task threads.
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 import threading
 from asyncio import AbstractEventLoop
 from collections import OrderedDict, defaultdict, deque
@@ -24,11 +26,14 @@ from distributed import Worker, WorkerPlugin
 
 from dask_p2p.config import Options, options
 from dask_p2p.errors import P2PWarning
+from dask_p2p.kernels import warm_up
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record, warn_client
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.links import BlockRef, Links
 
 __all__ = ["P2PPlugin", "WorkerRuntime", "by_reference", "make_plugin"]
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -139,10 +144,20 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self.runtime = WorkerRuntime(worker, Links(self._transports))
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
+        if "cupy" in sys.modules:
+            # A GPU worker: dask-cuda has loaded CuPy for the sake of RMM. Compiling the kernels
+            # takes seconds, once on a machine, which the first task need not wait for.
+            self._warming = asyncio.ensure_future(self._warm_up())
         handlers = worker.stream_handlers
         self._originals = {op: handlers[op] for op in ("compute-task", "remove-worker")}
         handlers["compute-task"] = self._on_compute_task
         handlers["remove-worker"] = self._on_remove_worker
+
+    async def _warm_up(self) -> None:
+        try:
+            await self._host.offload(warm_up, "cupy")
+        except Exception:  # the first task will meet it again, and say so
+            logger.debug("kernels could not be compiled ahead", exc_info=True)
 
     async def teardown(self, worker: Worker) -> None:
         """Give the handlers back and end all leases."""

@@ -31,7 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from dask_p2p.errors import UnsupportedArrayError
 
-__all__ = ["Kernel", "kernel_for", "kernel_named"]
+__all__ = ["Kernel", "kernel_for", "kernel_named", "warm_up"]
 
 KERNEL_NAMES = ("numpy", "cupy")
 
@@ -114,6 +114,14 @@ def kernel_named(name: str) -> Kernel:
         f"Expected one of the kernels {', '.join(KERNEL_NAMES)}, got {name!r}. "
         "Convert the blocks with map_blocks(np.asarray) or map_blocks(cupy.asarray) first."
     )
+
+
+def warm_up(name: str) -> None:
+    """Do ahead what the first use of a kernel would wait for: compile it, where it is compiled."""
+    if name == "cupy":
+        from dask_p2p.kernels.cupy import warm_up as compile_ahead
+
+        compile_ahead()
 
 
 def _cupy_kernel() -> Kernel:

@@ -92,7 +92,8 @@ class CupyKernel:
                 launch.dst, launch.src, launch.i.extent, MEMCPY_DEFAULT, stream_ptr
             )
             return
-        function = _compiled(cupy.cuda.runtime.getDevice())[launch.entry]
+        word_bytes = int(launch.entry.rpartition("_")[2])
+        function = _compiled(cupy.cuda.runtime.getDevice(), word_bytes)[launch.entry]
         function((launch.grid,), launch.threads, (launch.pack(self.group_tiles),))
 
 
@@ -107,47 +108,50 @@ def _current(device_id: int, stream: Any | None) -> Iterator[int]:
         yield cupy.cuda.get_current_stream().ptr
 
 
-_functions: dict[int, dict[str, Any]] = {}  # device -> name -> loaded kernel
+_functions: dict[tuple[int, int], dict[str, Any]] = {}  # (device, word size) -> name -> kernel
 _compiling = threading.Lock()
 
 
-def _compiled(device_id: int) -> dict[str, Any]:
-    """Return the kernels as loaded on the current device, which has this number."""
-    functions = _functions.get(device_id)
+def _compiled(device_id: int, word_bytes: int) -> dict[str, Any]:
+    """Return the kernels for a word size, loaded on the current device, which has this number."""
+    functions = _functions.get((device_id, word_bytes))
     if functions is None:
         with _compiling:
-            functions = _functions.get(device_id)
+            functions = _functions.get((device_id, word_bytes))
             if functions is None:
-                functions = _functions[device_id] = _load()
+                functions = _functions[device_id, word_bytes] = _load(word_bytes)
     return functions
 
 
-def _load() -> dict[str, Any]:
+def _load(word_bytes: int) -> dict[str, Any]:
     """Compile transpose.cu for the current device (CuPy keeps the binary on disk) and load it."""
     source = resources.files("dask_p2p.kernels").joinpath("transpose.cu").read_text("utf-8")
-    module = cupy.RawModule(code=source, options=COMPILER_OPTIONS)
-    return {
-        f"permute_{variant}_{size}": module.get_function(f"permute_{variant}_{size}")
-        for variant in VARIANTS
-        for size in WORD_SIZES_BYTES
-    }
+    options = (*COMPILER_OPTIONS, f"-DONLY_WORD_BYTES={word_bytes}")
+    module = cupy.RawModule(code=source, options=options)
+    names = [f"permute_{variant}_{word_bytes}" for variant in VARIANTS]
+    return {name: module.get_function(name) for name in names}
 
 
-def warm_up(device_ids: Iterable[int] | None = None) -> None:
+def warm_up(
+    device_ids: Iterable[int] | None = None, word_sizes_bytes: Iterable[int] = WORD_SIZES_BYTES
+) -> None:
     """Compile and load the kernels ahead of their first use.
 
-    All word sizes are in one module, so this takes some seconds on a machine's first call, and
-    milliseconds later. It is not for an event loop.
+    This takes about half a second a word size on a machine's first call, and milliseconds later.
+    It is not for an event loop.
 
     Parameters
     ----------
     device_ids
         Numbers of the devices, as this process counts them; default: the current one.
+    word_sizes_bytes
+        Of the kernels; items of other sizes are moved as several words.
     """
     ids = [cupy.cuda.runtime.getDevice()] if device_ids is None else list(device_ids)
     for device_id in ids:
         with cupy.cuda.Device(device_id):
-            _compiled(device_id)
+            for word_bytes in word_sizes_bytes:
+                _compiled(device_id, word_bytes)
 
 
 KERNEL = CupyKernel()

@@ -77,14 +77,14 @@ class DeviceQueue:
         if device not in streams:
             streams[device] = cupy.cuda.Stream(non_blocking=True)
         self._stream = streams[device]
-        self._stream.wait_event(cupy.cuda.Stream.null.record())
+        self._wait_for_null_stream()
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         # On the null stream: a block outlives this queue, and a pool keeps the memory of a
         # stream for that stream. What the null stream still does with memory that it gave
         # back before must be over before this queue writes there.
         array = self._kernel.empty(shape, dtype)
-        self._stream.wait_event(self._cupy.cuda.Stream.null.record())
+        self._wait_for_null_stream()
         return array
 
     def adopt(self, array: Any) -> Any:
@@ -98,6 +98,9 @@ class DeviceQueue:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+    def _wait_for_null_stream(self) -> None:
+        self._stream.wait_event(self._cupy.cuda.Stream.null.record())
 
 
 def queue_for(kind: str) -> Queue:

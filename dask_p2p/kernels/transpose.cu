@@ -400,8 +400,22 @@ template <typename Word> __device__ __forceinline__ void permute_copy(const Work
         permute_copy<WORD>(work);                                                                  \
     }
 
+// All of them take the compiler seconds. Who needs one word size only defines it as ONLY_WORD_BYTES.
+#ifndef ONLY_WORD_BYTES
+#define ONLY_WORD_BYTES 0
+#endif
+#if ONLY_WORD_BYTES == 0 || ONLY_WORD_BYTES == 1
 ENTRIES(1, u8, 128, 64, 8)
+#endif
+#if ONLY_WORD_BYTES == 0 || ONLY_WORD_BYTES == 2
 ENTRIES(2, u16, 128, 256, 4)
+#endif
+#if ONLY_WORD_BYTES == 0 || ONLY_WORD_BYTES == 4
 ENTRIES(4, u32, 64, 256, 4)
+#endif
+#if ONLY_WORD_BYTES == 0 || ONLY_WORD_BYTES == 8
 ENTRIES(8, u64, 64, 256, 4)
+#endif
+#if ONLY_WORD_BYTES == 0 || ONLY_WORD_BYTES == 16
 ENTRIES(16, uint4, 32, 256, 4)
+#endif

@@ -75,7 +75,7 @@ class Pacing:
     """How a reader asks for regions."""
 
     part_bytes: int | None  # at most so many in one request; None: any number
-    parts_in_flight: int  # requests under way at a time
+    parts_in_flight: int  # requests under way while the part before them is put into place
 
 
 class Host(Protocol):

@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 
+_MOST_OPEN = 256  # mappings that are kept though nobody uses them
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a block lies, in words that another process understands."""
@@ -132,7 +135,6 @@ class Mapping:
     address: int
     owner: Mappings = field(repr=False)
     users: int = 0
-    retired: bool = False
 
     def release(self) -> None:
         """Say that one user is done, its kernels included."""
@@ -141,6 +143,9 @@ class Mapping:
 
 class Mappings:
     """Mapped allocations: opened once each, closed when their process has left.
+
+    Where each block is an allocation of its own (CuPy's pool; not RMM's) there can be many: those
+    that were used least recently are closed.
 
     They are told apart by their owner and buffer id. Handles will not do: two allocations of one
     pool have handles that hardly differ, and a new allocation may get the handle of an old one.
@@ -157,26 +162,35 @@ class Mappings:
 
     def acquire(self, holder: str, buffer_id: int, handle: str) -> Mapping:
         """Map an allocation, unless it is mapped already, and count one more user."""
-        import cupy
-
         with self._lock:
-            mapping = self._open.get((holder, buffer_id))
+            mapping = self._open.pop((holder, buffer_id), None)
             if mapping is None:
-                try:
-                    address = cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(handle))
-                except cupy.cuda.runtime.CUDARuntimeError as exc:
-                    raise TransferError(f"ipc: memory of {holder} cannot be mapped: {exc}") from exc
-                mapping = self._open[holder, buffer_id] = Mapping(address, self)
+                mapping = Mapping(self._map(holder, handle), self)
+            self._open[holder, buffer_id] = mapping  # now the last to be closed
             mapping.users += 1
             return mapping
+
+    def _map(self, holder: str, handle: str) -> int:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        raw = bytes.fromhex(handle)
+        try:
+            return int(runtime.ipcOpenMemHandle(raw))
+        except runtime.CUDARuntimeError:
+            # An allocation that its owner has freed may be in the way of one in its place.
+            for pair in [p for p, m in self._open.items() if p[0] == holder and not m.users]:
+                runtime.ipcCloseMemHandle(self._open.pop(pair).address)
+        try:
+            return int(runtime.ipcOpenMemHandle(raw))
+        except runtime.CUDARuntimeError as exc:
+            raise TransferError(f"ipc: memory of {holder} cannot be mapped: {exc}") from exc
 
     def retire(self, holder: str | None) -> None:
         """Take note that a process has left (None: all), so that its mappings can be closed."""
         with self._lock:
             for pair in [pair for pair in self._open if holder in (None, pair[0])]:
-                mapping = self._open.pop(pair)
-                mapping.retired = True
-                self._retired.append(mapping)
+                self._retire(pair)
 
     def close_retired(self) -> None:
         """Close what is retired and has no user. Blocks: not for an event loop."""
@@ -193,5 +207,11 @@ class Mappings:
     def _release(self, mapping: Mapping) -> None:
         with self._lock:
             mapping.users -= 1
-        if mapping.retired:
-            self.close_retired()
+            if len(self._open) > _MOST_OPEN:
+                for pair in [p for p, m in self._open.items() if not m.users][:-_MOST_OPEN]:
+                    self._retire(pair)
+        self.close_retired()
+
+    def _retire(self, pair: tuple[str, int]) -> None:
+        mapping = self._open.pop(pair)
+        self._retired.append(mapping)

@@ -100,7 +100,7 @@ class IpcTransport(Transport):
         return self._peers[holder][1]
 
     def pacing(self, options: Options) -> Pacing:
-        return Pacing(part_bytes=None, parts_in_flight=1)
+        return Pacing(part_bytes=None, parts_in_flight=0)  # there is nothing to wait for
 
     def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
         peer, obstacle = self._peers.get(block.holder, (None, "its place is not known"))

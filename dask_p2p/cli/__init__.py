@@ -1,0 +1,47 @@
+"""``dask p2p``: the commands. `dask` loads this at each start, so each command loads by itself."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["p2p"]
+
+# Said here, so that the list of commands needs none of their modules.
+_COMMANDS = {
+    "bench": "Measure transposes on this machine or cluster.",
+    "demo": "Transpose a made array, and check every value.",
+    "plan": "Show what would move where, without moving anything.",
+    "transpose": "Transpose a file, larger than memory too.",
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands are each in a module of their own name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*_COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"dask_p2p.cli.{cmd_name}")
+        command = getattr(module, cmd_name)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{module.__name__}.{cmd_name} is no click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows: Sequence[tuple[str, str]] = list(_COMMANDS.items())
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=_LazyGroup)
+def p2p() -> None:
+    """Peer-to-peer transposes of arrays between workers."""

@@ -1,0 +1,211 @@
+"""Options that several commands share, and the cluster that ``--workers`` and ``--cpu`` ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dask_p2p.errors import P2PError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+
+__all__ = [
+    "AXES",
+    "DTYPE",
+    "SHAPE",
+    "Site",
+    "axes_option",
+    "check_fits",
+    "choose_site",
+    "cpu_option",
+    "one_line_errors",
+    "order_of_axes",
+    "start",
+    "workers_option",
+]
+
+logger = logging.getLogger(__name__)
+
+_CPU_WORKERS = 4
+# The array, its transpose and what is on its way between them.
+_MEMORY_FACTOR = 2.5
+
+
+class _Shape(click.ParamType[Any]):
+    name = "shape"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        """Read lengths with an x between."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            shape = tuple(int(part) for part in str(value).lower().split("x"))
+        except ValueError:
+            shape = ()
+        if not shape or min(shape) < 1:
+            self.fail(f"{value!r}: give lengths of at least 1 with an x between", param, ctx)
+        return shape
+
+
+class _DType(click.ParamType[Any]):
+    name = "dtype"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> np.dtype[Any]:
+        """Read the name of a dtype whose values can be checked."""
+        import numpy as np
+
+        try:
+            dtype: np.dtype[Any] = np.dtype(value)
+        except (TypeError, ValueError, SyntaxError):
+            self.fail(f"{value!r}: NumPy has no dtype of this name", param, ctx)
+        if dtype.kind not in "biufc":
+            self.fail(f"{value!r}: give a boolean, integer, float or complex dtype", param, ctx)
+        return dtype
+
+
+class _Axes(click.ParamType[Any]):
+    name = "axes"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        """Read whole numbers with commas between."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r}: give whole numbers with commas between", param, ctx)
+
+
+SHAPE = _Shape()
+DTYPE = _DType()
+AXES = _Axes()
+
+axes_option = click.option(
+    "--axes",
+    type=AXES,
+    metavar="1,0",
+    help="Input axis that each output axis comes from.  [default: reversed]",
+)
+workers_option = click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Workers, one a GPU or one-threaded.  [default: one for each GPU, else 4]",
+)
+cpu_option = click.option("--cpu", is_flag=True, help="CPU workers, even if there are GPUs.")
+
+
+def order_of_axes(axes: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the permutation that ``--axes`` asks for, without negative numbers."""
+    ndim = len(shape)
+    if axes is None:
+        return tuple(reversed(range(ndim)))
+    order = tuple(axis % ndim for axis in axes if -ndim <= axis < ndim)
+    if len(axes) != ndim or sorted(order) != [*range(ndim)]:
+        raise click.BadParameter(
+            f"give the {ndim} axes of the shape, {','.join(map(str, range(ndim)))}, in any order",
+            param_hint="--axes",
+        )
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a command is to run."""
+
+    workers: int
+    gpus: tuple[str, ...]  # one for each worker; none for CPU workers
+    note: str | None  # what a user should know of the choice
+    memory_bytes: int  # that is free, all workers together
+
+    @property
+    def kind(self) -> str:
+        """Of the arrays' blocks."""
+        return "cupy" if self.gpus else "numpy"
+
+
+def choose_site(workers: int | None, cpu: bool) -> Site:
+    """Choose GPUs where there is more than one, else CPU workers."""
+    import psutil
+
+    from dask_p2p.cluster import free_gpu_bytes, usable_gpus
+
+    found = [] if cpu else usable_gpus()
+    if len(found) > 1:
+        chosen = tuple(found[: workers or len(found)])
+        if workers is not None and workers > len(found):
+            raise click.BadParameter(
+                f"there are {len(found)} usable GPUs for {workers} workers; ask for fewer, or "
+                "give --cpu",
+                param_hint="--workers",
+            )
+        return Site(len(chosen), chosen, None, len(chosen) * min(free_gpu_bytes(chosen)))
+    note = None
+    if found:
+        note = (
+            "There is one usable GPU only, and nothing to move between GPUs: these are CPU workers."
+        )
+    free_bytes = int(psutil.virtual_memory().available)
+    return Site(workers or _CPU_WORKERS, (), note, free_bytes)
+
+
+def check_fits(
+    site: Site, shape: tuple[int, ...], dtype: Any, axes: tuple[int, ...], hint: str
+) -> None:
+    """Refuse arrays that this place cannot hold, or cannot cut into a slab for each worker."""
+    from dask.utils import format_bytes
+
+    needed_bytes = int(_MEMORY_FACTOR * prod(shape) * dtype.itemsize)
+    if needed_bytes > site.memory_bytes:
+        raise click.BadParameter(
+            f"the array and its transpose need {format_bytes(needed_bytes)} with what is on its "
+            f"way, and {format_bytes(site.memory_bytes)} are free",
+            param_hint=hint,
+        )
+    if axes and min(shape[0], shape[axes[0]]) < site.workers:
+        raise click.BadParameter(
+            f"{' x '.join(map(str, shape))} cannot be cut into {site.workers} slabs, before and "
+            "after, of at least one row",
+            param_hint=hint,
+        )
+    if site.gpus and (dtype.char in "gG" or not dtype.isnative):
+        raise click.BadParameter(f"CuPy has no dtype {dtype}", param_hint="--dtype")
+
+
+@contextlib.contextmanager
+def start(site: Site) -> Iterator[Any]:
+    """Start the cluster, and give a client of it; both end with the block."""
+    from distributed import Client
+
+    from dask_p2p.cluster import local_cluster
+
+    # What a task meets comes back as the command's own error, in one line. What would be logged
+    # besides are heartbeats that the cluster's end cuts off, and each of Dask's own P2P runs.
+    with (
+        local_cluster(site.workers, gpus=bool(site.gpus), silence_logs=logging.CRITICAL) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End in one line and status 1, whatever went wrong; the traceback goes to the debug log."""
+    try:
+        yield
+    except (click.ClickException, click.Abort, click.exceptions.Exit):
+        raise
+    except Exception as exc:
+        logger.debug("the command failed", exc_info=True)
+        text = " ".join(str(exc).split())
+        if not isinstance(exc, P2PError):
+            text = f"{type(exc).__name__}: {text}" if text else type(exc).__name__
+        raise click.ClickException(text) from exc

@@ -1,0 +1,280 @@
+"""``dask p2p transpose``: a file transposed into another, by a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dask_p2p.errors import P2PError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dask_p2p.files import Summary
+
+__all__ = ["transpose"]
+
+_CONNECT_S = 10
+_MOST_WORKERS = 8  # of one disk; --workers may ask for more
+
+logger = logging.getLogger(__name__)
+
+
+def _numbers(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[int | str, ...] | None:
+    """Read whole numbers with commas between; among chunks, the word auto too."""
+    if value is None:
+        return None
+    words = ("auto",) if param.name == "chunks" else ()
+    parts = [part.strip() for part in value.split(",")] if value.strip() else []
+    try:
+        return tuple(part if part in words else int(part) for part in parts)
+    except ValueError as exc:
+        also = "".join(f" or {word}" for word in words)
+        raise click.BadParameter(
+            f"{value!r}: give whole numbers{also} with commas between", ctx, param
+        ) from exc
+
+
+def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Read a size such as 2GiB."""
+    from dask.utils import parse_bytes
+
+    if value is None:
+        return None
+    try:
+        size_bytes = int(parse_bytes(value))
+    except ValueError:
+        size_bytes = 0
+    if size_bytes < 1:
+        raise click.BadParameter(f"{value!r}: give a size such as 500MB or 2GiB", ctx, param)
+    return size_bytes
+
+
+@click.command()
+@click.argument("input", type=click.Path())
+@click.argument("output", type=click.Path())
+@click.option(
+    "--axes",
+    callback=_numbers,
+    metavar="2,0,1",
+    help="Input axis that each output axis comes from.  [default: reversed]",
+)
+@click.option(
+    "--chunks",
+    callback=_numbers,
+    metavar="100,-1",
+    help="Chunks of a Zarr output, slabs of an .npy one: one size, one for each axis (-1: all of "
+    "it), or auto.",
+)
+@click.option(
+    "--scheduler",
+    metavar="ADDRESS",
+    help="Cluster to use, whose workers see both files.  [default: one on this machine]",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Workers to start on this machine.  [default: one for each core, at most 8]",
+)
+@click.option(
+    "--memory",
+    callback=_bytes,
+    metavar="SIZE",
+    help="Most memory for data at a time, all workers together.  [default: 40 % of what "
+    "they may use]",
+)
+@click.option("--force", is_flag=True, help="Replace OUTPUT if it is there.")
+@click.option("--quiet", is_flag=True, help="No progress bar, no summary.")
+def transpose(
+    input: str,  # noqa: A002 - click shows the parameter's name to the user
+    output: str,
+    axes: tuple[int, ...] | None,
+    chunks: tuple[int | str, ...] | None,
+    scheduler: str | None,
+    workers: int | None,
+    memory: int | None,
+    force: bool,
+    quiet: bool,
+) -> None:
+    """Transpose the array in INPUT into the new file OUTPUT.
+
+    INPUT is an .npy file or the folder of a Zarr array, and may be larger than memory. OUTPUT
+    ends in .npy or .zarr; it gets its name when all of it is written, and not before.
+    """
+    if scheduler and workers:
+        raise click.UsageError("--workers is for a cluster on this machine, not for --scheduler")
+    with _one_line_errors(), _stoppable() as stopped:
+        from dask_p2p.files import prepare, transpose_file
+
+        wanted = chunks[0] if chunks and len(chunks) == 1 else chunks
+        job = prepare(input, output, axes, chunks=wanted, force=force)
+        with (
+            _cluster(scheduler, workers) as client,
+            _progress(job.size_bytes, quiet=quiet) as progress,
+        ):
+            summary = transpose_file(
+                job, client, memory_bytes=memory, progress=progress, stopped=stopped
+            )
+        if not quiet:
+            _show(summary)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """End in one line and status 1, whatever went wrong; the traceback goes to the debug log."""
+    try:
+        yield
+    except (click.ClickException, click.Abort):
+        raise
+    except Exception as exc:
+        logger.debug("dask p2p transpose failed", exc_info=True)
+        text = " ".join(str(exc).split())
+        if not isinstance(exc, P2PError):
+            text = f"{type(exc).__name__}: {text}" if text else type(exc).__name__
+        raise click.ClickException(text) from exc
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[Callable[[], bool]]:
+    """Take Ctrl-C and SIGTERM, which batch systems send, as a wish to end soon and tidily.
+
+    Python's own way, an exception wherever the program just is, may hit a garbage collection,
+    which drops it, or a lock, which stays locked. The second Ctrl-C goes that way.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set  # only the main thread may have handlers
+        return
+
+    def ask(*_: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
+    """Give a client of the cluster named, or of one on this machine that ends with the job."""
+    from distributed import Client
+    from distributed.comm import resolve_address
+    from distributed.utils import silence_logging_cmgr
+
+    with contextlib.ExitStack() as stack:
+        # What goes wrong comes as the job's own error, in one line.
+        stack.enter_context(silence_logging_cmgr(logging.CRITICAL))
+        if scheduler is None:
+            with _ctrl_c_later():
+                cluster = stack.enter_context(_local_cluster(workers))
+            client = stack.enter_context(Client(cluster, set_as_default=False))
+        else:
+            try:
+                # At an address that it cannot parse, Client hangs on closing.
+                resolve_address(scheduler)
+                client = stack.enter_context(
+                    Client(scheduler, timeout=_CONNECT_S, set_as_default=False)
+                )
+            except (OSError, ValueError) as exc:
+                raise P2PError(
+                    f"no scheduler answers at {scheduler}: {exc}; give the address that "
+                    "`dask scheduler` shows"
+                ) from exc
+        yield client
+
+
+@contextlib.contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """Hold Ctrl-C back, for ever in processes and threads that start inside.
+
+    A terminal sends it to the workers too, whose tracebacks nobody wants: they end with the job.
+    """
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # else it starts inside, and lets Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _local_cluster(workers: int | None) -> Any:
+    from dask.system import CPU_COUNT
+
+    from dask_p2p.cluster import local_cluster
+
+    workers = workers or min(CPU_COUNT, _MOST_WORKERS)
+    return local_cluster(
+        workers,
+        gpus=False,  # the data come from a disk and go to one: no way by a GPU is shorter
+        memory_limit=1 / workers,  # all of this machine's, however few the workers are
+        silence_logs=logging.CRITICAL,
+    )
+
+
+@contextlib.contextmanager
+def _progress(size_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar of bytes written on a terminal, and nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, disable=hidden) as bar:
+        task = bar.add_task("transpose", total=size_bytes)
+        yield lambda count: bar.advance(task, count)
+
+
+def _show(summary: Summary) -> None:
+    from dask.utils import format_bytes, format_time
+    from rich.console import Console
+    from rich.table import Table
+
+    job = summary.job
+    table = Table("", "input", "output")
+    for column in table.columns:
+        column.overflow = "fold"  # a path is worth nothing when cut off
+    table.add_row("file", job.source_name, job.target_name)
+    table.add_row("shape", _shape(job.in_shape), _shape(job.shape))
+    table.add_row("dtype", str(job.dtype), str(job.dtype), end_section=True)
+    for name, value in (
+        ("axes", ",".join(map(str, job.axes))),
+        ("size", format_bytes(job.size_bytes)),
+        ("passes", f"{summary.passes}, each below {format_bytes(summary.memory_bytes)}"),
+        ("workers", str(summary.workers)),
+        ("time", format_time(summary.time_s)),
+        ("speed", f"{summary.rate / 1e9:.3g} GB/s"),
+    ):
+        table.add_row(name, "", value)
+    Console(file=sys.stdout).print(table)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "one value"

@@ -1,0 +1,196 @@
+"""The output's name: nothing stands under it before all of it is written.
+
+The work goes to a hidden name beside the final one, ``.out.npy.1a2b3c4d.partial``: in the same
+folder, so that the last step is a rename, which happens whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dask_p2p.errors import FileError, P2PWarning
+from dask_p2p.files.trouble import file_errors, one_line
+from dask_p2p.files.zarrs import holds_zarr
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["check_output", "partial"]
+
+_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_REMOVE_TRIES = 50
+_REMOVE_PAUSE_S = 0.1
+
+
+def check_output(name: str, source: str, *, force: bool) -> Path:
+    """Resolve the output's name, and refuse what could harm the input or another file.
+
+    Parameters
+    ----------
+    name : str
+        Output as the user named it.
+    source : str
+        Resolved path of the input.
+    force : bool
+        Whether an older output may be replaced.
+
+    Returns
+    -------
+    Path
+        Absolute, with symbolic links followed.
+
+    Raises
+    ------
+    FileError
+        If the output has no kind, no folder, is the input, or is there without ``force``.
+    """
+    if Path(name).suffix not in (".npy", ".zarr"):
+        raise FileError(f"cannot tell the kind of {name}: end it in .npy or .zarr")
+    final, read = Path(os.path.realpath(name)), Path(source)
+    if final.exists() and final.samefile(read):
+        raise FileError(f"{name} is the input itself; give the output another name")
+    if read.is_relative_to(final) or final.is_relative_to(read):
+        raise FileError(f"the input and {name} lie one inside the other; choose another folder")
+    if not final.parent.is_dir():
+        raise FileError(f"{final.parent} is no folder; make it, or choose another one for {name}")
+    if os.path.lexists(final):
+        if not force:
+            raise _present(name)
+        _check_replaceable(name, final)
+    return final
+
+
+def _present(name: str) -> FileError:
+    return FileError(f"{name} is already there; --force replaces it")
+
+
+def _check_replaceable(name: str, final: Path) -> None:
+    """Let ``--force`` remove what a run like this one can have made, and nothing else."""
+    if final.is_dir() and (final.suffix != ".zarr" or not _is_zarr_or_empty(final)):
+        raise FileError(
+            f"{name} is a folder that is no Zarr array, and --force does not remove such; remove "
+            "it yourself, or choose another name"
+        )
+    if not final.is_dir() and not final.is_file():
+        raise FileError(f"{name} is no regular file; choose another name")
+
+
+def _is_zarr_or_empty(folder: Path) -> bool:
+    return holds_zarr(str(folder)) or not any(folder.iterdir())
+
+
+@contextlib.contextmanager
+def partial(final: Path, name: str, *, force: bool) -> Iterator[Path]:
+    """Give a path to write to, which becomes ``final`` if all goes well and is removed if not.
+
+    Parameters
+    ----------
+    final : Path
+        Absolute path of the output.
+    name : str
+        Output as the user named it, for messages.
+    force : bool
+        Whether to replace what is there.
+
+    Raises
+    ------
+    FileError
+        If ``final`` came to be meanwhile, without ``force``, or the renaming fails.
+    """
+    # A name may have 255 bytes: leave room for what is put around it.
+    stem = os.fsdecode(os.fsencode(final.name)[-200:])
+    path = final.parent / f".{stem}.{secrets.token_hex(4)}.partial"
+    try:
+        yield path
+        with file_errors("write", name):
+            _publish(path, final, name, force=force)
+            _sync_folder(final.parent)
+    finally:
+        _remove(path)
+
+
+def _publish(path: Path, final: Path, name: str, *, force: bool) -> None:
+    if not force or not os.path.lexists(final):
+        try:
+            (_claim_folder if path.is_dir() else _claim_file)(path, final)
+        except OSError as exc:
+            if exc.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            raise _present(name) from exc
+        return
+    _check_replaceable(name, final)  # again: it may be another one by now
+    if path.is_dir() or final.is_dir():
+        _swap(path, final)
+    else:
+        os.replace(path, final)
+
+
+def _claim_file(path: Path, final: Path) -> None:
+    """Rename, unless there is a file of that name: ``rename`` would overwrite it, ``link`` not."""
+    try:
+        os.link(path, final)
+    except OSError as exc:
+        if exc.errno not in _NO_LINK:
+            raise
+        # A file system without hard links (FAT, some network ones): all but atomic.
+        os.close(os.open(final, os.O_CREAT | os.O_EXCL))
+        os.replace(path, final)
+
+
+def _claim_folder(path: Path, final: Path) -> None:
+    """Rename, unless the name is taken: an empty folder of one's own may be renamed over."""
+    os.mkdir(final)
+    try:
+        os.rename(path, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.rmdir(final)
+        raise
+
+
+def _swap(path: Path, final: Path) -> None:
+    old = path.with_suffix(".old")
+    os.rename(final, old)
+    try:
+        os.rename(path, final)
+    except BaseException:
+        os.rename(old, final)
+        raise
+    try:
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    except OSError as exc:
+        warnings.warn(
+            f"{final} is written, but the old one is left as {old}: {one_line(exc)}; remove it",
+            P2PWarning,
+            stacklevel=2,
+        )
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder; a worker that is still writing into it may need a second try."""
+    for _ in range(_REMOVE_TRIES):
+        if not os.path.lexists(path):
+            return
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            continue
+        time.sleep(_REMOVE_PAUSE_S)
+    warnings.warn(f"{path} could not be removed; remove it", P2PWarning, stacklevel=2)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name outlast a crash, where folders can be synchronised."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

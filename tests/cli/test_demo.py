@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from dask_p2p.cli import _options, p2p
+from dask_p2p.cli import demo as command
+from dask_p2p.cli._options import Site
+
+GIB = 2**30
+
+
+def cells(text, name):
+    """Return the cells of the row of the table that starts with this name."""
+    line = next(line for line in text.splitlines() if line.startswith(f"│ {name} "))
+    return [cell.strip() for cell in line.split("│")[2:-1]]
+
+
+@pytest.fixture
+def demo(client, monkeypatch):
+    """Run the command with the tests' cluster, of four workers."""
+
+    def run(*args):
+        monkeypatch.setattr(command, "start", lambda _: contextlib.nullcontext(client))
+        return CliRunner().invoke(p2p, ["demo", "--cpu", *args])
+
+    return run
+
+
+def test_demo(demo, client):
+    result = demo("--size", "203", "--dtype", "int32")
+    assert (result.exit_code, result.stderr) == (0, "")
+    text = " ".join(result.stdout.split())
+    assert "Started 4 one-thread workers over TCP on" in text
+    assert f"Dashboard: {client.dashboard_link}" in text
+    assert "203 x 203 int32 (160.97 kiB)" in text
+    assert "in slabs: 3 of 51 x 203, 1 of 50 x 203" in text
+    assert "9 of 51 x 51, 3 of 51 x 50, 3 of 50 x 51, 1 of 50 x 50" in text
+    assert "each of the 3 stages after that" in text
+    assert "All 41209 elements are where they belong." in text
+    assert 'dask_p2p ┃ Dask "tasks" ┃ Dask "p2p"' in text
+    assert cells(result.stdout, "wrong elements") == ["0", "0", "0"]
+    moved, least = cells(result.stdout, "moved"), cells(result.stdout, "least possible")
+    assert moved == least
+    assert moved[1:] == ["-", "-"]
+    assert re.fullmatch(r"comm for all \d+ pairs", cells(result.stdout, "transport")[0])
+    assert all("GB/s" in cell for cell in cells(result.stdout, "bandwidth, 2 x bytes / median"))
+
+
+def test_wrong_elements_are_status_1(demo, monkeypatch):
+    from dask_p2p import measure
+
+    monkeypatch.setattr(measure, "p2p_transpose", lambda x, axes: x.transpose(axes) + 1)
+    result = demo("--size", "20")
+    assert result.exit_code == 1
+    assert cells(result.stdout, "wrong elements") == ["400", "0", "0"]
+    assert result.stderr == "Error: of 400 elements some are wrong: 400 of dask_p2p\n"
+    assert "elements are where they belong" not in result.stdout
+
+
+def test_an_exception_is_one_line(demo, monkeypatch):
+    from dask_p2p import measure
+
+    def fail(x, axes):
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr(measure, "p2p_transpose", fail)
+    result = demo("--size", "20")
+    assert (result.exit_code, result.stderr) == (1, "Error: RuntimeError: two lines\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--size", "0"], "0 is not in the range"),
+        (["--workers", "0"], "0 is not in the range"),
+        (["--dtype", "str"], "boolean, integer, float or complex"),
+        (["--size", "3"], "cannot be cut into 4 slabs"),
+        (["--size", "100000000"], "are free"),
+    ],
+)
+def test_wrong_usage(demo, args, words):
+    result = demo(*args)
+    assert result.exit_code == 2
+    assert words in result.stderr.splitlines()[-1]
+
+
+def test_the_default_matrix_fits():
+    assert command._default_size(Site(4, (), None, 64 * GIB), 8) == 6000
+    assert command._default_size(Site(2, ("0", "1"), None, 280 * GIB), 4) == 32768
+    assert command._default_size(Site(2, ("0", "1"), None, 16 * GIB), 4) == 23170
+    assert command._default_size(Site(4, (), None, GIB), 8) == 4096
+    assert command._default_size(Site(4, (), None, 8), 8) == 4
+
+
+def test_gpus_are_chosen_where_there_is_more_than_one(monkeypatch):
+    found = ["0", "1", "2"]
+    monkeypatch.setattr("dask_p2p.cluster.usable_gpus", lambda: found)
+    monkeypatch.setattr("dask_p2p.cluster.free_gpu_bytes", lambda names: [GIB] * len(names))
+    assert _options.choose_site(None, cpu=False) == Site(3, ("0", "1", "2"), None, 3 * GIB)
+    assert _options.choose_site(2, cpu=False).gpus == ("0", "1")
+    assert _options.choose_site(2, cpu=False).kind == "cupy"
+    assert _options.choose_site(9, cpu=True).gpus == ()
+    found[1:] = []
+    site = _options.choose_site(None, cpu=False)
+    assert (site.workers, site.kind) == (4, "numpy")
+    assert site.note.startswith("There is one usable GPU only")
+
+
+def test_more_workers_than_gpus(monkeypatch):
+    monkeypatch.setattr("dask_p2p.cluster.usable_gpus", lambda: ["0", "1"])
+    result = CliRunner().invoke(p2p, ["demo", "--workers", "3"])
+    assert result.exit_code == 2
+    assert "there are 2 usable GPUs for 3 workers" in result.stderr
+
+
+@pytest.mark.parametrize("dtype", ["longdouble", ">f4"])
+def test_dtypes_that_gpus_lack(monkeypatch, dtype):
+    monkeypatch.setattr("dask_p2p.cluster.usable_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr("dask_p2p.cluster.free_gpu_bytes", lambda names: [GIB] * len(names))
+    result = CliRunner().invoke(p2p, ["demo", "--size", "64", "--dtype", dtype])
+    assert result.exit_code == 2
+    assert "CuPy has no dtype" in result.stderr
+
+
+def test_the_program_starts_a_cluster_of_its_own():
+    done = subprocess.run(
+        [sys.executable, "-m", "dask", "p2p", "demo", "--cpu", "--size", "64", "--workers", "2"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "All 4096 elements are where they belong." in done.stdout
+    assert "Dashboard: http" in done.stdout
+
+
+@pytest.mark.gpu(2)
+def test_on_gpus():
+    done = subprocess.run(
+        [sys.executable, "-m", "dask", "p2p", "demo", "--size", "2048", "--workers", "2"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 workers, one a GPU" in done.stdout
+    assert cells(done.stdout, "wrong elements") == ["0", "0"]

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import FileError
+from dask_p2p.files.zarrs import create_zarr, open_zarr
+
+zarr = pytest.importorskip("zarr", minversion="3")
+
+
+def whole(shape):
+    return tuple((0, n) for n in shape)
+
+
+def made(folder, array, **options):
+    path = str(folder / "in.zarr")
+    target = zarr.create_array(path, data=array, **options)
+    assert target.shape == array.shape
+    return path
+
+
+ARRAYS = {
+    "floats": np.arange(60.0).reshape(3, 4, 5),
+    "negative zeros": np.full((4, 4), -0.0 - 0.0j),
+    "0-d": np.array(7.5),
+    "empty": np.empty((3, 0, 2), np.float32),
+    "big-endian": np.arange(6, dtype=">f8").reshape(2, 3),
+    "datetime": np.arange(6).astype("M8[ns]").reshape(2, 3),
+    "structured": np.array([(1, 2.5), (3, 4.5)], dtype=[("a", "<i4"), ("b", "<f8")]),
+    "text": np.array([["a", "bcd"]]),
+    "raw": np.array([b"abc", b"d"], dtype="V3"),
+    "half": np.arange(6, dtype=np.float16).reshape(2, 3),
+    "bool": np.array([[True, False, True]]),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_write_and_read_are_exact(tmp_path, name):
+    array = ARRAYS[name]
+    chunks = tuple(min(2, n) for n in array.shape)
+    target = create_zarr(tmp_path / "out", "out", array.shape, array.dtype, chunks)
+    target.write(whole(array.shape), array)
+    target.finish()
+    source = open_zarr(str(tmp_path / "out"))
+    block = source.read(whole(array.shape))
+    assert source.dtype == block.dtype == array.dtype
+    assert block.shape == array.shape
+    assert block.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_both_versions(tmp_path, version):
+    array = np.arange(60).reshape(3, 4, 5)
+    source = open_zarr(made(tmp_path, array, chunks=(2, 2, 2), zarr_format=version))
+    assert source.chunks == (2, 2, 2)
+    box = ((1, 3), (0, 3), (2, 5))
+    np.testing.assert_array_equal(source.read(box), array[1:3, 0:3, 2:5])
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_attributes_and_names_of_axes_are_taken_over(tmp_path, version):
+    names = {"dimension_names": ["t", "y", "x"]} if version == 3 else {}
+    attributes = {"units": "K"} | ({} if names else {"_ARRAY_DIMENSIONS": ["t", "y", "x"]})
+    source = open_zarr(
+        made(
+            tmp_path,
+            np.zeros((2, 3, 4)),
+            zarr_format=version,
+            attributes=attributes,
+            fill_value=-1.0,
+            **names,
+        )
+    )
+    axes = (2, 0, 1)
+    create_zarr(tmp_path / "out", "out", (4, 2, 3), source.dtype, (4, 2, 3), like=source, axes=axes)
+    out = zarr.open_array(tmp_path / "out", mode="r")
+    assert out.attrs["units"] == "K"
+    assert out.fill_value == -1
+    if version == 3:
+        assert out.metadata.dimension_names == ("x", "t", "y")
+    else:
+        assert out.attrs["_ARRAY_DIMENSIONS"] == ["x", "t", "y"]
+
+
+def refused(path, *words):
+    with pytest.raises(FileError) as caught:
+        open_zarr(str(path))
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in (str(path), *words):
+        assert word in text
+
+
+def test_a_folder_without_metadata(tmp_path):
+    refused(tmp_path, "no Zarr array")
+
+
+def test_a_group_names_its_arrays(tmp_path):
+    group = zarr.create_group(tmp_path / "g.zarr")
+    refused(tmp_path / "g.zarr", "group", "no arrays")
+    group.create_array("a", shape=3, dtype="i4")
+    group.create_array("deep/b", shape=3, dtype="i4")
+    refused(tmp_path / "g.zarr", f"{tmp_path}/g.zarr/a, {tmp_path}/g.zarr/deep/b")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"zarr_format": 3, "node_type": "array"}'])
+def test_garbage_metadata(tmp_path, content):
+    path = made(tmp_path, np.zeros(3))
+    (tmp_path / "in.zarr" / "zarr.json").write_text(content)
+    refused(path, "cannot read")
+
+
+def test_texts_of_any_length_are_refused(tmp_path):
+    path = str(tmp_path / "in.zarr")
+    zarr.create_array(path, shape=3, dtype=str)
+    refused(path, "texts of any length")
+
+
+@pytest.mark.parametrize("dtype", ["|O", "|u1"])
+def test_pickles_are_refused(tmp_path, dtype):
+    folder = tmp_path / "in.zarr"
+    folder.mkdir()
+    metadata = {
+        "zarr_format": 2,
+        "shape": [3],
+        "chunks": [3],
+        "dtype": dtype,
+        "compressor": None,
+        "fill_value": 0,
+        "order": "C",
+        "filters": [{"id": "pickle", "protocol": 5}],
+    }
+    (folder / ".zarray").write_text(json.dumps(metadata))
+    refused(folder)
+
+
+def test_damaged_chunk(tmp_path):
+    path = made(tmp_path, np.arange(100), chunks=(50,))
+    (tmp_path / "in.zarr" / "c" / "1").write_bytes(b"no chunk")
+    source = open_zarr(path)
+    source.read(((0, 50),))
+    with pytest.raises(FileError, match="cannot read"):
+        source.read(((0, 100),))
+
+
+@pytest.mark.parametrize("change", ["another", "gone"])
+def test_an_array_that_changes_after_it_was_opened(tmp_path, change):
+    path = made(tmp_path, np.arange(100))
+    source = open_zarr(path)
+    shutil.rmtree(path)
+    if change == "another":
+        made(tmp_path, np.arange(50))
+    with pytest.raises(FileError, match="changed" if change == "another" else "workers must see"):
+        source.read(((0, 10),))
+
+
+def test_without_zarr_it_says_how_to_get_it(tmp_path, monkeypatch):
+    path = made(tmp_path, np.arange(100))
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    refused_without = pytest.raises(FileError, match=r"pip install dask-p2p\[zarr\]")
+    with refused_without:
+        open_zarr(path)
+    with refused_without:
+        create_zarr(tmp_path / "out", "out", (3,), np.dtype(float), (3,))
+
+
+def test_with_an_old_zarr_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(zarr, "__version__", "2.18.0")
+    with pytest.raises(FileError, match=r"2\.18\.0 is here"):
+        open_zarr(str(tmp_path))
+
+
+def test_a_dtype_that_zarr_lacks(tmp_path):
+    with pytest.raises(FileError, match="cannot write out"):
+        create_zarr(tmp_path / "out", "out", (3,), np.dtype(np.longdouble), (3,))
