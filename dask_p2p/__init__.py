@@ -2,9 +2,13 @@
 
 >>> import dask_p2p
 >>> y = dask_p2p.transpose(x)  # doctest: +SKIP
+
+What is here loads with its first use: `dask` itself imports this package at each start, for its
+command line.
 """
 
-from dask_p2p.cluster import local_cluster
+from typing import TYPE_CHECKING, Any
+
 from dask_p2p.errors import (
     AxesError,
     BlockMismatchError,
@@ -18,8 +22,11 @@ from dask_p2p.errors import (
     TransferError,
     UnsupportedArrayError,
 )
-from dask_p2p.registration import register
-from dask_p2p.transpose import transpose
+
+if TYPE_CHECKING:
+    from dask_p2p.cluster import local_cluster
+    from dask_p2p.ops.transpose import transpose
+    from dask_p2p.registration import register
 
 __all__ = [
     "AxesError",
@@ -37,3 +44,23 @@ __all__ = [
     "register",
     "transpose",
 ]
+
+# Where each function is. No module may have the name of a function: importing it would hide that.
+_FUNCTIONS = {
+    "local_cluster": "dask_p2p.cluster",
+    "register": "dask_p2p.registration",
+    "transpose": "dask_p2p.ops.transpose",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    globals()[name] = function = getattr(import_module(_FUNCTIONS[name]), name)
+    return function
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FUNCTIONS})

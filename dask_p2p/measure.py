@@ -12,9 +12,9 @@ from typing import Any
 import dask
 
 from dask_p2p.layout import box_size
+from dask_p2p.ops.transpose import transpose
 from dask_p2p.plan import slab_chunks, transpose_plan
 from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.transpose import transpose
 
 __all__ = [
     "Exchange",

@@ -4,14 +4,20 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import dask_p2p
 from dask_p2p import errors
 
 LOOK = """
 import json, os, sys
 before = dict(os.environ)
-import dask_p2p
+import dask_p2p, dask_p2p.cli
+light = sorted(sys.modules)
+dask_p2p.transpose, dask_p2p.register, dask_p2p.local_cluster
+import dask_p2p.files, dask_p2p.measure, dask_p2p.worker, dask_p2p.preload
 print(json.dumps({
+    "light": light,
     "modules": sorted(sys.modules),
     "environment": {k: v for k, v in os.environ.items() if before.get(k) != v},
 }))
@@ -24,16 +30,35 @@ def test_importing_loads_no_gpu_library_and_sets_no_variable():
     )
     seen = json.loads(done.stdout)
     top = {name.partition(".")[0] for name in seen["modules"]}
+    light = {name.partition(".")[0] for name in seen["light"]}
+    assert light.isdisjoint({"distributed", "numpy"}), "`dask` pays for this at each start"
     # Without these nothing can have made a CUDA context.
     assert top.isdisjoint({"cupy", "cupy_backends", "ucxx", "cuda", "rmm", "dask_cuda", "pynvml"})
     assert seen["environment"] == {}
 
 
 def test_all_is_what_is_there():
-    public = {name for name in vars(dask_p2p) if not name.startswith("_")}
-    modules = {name for name in public if isinstance(vars(dask_p2p)[name], type(sys))}
-    assert set(dask_p2p.__all__) == public - modules
     assert list(dask_p2p.__all__) == sorted(dask_p2p.__all__)
+    assert set(dask_p2p.__all__) <= set(dir(dask_p2p))
+    for name in dask_p2p.__all__:
+        assert callable(getattr(dask_p2p, name))
+    with pytest.raises(AttributeError, match="nothing"):
+        dask_p2p.nothing  # noqa: B018
+
+
+def test_no_module_hides_a_function():
+    import pkgutil
+
+    modules = {module.name for module in pkgutil.iter_modules(dask_p2p.__path__)}
+    assert modules.isdisjoint(dask_p2p.__all__)
+
+
+def test_a_function_is_itself_after_its_module_is_imported():
+    program = (
+        "import dask_p2p.ops.transpose, dask_p2p.measure, dask_p2p, sys\n"
+        "assert callable(dask_p2p.transpose) and callable(dask_p2p.register)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_every_error_is_public_and_of_one_tree():

@@ -169,7 +169,7 @@ def _written(layout: Layout, band: Box) -> Any:
     """Lazy array of the bytes written, one element for each slab."""
     import dask.array as da
 
-    from dask_p2p.transpose import transpose
+    from dask_p2p.ops.transpose import transpose
 
     box = band_of_input(band, layout.axes)
     x = da.map_blocks(

@@ -20,7 +20,7 @@ def bench(client, monkeypatch):
 
     def run(*args):
         monkeypatch.setattr(command, "start", lambda _: contextlib.nullcontext(client))
-        return CliRunner().invoke(p2p, ["bench", "--cpu", *args])
+        return CliRunner().invoke(p2p, ["bench", "--cpu", "--workers", "4", *args])
 
     return run
 
@@ -55,11 +55,13 @@ def test_json_of_both_modes_and_the_rivals(bench, monkeypatch):
         return way
 
     monkeypatch.setattr(measure, "dask_rechunk", p2p_fails)
+    monkeypatch.setattr(command, "_cores", lambda: 2)
     args = ["--shape", "60x40", "--dtype", "i2", "--mode", "both", "--repeats", "2", "--rivals"]
     result = bench(*args, "--json", "-")
     assert result.exit_code == 0, result.output
     assert 'Dask "p2p" failed: TypeError: no CuPy here' in result.stderr
     assert re.search(r"async is [\d.]+ times as fast as sync", result.stderr)
+    assert "4 workers share 2 cores" in result.stderr
     report = json.loads(result.stdout)
     assert {"python", "dask", "distributed", "numpy", "cupy", "dask_cuda", "ucxx"} < set(
         report["versions"]
@@ -167,6 +169,10 @@ def test_a_bar_on_terminals_only(monkeypatch, capsys):
         step(0, "doing")
         step()
     assert capsys.readouterr() == ("", "")
+
+
+def test_workers_by_default_have_a_core_each():
+    assert [command._workers_for(cores) for cores in (1, 2, 3, 64)] == [2, 2, 3, 4]
 
 
 def test_no_commit_outside_of_a_checkout(monkeypatch, tmp_path):

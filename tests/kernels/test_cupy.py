@@ -205,7 +205,7 @@ def test_threads_compile_once(monkeypatch):
     loads = []
     real = module._load
     monkeypatch.setattr(module, "_functions", {})
-    monkeypatch.setattr(module, "_load", lambda: loads.append(1) or real())
+    monkeypatch.setattr(module, "_load", lambda word_bytes: loads.append(1) or real(word_bytes))
     src = cupy.arange(64 * 64).reshape(64, 64)
     targets = [cupy.empty_like(src) for _ in range(8)]
     cupy.cuda.Device().synchronize()

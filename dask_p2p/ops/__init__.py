@@ -1,0 +1,1 @@
+"""Operations: each a plan, and one public function."""
