@@ -9,6 +9,7 @@ command line.
 
 from typing import TYPE_CHECKING, Any
 
+from dask_p2p.config import ensure_defaults
 from dask_p2p.errors import (
     AxesError,
     BlockMismatchError,
@@ -44,6 +45,8 @@ __all__ = [
     "register",
     "transpose",
 ]
+
+ensure_defaults()
 
 # Where each function is. No module may have the name of a function: importing it would hide that.
 _FUNCTIONS = {

@@ -119,6 +119,3 @@ def _transports(value: Any) -> tuple[str, ...]:
         raise ValueError(f"expected a list of names out of {', '.join(TRANSPORTS)}")
     # comm works between any two workers: without a last resort a task could not end.
     return tuple(dict.fromkeys([*value, "comm"]))
-
-
-ensure_defaults()

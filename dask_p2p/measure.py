@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import dask
+from dask.core import flatten
 
 from dask_p2p.layout import box_size
 from dask_p2p.ops.transpose import transpose
@@ -57,6 +58,8 @@ class Exchange:
     least_bytes
         That had to move, because of where the scheduler put the result's blocks; None if that
         was not looked up.
+    busy_s
+        During which at least one of the tasks ran.
     """
 
     moved_bytes: int
@@ -65,6 +68,7 @@ class Exchange:
     tasks_s: list[float]
     link_gbs: list[float]
     least_bytes: int | None = None
+    busy_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -77,6 +81,7 @@ class Runs:
     exchanges: list[Exchange] = field(default_factory=list)
     wrong: int | None = None  # elements, if the last result was checked
     failed: str | None = None  # why there are no times, in a line
+    one_by_one: bool = False  # whether one block of the result was made after the other
 
     @property
     def median_s(self) -> float:
@@ -88,6 +93,11 @@ class Runs:
         """Median over the runs of the slowest reader's rate, GB/s; 0 if nothing was moved."""
         rates = [min(e.link_gbs) for e in self.exchanges if e.link_gbs]
         return median(rates) if rates else 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Median over the runs of the time during which tasks ran; 0 if nothing was noted."""
+        return median(e.busy_s for e in self.exchanges) if self.exchanges else 0.0
 
 
 def bandwidth_gbs(size_bytes: int, time_s: float) -> float:
@@ -155,6 +165,7 @@ def compare(
     repeats: int,
     check: Callable[[Any], int] | None = None,
     progress: Callable[[], None] = lambda: None,
+    one_by_one: Collection[str] = (),
 ) -> list[Runs]:
     """Time our ways in turn, and then each rival on an array of its own.
 
@@ -166,7 +177,7 @@ def compare(
     make : callable
         Returns the lazy array to transpose; see `place_blocks`. A rival may leave copies of
         blocks on workers that lacked them, so each gets blocks that are placed anew.
-    axes, repeats, check, progress
+    axes, repeats, check, progress, one_by_one
         See `measure_in_turn`.
 
     Returns
@@ -180,7 +191,7 @@ def compare(
         Whatever a task of one of our ways raises.
     """
     measured = measure_in_turn(
-        client, ours, place_blocks(client, make), axes, repeats, check, progress
+        client, ours, place_blocks(client, make), axes, repeats, check, progress, one_by_one
     )
     for name, way in rivals.items():
         x = place_blocks(client, make)
@@ -248,6 +259,7 @@ def measure_in_turn(
     repeats: int,
     check: Callable[[Any], int] | None = None,
     progress: Callable[[], None] = lambda: None,
+    one_by_one: Collection[str] = (),
 ) -> list[Runs]:
     """Time several ways to transpose a persisted array, in turn: first runs, then more.
 
@@ -267,13 +279,16 @@ def measure_in_turn(
         Takes the last result of each way, returns how many of its elements are wrong.
     progress : callable, optional
         Called after each run.
+    one_by_one : collection of str
+        Names of ways of which one block is made after the other, so that there is one transfer
+        at a time in the whole cluster.
 
     Raises
     ------
     Exception
         Whatever a task of a way raises.
     """
-    measured = {name: Runs(name, 0.0, []) for name in ways}
+    measured = {name: Runs(name, 0.0, [], one_by_one=name in one_by_one) for name in ways}
     for run in range(repeats + 1):
         for name, way in ways.items():
             _run_once(client, measured[name], way, x, axes, check if run == repeats else None)
@@ -292,9 +307,14 @@ def _run_once(
     """Run one way once, and note it."""
     since_s = time.time()
     start_s = time.perf_counter()
-    y = client.persist(way(x, axes))
+    y = way(x, axes)
+    made = _made_one_by_one(client, y) if runs.one_by_one else None
+    made_s = time.perf_counter()
+    y = client.persist(y)
     _wait_for(y)
-    elapsed_s = time.perf_counter() - start_s
+    # Where all blocks were made before, persisting only gives `y` what `made` has kept.
+    elapsed_s = (made_s if runs.one_by_one else time.perf_counter()) - start_s
+    del made
     if not runs.first_s:
         runs.first_s = elapsed_s
     else:
@@ -308,11 +328,21 @@ def _run_once(
     time.sleep(_SETTLE_S)
 
 
-def _wait_for(array: Any) -> None:
+def _made_one_by_one(client: Any, y: Any) -> list[Any]:
+    """Make the blocks of `y` one after the other; return futures that keep them."""
+    futures = []
+    for key in flatten(y.__dask_keys__()):
+        future = client.get(y.dask, key, sync=False)
+        _wait_for(future)
+        futures.append(future)
+    return futures
+
+
+def _wait_for(blocks: Any) -> None:
     """Wait until all blocks are there; `distributed.wait` alone is content with failed ones."""
     from distributed import wait
 
-    for future in wait(array).done:
+    for future in wait(blocks).done:
         if future.status != "finished":
             future.result()
 
@@ -350,4 +380,18 @@ def collect(client: Any, name: str, since_s: float = 0.0) -> Exchange | None:
         span_s=max(t[2] for t in tasks) - min(t[1] for t in tasks),
         tasks_s=[t[2] - t[1] for t in tasks],
         link_gbs=rates,
+        busy_s=_covered_s((start_s, stop_s) for _, start_s, stop_s, _ in tasks),
     )
+
+
+def _covered_s(spans_s: Iterable[tuple[float, float]]) -> float:
+    """Length of what these spans cover together.
+
+    >>> _covered_s([(0.0, 2.0), (5.0, 6.0), (1.0, 3.0)])
+    4.0
+    """
+    covered_s, end_s = 0.0, float("-inf")
+    for start_s, stop_s in sorted(spans_s):
+        covered_s += max(0.0, stop_s - max(start_s, end_s))
+        end_s = max(end_s, stop_s)
+    return covered_s

@@ -48,6 +48,14 @@ def test_schema_describes_every_default():
         assert node["description"].strip(), path
 
 
+def test_defaults_are_there_after_importing_the_package():
+    program = "import dask_p2p, dask; print(dask.config.get('p2p.mode'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["async"]
+
+
 def test_defaults():
     chosen = options()
     assert chosen.mode == "async"

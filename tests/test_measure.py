@@ -97,6 +97,19 @@ def test_modes_are_other_arrays(client, x):
     assert [(r.name, r.wrong, len(r.times_s)) for r in runs] == [("sync", 0, 1), ("async", 0, 1)]
 
 
+def test_one_block_after_the_other(client, x):
+    way = {"sync": p2p_transpose_in("sync")}
+    (runs,) = measure_in_turn(client, way, x, AXES, 2, check, one_by_one=["sync"])
+    assert (runs.wrong, runs.one_by_one) == (0, True)
+    for exchange in runs.exchanges:
+        assert len(exchange.tasks_s) == 4
+        assert exchange.busy_s == pytest.approx(sum(exchange.tasks_s))
+        assert exchange.busy_s < exchange.span_s
+        assert exchange.moved_bytes == exchange.least_bytes == 3 / 4 * x.nbytes
+    with pytest.raises(RuntimeError, match="two"):
+        measure_in_turn(client, {"fails": fails}, x, AXES, 1, one_by_one=["fails"])
+
+
 def test_wrong_results_are_counted(client, x):
     runs = measure(client, "wrong", lambda x, axes: x.transpose(axes) + 1, x, AXES, 1, check)
     assert runs.wrong == 200 * 120

@@ -98,7 +98,7 @@ workers_option = click.option(
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Workers, one a GPU or of one thread.  [default: one for each GPU, else a few]",
+    help="Workers, one a GPU or of one thread.  [default: one for each GPU, else 4]",
 )
 cpu_option = click.option("--cpu", is_flag=True, help="CPU workers, even if there are GPUs.")
 
@@ -132,18 +132,8 @@ class Site:
         return "cupy" if self.gpus else "numpy"
 
 
-def choose_site(workers: int | None, cpu: bool, cpu_workers: int = _CPU_WORKERS) -> Site:
-    """Choose GPUs where there is more than one, else CPU workers.
-
-    Parameters
-    ----------
-    workers
-        As given by the user, if it was.
-    cpu
-        Whether CPU workers are wanted anyway.
-    cpu_workers
-        How many of these if the user has not said.
-    """
+def choose_site(workers: int | None, cpu: bool) -> Site:
+    """Choose GPUs where there is more than one, else CPU workers."""
     import psutil
 
     from dask_p2p.cluster import free_gpu_bytes, usable_gpus
@@ -164,7 +154,7 @@ def choose_site(workers: int | None, cpu: bool, cpu_workers: int = _CPU_WORKERS)
             "There is one usable GPU only, and nothing to move between GPUs: these are CPU workers."
         )
     free_bytes = int(psutil.virtual_memory().available)
-    return Site(workers or cpu_workers, (), note, free_bytes)
+    return Site(workers or _CPU_WORKERS, (), note, free_bytes)
 
 
 def check_fits(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -196,23 +196,19 @@ def judge(console: Console, measured: Sequence[Runs], elements: int) -> None:
 
 
 @contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[..., None]]:
-    """Show a bar on a terminal, and nothing elsewhere.
-
-    Gives a function that takes a number of steps done (default 1) and what is done next.
-    """
+def progress(total: int, doing: str) -> Iterator[Callable[[], None]]:
+    """Show a bar on a terminal, and nothing elsewhere; gives what is to be called at each step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    hidden = not console.is_terminal
     with Progress(
-        *columns, TimeElapsedColumn(), console=console, disable=hidden, transient=True
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        redirect_stdout=False,  # the bar is on standard error: results stay where they belong
+        transient=True,
     ) as bar:
-        task = bar.add_task("", total=total)
-
-        def step(count: int = 1, doing: str | None = None) -> None:
-            changes: dict[str, Any] = {} if doing is None else {"description": doing}
-            bar.update(task, advance=count, **changes)
-
-        yield step
+        task = bar.add_task(doing, total=total)
+        yield lambda: bar.advance(task)

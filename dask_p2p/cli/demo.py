@@ -92,12 +92,12 @@ def _run(console: Console, site: Site, shape: tuple[int, ...], dtype: Any) -> Se
     methods = ["tasks"] if site.gpus else ["tasks", "p2p"]
     rivals = {f'Dask "{method}"': dask_rechunk(method) for method in methods}
     chunks = (split_evenly(shape[0], site.workers), shape[1:])
-    with progress((1 + len(rivals)) * (_REPEATS + 1)) as step:
-        step(0, "starting the cluster")
-        with start(site) as client:
-            names = device_names(client, site.kind)
-            _introduce(console, site, names, client.dashboard_link, shape, dtype)
-            step(0, "transposing")
+    # Nothing is printed while there is a bar, which would stand in the middle of it.
+    console.print("Starting a cluster ...")
+    with start(site) as client:
+        names = device_names(client, site.kind)
+        _introduce(console, site, names, client.dashboard_link, shape, dtype)
+        with progress((1 + len(rivals)) * (_REPEATS + 1), "transposing") as step:
             measured = compare(
                 client,
                 ours,
