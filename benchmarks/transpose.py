@@ -220,7 +220,9 @@ def main(
             "kind": kind,
             "rows": rows,
         }
-        report["environment"] = {**environment(), **({"commit": commit} if commit else {})}
+        report.update(environment())
+        if commit is not None:
+            report["commit"] = commit
         with open(path, "w") as file:
             json.dump(report, file, indent=1)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterable
 from typing import Any
 
+from dask_p2p.environment import cpu_name
 from dask_p2p.errors import InputError
 
-__all__ = ["cpu_name", "device_names", "free_gpu_bytes", "local_cluster", "usable_gpus"]
+__all__ = ["device_names", "free_gpu_bytes", "local_cluster", "usable_gpus"]
 
 # cudaIpcOpenMemHandle of a pool whose size is no multiple of this takes seconds (1.9 s for 42 GiB
 # on an H200) instead of milliseconds. UCX maps the same memory, and pays the same.
@@ -72,19 +72,6 @@ def _gpu_name() -> str:
     runtime = cupy.cuda.runtime
     name = runtime.getDeviceProperties(runtime.getDevice())["name"]
     return str(name.decode() if isinstance(name, bytes) else name)
-
-
-def cpu_name() -> str:
-    """Model of this machine's processor."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                label, _, value = line.partition(":")
-                if label.strip() == "model name":
-                    return value.strip()
-    except OSError:  # no Linux
-        pass
-    return platform.processor() or platform.machine()
 
 
 def local_cluster(n_workers: int | None = None, *, gpus: bool | None = None, **kwargs: Any) -> Any:

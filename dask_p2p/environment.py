@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from typing import Any
 
-__all__ = ["environment"]
+__all__ = ["commit", "cpu_name", "environment", "versions"]
 
-# By the names of their distributions; those with CUDA's version in them under each such name.
 _PACKAGES = ("dask-p2p", "dask", "distributed", "numpy", "dask-cuda")
-_CUDA_PACKAGES = ("cupy-cuda", "ucxx-cu", "rmm-cu", "libucx-cu")
-_CUDA_MAJORS = ("13", "13x", "12", "12x")
+# The names of their distributions end in CUDA's version.
+_CUDA_PACKAGES = ("cupy", "ucxx", "libucx", "rmm")
 
 
 def environment() -> dict[str, Any]:
@@ -22,56 +22,76 @@ def environment() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``python``, ``platform``, ``cpu``, ``cpus`` (cores that can be used), ``gpus`` (names),
-        ``driver``, ``versions`` (by package) and ``commit`` (None outside a git checkout).
+        ``versions`` (see `versions`), ``commit`` (see `commit`) and ``hardware``: ``cpu``,
+        ``cpu_count`` (cores that can be used), ``gpus`` (names), ``driver`` (None without one)
+        and ``platform``.
     """
     gpus, driver = _gpus()
     return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": _cpu(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "gpus": gpus,
-        "driver": driver,
-        "versions": _versions(),
+        "versions": versions(),
         "commit": commit(),
+        "hardware": {
+            "cpu": cpu_name(),
+            "cpu_count": len(os.sched_getaffinity(0)),
+            "gpus": gpus,
+            "driver": driver,
+            "platform": platform.platform(),
+        },
     }
 
 
-def commit() -> str | None:
-    """Return the commit that the package is at, if it lies in a git checkout; "+" if changed."""
-    folder = os.path.dirname(os.path.abspath(__file__))
-    git = ["git", "-C", folder]
-    try:
-        tracked = subprocess.run(
-            [*git, "ls-files", "--error-unmatch", os.path.basename(__file__)], capture_output=True
-        )
-        if tracked.returncode != 0:
-            return None
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
-    except OSError:  # no git
-        return None
-    return head.stdout.strip() + ("+" if changed.stdout else "")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES + tuple(p + m for p in _CUDA_PACKAGES for m in _CUDA_MAJORS):
+def versions() -> dict[str, str | None]:
+    """Return the versions of what figures depend on; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            continue
+            found[name] = None
+    installed = {(d.metadata["Name"] or "").lower(): d.version for d in distributions()}
+    for name in _CUDA_PACKAGES:
+        pattern = re.compile(rf"{name}(-cu(da)?\d+x?)?")
+        found[name] = next((v for n, v in installed.items() if pattern.fullmatch(n)), None)
     return found
 
 
-def _cpu() -> str:
+def commit() -> str | None:
+    """Return the commit of the checkout that the package lies in, "-dirty" if it was changed.
+
+    None if it is installed elsewhere, even into somebody else's checkout, or there is no git.
+    """
+    here = os.path.abspath(__file__)
+    git = ["git", "-C", os.path.dirname(here)]
+    try:
+        tracked = subprocess.run(
+            [*git, "ls-files", "--error-unmatch", os.path.basename(here)],
+            capture_output=True,
+            check=False,
+        )
+        if tracked.returncode:
+            return None
+        done = subprocess.run(
+            [*git, "describe", "--always", "--abbrev=40", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def cpu_name() -> str:
+    """Model of this machine's processor."""
     try:
         with open("/proc/cpuinfo") as file:
-            names = [line for line in file if line.startswith("model name")]
-        return names[0].partition(":")[2].strip()
-    except (OSError, IndexError):
-        return platform.processor()
+            for line in file:
+                label, _, value = line.partition(":")
+                if label.strip() == "model name":
+                    return value.strip()
+    except OSError:  # no Linux
+        pass
+    return platform.processor() or platform.machine()
 
 
 def _gpus() -> tuple[list[str], str | None]:
@@ -80,7 +100,7 @@ def _gpus() -> tuple[list[str], str | None]:
 
         pynvml.nvmlInit()
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        names = [pynvml.nvmlDeviceGetName(handle) for handle in handles]
+        names = [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
         return names, str(pynvml.nvmlSystemGetDriverVersion())
     except Exception:  # pynvml is not there, or one of its many errors
         return [], None

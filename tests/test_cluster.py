@@ -145,10 +145,6 @@ def test_pools_are_whole_granules(size_bytes, rounded_bytes):
     assert rounded_bytes % POOL_GRANULE_BYTES == 0
 
 
-def test_cpu_name_says_something():
-    assert cluster.cpu_name()
-
-
 @pytest.mark.gpu(2)
 def test_gpu_names():
     with dask_p2p.local_cluster(2) as made, Client(made) as client:

@@ -3,22 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import warnings
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import wait
+from distributed import Client, LocalCluster, wait
 
 import dask_p2p
 from dask_p2p.task import PLUGIN_NAME
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from distributed.utils_test import gen_cluster
+VALIDATE = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
 
-# gen_cluster turns validation on, and checks for leaks of its own.
-cluster = gen_cluster(client=True, nthreads=[("", 1)] * 4, timeout=60)
+
+def cluster(test):
+    """Run a coroutine function on a client, a scheduler and four workers of this process."""
+
+    @functools.wraps(test)
+    def run():
+        async def main():
+            async with (
+                LocalCluster(
+                    n_workers=4,
+                    threads_per_worker=1,
+                    processes=False,
+                    protocol="tcp://",
+                    dashboard_address=":0",
+                    asynchronous=True,
+                ) as made,
+                Client(made, asynchronous=True) as client,
+            ):
+                workers = list(made.workers.values())
+                assert made.scheduler.validate
+                assert all(worker.state.validate for worker in workers)
+                await asyncio.wait_for(test(client, made.scheduler, *workers), 60)
+                made.scheduler.validate_state()
+                for worker in made.workers.values():
+                    worker.state.validate_state()
+
+        with dask.config.set(VALIDATE):
+            asyncio.run(main())
+
+    del run.__wrapped__  # pytest would take its parameters for fixtures
+    return run
 
 
 def indexed(shape):

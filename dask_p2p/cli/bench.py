@@ -19,14 +19,10 @@ so they also take turns, and Dask's time between the turns is told apart.
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from math import isqrt, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,15 +54,6 @@ __all__ = ["bench"]
 _CPU_SIDE, _GPU_SIDE = 6000, 32768  # of the default matrix
 _MEMORY_SHARE = 8  # which takes at most this part of the free memory
 _METHODS = ("tasks", "p2p")  # of Dask's rechunk
-_PACKAGES = {
-    "dask": "dask",
-    "distributed": "distributed",
-    "numpy": "numpy",
-    "cupy": "cupy-cuda13x",
-    "dask_cuda": "dask-cuda",
-    "ucxx": "ucxx-cu13",
-    "dask_p2p": "dask-p2p",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,17 +265,12 @@ def _report(job: Job, names: Sequence[str], measured: Sequence[Runs]) -> dict[st
     """Return all that was measured, and with what, for JSON."""
     import dask
 
-    from dask_p2p.cluster import cpu_name
+    from dask_p2p.environment import environment
 
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
-        "git_commit": _git_commit(),
-        "hardware": {
-            "gpus": list(names) if job.site.gpus else [],
-            "cpu": cpu_name(),
-            "cpu_count": os.cpu_count(),
-        },
+        **environment(),
+        "devices": list(names),
         "workers": job.site.workers,
         "kind": job.site.kind,
         "shape": list(job.shape),
@@ -333,37 +315,6 @@ def _way_report(runs: Runs, size_bytes: int) -> dict[str, Any]:
             ],
         }
     return found
-
-
-def _versions() -> dict[str, str | None]:
-    """Return the versions of what the figures depend on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name, package in _PACKAGES.items():
-        try:
-            found[name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def _git_commit() -> str | None:
-    """Return the commit of the checkout that the package lies in, "-dirty" if it was changed."""
-    import dask_p2p
-
-    folder = Path(dask_p2p.__file__).resolve().parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--dirty"]
-    try:
-        tracked = subprocess.run(
-            ["git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py"],
-            capture_output=True,
-            check=False,
-        )
-        if tracked.returncode:  # installed into somebody else's checkout
-            return None
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:  # no git
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def _write(target: str, report: Mapping[str, Any]) -> None:

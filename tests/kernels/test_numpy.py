@@ -1,7 +1,4 @@
 import itertools
-import sys
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -113,23 +110,3 @@ def test_boxes_cover_each_item_once(sides):
     for box in _boxes(shape, [step for _, step in sides]):
         seen[box] += 1
     assert (seen == 1).all()
-
-
-def test_the_interpreter_goes_on_during_a_copy(block_sizes):
-    if block_sizes == "in blocks":
-        pytest.skip("NumPy keeps the lock for so small blocks")
-    src = random_bits((3000, 3000), "f8")
-    dst = KERNEL.empty((3000, 3000), "f8")
-    copies = threading.Thread(target=lambda: KERNEL.permute_into(dst, src, (1, 0)))
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1)  # a thread that keeps the lock is not asked for it during this test
-    ticks = 0
-    try:
-        copies.start()
-        while copies.is_alive():
-            ticks += 1
-            time.sleep(0.0005)
-    finally:
-        sys.setswitchinterval(interval)
-    copies.join()
-    assert ticks > 3
