@@ -170,6 +170,75 @@ def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning():
         assert transports(client, y) == {"comm"}
 
 
+def test_comm_over_ucx():
+    from distributed import Client
+
+    shape = (3000, 2000)
+    with (
+        dask_p2p.local_cluster(2, gpus=True, protocol="ucx", **POOL) as cluster,
+        Client(cluster) as client,
+        dask.config.set({"p2p.transports.order": ["comm"]}),
+    ):
+        a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
+        y = persisted(client, dask_p2p.transpose(a))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        assert transports(client, y) == {"comm"}
+
+
+def test_managed_memory_falls_back():
+    from distributed import Client
+
+    x = np.arange(400 * 300.0).reshape(400, 300)
+    with (
+        dask_p2p.local_cluster(
+            2, gpus=True, rmm_managed_memory=True, rmm_allocator_external_lib_list=["cupy"]
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        y = dask_p2p.transpose(persisted(client, on_gpu(x, (100, 300))))
+        np.testing.assert_array_equal(y.compute().get(), x.T)
+
+
+def test_cupys_own_pool():
+    from distributed import Client
+
+    shape = (3000, 2000)
+    with (
+        dask_p2p.local_cluster(
+            2, gpus=True, rmm_pool_size=None, rmm_allocator_external_lib_list=None
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        for _ in range(3):
+            a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
+            y = persisted(client, dask_p2p.transpose(a))
+            assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+            assert transports(client, y) == {"ipc"}
+            del a, y
+            client.run(give_memory_back)
+
+
+def give_memory_back():
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def test_spilled_inputs():
+    from distributed import Client
+
+    shape = (8000, 8000)  # 256 MB: more than the limit on device memory allows on two GPUs
+    with (
+        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="80 MB", **POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, indexed_array(shape, (1000, 8000), "f4", kind="cupy"))
+        spilled = client.run(lambda dask_worker: len(dask_worker.data.host))
+        assert any(spilled.values())
+        y = persisted(client, dask_p2p.transpose(a))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+
+
 @pytest.mark.parametrize("moment_s", [0.0, 0.05])
 def test_a_killed_worker(moment_s):
     from distributed import Client
