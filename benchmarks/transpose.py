@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dask_p2p
+from dask_p2p.cluster import usable_gpus
 from dask_p2p.environment import environment
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.layout import split_evenly
@@ -190,7 +191,7 @@ def main(
     path: str | None,
 ) -> None:
     """Measure, print a table, write JSON."""
-    gpus = False if cpu else len(dask_p2p.cluster.usable_gpus()) > 1
+    gpus = False if cpu else len(usable_gpus()) > 1
     kind = "cupy" if gpus else "numpy"
     ours = {"dask_p2p": p2p_transpose, "one no-op layer": no_op}
     theirs = {"dask tasks": dask_rechunk("tasks"), "dask p2p": dask_rechunk("p2p")}

@@ -190,9 +190,11 @@ def compare(
     Exception
         Whatever a task of one of our ways raises.
     """
-    measured = measure_in_turn(
-        client, ours, place_blocks(client, make), axes, repeats, check, progress, one_by_one
-    )
+    measured: list[Runs] = []
+    if ours:
+        x = place_blocks(client, make)
+        measured += measure_in_turn(client, ours, x, axes, repeats, check, progress, one_by_one)
+        del x
     for name, way in rivals.items():
         x = place_blocks(client, make)
         try:

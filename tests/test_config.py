@@ -5,13 +5,14 @@ import subprocess
 import sys
 
 import dask
-import jsonschema
 import pytest
 import yaml
 
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.errors import ConfigError
+
+jsonschema = pytest.importorskip("jsonschema")
 
 HERE = os.path.dirname(dask_p2p.__file__)
 

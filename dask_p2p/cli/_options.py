@@ -181,8 +181,15 @@ def check_fits(
 
 
 @contextlib.contextmanager
-def start(site: Site) -> Iterator[Any]:
-    """Start the cluster, and give a client of it; both end with the block."""
+def start(site: Site, **options: Any) -> Iterator[Any]:
+    """Start the cluster, and give a client of it; both end with the block.
+
+    Parameters
+    ----------
+    site : Site
+    **options
+        For `dask_p2p.local_cluster`.
+    """
     from distributed import Client
 
     from dask_p2p.cluster import local_cluster
@@ -190,7 +197,9 @@ def start(site: Site) -> Iterator[Any]:
     # What a task meets comes back as the command's own error, in one line. What would be logged
     # besides are heartbeats that the cluster's end cuts off, and each of Dask's own P2P runs.
     with (
-        local_cluster(site.workers, gpus=bool(site.gpus), silence_logs=logging.CRITICAL) as cluster,
+        local_cluster(
+            site.workers, gpus=bool(site.gpus), silence_logs=logging.CRITICAL, **options
+        ) as cluster,
         Client(cluster) as client,
     ):
         yield client

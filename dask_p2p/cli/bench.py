@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isqrt, prod
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dask_p2p.cli._measuring import measure_on, rival_ways
 from dask_p2p.cli._options import (
     DTYPE,
     SHAPE,
@@ -39,7 +40,6 @@ from dask_p2p.cli._options import (
     cpu_option,
     one_line_errors,
     order_of_axes,
-    start,
     workers_option,
 )
 from dask_p2p.layout import split_evenly
@@ -168,24 +168,28 @@ def _run(job: Job) -> tuple[list[str], list[Runs]]:
     from dask_p2p.cli._tables import progress
     from dask_p2p.cluster import device_names
     from dask_p2p.indexed import count_wrong, indexed_array
-    from dask_p2p.measure import compare, dask_rechunk, p2p_transpose_in
+    from dask_p2p.measure import p2p_transpose_in
 
     ours = {f"dask_p2p {mode}": p2p_transpose_in(mode) for mode in job.modes}
-    methods = _METHODS if job.rivals else ()
-    rivals = {f'Dask "{method}"': dask_rechunk(method) for method in methods}
+    rivals = rival_ways(job.site, _METHODS if job.rivals else ())
     kind = job.site.kind
+    names: list[str] = []
     steps = (len(ours) + len(rivals)) * (job.repeats + 1)
-    with progress(steps, "transposing") as step, start(job.site) as client:
-        names = device_names(client, kind)
-        measured = compare(
-            client,
+
+    def started(client: Any) -> Callable[[], None]:
+        names.extend(device_names(client, kind))
+        return step
+
+    with progress(steps, "transposing") as step:
+        measured = measure_on(
+            job.site,
             ours,
             rivals,
             lambda: indexed_array(job.shape, job.chunks, job.dtype, kind),
             job.axes,
             job.repeats,
             lambda y: int(count_wrong(y, job.shape, job.axes, kind, job.dtype).compute()),
-            step,
+            started,
             [name for name, mode in zip(ours, job.modes, strict=True) if mode == "sync"],
         )
     return names, measured

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dask_p2p.cli._measuring import measure_on, rival_ways
 from dask_p2p.cli._options import (
     DTYPE,
     Site,
@@ -15,7 +17,6 @@ from dask_p2p.cli._options import (
     choose_site,
     cpu_option,
     one_line_errors,
-    start,
     workers_option,
 )
 
@@ -85,29 +86,32 @@ def _run(console: Console, site: Site, shape: tuple[int, ...], dtype: Any) -> Se
     from dask_p2p.cluster import device_names
     from dask_p2p.indexed import count_wrong, indexed_array
     from dask_p2p.layout import split_evenly
-    from dask_p2p.measure import compare, dask_rechunk, p2p_transpose_in
+    from dask_p2p.measure import p2p_transpose_in
 
     ours = {"dask_p2p": p2p_transpose_in("async")}
     # On GPUs Dask's p2p rechunk fails: it cannot put CuPy blocks through host memory.
     methods = ["tasks"] if site.gpus else ["tasks", "p2p"]
-    rivals = {f'Dask "{method}"': dask_rechunk(method) for method in methods}
+    rivals = rival_ways(site, methods)
     chunks = (split_evenly(shape[0], site.workers), shape[1:])
     # Nothing is printed while there is a bar, which would stand in the middle of it.
     console.print("Starting a cluster ...")
-    with start(site) as client:
+
+    def started(client: Any) -> Callable[[], None]:
         names = device_names(client, site.kind)
         _introduce(console, site, names, client.dashboard_link, shape, dtype)
-        with progress((1 + len(rivals)) * (_REPEATS + 1), "transposing") as step:
-            measured = compare(
-                client,
-                ours,
-                rivals,
-                lambda: indexed_array(shape, chunks, dtype, site.kind),
-                _AXES,
-                _REPEATS,
-                lambda y: int(count_wrong(y, shape, _AXES, site.kind, dtype).compute()),
-                step,
-            )
+        return bar.enter_context(progress((1 + len(rivals)) * (_REPEATS + 1), "transposing"))
+
+    with ExitStack() as bar:
+        measured = measure_on(
+            site,
+            ours,
+            rivals,
+            lambda: indexed_array(shape, chunks, dtype, site.kind),
+            _AXES,
+            _REPEATS,
+            lambda y: int(count_wrong(y, shape, _AXES, site.kind, dtype).compute()),
+            started,
+        )
     console.print()
     console.print(ways_table(measured, prod(shape) * dtype.itemsize, _REPEATS))
     return measured

@@ -10,9 +10,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from dask_p2p import measure
-from dask_p2p.cli import _options, _tables, p2p
+from dask_p2p.cli import _measuring, _options, _tables, p2p
 from dask_p2p.cli import bench as command
 from dask_p2p.cli._options import Site
+from dask_p2p.indexed import indexed_array
 from dask_p2p.measure import Exchange
 
 
@@ -21,7 +22,7 @@ def bench(client, monkeypatch):
     """Run the command with the tests' cluster, of four workers."""
 
     def run(*args):
-        monkeypatch.setattr(command, "start", lambda _: contextlib.nullcontext(client))
+        monkeypatch.setattr(_measuring, "start", lambda _: contextlib.nullcontext(client))
         return CliRunner().invoke(p2p, ["bench", "--cpu", "--workers", "4", *args])
 
     return run
@@ -127,7 +128,7 @@ def test_trouble_with_a_cluster_is_one_line(monkeypatch):
     def fail(site):
         raise OSError("no more\nprocesses")
 
-    monkeypatch.setattr(command, "start", fail)
+    monkeypatch.setattr(_measuring, "start", fail)
     result = CliRunner().invoke(p2p, ["bench", "--cpu", "--shape", "8x8"])
     assert (result.exit_code, result.stderr) == (1, "Error: OSError: no more processes\n")
 
@@ -177,3 +178,32 @@ def test_a_bar_on_terminals_only(monkeypatch, terminal):
 def test_the_same_options_mean_the_same(monkeypatch):
     assert _options.order_of_axes((-1, 0), (2, 3)) == (1, 0)
     assert _options.order_of_axes(None, (2, 3, 4)) == (2, 1, 0)
+
+
+def test_rivals_on_gpus_have_a_cluster_of_their_own(monkeypatch, client):
+    started = []
+
+    def start(site, **options):
+        started.append(options)
+        return contextlib.nullcontext(client)
+
+    monkeypatch.setattr(_measuring, "start", start)
+    monkeypatch.setattr(_measuring, "find_spec", lambda name: True)
+    site = _options.Site(2, ("0", "1"), None, 2**40)
+    rivals = _measuring.rival_ways(site, ["tasks"])
+    assert list(rivals) == ['Dask "tasks" over UCX']
+    measured = _measuring.measure_on(
+        site,
+        {"ours": lambda x, axes: x.T},
+        rivals,
+        lambda: indexed_array((8, 6), (2, 6), "f4"),
+        (1, 0),
+        1,
+        lambda y: 0,
+        lambda client: lambda: None,
+    )
+    assert started == [{}, {"protocol": "ucx"}]
+    assert [runs.name for runs in measured] == ["ours", 'Dask "tasks" over UCX']
+    assert _measuring.rival_ways(_options.Site(4, (), None, 2**40), ["p2p"]).keys() == {
+        'Dask "p2p"'
+    }

@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from dask_p2p.cli import _options, p2p
+from dask_p2p.cli import _measuring, _options, p2p
 from dask_p2p.cli import demo as command
 from dask_p2p.cli._options import Site
 
@@ -26,7 +26,7 @@ def demo(client, monkeypatch):
     """Run the command with the tests' cluster, of four workers."""
 
     def run(*args):
-        monkeypatch.setattr(command, "start", lambda _: contextlib.nullcontext(client))
+        monkeypatch.setattr(_measuring, "start", lambda _: contextlib.nullcontext(client))
         return CliRunner().invoke(p2p, ["demo", "--cpu", *args])
 
     return run

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zarr
-from skimage import data
 
 from dask_p2p.errors import AxesError, ChunksError, FileError, P2PError
 from dask_p2p.files import prepare, transpose_file
 from dask_p2p.files.passes import default_memory_bytes
+
+zarr = pytest.importorskip("zarr")
+data = pytest.importorskip("skimage.data")
 
 
 def names(folder):
