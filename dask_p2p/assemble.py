@@ -68,15 +68,6 @@ class Peers(Protocol):
 
 
 @dataclass(slots=True)
-class _Part:
-    """A part of a piece on its way."""
-
-    slot: int
-    future: Future[Any]
-    dst: Box
-
-
-@dataclass(slots=True)
 class _Source:
     """A remote block, its pieces, and the ways to it that are left."""
 
@@ -89,6 +80,15 @@ class _Source:
     @property
     def way(self) -> Way:
         return self.ways[0]
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of a piece on its way."""
+
+    source: _Source
+    future: Future[Any]
+    dst: Box
 
 
 class Assembly:
@@ -122,6 +122,8 @@ class Assembly:
         self._local = {i: b for i, b in enumerate(blocks) if i not in self._remote}
         self._opened: list[RemoteBlock] = []
         self._local_queued = False
+        largest = max((box_size(piece.src) for piece in plan.pieces), default=0)
+        self._largest_bytes = largest * output.dtype.itemsize
 
     def key(self, slot: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -198,11 +200,11 @@ class Assembly:
                     if len(ahead) > in_flight:
                         self._queue_local(queue, out)
                     while len(ahead) > in_flight:
-                        self._place(ahead.popleft(), todo, failed, queue, out)
+                        self._place(ahead.popleft(), failed, queue, out)
             except TransferError as exc:
                 failed[source.slot] = exc
         while ahead:
-            self._place(ahead.popleft(), todo, failed, queue, out)
+            self._place(ahead.popleft(), failed, queue, out)
         for source in todo:
             if source.slot not in failed:
                 self._record(source)
@@ -222,7 +224,7 @@ class Assembly:
         part_bytes = transport.pacing(self.options).part_bytes
         for piece in source.pieces:
             for src in self._parts(piece, part_bytes):
-                yield _Part(source.slot, remote.request(src), self._destination(piece, src))
+                yield _Part(source, remote.request(src), self._destination(piece, src))
 
     def _parts(self, piece: Piece, part_bytes: int | None) -> list[Box]:
         elements = max(1, box_size(piece.src))
@@ -240,41 +242,33 @@ class Assembly:
             for axis, (start, _) in zip(self.plan.axes, piece.dst, strict=True)
         )
 
-    def _place(
-        self,
-        part: _Part,
-        todo: list[_Source],
-        failed: dict[int, Exception],
-        queue: Queue,
-        out: Any,
-    ) -> None:
+    def _place(self, part: _Part, failed: dict[int, Exception], queue: Queue, out: Any) -> None:
         """Wait for a part and put it where it belongs."""
-        if part.slot in failed:
+        source = part.source
+        if source.slot in failed:
             part.future.cancel()
             return
         try:
-            region = queue.adopt(part.future.result(self.options.request_timeout_s + _GRACE_S))
+            region = part.future.result(self.options.request_timeout_s + _GRACE_S)
         except TransferError as exc:
-            failed[part.slot] = exc
+            failed[source.slot] = exc
             return
         except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
-            failed[part.slot] = TransferError("no answer in time, and no word from the event loop")
+            failed[source.slot] = TransferError("no answer in time, and no word of the event loop")
             return
-        if self.options.mode == "sync":
-            source = next(s for s in todo if s.slot == part.slot)
-            region = self._transfer_blocking(source, region, queue)
-        queue.permute(out[box_slices(part.dst)], region, self.plan.axes)
+        dst = out[box_slices(part.dst)]
+        transport = source.way.transport
+        if transport.in_place:
+            queue.permute_from_peer(dst, region, self.plan.axes, self._slot_bytes(source))
+        else:
+            queue.permute(dst, queue.adopt(region), self.plan.axes)
         if self.options.mode == "sync":
             queue.synchronize()
 
-    def _transfer_blocking(self, source: _Source, region: Any, queue: Queue) -> Any:
-        """Copy a region into this worker's own memory first, as the article's sync mode does."""
-        if not source.way.transport.in_place:
-            return region
-        copy = queue.empty(region.shape, region.dtype)
-        queue.permute(copy, region, range(region.ndim))
-        queue.synchronize()
-        return copy
+    def _slot_bytes(self, source: _Source) -> int:
+        """Return the size of the largest part, of any source, that comes by this transport."""
+        part_bytes = source.way.transport.pacing(self.options).part_bytes or 0
+        return min(part_bytes, self._largest_bytes)
 
     def _sources(self, kind: str) -> list[_Source]:
         """Return the remote sources in stage order."""

@@ -34,6 +34,7 @@ class Options:
     transports: tuple[str, ...]
     comm_part_bytes: int
     comm_parts_in_flight: int
+    ipc_staging_bytes: int
     ipc_wait_s: float
     ipc_retain_s: float
     request_timeout_s: float
@@ -61,6 +62,7 @@ def options() -> Options:
         transports=_read("transports.order", _transports),
         comm_part_bytes=_read("transports.comm.part-bytes", _positive_bytes),
         comm_parts_in_flight=_read("transports.comm.parts-in-flight", _positive_int),
+        ipc_staging_bytes=_read("transports.ipc.staging-bytes", _bytes),
         ipc_wait_s=_read("transports.ipc.wait", _seconds),
         ipc_retain_s=_read("transports.ipc.retain", _seconds),
         request_timeout_s=_read("timeouts.request", _seconds),
@@ -95,12 +97,19 @@ def _positive_int(value: Any) -> int:
 
 
 def _positive_bytes(value: Any) -> int:
+    size_bytes = _bytes(value)
+    if size_bytes < 1:
+        raise ValueError("expected a size of at least one byte, like '16 MiB'")
+    return size_bytes
+
+
+def _bytes(value: Any) -> int:
     try:
         size_bytes = int(parse_bytes(value))
     except (ValueError, AttributeError):
-        size_bytes = 0
-    if size_bytes < 1:
-        raise ValueError("expected a size of at least one byte, like '16 MiB'")
+        size_bytes = -1
+    if size_bytes < 0:
+        raise ValueError("expected a size, like '16 MiB'")
     return size_bytes
 
 

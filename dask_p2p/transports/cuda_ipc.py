@@ -16,6 +16,7 @@ __all__ = [
     "Mappings",
     "Place",
     "array_at",
+    "empty",
     "export",
     "gpu_uuid",
     "peer_obstacle",
@@ -113,6 +114,13 @@ def _query(driver: Any, attribute: Any, pointer: int) -> Any:
     if error != driver.CUresult.CUDA_SUCCESS:
         raise TransferError(f"the CUDA driver does not tell {attribute.name}: {error.name}")
     return value
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a new CuPy array."""
+    import cupy
+
+    return cupy.empty(shape, dtype)
 
 
 def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:

@@ -3,8 +3,7 @@
 A holder describes a block on its notice board (`dask_p2p.transports.board`): the handle of the
 allocation that the block lies in, and its place there. A reader takes a lease on it, maps the
 allocation into its own process (once: mappings are kept) and hands out arrays that lie in the
-holder's memory. The reader's kernel fetches them over NVLink or PCIe as it goes: there is no
-copy, and no buffer.
+holder's memory. The reader's queue fetches them over NVLink or PCIe, part by part.
 
 Descriptors need not be asked for: a worker that runs an assembling task posts its own blocks
 first, since the others are about to read them. Who finds no descriptor asks the holder to post.
@@ -26,6 +25,7 @@ from typing import Any, ClassVar
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels.queue import SLOTS
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import (
@@ -100,9 +100,13 @@ class IpcTransport(Transport):
         return self._peers[holder][1]
 
     def pacing(self, options: Options) -> Pacing:
-        return Pacing(part_bytes=None, parts_in_flight=0)  # there is nothing to wait for
+        # What is requested is there at once; a part is what passes through a slot of the queue.
+        part_bytes = options.ipc_staging_bytes // SLOTS
+        return Pacing(part_bytes or None, parts_in_flight=0)
 
     def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
+        if 0 in block.shape:  # such blocks have no address
+            return _IpcBlock(cuda_ipc.empty(block.shape, block.dtype), None, None)
         peer, obstacle = self._peers.get(block.holder, (None, "its place is not known"))
         if peer is None or obstacle is not None:
             raise TransferError(f"ipc: {block.holder} cannot be read in place: {obstacle}")
@@ -280,7 +284,7 @@ class _Posted:
 
 
 class _IpcBlock(RemoteBlock):
-    def __init__(self, array: Any, lease: Lease, mapping: cuda_ipc.Mapping) -> None:
+    def __init__(self, array: Any, lease: Lease | None, mapping: cuda_ipc.Mapping | None) -> None:
         self._array = array
         self._lease = lease
         self._mapping = mapping
@@ -291,8 +295,11 @@ class _IpcBlock(RemoteBlock):
         return future
 
     def close(self) -> None:
-        self._lease.close()
-        self._mapping.release()
+        if self._lease is not None:
+            self._lease.close()
+        if self._mapping is not None:
+            self._mapping.release()
+        self._lease = self._mapping = None
 
 
 def _describe(folder: str) -> _Peer:

@@ -141,8 +141,9 @@ def test_the_program_starts_a_cluster_of_its_own():
 
 @pytest.mark.gpu(2)
 def test_on_gpus():
+    arguments = ["--size", "2048", "--workers", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "dask", "p2p", "demo", "--size", "2048", "--workers", "2"],
+        [sys.executable, "-c", "from dask_p2p.cli import p2p; p2p()", "demo", *arguments],
         capture_output=True,
         text=True,
     )
