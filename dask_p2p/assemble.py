@@ -123,7 +123,7 @@ class Assembly:
         self._opened: list[RemoteBlock] = []
         self._local_queued = False
         largest = max((box_size(piece.src) for piece in plan.pieces), default=0)
-        self._largest_bytes = largest * output.dtype.itemsize
+        self._largest_bytes: int = largest * output.dtype.itemsize
 
     def key(self, slot: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -163,6 +163,8 @@ class Assembly:
         """Wait for all kernels, and only then end the leases: also where something failed."""
         try:
             queue.synchronize()
+            for remote in self._opened:
+                remote.confirm()
         finally:
             for remote in self._opened:
                 remote.close()
@@ -279,14 +281,16 @@ class Assembly:
         sources = []
         for slot, ref in self._remote.items():
             pieces = [piece for piece in self.plan.pieces if piece.source == slot]
-            ways = list(self.peers.links.ways(ref, kind, self.options.transports))
-            sources.append(_Source(slot, ref, pieces, ways))
+            # Of several replicas readers take different ones first: each those after its own place.
+            nearest = BlockRef(ref.key, tuple(stage_order(ref.holders, here)))
+            ways = self.peers.links.ways(nearest, kind, self.options.transports)
+            sources.append(_Source(slot, nearest, pieces, ways))
         # A worker that has blocks of its own is one of the holders, and its place among them
         # is what makes the workers read from each other in step.
-        first = {source.slot: source.ref.holders[0] for source in sources}
-        order = stage_order([*first.values(), *([here] if self._local else [])], here)
+        holders = [source.ref.holders[0] for source in sources]
+        order = stage_order([*holders, *([here] if self._local else [])], here)
         place = {holder: stage for stage, holder in enumerate(order)}
-        return sorted(sources, key=lambda source: place[first[source.slot]])
+        return sorted(sources, key=lambda source: place[source.ref.holders[0]])
 
     def _next_way(self, source: _Source, error: Exception) -> None:
         """Give up the way that failed; raise if none is left."""

@@ -117,9 +117,9 @@ def _try_again(key: Any, error: TransferError, runtime: Runtime, options: Option
     attempt = runtime.failed_attempts(key)
     if attempt >= options.attempts:
         raise TransferError(
-            f"task {key!r} failed {attempt} times on {runtime.address}, the last time because "
-            f"{error} See whether the workers named can reach each other; p2p.attempts and "
-            f"p2p.timeouts set how long to try."
+            f"task {key!r} failed {attempt} times on {runtime.address}. The last time: {error}. "
+            f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "
+            f"set how long to try."
         ) from error
     logger.info("attempt %d at %r failed, rescheduling: %s", attempt, key, error)
     time.sleep(min(_LONGEST_BACKOFF_S, options.backoff_s * 2 ** (attempt - 1)))

@@ -105,6 +105,12 @@ class RemoteBlock(ABC):
     def request(self, box: Box) -> Future[Any]:
         """Ask for a region, given relative to the block; the future's array has its shape."""
 
+    def confirm(self) -> None:  # noqa: B027  # optional
+        """Raise `TransferError` if what was read may be wrong, now that all reading is done.
+
+        That is for transports whose holder can go away under a reader that cannot notice.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """End the lease. Whatever is still under way is given up."""

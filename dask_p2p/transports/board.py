@@ -15,6 +15,9 @@ to lock it: as long as that fails somebody reads, and the block stays where it i
 
 A reader that locks after the unlinking sees that the file has no links any more; one that locked
 before makes the holder's attempt fail. So no reader has a valid lease on a dropped block.
+
+A holder that is killed leaves its notices behind. While it lives it keeps one more file locked, by
+which readers tell (`is_tended`) that somebody still stands by what the board says.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-__all__ = ["Board", "Lease", "take"]
+__all__ = ["Board", "Lease", "is_tended", "take"]
+
+_TENDED = "tended"
 
 
 @dataclass(slots=True)
@@ -67,6 +72,8 @@ class Board:
 
     def __init__(self, parent: str) -> None:
         self.folder = tempfile.mkdtemp(prefix="p2p-", dir=parent)  # mode 0o700
+        self._tended = os.open(os.path.join(self.folder, _TENDED), os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._tended, fcntl.LOCK_EX)
         self._notices: dict[Any, _Notice] = {}  # by key
         self._retracted: list[_Notice] = []  # still leased when last looked at
         self._closed = False
@@ -131,8 +138,13 @@ class Board:
             for key in list(self._notices):
                 self._retract(key)
             self._drop_unread()
-            with suppress(OSError):  # removed already, by this or together with the parent
-                os.rmdir(self.folder)
+            if not self._retracted and self._tended >= 0:
+                # Not before the last reader is done, who would think that the holder was killed.
+                with suppress(OSError):  # removed already, together with the parent
+                    os.unlink(os.path.join(self.folder, _TENDED))
+                    os.rmdir(self.folder)
+                os.close(self._tended)
+                self._tended = -1
             return len(self._retracted)
 
     def __len__(self) -> int:
@@ -175,8 +187,25 @@ class Lease:
             self._fd = -1
 
 
+def is_tended(folder: str) -> bool:
+    """Tell whether the process that made the board in this folder lives."""
+    try:
+        fd = os.open(os.path.join(folder, _TENDED), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def take(folder: str, key: Any) -> Lease | None:
     """Take a lease on a block; None if the board in this folder has no valid notice of it."""
+    if not is_tended(folder):
+        return None
     try:
         fd = os.open(_path(folder, key), os.O_RDONLY)
     except FileNotFoundError:

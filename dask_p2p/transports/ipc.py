@@ -39,7 +39,7 @@ from dask_p2p.transports.base import (
     check_reply,
     refuse,
 )
-from dask_p2p.transports.board import Board, Lease, take
+from dask_p2p.transports.board import Board, Lease, is_tended, take
 
 __all__ = ["IpcTransport"]
 
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 _PEER_OP = "p2p_ipc_peer"
 _POST_OP = "p2p_ipc_post"
 _SWEEP_S = 0.1
+_MEET_S = 10.0  # how long to wait for a worker that is asked where it runs
 _CLOSE_S = 5.0  # how long closing waits for readers
 _POLL_S = 20e-6
 
@@ -84,7 +85,7 @@ class IpcTransport(Transport):
         self._retain_s = retain_s
         self._board = Board(host.folder)
         self._mappings = cuda_ipc.Mappings()
-        self._peers: dict[str, tuple[_Peer | None, str | None]] = {}  # with the obstacle
+        self._peers: dict[str, tuple[_Peer, str | None]] = {}  # by holder, with the obstacle
         self._lock = threading.Lock()
         self._sweeping: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Future[None]] = set()
@@ -95,9 +96,14 @@ class IpcTransport(Transport):
     def obstacle(self, holder: str, kind: str) -> str | None:
         if kind != "cupy":
             return f"ipc moves CuPy blocks, not {kind}"
-        if holder not in self._peers:
-            self._peers[holder] = self._meet(holder)
-        return self._peers[holder][1]
+        met = self._peers.get(holder)
+        if met is None:
+            try:
+                peer = self._meet(holder)
+            except TransferError as exc:
+                return str(exc)  # not noted: it may answer the next time
+            met = self._peers[holder] = (peer, _obstacle(_describe(self._board.folder), peer))
+        return met[1]
 
     def pacing(self, options: Options) -> Pacing:
         # What is requested is there at once; a part is what passes through a slot of the queue.
@@ -105,11 +111,11 @@ class IpcTransport(Transport):
         return Pacing(part_bytes or None, parts_in_flight=0)
 
     def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
-        if 0 in block.shape:  # such blocks have no address
-            return _IpcBlock(cuda_ipc.empty(block.shape, block.dtype), None, None)
-        peer, obstacle = self._peers.get(block.holder, (None, "its place is not known"))
-        if peer is None or obstacle is not None:
+        if 0 in block.shape:
+            return _EmptyBlock(block)
+        if (obstacle := self.obstacle(block.holder, "cupy")) is not None:
             raise TransferError(f"ipc: {block.holder} cannot be read in place: {obstacle}")
+        peer = self._peers[block.holder][0]
         lease = self._lease(peer, block, options)
         try:
             posted = _Posted.parse(lease.text, block)
@@ -120,32 +126,34 @@ class IpcTransport(Transport):
         array = cuda_ipc.array_at(
             mapping.address + posted.offset_bytes, posted.shape, posted.strides, block.dtype
         )
-        return _IpcBlock(array, lease, mapping)
+        return _IpcBlock(array, block, peer.folder, lease, mapping)
 
-    def _meet(self, holder: str) -> tuple[_Peer | None, str | None]:
-        """Find out about a worker: where it runs, and what is in the way of mapping its memory."""
+    def _meet(self, holder: str) -> _Peer:
+        """Find out where a worker runs."""
         if self._closed:
-            return None, "this worker is closing"
+            raise TransferError("this worker is closing")
         try:
-            call = asyncio.wait_for(self.host.call(holder, _PEER_OP), 10)
-            reply = asyncio.run_coroutine_threadsafe(call, self.host.loop).result(15)
+            call = asyncio.wait_for(self.host.call(holder, _PEER_OP), _MEET_S)
+            reply = asyncio.run_coroutine_threadsafe(call, self.host.loop).result(_MEET_S + 5)
             if reply.get("status") != "ok":
-                return None, str(reply.get("message"))
-            peer = _Peer(**reply["peer"])
+                raise TransferError(f"{holder} does not say where it runs: {reply.get('message')}")
+            return _Peer(**reply["peer"])
         except (OSError, TimeoutError, TypeError, KeyError) as exc:
-            return None, f"{holder} does not answer: {exc}"
-        return peer, _obstacle(_describe(self._board.folder), peer)
+            raise TransferError(f"{holder} does not answer: {exc!r}") from exc
 
     def _lease(self, peer: _Peer, block: BlockSpec, options: Options) -> Lease:
         """Take a lease; if the holder does not post by itself, ask it to."""
         deadline_s = time.monotonic() + options.ipc_wait_s
-        while (lease := take(peer.folder, block.key)) is None:
-            if time.monotonic() > deadline_s:
-                break
-            time.sleep(_POLL_S)
-        if lease is None:
-            self._ask_to_post(block, options.request_timeout_s)
-            lease = take(peer.folder, block.key)
+        try:
+            while (lease := take(peer.folder, block.key)) is None:
+                if time.monotonic() > deadline_s:
+                    break
+                time.sleep(_POLL_S)
+            if lease is None:
+                self._ask_to_post(block, options.request_timeout_s)
+                lease = take(peer.folder, block.key)
+        except OSError as exc:
+            raise TransferError(f"ipc: the board of {block.holder} cannot be read: {exc}") from exc
         if lease is None:
             raise TransferError(f"ipc: {block.holder} posted {block}, but took it back at once")
         return lease
@@ -284,9 +292,13 @@ class _Posted:
 
 
 class _IpcBlock(RemoteBlock):
-    def __init__(self, array: Any, lease: Lease | None, mapping: cuda_ipc.Mapping | None) -> None:
+    def __init__(
+        self, array: Any, block: BlockSpec, folder: str, lease: Lease, mapping: cuda_ipc.Mapping
+    ) -> None:
         self._array = array
-        self._lease = lease
+        self._block = block
+        self._folder = folder  # of the holder's board
+        self._lease: Lease | None = lease
         self._mapping = mapping
 
     def request(self, box: Box) -> Future[Any]:
@@ -294,12 +306,31 @@ class _IpcBlock(RemoteBlock):
         future.set_result(self._array[box_slices(box)])
         return future
 
+    def confirm(self) -> None:
+        # What a mapping shows of a process that has ended is nowhere promised.
+        if self._lease is not None and not is_tended(self._folder):
+            raise TransferError(f"ipc: {self._block.holder} ended while {self._block} was read")
+
     def close(self) -> None:
         if self._lease is not None:
             self._lease.close()
-        if self._mapping is not None:
             self._mapping.release()
-        self._lease = self._mapping = None
+            self._lease = None
+
+
+class _EmptyBlock(RemoteBlock):
+    """A block without elements: it has no address, and needs no lease."""
+
+    def __init__(self, block: BlockSpec) -> None:
+        self._array = cuda_ipc.empty(block.shape, block.dtype)
+
+    def request(self, box: Box) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(self._array[box_slices(box)])
+        return future
+
+    def close(self) -> None:
+        pass
 
 
 def _describe(folder: str) -> _Peer:

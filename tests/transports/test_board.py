@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dask_p2p.transports.board import Board, take
+from dask_p2p.transports.board import Board, is_tended, take
 from tests.transports.loopback import wait_until
 
 
@@ -93,9 +93,11 @@ def test_closing(board):
     board.post("key", Block(), b"text")
     lease = take(board.folder, "key")
     assert board.close() == 1
-    assert not os.path.exists(board.folder)
+    assert is_tended(board.folder), "the last reader must not think that the holder was killed"
     lease.close()
     assert board.close() == 0
+    assert not os.path.exists(board.folder)
+    assert not is_tended(board.folder)
     with pytest.raises(ValueError, match="closed"):
         board.post("key", Block(), b"text")
     assert take(board.folder, "key") is None
@@ -104,8 +106,10 @@ def test_closing(board):
 def test_only_this_user_can_look(board):
     board.post("key", Block(), b"text")
     assert stat.S_IMODE(os.stat(board.folder).st_mode) == 0o700
-    (name,) = os.listdir(board.folder)
-    assert stat.S_IMODE(os.stat(os.path.join(board.folder, name)).st_mode) == 0o600
+    names = os.listdir(board.folder)
+    assert len(names) == 2
+    for name in names:
+        assert stat.S_IMODE(os.stat(os.path.join(board.folder, name)).st_mode) == 0o600
 
 
 def test_no_file_descriptor_is_left(board):
@@ -137,6 +141,31 @@ def test_a_killed_readers_lease_ends(board):
     reader.kill()
     reader.join()
     wait_until(lambda: board.sweep(60) == 0)
+
+
+def _post(parent, connection):
+    board = Board(parent)
+    board.post("key", Block(), b"text")
+    connection.send(board.folder)
+    signal.pause()
+
+
+def test_a_killed_holders_notices_are_not_taken(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    holder = context.Process(target=_post, args=(str(tmp_path), there))
+    holder.start()
+    assert here.poll(30)
+    folder = here.recv()
+    lease = take(folder, "key")
+    assert lease.text == b"text"
+    assert is_tended(folder)
+    holder.kill()
+    holder.join()
+    assert os.listdir(folder), "it could not clean up"
+    assert not is_tended(folder), "who has a lease finds out"
+    assert take(folder, "key") is None
+    lease.close()
 
 
 class Protocol(RuleBasedStateMachine):

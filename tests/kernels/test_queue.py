@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.kernels import queue as module
+from dask_p2p.kernels.queue import HostQueue, Pitch, pitched, queue_for
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(module).failed == 0
+
+
+@st.composite
+def regions(draw):
+    """A box of a block, in some order of axes."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    block = np.arange(int(np.prod(shape)), dtype="i4").reshape(shape)
+    block = block.transpose(draw(st.permutations(range(len(shape)))))
+    bounds = [draw(st.tuples(st.integers(0, n), st.integers(0, n))) for n in block.shape]
+    return block[tuple(slice(min(b), max(b)) for b in bounds)]
+
+
+@given(regions())
+def test_a_pitched_copy_gives_the_elements_in_order(region):
+    pitch = pitched(region.shape, region.strides, region.itemsize)
+    if region.size == 0:
+        assert pitch is None
+        return
+    if region.flags.c_contiguous:
+        assert pitch == Pitch(1, region.nbytes, region.nbytes)
+    if pitch is None:
+        return
+    assert pitch.rows * pitch.run_bytes == region.nbytes
+    base = region
+    while base.base is not None:
+        base = base.base
+    raw = base.reshape(-1).view("u1")
+    start = region.__array_interface__["data"][0] - raw.__array_interface__["data"][0]
+    runs = [raw[start + row * pitch.stride_bytes :][: pitch.run_bytes] for row in range(pitch.rows)]
+    assert np.concatenate(runs).tobytes() == np.ascontiguousarray(region).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("region", "expected"),
+    [
+        (np.zeros((6, 10), "f8")[1:4, 2:5], Pitch(3, 24, 80)),
+        (np.zeros((6, 10), "f8")[2:5], Pitch(1, 240, 240)),
+        (np.zeros((4, 6, 10), "f8")[:, :, 2:5], Pitch(24, 24, 80)),
+        (np.zeros((4, 6, 10), "f8")[:, 1:3], Pitch(4, 160, 480)),
+        (np.zeros((4, 6, 10), "f8")[:, 1:3, 2:5], None),
+        (np.zeros((6, 10), "f8").T, None),
+        (np.zeros((6, 10), "f8")[::-1], None),
+        (np.zeros((1, 1), "f8"), Pitch(1, 8, 8)),
+    ],
+)
+def test_pitches(region, expected):
+    assert pitched(region.shape, region.strides, region.itemsize) == expected
+
+
+def test_the_host_queue_is_done_when_it_returns():
+    queue = queue_for("numpy")
+    assert isinstance(queue, HostQueue)
+    src = np.arange(6).reshape(2, 3)
+    for do in (queue.permute, lambda *args: queue.permute_from_peer(*args, 100)):
+        dst = queue.empty((3, 2), src.dtype)
+        do(dst, src, (1, 0))
+        np.testing.assert_array_equal(dst, src.T)
+    queue.synchronize()
+
+
+def test_adopting_brings_device_arrays_to_the_host():
+    class OnDevice:
+        def get(self):
+            return np.ones(3)
+
+    queue = HostQueue()
+    array = np.zeros(2)
+    assert queue.adopt(array) is array
+    assert queue.adopt(OnDevice()).tolist() == [1, 1, 1]

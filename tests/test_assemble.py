@@ -1,0 +1,294 @@
+"""Assemblies with transports that do what a test says: order, overlap, failures, leases."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dask_p2p.assemble import Assembly, OutputSpec
+from dask_p2p.config import options
+from dask_p2p.errors import (
+    BlockMismatchError,
+    BlockUnavailableError,
+    TransferError,
+    UnsupportedArrayError,
+)
+from dask_p2p.layout import box_slices
+from dask_p2p.plan import slab_chunks, transpose_plan
+from dask_p2p.transports.base import Pacing, RemoteBlock, Transport
+from dask_p2p.transports.links import BlockRef, Links
+
+CHUNKS = ((3, 3, 3), (9,))
+X = np.arange(81.0).reshape(9, 9)
+BLOCKS = {("x", i, 0): X[3 * i : 3 * i + 3] for i in range(3)}
+PLAN = transpose_plan(CHUNKS, (1, 0), slab_chunks(CHUNKS, (1, 0)))
+OPTIONS = replace(options(), transports=("quick", "slow"))
+
+
+class FakeTransport(Transport):
+    """Notes what is asked of it, and fails where it was told to.
+
+    `fails` maps (holder, key) to an exception, raised when the block is opened, or with
+    ``late`` when the second of its regions is waited for.
+    """
+
+    in_place = False
+
+    def __init__(self, name, log, part_bytes=None, ahead=1):
+        super().__init__(host=None)
+        self.name = name
+        self.log = log
+        self.fails = {}
+        self.late = set()
+        self.open_now = []
+        self.part_bytes, self.ahead = part_bytes, ahead
+
+    def handlers(self):
+        return {}
+
+    def obstacle(self, holder, kind):
+        return "far away" if holder == "far" and self.name == "quick" else None
+
+    def pacing(self, options):
+        return Pacing(self.part_bytes, self.ahead)
+
+    def open(self, block, options):
+        self.log.append(("open", self.name, block.holder, block.key))
+        error = self.fails.get((block.holder, block.key))
+        if error is not None and block.key not in self.late:
+            raise error
+        return FakeBlock(self, block, error)
+
+    async def close(self):
+        pass
+
+
+class FakeBlock(RemoteBlock):
+    def __init__(self, transport, block, error):
+        self.transport, self.block, self.error = transport, block, error
+        self.requests = 0
+        transport.open_now.append(self)
+
+    def request(self, box):
+        self.transport.log.append(("request", self.block.key))
+        self.requests += 1
+        future = Future()
+        if self.error is not None and self.requests == 2:
+            future.set_exception(self.error)
+        else:
+            future.set_result(BLOCKS[self.block.key][box_slices(box)].copy())
+        return future
+
+    def close(self):
+        self.transport.open_now.remove(self)
+
+
+class FakePeers:
+    address = "b"
+
+    def __init__(self, *transports):
+        self.links = Links({transport.name: transport for transport in transports})
+        self.warnings = []
+        self.served = []
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+    def serving(self, blocks, options):
+        self.served += blocks
+
+
+@pytest.fixture
+def log():
+    return []
+
+
+@pytest.fixture
+def quick(log):
+    return FakeTransport("quick", log)
+
+
+@pytest.fixture
+def slow(log):
+    return FakeTransport("slow", log)
+
+
+@pytest.fixture
+def peers(quick, slow):
+    return FakePeers(quick, slow)
+
+
+def assembly(peers, holders=("a", "b", "c"), here="b", index=(1, 0), **changes):
+    """Output block 1; source block i is held by holders[i]."""
+    plan = PLAN.block(index)
+    output = OutputSpec("x", X.dtype, "numpy", replace(OPTIONS, **changes))
+    blocks = [
+        BLOCKS["x", *source]
+        if holder == here
+        else BlockRef(("x", *source), holder if isinstance(holder, tuple) else (holder,))
+        for source, holder in zip(plan.sources, holders, strict=True)
+    ]
+    return Assembly(plan, output, blocks, peers)
+
+
+def opened(log):
+    return [entry[1:3] for entry in log if entry[0] == "open"]
+
+
+def check(result):
+    np.testing.assert_array_equal(result, X.T[3:6])
+
+
+def test_stage_order_and_leases(peers, quick, log):
+    made = assembly(peers)
+    check(made.run())
+    assert opened(log) == [("quick", "c"), ("quick", "a")]  # b, then around: c, a
+    assert quick.open_now == []
+    assert [(s.holder, s.transport, s.nbytes) for s in made.stages] == [
+        ("c", "quick", 72),
+        ("a", "quick", 72),
+    ]
+    assert peers.served == [("x", 1, 0)]
+
+
+def test_a_reader_without_blocks(peers, log):
+    check(assembly(peers, ("a", "a", "c")).run())
+    assert [holder for _, holder in opened(log)] == ["c", "a", "a"]
+
+
+def test_all_blocks_here():
+    plan = PLAN.block((1, 0))
+    output = OutputSpec("x", X.dtype, "numpy", OPTIONS)
+    check(Assembly(plan, output, [BLOCKS["x", *s] for s in plan.sources]).run())
+
+
+def test_async_asks_ahead_and_sync_does_not(quick, peers, log, monkeypatch):
+    quick.part_bytes, quick.ahead = 24, 2  # three parts a piece
+    from dask_p2p.kernels.queue import HostQueue
+
+    real = HostQueue.permute
+
+    def permute(self, *args):
+        log.append(("permute",))
+        real(self, *args)
+
+    monkeypatch.setattr(HostQueue, "permute", permute)
+    check(assembly(peers).run())
+    kinds = [entry[0] for entry in log]
+    # Two requests are under way before anything is computed; own pieces come before the first
+    # region is waited for.
+    assert kinds[:5] == ["open", "request", "request", "request", "permute"]
+    assert kinds.count("request") == 6
+    assert kinds[-3:] == ["permute"] * 3
+    log.clear()
+    check(assembly(peers, mode="sync").run())
+    kinds = [entry[0] for entry in log if entry[0] != "open"]
+    assert kinds == ["permute", *["request", "permute"] * 6]
+
+
+def test_parts_are_cut_to_size(quick, peers, log):
+    quick.part_bytes = 8  # one element
+    check(assembly(peers).run())
+    assert sum(entry[0] == "request" for entry in log) == 18
+
+
+def test_a_transport_that_fails_is_replaced_with_one_warning(quick, slow, peers, log):
+    quick.fails["c", ("x", 2, 0)] = TransferError("quick broke")
+    made = assembly(peers)
+    check(made.run())
+    assert opened(log) == [("quick", "c"), ("quick", "a"), ("slow", "c")]
+    assert len(peers.warnings) == 1
+    assert "quick from c failed" in peers.warnings[0]
+    assert "quick broke" in peers.warnings[0]
+    log.clear()
+    check(assembly(peers).run())
+    assert opened(log) == [("slow", "c"), ("quick", "a")], "it is not tried again"
+    assert len(peers.warnings) == 1
+    peers.links.forget("c")
+    quick.fails.clear()
+    log.clear()
+    check(assembly(peers).run())
+    assert opened(log) == [("quick", "c"), ("quick", "a")], "a new worker at that address"
+
+
+def test_a_failure_in_the_middle_of_a_block(quick, slow, peers, log):
+    quick.part_bytes = 24
+    quick.fails["c", ("x", 2, 0)] = TransferError("broke off")
+    quick.late.add(("x", 2, 0))
+    made = assembly(peers)
+    check(made.run())
+    assert ("slow", "c") in opened(log)
+    assert sorted((s.holder, s.transport) for s in made.stages) == [("a", "quick"), ("c", "slow")]
+    assert quick.open_now == slow.open_now == []
+
+
+def test_an_obstacle_is_no_failure(peers, log):
+    check(assembly(peers, ("a", "b", "far")).run())
+    assert ("slow", "far") in opened(log)
+    assert peers.warnings == []
+
+
+def test_a_block_that_is_gone_is_sought_at_its_other_holders(quick, peers, log):
+    quick.fails["c", ("x", 2, 0)] = BlockUnavailableError("not there any more")
+    check(assembly(peers, ("a", "b", ("c", "d"))).run())
+    assert opened(log) == [("quick", "c"), ("quick", "a"), ("quick", "d")]
+    assert peers.warnings == [], "the transport did nothing wrong"
+
+
+def test_replicas_are_read_by_their_nearest_readers(peers, log):
+    check(assembly(peers, ("a", "b", ("a", "c", "d"))).run())
+    assert [holder for _, holder in opened(log)] == ["c", "a"]
+
+
+def test_a_block_that_nobody_has(quick, peers):
+    quick.fails["c", ("x", 2, 0)] = BlockUnavailableError("not there any more")
+    with pytest.raises(BlockUnavailableError, match=r"\('x', 2, 0\) could not be brought here"):
+        assembly(peers).run()
+    assert quick.open_now == []
+
+
+def test_when_every_way_fails_the_error_names_each(quick, slow, peers):
+    quick.fails["c", ("x", 2, 0)] = TransferError("quick: c is deaf")
+    slow.fails["c", ("x", 2, 0)] = TransferError("slow: c is dumb")
+    for _ in range(2):  # and again: what failed everywhere is tried again
+        with pytest.raises(TransferError) as caught:
+            assembly(peers).run()
+        assert "block ('x', 2, 0)" in str(caught.value)
+        assert "c is dumb" in str(caught.value)
+    assert quick.open_now == slow.open_now == []
+
+
+def test_nothing_stays_open_after_an_error_that_is_not_retried(quick, peers):
+    quick.fails["a", ("x", 0, 0)] = BlockMismatchError("of another shape")
+    with pytest.raises(BlockMismatchError, match="another shape"):
+        assembly(peers).run()
+    assert quick.open_now == []
+
+
+def test_what_may_be_wrong_is_not_returned(quick, peers, monkeypatch):
+    def confirm(self):
+        raise TransferError("the holder died under the reader")
+
+    monkeypatch.setattr(FakeBlock, "confirm", confirm)
+    with pytest.raises(TransferError, match="died under"):
+        assembly(peers).run()
+    assert quick.open_now == []
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        (np.ones((3, 8)), BlockMismatchError),
+        (np.ones((3, 9), "f4"), BlockMismatchError),
+        (np.ma.masked_array(np.ones((3, 9))), UnsupportedArrayError),
+        ([[1.0] * 9] * 3, UnsupportedArrayError),
+    ],
+)
+def test_a_local_block_that_is_not_as_declared(peers, block, error):
+    made = assembly(peers)
+    made._local[1] = block
+    with pytest.raises(error):
+        made.run()

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p.config import options
+from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.graph import check_array, planned_array
+from dask_p2p.plan import transpose_plan
+
+
+def test_any_plan_becomes_an_array():
+    x = da.from_array(np.arange(12).reshape(4, 3), chunks=(2, 3))
+    plan = transpose_plan(x.chunks, (0, 1), ((1, 3), (2, 1)))  # a rechunk: no axis moves
+    y = planned_array("rechunked", x, plan, options())
+    assert y.name == "rechunked"
+    assert y.chunks == ((1, 3), (2, 1))
+    assert y.dtype == x.dtype
+    assert isinstance(y._meta, np.ndarray)
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), np.arange(12).reshape(4, 3))
+    assert set(y.dask.dependencies["rechunked"]) == {x.name}
+
+
+def test_an_output_block_depends_on_what_it_reads_only():
+    x = da.ones((8, 8), chunks=(2, 8))
+    y = planned_array("y", x, transpose_plan(x.chunks, (0, 1), ((4, 4), (8,))), options())
+    layer = y.dask.layers["y"]
+    assert layer["y", 0, 0].dependencies == {(x.name, 0, 0), (x.name, 1, 0)}
+
+
+def test_objects_on_a_gpu_are_refused(monkeypatch):
+    from dask_p2p import graph
+
+    monkeypatch.setattr(graph, "kernel_for", lambda meta: SimpleNamespace(name="cupy"))
+    x = da.from_array(np.array([None, 1], dtype=object), chunks=1)
+    with pytest.raises(UnsupportedArrayError, match="expected a dtype that GPU memory can hold"):
+        check_array(x)
+
+
+def test_a_sparse_meta_is_refused():
+    class Sparse:
+        pass
+
+    x = SimpleNamespace(__dask_graph__=None, chunks=((2,),), _meta=Sparse(), dtype=np.dtype("f8"))
+    with pytest.raises(UnsupportedArrayError, match="Sparse"):
+        check_array(x)

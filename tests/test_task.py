@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pickle
+import time
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from dask.task_spec import TaskRef
+from distributed import Reschedule
+
+import dask_p2p
+from dask_p2p import task as module
+from dask_p2p.assemble import OutputSpec
+from dask_p2p.config import options
+from dask_p2p.errors import TransferError
+from dask_p2p.plan import transpose_plan
+from dask_p2p.task import AssembleTask
+from dask_p2p.transports.links import BlockRef
+
+PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,))).block((1, 0))
+OUTPUT = OutputSpec("x", np.dtype("i8"), "numpy", options())
+KEYS = [("x", 0, 0), ("x", 1, 0)]
+
+
+@pytest.fixture
+def task():
+    return AssembleTask.of(("y", 1, 0), PLAN, OUTPUT, KEYS)
+
+
+def test_dependencies_are_all_blocks_that_are_read(task):
+    assert task.dependencies == frozenset(KEYS)
+    assert task.block_fusion
+
+
+def test_it_computes(task):
+    x = np.arange(16).reshape(4, 4)
+    np.testing.assert_array_equal(task(dict(zip(KEYS, (x[:2], x[2:]), strict=True))), x.T[2:])
+
+
+def test_references_take_the_place_of_dependencies(task):
+    ref = BlockRef(KEYS[0], ("tcp://a",))
+    rewritten = task.with_references({KEYS[0]: ref})
+    assert type(rewritten) is AssembleTask
+    assert rewritten.key == task.key
+    assert rewritten.dependencies == {KEYS[1]}
+    assert rewritten.args[-2:] == (ref, TaskRef(KEYS[1]))
+    assert task.dependencies == frozenset(KEYS), "the task itself is not changed"
+
+
+def test_it_survives_pickling_and_renaming(task):
+    again = pickle.loads(pickle.dumps(task))
+    assert again.dependencies == task.dependencies
+    assert again.args == task.args
+    renamed = task.substitute({KEYS[0]: ("z", 0, 0)})
+    assert type(renamed) is AssembleTask
+    assert renamed.dependencies == {("z", 0, 0), KEYS[1]}
+
+
+def test_fusion_leaves_it_alone():
+    x = da.ones((4, 4), chunks=(2, 4)) + 1
+    (y,) = dask.optimize(dask_p2p.transpose(x) * 2)
+    kinds = [type(node) for node in dict(y.dask).values()]
+    assert kinds.count(AssembleTask) == 2
+
+
+class FakeRuntime:
+    address = "tcp://here"
+
+    def __init__(self):
+        self.count = 0
+
+    def failed_attempts(self, key):
+        self.count += 1
+        return self.count
+
+
+def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatch):
+    pauses_s = []
+    monkeypatch.setattr(time, "sleep", pauses_s.append)
+    chosen = options()
+    runtime = FakeRuntime()
+    error = TransferError("comm: tcp://there is deaf")
+    for _ in range(chosen.attempts - 1):
+        with pytest.raises(Reschedule):
+            module._try_again("key", error, runtime, chosen)
+    assert pauses_s[:3] == [0.05, 0.1, 0.2]
+    assert max(pauses_s) <= 2.0
+    with pytest.raises(TransferError, match=r"'key' failed 8 times on tcp://here.*there is deaf"):
+        module._try_again("key", error, runtime, chosen)
