@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from types import SimpleNamespace
 
 import dask
 import dask.array as da
@@ -25,7 +26,7 @@ from dask_p2p.errors import (
 )
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.links import BlockRef
-from dask_p2p.worker import by_reference
+from dask_p2p.worker import WorkerHost, by_reference
 
 
 def indexed(shape, dtype=np.int64):
@@ -74,6 +75,53 @@ def test_by_reference_replaces_what_is_elsewhere():
 def test_by_reference_leaves_alone_what_it_cannot_replace():
     sent = message({"here": ("a",), "said-to-be-here": ("a",), "nowhere": ()})
     assert by_reference(sent, {"here"}.__contains__, "a") is sent
+
+
+# --- calls to workers that leave ---
+
+
+class DeafWorker:
+    """A worker whose calls are never answered."""
+
+    address = "tcp://here"
+    local_directory = "/nowhere"
+
+    def __init__(self):
+        self.loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
+        self.called = []
+
+    def rpc(self, address):
+        async def op(**kwargs):
+            self.called.append(address)
+            await asyncio.sleep(60)
+
+        return SimpleNamespace(op=op)
+
+
+def test_calls_to_a_worker_that_leaves_end_at_once():
+    async def main():
+        worker = DeafWorker()
+        host = WorkerHost(worker)
+        waiting = asyncio.ensure_future(host.call("a", "op"))
+        other = asyncio.ensure_future(host.call("b", "op"))
+        await asyncio.sleep(0.01)
+        host.gone("a")
+        with pytest.raises(ConnectionAbortedError, match="left the cluster"):
+            await asyncio.wait_for(waiting, 5)
+        with pytest.raises(ConnectionAbortedError, match="left the cluster"):
+            await asyncio.wait_for(host.call("a", "op"), 5)
+        assert worker.called == ["a", "b"], "it was not even tried"
+        host.back(["a"])
+        again = asyncio.ensure_future(host.call("a", "op"))
+        await asyncio.sleep(0.01)
+        assert worker.called == ["a", "b", "a"]
+        for task in (again, other):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        host.close()
+
+    asyncio.run(main())
 
 
 # --- clusters ---
@@ -227,6 +275,8 @@ def test_without_the_plugin_it_works_with_one_warning():
         while not caught and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)  # for a second one, which must not come
+        said = len(client.get_events("warn"))
+    assert said <= 2, "a worker says it once"
     ours = [w for w in caught if issubclass(w.category, P2PWarning)]
     assert [str(w.message).startswith("dask_p2p: whole blocks were moved") for w in ours] == [True]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -60,6 +61,21 @@ def test_a_block_is_kept_until_the_last_reader_lets_go(board):
     assert board.sweep(60) == 0
     gc.collect()
     assert alive() is None
+
+
+def test_a_notice_retracted_between_opening_and_locking_is_not_taken(board, monkeypatch):
+    board.post("key", Block(), b"text")
+    real = fcntl.flock
+
+    def flock(fd, how):
+        if how == fcntl.LOCK_SH | fcntl.LOCK_NB and os.fstat(fd).st_size:  # the notice's
+            monkeypatch.undo()
+            board.retract("key")
+            assert len(board) == 0, "nobody reads: the block is gone"
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert take(board.folder, "key") is None
 
 
 def test_posting_again_replaces(board):
