@@ -147,7 +147,7 @@ class Assembly:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(slot): block for slot, block in self._local.items()}
             self.peers.serving(local, self.options)
-        queue = queue_for(kind)
+        queue = queue_for(kind, beside_copies=bool(self._remote))
         out = queue.empty(self.plan.shape, self.output.dtype)
         try:
             if self.options.mode == "sync":

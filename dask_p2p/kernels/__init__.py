@@ -49,7 +49,13 @@ class Kernel(Protocol):
         """Return a C-ordered array whose values are not set."""
 
     def permute_into(
-        self, dst: Any, src: Any, axes: Sequence[int], *, stream: Any | None = None
+        self,
+        dst: Any,
+        src: Any,
+        axes: Sequence[int],
+        *,
+        stream: Any | None = None,
+        gently: bool = False,
     ) -> None:
         """Do ``dst[...] = src.transpose(axes)``, bit for bit.
 
@@ -65,6 +71,8 @@ class Kernel(Protocol):
         stream
             Where to put the work, for arrays on a device; default: the current stream. A kernel on
             a device returns before the work is done, and never waits for it.
+        gently
+            Leave memory bandwidth to copies that go on at the same time.
 
         Raises
         ------

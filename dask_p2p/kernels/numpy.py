@@ -90,10 +90,12 @@ class NumpyKernel:
         axes: Sequence[int],
         *,
         stream: Any | None = None,
+        gently: bool = False,
     ) -> None:
         """Do ``dst[...] = src.transpose(axes)``; see `dask_p2p.kernels.Kernel`.
 
-        `stream` is there for the common interface; the copy is done when this returns.
+        `stream` and `gently` are there for the common interface; the copy is done when this
+        returns.
         """
         view = transposed(dst, src, axes)
         if dst.dtype.names and not dst.dtype.hasobject:

@@ -139,10 +139,11 @@ class DeviceQueue:
     kind = "cupy"
     _per_thread = threading.local()
 
-    def __init__(self) -> None:
+    def __init__(self, beside_copies: bool = False) -> None:
         import cupy
 
         self._cupy = cupy
+        self._gently = beside_copies
         self._kernel = kernel_named("cupy")
         streams: dict[Any, Any] = self._per_thread.__dict__
         device = cupy.cuda.runtime.getDevice()
@@ -168,7 +169,7 @@ class DeviceQueue:
             return self._cupy.asarray(array)
 
     def permute(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
-        self._kernel.permute_into(dst, src, axes, stream=self._stream)
+        self._kernel.permute_into(dst, src, axes, stream=self._stream, gently=self._gently)
 
     def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
         pitch = pitched(src.shape, src.strides, src.itemsize)
@@ -208,6 +209,14 @@ class DeviceQueue:
         self._copies.wait_event(event)
 
 
-def queue_for(kind: str) -> Queue:
-    """Return a new queue for arrays of this kind, "numpy" or "cupy"."""
-    return DeviceQueue() if kind == "cupy" else HostQueue()
+def queue_for(kind: str, *, beside_copies: bool = False) -> Queue:
+    """Return a new queue.
+
+    Parameters
+    ----------
+    kind
+        Of the arrays, "numpy" or "cupy".
+    beside_copies
+        Whether its kernels run beside copies from peers, and should leave them bandwidth.
+    """
+    return DeviceQueue(beside_copies) if kind == "cupy" else HostQueue()

@@ -246,3 +246,13 @@ def test_sparse_matrices_are_refused():
 
     with pytest.raises(UnsupportedArrayError, match="csr"):
         kernel_for(sparse.csr_matrix((2, 2), dtype="f4"))
+
+
+@pytest.mark.parametrize("dtype", ["i1", "f2", "f4", "f8", "c16"])
+def test_gently_gives_the_same(dtype):
+    src = cupy.asarray(random_bits((300, 260), dtype))
+    for axes in ((1, 0), (0, 1)):
+        shape = tuple(src.shape[axis] for axis in axes)
+        dst = cupy.zeros((shape[0], shape[1] + 3), dtype)[:, :-3]
+        kernel_for(src).permute_into(dst, src, axes, gently=True)
+        assert dst.get().tobytes() == np.ascontiguousarray(src.get().transpose(axes)).tobytes()
