@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
             "cpu_count": len(os.sched_getaffinity(0)),
             "gpus": gpus,
             "driver": driver,
-            "platform": platform.platform(),
+            "platform": f"{platform.system()} {platform.machine()}",
         },
     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
@@ -131,17 +132,18 @@ class _Loaded(NamedTuple):
 
 
 _functions: dict[tuple[int, int], dict[str, _Loaded]] = {}  # (device, word size) -> name -> kernel
-_compiling = threading.Lock()
+_compiling: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
 
 
 def _compiled(device_id: int, word_bytes: int) -> dict[str, _Loaded]:
     """Return the kernels for a word size, loaded on the current device, which has this number."""
-    functions = _functions.get((device_id, word_bytes))
+    which = (device_id, word_bytes)
+    functions = _functions.get(which)
     if functions is None:
-        with _compiling:
-            functions = _functions.get((device_id, word_bytes))
+        with _compiling[which]:  # who needs another word size does not wait for this one
+            functions = _functions.get(which)
             if functions is None:
-                functions = _functions[device_id, word_bytes] = _load(word_bytes)
+                functions = _functions[which] = _load(word_bytes)
     return functions
 
 
