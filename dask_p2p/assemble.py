@@ -4,8 +4,8 @@
 
       stage 0           stage 1           stage 2
       own pieces        holder (r+1)%n    holder (r+2)%n   ...
-    --[permute]---------[permute]---------[permute]------->  queue (a stream on a GPU)
-         [~~~ region ~~~]  [~~~ region ~~~]                  on the wire, or read in place
+    --[permute]---------[permute]---------[permute]------->  queue of kernels
+         [~~~ region ~~~]  [~~~ region ~~~]                  on the wire, or on the link
 
 While the pieces of one stage are permuted into the output block, the regions of the next are on
 their way. On a thread scheduler, or on a worker without the package's plugin, there are no remote
@@ -177,7 +177,7 @@ class Assembly:
         for piece in self.plan.pieces:
             if piece.source in self._local:
                 region = self._local[piece.source][box_slices(piece.src)]
-                queue.permute(out[box_slices(piece.dst)], region, self.plan.axes)
+                queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, aside=True)
 
     def _bring_remote(self, queue: Queue, out: Any) -> None:
         """Bring all remote blocks, each by the best way that works."""

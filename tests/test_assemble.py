@@ -171,9 +171,9 @@ def test_async_asks_ahead_and_sync_does_not(quick, peers, log, monkeypatch):
 
     real = HostQueue.permute
 
-    def permute(self, *args):
+    def permute(self, *args, **kwargs):
         log.append(("permute",))
-        real(self, *args)
+        real(self, *args, **kwargs)
 
     monkeypatch.setattr(HostQueue, "permute", permute)
     check(assembly(peers).run())

@@ -75,8 +75,11 @@ class Queue(Protocol):
     def adopt(self, array: Any) -> Any:
         """Return the array as one of the queue's kind: itself if it is."""
 
-    def permute(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
-        """Do ``dst[...] = src.transpose(axes)`` after what was queued before."""
+    def permute(self, dst: Any, src: Any, axes: Sequence[int], *, aside: bool = False) -> None:
+        """Do ``dst[...] = src.transpose(axes)`` after what was queued before.
+
+        Aside: in no order with the rest, beside it where there is room.
+        """
 
     def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
         """Do the same where `src` lies in another GPU's memory.
@@ -108,7 +111,7 @@ class HostQueue:
     def adopt(self, array: Any) -> Any:
         return array if isinstance(array, np.ndarray) else array.get()
 
-    def permute(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+    def permute(self, dst: Any, src: Any, axes: Sequence[int], *, aside: bool = False) -> None:
         self._kernel.permute_into(dst, src, axes)
 
     def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
@@ -119,13 +122,14 @@ class HostQueue:
 
 
 class DeviceQueue:
-    """CuPy: two streams of the calling thread's own, one for kernels and one for copies.
+    """CuPy: three streams of the calling thread's own.
 
     ::
 
         copies   [stage 1, part 0][stage 1, part 1][stage 1, part 2][stage 2, part 0] ...
-        kernels  [stage 0, own   ][part 0][part 1]         [part 2]         [part 0]
-                                  slot 0   slot 1           slot 2           slot 0
+        kernels                   [part 0]         [part 1]         [part 2]
+        aside    [stage 0: the worker's own pieces]
+                   into slot 0      into slot 1      into slot 2      into slot 0
 
     A part of a peer's block is copied into a slot of local memory by a copy engine, which is
     quicker over NVLink than loads of a kernel are (389 against 320 GB/s between H200s), and then
@@ -149,8 +153,8 @@ class DeviceQueue:
         device = cupy.cuda.runtime.getDevice()
         if device not in streams:
             make = cupy.cuda.Stream
-            streams[device] = (make(non_blocking=True), make(non_blocking=True))
-        self._stream, self._copies = streams[device]
+            streams[device] = tuple(make(non_blocking=True) for _ in range(3))
+        self._all = self._stream, self._copies, self._aside = streams[device]
         self._slots: deque[_Slot] = deque()  # the one that has waited longest first
         self._wait_for_null_stream()
 
@@ -168,8 +172,9 @@ class DeviceQueue:
         with self._stream:
             return self._cupy.asarray(array)
 
-    def permute(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
-        self._kernel.permute_into(dst, src, axes, stream=self._stream, gently=self._gently)
+    def permute(self, dst: Any, src: Any, axes: Sequence[int], *, aside: bool = False) -> None:
+        stream = self._aside if aside else self._stream
+        self._kernel.permute_into(dst, src, axes, stream=stream, gently=self._gently)
 
     def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
         pitch = pitched(src.shape, src.strides, src.itemsize)
@@ -188,8 +193,8 @@ class DeviceQueue:
         slot.free.record(self._stream)
 
     def synchronize(self) -> None:
-        self._copies.synchronize()  # after an error there may be one that no kernel waits for
-        self._stream.synchronize()
+        for stream in self._all:
+            stream.synchronize()
 
     def _next_slot(self, slot_bytes: int) -> _Slot:
         """Return a slot that can be filled after what the copies' stream waits for."""
@@ -205,8 +210,8 @@ class DeviceQueue:
 
     def _wait_for_null_stream(self) -> None:
         event = self._cupy.cuda.Stream.null.record()
-        self._stream.wait_event(event)
-        self._copies.wait_event(event)
+        for stream in self._all:
+            stream.wait_event(event)
 
 
 def queue_for(kind: str, *, beside_copies: bool = False) -> Queue:

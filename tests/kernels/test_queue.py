@@ -66,7 +66,11 @@ def test_the_host_queue_is_done_when_it_returns():
     queue = queue_for("numpy")
     assert isinstance(queue, HostQueue)
     src = np.arange(6).reshape(2, 3)
-    for do in (queue.permute, lambda *args: queue.permute_from_peer(*args, 100)):
+    for do in (
+        queue.permute,
+        lambda *args: queue.permute(*args, aside=True),
+        lambda *args: queue.permute_from_peer(*args, 100),
+    ):
         dst = queue.empty((3, 2), src.dtype)
         do(dst, src, (1, 0))
         np.testing.assert_array_equal(dst, src.T)
@@ -82,3 +86,29 @@ def test_adopting_brings_device_arrays_to_the_host():
     array = np.zeros(2)
     assert queue.adopt(array) is array
     assert queue.adopt(OnDevice()).tolist() == [1, 1, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 64), (1000, 300), (7, 5, 300), (1, 1)])
+@pytest.mark.parametrize("slot_bytes", [0, 100, 2**20])
+def test_the_device_queue(shape, slot_bytes):
+    import cupy
+
+    src = cupy.arange(int(np.prod(shape)), dtype="f4").reshape(shape)
+    axes = tuple(reversed(range(len(shape))))
+    queue = queue_for("cupy", beside_copies=True)
+    results = []
+    for _ in range(10):  # more than there are slots
+        dst = queue.empty(shape[::-1], "f4")
+        queue.permute_from_peer(dst, src, axes, slot_bytes)
+        results.append(dst)
+        dst = queue.empty(shape[::-1], "f4")
+        queue.permute(dst, src, axes, aside=True)
+        results.append(dst)
+        dst = queue.empty(shape[::-1], "f4")
+        queue.permute(dst, queue.adopt(src.get()), axes)
+        results.append(dst)
+    queue.synchronize()
+    expected = src.get().transpose(axes)
+    for dst in results:
+        np.testing.assert_array_equal(dst.get(), expected)
