@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dask_p2p.cli._options import one_line_errors
 from dask_p2p.errors import P2PError
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ __all__ = ["transpose"]
 
 _CONNECT_S = 10
 _MOST_WORKERS = 8  # of one disk; --workers may ask for more
-
-logger = logging.getLogger(__name__)
 
 
 def _numbers(
@@ -112,7 +111,7 @@ def transpose(
     """
     if scheduler and workers:
         raise click.UsageError("--workers is for a cluster on this machine, not for --scheduler")
-    with _one_line_errors(), _stoppable() as stopped:
+    with one_line_errors(), _stoppable() as stopped:
         from dask_p2p.files import prepare, transpose_file
 
         wanted = chunks[0] if chunks and len(chunks) == 1 else chunks
@@ -126,21 +125,6 @@ def transpose(
             )
         if not quiet:
             _show(summary)
-
-
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """End in one line and status 1, whatever went wrong; the traceback goes to the debug log."""
-    try:
-        yield
-    except (click.ClickException, click.Abort):
-        raise
-    except Exception as exc:
-        logger.debug("dask p2p transpose failed", exc_info=True)
-        text = " ".join(str(exc).split())
-        if not isinstance(exc, P2PError):
-            text = f"{type(exc).__name__}: {text}" if text else type(exc).__name__
-        raise click.ClickException(text) from exc
 
 
 @contextlib.contextmanager
