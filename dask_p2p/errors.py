@@ -58,7 +58,19 @@ class BlockMismatchError(P2PError):
 
 
 class TransferError(P2PError):
-    """A region of a block could not be brought to its reader."""
+    """A region of a block could not be brought to its reader.
+
+    Parameters
+    ----------
+    message : str
+        Names the block and the worker.
+    reason : str, optional
+        The same without them, where other blocks and workers have the same trouble.
+    """
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 class BlockUnavailableError(TransferError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 
 import dask
 import dask.array as da
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.errors import BlockMismatchError
+from dask_p2p.errors import BlockMismatchError, P2PWarning
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.measure import collect
 from dask_p2p.task import PLUGIN_NAME
@@ -150,24 +151,29 @@ def test_object_dtype_is_refused(client):
         dask_p2p.transpose(x).compute()
 
 
-def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning():
+@pytest.mark.parametrize("setting", ["rmm_async", "rmm_managed_memory"])
+def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting):
     from distributed import Client
 
     x = np.arange(400 * 300.0).reshape(400, 300)
+    options = {setting: True, "rmm_allocator_external_lib_list": ["cupy"]}
     with (
-        dask_p2p.local_cluster(
-            2,
-            gpus=True,
-            rmm_async=True,
-            rmm_pool_size=None,
-            rmm_allocator_external_lib_list=["cupy"],
-        ) as cluster,
+        dask_p2p.local_cluster(2, gpus=True, **options) as cluster,
         Client(cluster) as client,
+        warnings.catch_warnings(record=True) as caught,
     ):
+        warnings.simplefilter("default")
         a = persisted(client, on_gpu(x, (100, 300)))
-        y = persisted(client, dask_p2p.transpose(a))
-        np.testing.assert_array_equal(y.compute().get(), x.T)
-        assert transports(client, y) == {"comm"}
+        for _ in range(2):
+            y = persisted(client, dask_p2p.transpose(a))
+            np.testing.assert_array_equal(y.compute().get(), x.T)
+            assert transports(client, y) == {"comm"}
+            del y
+        time.sleep(0.5)  # for warnings on their way
+    ours = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
+    assert len(ours) == 1
+    assert "cannot be shared by CUDA IPC" in ours[0]
+    assert "rmm_pool_size" in ours[0]
 
 
 def test_comm_over_ucx():
@@ -183,20 +189,6 @@ def test_comm_over_ucx():
         y = persisted(client, dask_p2p.transpose(a))
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
         assert transports(client, y) == {"comm"}
-
-
-def test_managed_memory_falls_back():
-    from distributed import Client
-
-    x = np.arange(400 * 300.0).reshape(400, 300)
-    with (
-        dask_p2p.local_cluster(
-            2, gpus=True, rmm_managed_memory=True, rmm_allocator_external_lib_list=["cupy"]
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        y = dask_p2p.transpose(persisted(client, on_gpu(x, (100, 300))))
-        np.testing.assert_array_equal(y.compute().get(), x.T)
 
 
 def test_cupys_own_pool():
@@ -252,3 +244,10 @@ def test_a_killed_worker(moment_s):
         os.kill(pid, signal.SIGKILL)
         wrong = client.compute(count_wrong(y, shape, (1, 0), kind="cupy"))
         assert int(wrong.result(timeout=120)) == 0
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+def test_without_a_cluster(scheduler):
+    x = np.arange(400 * 300.0).reshape(400, 300)
+    y = dask_p2p.transpose(on_gpu(x, (100, 300)))
+    np.testing.assert_array_equal(y.compute(scheduler=scheduler).get(), x.T)

@@ -192,4 +192,6 @@ def check_reply(reply: Any, block: BlockSpec, transport: str) -> dict[str, Any]:
     if status == "mismatch":
         raise BlockMismatchError(f"{reply.get('message')} (held by {block.holder})")
     message = reply.get("message", reply) if isinstance(reply, dict) else reply
-    raise TransferError(f"{transport}: {block.holder} could not send {block}: {message}")
+    raise TransferError(
+        f"{transport}: {block.holder} could not send {block}: {message}", reason=str(message)
+    )

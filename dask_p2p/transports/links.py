@@ -43,6 +43,7 @@ class Links:
     def __init__(self, transports: Mapping[str, Transport]) -> None:
         self.transports = transports
         self._broken: dict[tuple[str, str], str] = {}  # (holder, transport) -> why
+        self._warned: set[str] = set()  # texts
         self._lock = threading.Lock()
 
     def ways(self, ref: BlockRef, kind: str, order: tuple[str, ...]) -> list[Way]:
@@ -62,16 +63,21 @@ class Links:
     def report_failure(self, way: Way, error: Exception, last: bool) -> str | None:
         """Note that a way failed; unless it was the last one, it is not tried again.
 
-        Returns the text of a warning, the first time.
+        Returns the text of a warning, the first time that there is this reason: the same text on
+        all workers, so that a user sees it once.
         """
         name = way.transport.name
         with self._lock:
             if last or (way.holder, name) in self._broken:
                 return None
             self._broken[way.holder, name] = str(error)
-        text = f"dask_p2p: {name} from {way.holder} failed, another transport is used: {error}"
-        logger.warning(text)
-        return text
+            logger.warning("%s from %s failed: %s", name, way.holder, error)
+            reason = getattr(error, "reason", str(error))
+            text = f"dask_p2p: {name} fails, another transport is used instead: {reason}"
+            if text in self._warned:
+                return None
+            self._warned.add(text)
+            return text
 
     def forget(self, holder: str) -> None:
         """Drop what was learnt about a worker that has left."""

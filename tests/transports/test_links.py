@@ -41,9 +41,14 @@ def test_obstacles_and_order(links):
 
 def test_a_failure_is_reported_once_and_kept_to_its_holder(links):
     way = links.ways(BlockRef("k", ("a",)), "cupy", ("ipc", "comm"))[0]
-    assert "ipc from a failed" in links.report_failure(way, TransferError("why"), last=False)
+    error = TransferError("ipc: a could not send block k: why", reason="why")
+    said = links.report_failure(way, error, last=False)
+    assert said == "dask_p2p: ipc fails, another transport is used instead: why"
     assert links.report_failure(way, TransferError("why"), last=False) is None
     assert ways(links, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
+    other = links.ways(BlockRef("k", ("b",)), "cupy", ("ipc", "comm"))[0]
+    assert links.report_failure(other, TransferError("of b", reason="why"), last=False) is None
+    assert ways(links, ("b",)) == [("b", "comm")]
     links.forget("a")
     assert ways(links, ("a",)) == [("a", "ipc"), ("a", "comm")]
 
