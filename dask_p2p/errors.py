@@ -74,7 +74,10 @@ class TransferError(P2PError):
 
 
 class BlockUnavailableError(TransferError):
-    """A holder no longer has, or never had, the block that it was asked for."""
+    """A holder no longer has the block that it was asked for, or does not answer at all.
+
+    Another transport would not help; another holder may.
+    """
 
 
 class ConfigError(P2PError, ValueError):

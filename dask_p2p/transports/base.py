@@ -14,8 +14,8 @@ Who may touch what, when
     *leased* from `open` (or the request) until then: it stays where it is even if Dask spills,
     cancels or releases it. Close only after all kernels that read are synchronised.
 Failure
-    `BlockUnavailableError` if the holder lacks the block, `BlockMismatchError` if it is not of
-    the declared kind, `TransferError` for anything else. Never wrong data.
+    `BlockUnavailableError` if the holder lacks the block or is silent, `BlockMismatchError` if the
+    block is not of the declared kind, `TransferError` for anything else. Never wrong data.
 Threads
     `open`, `request` and `close` are called by task threads, several at a time; handlers run on
     the worker's event loop and never block it.
@@ -23,6 +23,7 @@ Threads
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
 from collections.abc import Awaitable, Callable, Mapping
@@ -47,6 +48,7 @@ __all__ = [
     "Pacing",
     "RemoteBlock",
     "Transport",
+    "ask",
     "check_block",
     "check_reply",
     "refuse",
@@ -155,6 +157,24 @@ class Transport(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Refuse further requests, wait for readers within reason, free everything."""
+
+
+async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
+    """Call a holder's handler.
+
+    Raises
+    ------
+    BlockUnavailableError
+        If the holder cannot be reached, or does not answer in time.
+    """
+    try:
+        return await asyncio.wait_for(host.call(holder, op, **kwargs), timeout_s)
+    except TimeoutError:
+        raise BlockUnavailableError(
+            f"no answer of {holder} about {about} within {timeout_s:g} s"
+        ) from None
+    except OSError as exc:  # connections that break, or cannot be made
+        raise BlockUnavailableError(f"{holder} cannot be reached about {about}: {exc}") from exc
 
 
 def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None) -> None:

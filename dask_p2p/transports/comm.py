@@ -26,6 +26,7 @@ from dask_p2p.transports.base import (
     Pacing,
     RemoteBlock,
     Transport,
+    ask,
     check_block,
     check_reply,
     refuse,
@@ -110,15 +111,14 @@ class _CommBlock(RemoteBlock):
 
     async def _pull(self, box: Box) -> Any:
         block = self._block
-        call = self._host.call(block.holder, _OP, key=block.key, box=box, shape=block.shape)
-        try:
-            reply = check_reply(await asyncio.wait_for(call, self._timeout_s), block, "comm")
-        except TimeoutError:
-            raise TransferError(
-                f"comm: no answer of {block.holder} about {block} within {self._timeout_s:g} s"
-            ) from None
-        except OSError as exc:  # connections that break, or cannot be made
-            raise TransferError(f"comm: {block.holder} cannot be reached: {exc}") from exc
+        reply = check_reply(
+            await ask(
+                self._host, block.holder, _OP, self._timeout_s, f"block {block.key!r}",
+                key=block.key, box=box, shape=block.shape,
+            ),
+            block,
+            "comm",
+        )  # fmt: skip
         region: Any = reply.get("data")
         shape = getattr(region, "shape", type(region).__name__)
         if shape != box_shape(box):

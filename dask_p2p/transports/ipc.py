@@ -15,7 +15,6 @@ import asyncio
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -35,6 +34,7 @@ from dask_p2p.transports.base import (
     Pacing,
     RemoteBlock,
     Transport,
+    ask,
     check_block,
     check_reply,
     refuse,
@@ -86,7 +86,6 @@ class IpcTransport(Transport):
         self._board = Board(host.folder)
         self._mappings = cuda_ipc.Mappings()
         self._peers: dict[str, tuple[_Peer, str | None]] = {}  # by holder, with the obstacle
-        self._lock = threading.Lock()
         self._sweeping: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Future[None]] = set()
         self._closed = False
@@ -96,14 +95,10 @@ class IpcTransport(Transport):
     def obstacle(self, holder: str, kind: str) -> str | None:
         if kind != "cupy":
             return f"ipc moves CuPy blocks, not {kind}"
-        met = self._peers.get(holder)
-        if met is None:
-            try:
-                peer = self._meet(holder)
-            except TransferError as exc:
-                return str(exc)  # not noted: it may answer the next time
-            met = self._peers[holder] = (peer, _obstacle(_describe(self._board.folder), peer))
-        return met[1]
+        try:
+            return self._known(holder)[1]
+        except TransferError as exc:
+            return str(exc)
 
     def pacing(self, options: Options) -> Pacing:
         # What is requested is there at once; a part is what passes through a slot of the queue.
@@ -113,9 +108,9 @@ class IpcTransport(Transport):
     def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
         if 0 in block.shape:
             return _EmptyBlock(block)
-        if (obstacle := self.obstacle(block.holder, "cupy")) is not None:
+        peer, obstacle = self._known(block.holder)
+        if obstacle is not None:
             raise TransferError(f"ipc: {block.holder} cannot be read in place: {obstacle}")
-        peer = self._peers[block.holder][0]
         lease = self._lease(peer, block, options)
         try:
             posted = _Posted.parse(lease.text, block)
@@ -128,18 +123,28 @@ class IpcTransport(Transport):
         )
         return _IpcBlock(array, block, peer.folder, lease, mapping)
 
-    def _meet(self, holder: str) -> _Peer:
-        """Find out where a worker runs."""
-        if self._closed:
-            raise TransferError("this worker is closing")
+    def _known(self, holder: str) -> tuple[_Peer, str | None]:
+        """Return where a worker runs, and what keeps its memory from being mapped.
+
+        It is asked once. If it does not answer that is not noted: it may the next time.
+        """
+        known = self._peers.get(holder)
+        if known is None:
+            reply = self._ask(holder, _PEER_OP, _MEET_S, "where it runs")
+            try:
+                peer = _Peer(**reply["peer"])
+            except (TypeError, KeyError) as exc:
+                raise TransferError(f"ipc: {holder} does not say where it runs: {reply}") from exc
+            known = self._peers[holder] = (peer, _obstacle(_describe(self._board.folder), peer))
+        return known
+
+    def _ask(self, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
+        """Call a holder's handler, from a task thread."""
+        asking = ask(self.host, holder, op, timeout_s, about, **kwargs)
         try:
-            call = asyncio.wait_for(self.host.call(holder, _PEER_OP), _MEET_S)
-            reply = asyncio.run_coroutine_threadsafe(call, self.host.loop).result(_MEET_S + 5)
-            if reply.get("status") != "ok":
-                raise TransferError(f"{holder} does not say where it runs: {reply.get('message')}")
-            return _Peer(**reply["peer"])
-        except (OSError, TimeoutError, TypeError, KeyError) as exc:
-            raise TransferError(f"{holder} does not answer: {exc!r}") from exc
+            return asyncio.run_coroutine_threadsafe(asking, self.host.loop).result(timeout_s + 5)
+        except TimeoutError:
+            raise TransferError("ipc: no word of the event loop") from None
 
     def _lease(self, peer: _Peer, block: BlockSpec, options: Options) -> Lease:
         """Take a lease; if the holder does not post by itself, ask it to."""
@@ -150,27 +155,18 @@ class IpcTransport(Transport):
                     break
                 time.sleep(_POLL_S)
             if lease is None:
-                self._ask_to_post(block, options.request_timeout_s)
+                timeout_s = options.request_timeout_s
+                about = f"block {block.key!r}"
+                reply = self._ask(
+                    block.holder, _POST_OP, timeout_s, about, key=block.key, shape=block.shape
+                )
+                check_reply(reply, block, "ipc")
                 lease = take(peer.folder, block.key)
         except OSError as exc:
             raise TransferError(f"ipc: the board of {block.holder} cannot be read: {exc}") from exc
         if lease is None:
             raise TransferError(f"ipc: {block.holder} posted {block}, but took it back at once")
         return lease
-
-    def _ask_to_post(self, block: BlockSpec, timeout_s: float) -> None:
-        call = asyncio.wait_for(
-            self.host.call(block.holder, _POST_OP, key=block.key, shape=block.shape), timeout_s
-        )
-        try:
-            reply = asyncio.run_coroutine_threadsafe(call, self.host.loop).result(timeout_s + 5)
-        except TimeoutError:
-            raise TransferError(
-                f"ipc: no answer of {block.holder} about {block} within {timeout_s:g} s"
-            ) from None
-        except OSError as exc:
-            raise TransferError(f"ipc: {block.holder} cannot be reached: {exc}") from exc
-        check_reply(reply, block, "ipc")
 
     # --- the holder's side ---
 

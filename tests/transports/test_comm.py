@@ -94,7 +94,7 @@ class TestComm(Conformance):
     def test_a_holder_that_cannot_be_reached(self, setup, block):
         key, array = block
         del setup.network["holder"]
-        with pytest.raises(TransferError, match=r"holder cannot be reached: .*nobody"):
+        with pytest.raises(TransferError, match=r"holder cannot be reached about block .*: nobody"):
             self.read(setup, key, array, ((0, 1), (0, 1)))
 
     @pytest.mark.parametrize(
