@@ -39,6 +39,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from dask_p2p.layout import (
     Box,
@@ -54,8 +55,7 @@ from dask_p2p.layout import (
 __all__ = ["BlockPlan", "Piece", "Plan", "slab_chunks", "stage_order", "transpose_plan"]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):  # there are as many as blocks squared: a tuple is made and sent quickest
     """One region of a source block, and the region of the output block that it fills.
 
     The destination box has the source box's lengths in the order of the plan's axes.
