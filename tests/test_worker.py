@@ -406,6 +406,33 @@ def test_a_block_that_is_gone_is_asked_for_again():
         np.testing.assert_array_equal(y, x.T)
 
 
+def test_a_holder_that_hangs_ends_in_a_named_error():
+    x = indexed((40, 12))
+    patience = {
+        "p2p.attempts": 2,
+        "p2p.timeouts.request": "1 s",
+        "p2p.timeouts.backoff": "1 ms",
+    }
+    with (
+        dask.config.set(patience),
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        a = client.persist(da.from_array(x, chunks=(10, 12)))
+        wait(a)
+        y = dask_p2p.transpose(a)
+        address, pid = next(iter(client.run(os.getpid).items()))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TransferError, match=f"no answer of {address}"):
+                client.compute(y).result(timeout=30)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        np.testing.assert_array_equal(
+            client.compute(dask_p2p.transpose(a, chunks=7)).result(timeout=60), x.T
+        )
+
+
 def test_cancelling_leaves_a_working_cluster(client):
     x = da.random.random((1500, 1500), chunks=(100, 1500))
     for _ in range(3):
