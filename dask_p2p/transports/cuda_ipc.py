@@ -155,8 +155,10 @@ class Mappings:
     Where each block is an allocation of its own (CuPy's pool; not RMM's) there can be many: those
     that were used least recently are closed.
 
-    They are told apart by their owner and buffer id. Handles will not do: two allocations of one
-    pool have handles that hardly differ, and a new allocation may get the handle of an old one.
+    They are told apart by their process and buffer id. A process is known by a name that no other
+    has: addresses of workers are used again, and so are ids of buffers by a new process. Handles
+    will not do: two allocations of one pool have handles that hardly differ, and a new allocation
+    may get the handle of an old one.
     """
 
     def __init__(self) -> None:
@@ -168,17 +170,17 @@ class Mappings:
         """Count the mappings that are open."""
         return len(self._open) + len(self._retired)
 
-    def acquire(self, holder: str, buffer_id: int, handle: str) -> Mapping:
+    def acquire(self, process: str, buffer_id: int, handle: str) -> Mapping:
         """Map an allocation, unless it is mapped already, and count one more user."""
         with self._lock:
-            mapping = self._open.pop((holder, buffer_id), None)
+            mapping = self._open.pop((process, buffer_id), None)
             if mapping is None:
-                mapping = Mapping(self._map(holder, handle), self)
-            self._open[holder, buffer_id] = mapping  # now the last to be closed
+                mapping = Mapping(self._map(process, handle), self)
+            self._open[process, buffer_id] = mapping  # now the last to be closed
             mapping.users += 1
             return mapping
 
-    def _map(self, holder: str, handle: str) -> int:
+    def _map(self, process: str, handle: str) -> int:
         import cupy
 
         runtime = cupy.cuda.runtime
@@ -187,17 +189,17 @@ class Mappings:
             return int(runtime.ipcOpenMemHandle(raw))
         except runtime.CUDARuntimeError:
             # An allocation that its owner has freed may be in the way of one in its place.
-            for pair in [p for p, m in self._open.items() if p[0] == holder and not m.users]:
+            for pair in [p for p, m in self._open.items() if p[0] == process and not m.users]:
                 runtime.ipcCloseMemHandle(self._open.pop(pair).address)
         try:
             return int(runtime.ipcOpenMemHandle(raw))
         except runtime.CUDARuntimeError as exc:
-            raise TransferError(f"ipc: memory of {holder} cannot be mapped: {exc}") from exc
+            raise TransferError(f"ipc: the memory cannot be mapped: {exc}") from exc
 
-    def retire(self, holder: str | None) -> None:
+    def retire(self, process: str | None) -> None:
         """Take note that a process has left (None: all), so that its mappings can be closed."""
         with self._lock:
-            for pair in [pair for pair in self._open if holder in (None, pair[0])]:
+            for pair in [pair for pair in self._open if process in (None, pair[0])]:
                 self._retire(pair)
 
     def close_retired(self) -> None:

@@ -114,7 +114,7 @@ class IpcTransport(Transport):
         lease = self._lease(peer, block, options)
         try:
             posted = _Posted.parse(lease.text, block)
-            mapping = self._mappings.acquire(block.holder, posted.buffer_id, posted.handle)
+            mapping = self._mappings.acquire(peer.folder, posted.buffer_id, posted.handle)
         except BaseException:
             lease.close()
             raise
@@ -186,8 +186,10 @@ class IpcTransport(Transport):
         self._board.retract(key)
 
     def forget(self, holder: str) -> None:
-        self._peers.pop(holder, None)
-        self._mappings.retire(holder)
+        known = self._peers.pop(holder, None)
+        if known is None:
+            return
+        self._mappings.retire(known[0].folder)
         closing = asyncio.ensure_future(self.host.offload(self._mappings.close_retired))
         self._closing.add(closing)  # the loop itself keeps only a weak reference
         closing.add_done_callback(self._closing.discard)
