@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 from weakref import WeakSet
 
 __all__ = ["register", "register_if_possible"]
+
+_TRIES = 5
+_PAUSE_S = 0.2  # for the scheduler to notice who died
 
 _registered: WeakSet[Any] = WeakSet()  # clients whose cluster has the plugin
 
@@ -43,7 +47,18 @@ def register(client: Any = None) -> Any:
 def _register(client: Any) -> None:
     from dask_p2p.worker import make_plugin
 
-    client.register_plugin(make_plugin())
+    plugin = make_plugin()
+    for left in reversed(range(_TRIES)):
+        try:
+            client.register_plugin(plugin)
+            break
+        except OSError:
+            # A worker died while all were being told. The scheduler knows the plugin now, and would
+            # take a second registration for done; but some of the living may not have heard of it.
+            if not left:
+                raise
+            plugin.idempotent = False
+            time.sleep(_PAUSE_S)
     _registered.add(client)
 
 
