@@ -25,7 +25,14 @@ from dask_p2p.cluster import usable_gpus
 from dask_p2p.environment import environment
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.layout import split_evenly
-from dask_p2p.measure import Runs, dask_rechunk, measure, p2p_transpose, place_blocks
+from dask_p2p.measure import (
+    Runs,
+    bandwidth_gbs,
+    dask_rechunk,
+    measure,
+    p2p_transpose,
+    place_blocks,
+)
 
 AXES = (1, 0)
 
@@ -116,7 +123,7 @@ def summary(runs: Runs, size: int, nbytes: int) -> dict[str, Any]:
         "first_s": runs.first_s,
         "times_s": runs.times_s,
         "median_s": runs.median_s,
-        "bandwidth_gbs": 2 * nbytes / runs.median_s / 1e9,
+        "bandwidth_gbs": bandwidth_gbs(nbytes, runs.median_s),
         "wrong": runs.wrong,
         "exchange_s": [max(e.tasks_s) for e in exchanges],
         "span_s": [e.span_s for e in exchanges],

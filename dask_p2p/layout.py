@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, product
 from math import prod
+from operator import index as as_int
 from types import EllipsisType
 from typing import NamedTuple, TypeAlias
 
@@ -32,6 +33,7 @@ __all__ = [
     "box_shape",
     "box_size",
     "box_slices",
+    "normal_axes",
     "overlaps",
     "split_box",
     "split_evenly",
@@ -52,6 +54,24 @@ def split_evenly(length: int, parts: int) -> tuple[int, ...]:
     """
     size, longer = divmod(length, parts)
     return (size + 1,) * longer + (size,) * (parts - longer)
+
+
+def normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...] | None:
+    """Return a permutation of `ndim` axes without negative numbers; None if it is none.
+
+    Without axes the order is reversed, as in `numpy.transpose`.
+
+    >>> normal_axes((-1, 0), 2), normal_axes(None, 3), normal_axes((0, 0), 2)
+    ((1, 0), (2, 1, 0), None)
+    """
+    if axes is None:
+        return tuple(reversed(range(ndim)))
+    try:
+        given = [as_int(axis) for axis in axes]
+    except TypeError:
+        return None
+    order = tuple(axis % ndim for axis in given if -ndim <= axis < ndim)
+    return order if len(given) == ndim and sorted(order) == [*range(ndim)] else None
 
 
 def block_bounds(sizes: Iterable[int]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import doctest
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from dask_p2p.layout import (
     box_shape,
     box_size,
     box_slices,
+    normal_axes,
     overlaps,
     split_box,
     split_evenly,
@@ -91,6 +93,25 @@ def test_box_slices_of_no_axes_give_a_view():
     view = array[box_slices(())]
     assert isinstance(view, np.ndarray)
     assert np.shares_memory(view, array)
+
+
+@pytest.mark.parametrize(
+    ("axes", "ndim", "expected"),
+    [
+        (None, 3, (2, 1, 0)),
+        ((-1, 0, -2), 3, (2, 0, 1)),
+        ((), 0, ()),
+        ((0, 0), 2, None),
+        ((0, 2), 2, None),
+        ((0, -3), 2, None),
+        ((0,), 2, None),
+        ((0, 1, 2), 2, None),
+        ((0.5, 1), 2, None),
+        (5, 2, None),
+    ],
+)
+def test_normal_axes(axes, ndim, expected):
+    assert normal_axes(axes, ndim) == expected
 
 
 def test_block_indices_and_shapes():

@@ -27,10 +27,7 @@ from dask_p2p.errors import (
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.links import BlockRef
 from dask_p2p.worker import WorkerHost, by_reference
-
-
-def indexed(shape, dtype=np.int64):
-    return np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+from tests.support import indexed
 
 
 def records(client):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dask_p2p.errors import P2PError
+from dask_p2p.layout import normal_axes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,10 +107,8 @@ cpu_option = click.option("--cpu", is_flag=True, help="CPU workers, even if ther
 def order_of_axes(axes: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the permutation that ``--axes`` asks for, without negative numbers."""
     ndim = len(shape)
-    if axes is None:
-        return tuple(reversed(range(ndim)))
-    order = tuple(axis % ndim for axis in axes if -ndim <= axis < ndim)
-    if len(axes) != ndim or sorted(order) != [*range(ndim)]:
+    order = normal_axes(axes, ndim)
+    if order is None:
         raise click.BadParameter(
             f"give the {ndim} axes of the shape, {','.join(map(str, range(ndim)))}, in any order",
             param_hint="--axes",

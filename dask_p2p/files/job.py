@@ -18,6 +18,7 @@ from dask_p2p.files.output import check_output, partial
 from dask_p2p.files.passes import Layout, default_memory_bytes, run_pass, worker_count
 from dask_p2p.files.trouble import file_errors
 from dask_p2p.files.zarrs import ZarrSource, ZarrTarget, create_zarr, open_zarr
+from dask_p2p.layout import normal_axes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -171,11 +172,9 @@ def prepare(
 
 
 def _normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    if axes is None:
-        return tuple(reversed(range(ndim)))
-    order = tuple(axis + ndim if -ndim <= axis < 0 else axis for axis in axes)
-    if sorted(order) != list(range(ndim)):
-        given = ",".join(map(str, axes))
+    order = normal_axes(axes, ndim)
+    if order is None:
+        given = ",".join(map(str, axes or ()))
         wanted = ",".join(map(str, range(ndim))) or "none"
         raise AxesError(
             f"axes {given} do not fit an array of {ndim} dimensions: give each of {wanted} once"

@@ -11,7 +11,7 @@ from dask.base import tokenize
 from dask_p2p.config import options
 from dask_p2p.errors import AxesError, ChunksError
 from dask_p2p.graph import check_array, planned_array
-from dask_p2p.layout import Chunks
+from dask_p2p.layout import Chunks, normal_axes
 from dask_p2p.plan import slab_chunks, transpose_plan
 from dask_p2p.registration import register_if_possible
 
@@ -72,17 +72,8 @@ def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) 
 
 
 def _permutation(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    if axes is None:
-        return tuple(reversed(range(ndim)))
-    try:
-        given = [as_int(axis) for axis in axes]
-    except TypeError:
-        given = []
-        valid = False
-    else:
-        valid = len(given) == ndim and all(-ndim <= axis < ndim for axis in given)
-    order = tuple(axis % ndim for axis in given) if valid else ()
-    if not valid or len(set(order)) != ndim:
+    order = normal_axes(axes, ndim)
+    if order is None:
         raise AxesError(
             f"expected a permutation of the {ndim} axes of the array, "
             f"{tuple(range(ndim))} in any order, got axes={axes!r}."

@@ -51,6 +51,7 @@ __all__ = [
     "ask",
     "check_block",
     "check_reply",
+    "mismatch",
     "refuse",
 ]
 
@@ -186,11 +187,15 @@ def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None)
     kernel_for(array)  # refuses masked arrays and whatever else has more than its bytes
     if tuple(array.shape) != tuple(shape) or (dtype is not None and array.dtype != dtype):
         declared = f"{tuple(shape)}" if dtype is None else f"{dtype} {tuple(shape)}"
-        raise BlockMismatchError(
-            f"block {key!r} is declared as {declared}, but it is "
-            f"{array.dtype} {tuple(array.shape)}. Correct the chunks or the dtype where the array "
-            f"is made (map_blocks, from_delayed, ...)."
-        )
+        raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")
+
+
+def mismatch(block: Any, declared: Any, real: Any) -> BlockMismatchError:
+    """Return the error for a block that is not what its Dask array declares."""
+    return BlockMismatchError(
+        f"{block} is declared as {declared}, but it is {real}. Correct the chunks or the dtype "
+        f"where the array is made (map_blocks, from_delayed, ...)."
+    )
 
 
 def refuse(exc: Exception) -> dict[str, Any]:

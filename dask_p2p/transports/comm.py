@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from distributed.protocol import to_serialize
 
 from dask_p2p.config import Options
-from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.errors import TransferError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_slices
@@ -29,6 +29,7 @@ from dask_p2p.transports.base import (
     ask,
     check_block,
     check_reply,
+    mismatch,
     refuse,
 )
 
@@ -126,8 +127,5 @@ class _CommBlock(RemoteBlock):
                 f"comm: {block.holder} sent {shape} instead of {box_shape(box)} of {block}"
             )
         if region.dtype != block.dtype:
-            raise BlockMismatchError(
-                f"{block} is declared as {block.dtype}, but it is {region.dtype}. Correct the "
-                f"dtype where the array is made (map_blocks, from_delayed, ...)."
-            )
+            raise mismatch(block, block.dtype, region.dtype)
         return region

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
-from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.errors import TransferError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import SLOTS
 from dask_p2p.layout import Box, box_slices
@@ -37,6 +37,7 @@ from dask_p2p.transports.base import (
     ask,
     check_block,
     check_reply,
+    mismatch,
     refuse,
 )
 from dask_p2p.transports.board import Board, Lease, is_tended, take
@@ -281,11 +282,8 @@ class _Posted:
         if posted.key != repr(block.key):
             raise TransferError(f"ipc: the notice of {block} is that of {posted.key}")
         if posted.shape != tuple(block.shape) or posted.dtype != _dtype_text(block.dtype):
-            raise BlockMismatchError(
-                f"{block} is declared as {block.dtype} {block.shape}, but it is "
-                f"{posted.dtype} {posted.shape}. Correct the chunks or the dtype where the array "
-                f"is made (map_blocks, from_delayed, ...)."
-            )
+            declared = f"{block.dtype} {block.shape}"
+            raise mismatch(block, declared, f"{posted.dtype} {posted.shape}")
         return posted
 
 
@@ -300,9 +298,7 @@ class _IpcBlock(RemoteBlock):
         self._mapping = mapping
 
     def request(self, box: Box) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(self._array[box_slices(box)])
-        return future
+        return _at_once(self._array, box)
 
     def confirm(self) -> None:
         # What a mapping shows of a process that has ended is nowhere promised.
@@ -323,12 +319,16 @@ class _EmptyBlock(RemoteBlock):
         self._array = cuda_ipc.empty(block.shape, block.dtype)
 
     def request(self, box: Box) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(self._array[box_slices(box)])
-        return future
+        return _at_once(self._array, box)
 
     def close(self) -> None:
         pass
+
+
+def _at_once(array: Any, box: Box) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(array[box_slices(box)])
+    return future
 
 
 def _describe(folder: str) -> _Peer:

@@ -19,11 +19,7 @@ from dask_p2p.errors import (
     InputError,
     UnsupportedArrayError,
 )
-
-
-def indexed(shape, dtype=np.int64):
-    """An array whose cells say where they are."""
-    return np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+from tests.support import indexed
 
 
 def same(y, expected):
