@@ -26,13 +26,10 @@ from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import Queue, queue_for
 from dask_p2p.layout import Box, box_size, box_slices, split_box
 from dask_p2p.plan import BlockPlan, Piece, stage_order
-from dask_p2p.transports.base import BlockSpec, RemoteBlock, check_block
+from dask_p2p.transports.base import GRACE_S, BlockSpec, Pacing, RemoteBlock, check_block
 from dask_p2p.transports.links import BlockRef, Links, Way
 
 __all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
-
-# Transports keep their deadlines themselves; this much later something is wrong with them.
-_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +57,8 @@ class Peers(Protocol):
     address: str
     links: Links
 
-    def warn(self, text: str) -> None:
-        """Warn the user, wherever they are."""
-
-    def serving(self, blocks: Mapping[Any, Any], options: Options) -> None:
-        """Take note that other workers are about to read these blocks."""
+    def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
+        """Take note that other workers are about to read these blocks of this kind."""
 
 
 @dataclass(slots=True)
@@ -89,6 +83,7 @@ class _Part:
     source: _Source
     future: Future[Any]
     dst: Box
+    slot_bytes: int  # of the largest part, of any source, that comes by this transport
 
 
 class Assembly:
@@ -146,7 +141,7 @@ class Assembly:
         if self._remote and self.peers is not None:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(slot): block for slot, block in self._local.items()}
-            self.peers.serving(local, self.options)
+            self.peers.serving(local, kind, self.options)
         queue = queue_for(kind, beside_copies=bool(self._remote))
         out = queue.empty(self.plan.shape, self.output.dtype)
         try:
@@ -193,11 +188,10 @@ class Assembly:
         failed: dict[int, Exception] = {}
         ahead: deque[_Part] = deque()
         for source in todo:
-            in_flight = source.way.transport.pacing(self.options).parts_in_flight
-            if self.options.mode == "sync":
-                in_flight = 0
+            pacing = source.way.transport.pacing(self.options, queue.kind)
+            in_flight = 0 if self.options.mode == "sync" else pacing.parts_in_flight
             try:
-                for part in self._request(source):
+                for part in self._request(source, pacing, queue.kind):
                     ahead.append(part)
                     if len(ahead) > in_flight:
                         self._queue_local(queue, out)
@@ -212,21 +206,22 @@ class Assembly:
                 self._record(source)
         return failed
 
-    def _request(self, source: _Source) -> Iterator[_Part]:
+    def _request(self, source: _Source, pacing: Pacing, kind: str) -> Iterator[_Part]:
         """Open a source by its current way, and ask for its parts one by one."""
-        transport = source.way.transport
         spec = BlockSpec(
             source.ref.key,
             source.way.holder,
             self.plan.source_shapes[source.slot],
             self.output.dtype,
+            kind,
         )
-        remote = transport.open(spec, self.options)
+        remote = source.way.transport.open(spec, self.options)
         self._opened.append(remote)
-        part_bytes = transport.pacing(self.options).part_bytes
+        slot_bytes = min(pacing.part_bytes or 0, self._largest_bytes)
         for piece in source.pieces:
-            for src in self._parts(piece, part_bytes):
-                yield _Part(source, remote.request(src), self._destination(piece, src))
+            for src in self._parts(piece, pacing.part_bytes):
+                dst = self._destination(piece, src)
+                yield _Part(source, remote.request(src), dst, slot_bytes)
 
     def _parts(self, piece: Piece, part_bytes: int | None) -> list[Box]:
         elements = max(1, box_size(piece.src))
@@ -251,7 +246,7 @@ class Assembly:
             part.future.cancel()
             return
         try:
-            region = part.future.result(self.options.request_timeout_s + _GRACE_S)
+            region = part.future.result(self.options.request_timeout_s + GRACE_S)
         except TransferError as exc:
             failed[source.slot] = exc
             return
@@ -259,18 +254,12 @@ class Assembly:
             failed[source.slot] = TransferError("no answer in time, and no word of the event loop")
             return
         dst = out[box_slices(part.dst)]
-        transport = source.way.transport
-        if transport.in_place:
-            queue.permute_from_peer(dst, region, self.plan.axes, self._slot_bytes(source))
+        if source.way.transport.in_place:
+            queue.permute_from_peer(dst, region, self.plan.axes, part.slot_bytes)
         else:
-            queue.permute(dst, queue.adopt(region), self.plan.axes)
+            queue.permute_and_drop(dst, region, self.plan.axes)
         if self.options.mode == "sync":
             queue.synchronize()
-
-    def _slot_bytes(self, source: _Source) -> int:
-        """Return the size of the largest part, of any source, that comes by this transport."""
-        part_bytes = source.way.transport.pacing(self.options).part_bytes or 0
-        return min(part_bytes, self._largest_bytes)
 
     def _sources(self, kind: str) -> list[_Source]:
         """Return the remote sources in stage order."""
@@ -283,7 +272,7 @@ class Assembly:
             pieces = [piece for piece in self.plan.pieces if piece.source == slot]
             # Of several replicas readers take different ones first: each those after its own place.
             nearest = BlockRef(ref.key, tuple(stage_order(ref.holders, here)))
-            ways = self.peers.links.ways(nearest, kind, self.options.transports)
+            ways = self.peers.links.ways(nearest, kind, self.output.dtype, self.options.order(kind))
             sources.append(_Source(slot, nearest, pieces, ways))
         # A worker that has blocks of its own is one of the holders, and its place among them
         # is what makes the workers read from each other in step.
@@ -302,8 +291,7 @@ class Assembly:
             source.ways = [other for other in source.ways if other.holder != way.holder]
         else:
             last = not any(other.holder == way.holder for other in source.ways)
-            if (text := self.peers.links.report_failure(way, error, last)) is not None:
-                self.peers.warn(text)
+            self.peers.links.report_failure(way, error, last)
         if not source.ways:
             causes = "; ".join(str(cause) for cause in source.causes)
             failure = type(error) if len(source.causes) == 1 else TransferError

@@ -20,7 +20,11 @@ from dask_p2p.errors import ConfigError
 __all__ = ["MODES", "TRANSPORTS", "Options", "ensure_defaults", "options"]
 
 MODES = ("async", "sync")
-TRANSPORTS = ("ipc", "comm")
+TRANSPORTS = ("ipc", "ucx", "comm")
+
+# Best first, by kind of block, as measured. Between processes of one host with two cores and NumPy
+# blocks UCX takes 1.3 to 2 times as long as Dask's own TCP.
+_BEST = {"cupy": TRANSPORTS, "numpy": ("comm",)}
 
 _T = TypeVar("_T")
 
@@ -31,14 +35,22 @@ class Options:
 
     mode: str
     attempts: int
-    transports: tuple[str, ...]
+    transports: tuple[str, ...] | None
     comm_part_bytes: int
     comm_parts_in_flight: int
     ipc_staging_bytes: int
     ipc_wait_s: float
     ipc_retain_s: float
+    ucx_part_bytes: int
+    ucx_host_part_bytes: int
+    ucx_parts_in_flight: int
+    ucx_allow_unencrypted: bool
     request_timeout_s: float
     backoff_s: float
+
+    def order(self, kind: str) -> tuple[str, ...]:
+        """Return the transports to try for blocks of a kind ("numpy", "cupy"), best first."""
+        return _BEST[kind] if self.transports is None else self.transports
 
 
 def ensure_defaults() -> None:
@@ -65,6 +77,10 @@ def options() -> Options:
         ipc_staging_bytes=_read("transports.ipc.staging-bytes", _bytes),
         ipc_wait_s=_read("transports.ipc.wait", _seconds),
         ipc_retain_s=_read("transports.ipc.retain", _seconds),
+        ucx_part_bytes=_read("transports.ucx.part-bytes", _positive_bytes),
+        ucx_host_part_bytes=_read("transports.ucx.host-part-bytes", _positive_bytes),
+        ucx_parts_in_flight=_read("transports.ucx.parts-in-flight", _positive_int),
+        ucx_allow_unencrypted=_read("transports.ucx.allow-unencrypted", _yes_or_no),
         request_timeout_s=_read("timeouts.request", _seconds),
         backoff_s=_read("timeouts.backoff", _seconds),
     )
@@ -88,6 +104,12 @@ def _one_of(names: tuple[str, ...]) -> Callable[[Any], str]:
         return str(value)
 
     return parse
+
+
+def _yes_or_no(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value
 
 
 def _positive_int(value: Any) -> int:
@@ -123,8 +145,10 @@ def _seconds(value: Any) -> float:
     return seconds
 
 
-def _transports(value: Any) -> tuple[str, ...]:
+def _transports(value: Any) -> tuple[str, ...] | None:
+    if value == "auto":
+        return None
     if isinstance(value, str) or not all(name in TRANSPORTS for name in value):
-        raise ValueError(f"expected a list of names out of {', '.join(TRANSPORTS)}")
+        raise ValueError(f"expected auto, or a list of names out of {', '.join(TRANSPORTS)}")
     # comm works between any two workers: without a last resort a task could not end.
     return tuple(dict.fromkeys([*value, "comm"]))

@@ -29,7 +29,9 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.kernels import warm_up
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record, warn_client
 from dask_p2p.transports import make_transports
+from dask_p2p.transports.base import Transport
 from dask_p2p.transports.links import BlockRef, Links
+from dask_p2p.transports.probe import Probes, is_probe
 
 __all__ = ["P2PPlugin", "WorkerRuntime", "by_reference", "make_plugin"]
 
@@ -49,13 +51,15 @@ class WorkerHost:
         self.address: str = worker.address
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
         self.folder: str = worker.local_directory
+        self.encrypted_only: bool = bool(worker.security.require_encryption)
+        self.probes = Probes()
         self._worker = worker
         self._gone: set[str] = set()
         self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
 
     def block(self, key: Any) -> Any:
-        return self._worker.data[key]
+        return self.probes.block(key) if is_probe(key) else self._worker.data[key]
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         if address in self._gone:
@@ -92,19 +96,20 @@ class WorkerHost:
 class WorkerRuntime:
     """What tasks need of the worker that they run on."""
 
-    def __init__(self, worker: Worker, links: Links) -> None:
+    def __init__(self, worker: Worker, transports: Mapping[str, Transport]) -> None:
         self.address: str = worker.address
-        self.links = links
+        self.links = Links(transports, self.warn)
         self.records: deque[Record] = deque(maxlen=_RECORDS)
         self._worker = worker
         self._failed: OrderedDict[Any, int] = OrderedDict()
         self._lock = threading.Lock()
 
     def warn(self, text: str) -> None:
+        """Warn the user, wherever they are."""
         warn_client(self._worker, text, P2PWarning)
 
-    def serving(self, blocks: Mapping[Any, Any], options: Options) -> None:
-        for name in options.transports:
+    def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
+        for name in options.order(kind):
             self.links.transports[name].serving(blocks)
 
     def failed_attempts(self, key: Any) -> int:
@@ -141,7 +146,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self._worker = worker
         self._host = WorkerHost(worker)
         self._transports = make_transports(self._host, self.options)
-        self.runtime = WorkerRuntime(worker, Links(self._transports))
+        self.runtime = WorkerRuntime(worker, self._transports)
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
         if "cupy" in sys.modules:

@@ -38,7 +38,7 @@ class FakeTransport(Transport):
     in_place = False
 
     def __init__(self, name, log, part_bytes=None, ahead=1):
-        super().__init__(host=None)
+        super().__init__(host=None, options=None)
         self.name = name
         self.log = log
         self.fails = {}
@@ -49,10 +49,13 @@ class FakeTransport(Transport):
     def handlers(self):
         return {}
 
-    def obstacle(self, holder, kind):
+    def obstacle(self, holder, kind, dtype):
         return "far away" if holder == "far" and self.name == "quick" else None
 
-    def pacing(self, options):
+    def probe(self, holder, kind):
+        pass
+
+    def pacing(self, options, kind):
         return Pacing(self.part_bytes, self.ahead)
 
     def open(self, block, options):
@@ -90,14 +93,11 @@ class FakePeers:
     address = "b"
 
     def __init__(self, *transports):
-        self.links = Links({transport.name: transport for transport in transports})
         self.warnings = []
         self.served = []
+        self.links = Links({t.name: t for t in transports}, self.warnings.append)
 
-    def warn(self, text):
-        self.warnings.append(text)
-
-    def serving(self, blocks, options):
+    def serving(self, blocks, kind, options):
         self.served += blocks
 
 

@@ -60,16 +60,17 @@ def test_defaults_are_there_after_importing_the_package():
 def test_defaults():
     chosen = options()
     assert chosen.mode == "async"
-    assert chosen.transports == ("ipc", "comm")
+    assert chosen.order("cupy") == ("ipc", "ucx", "comm")
+    assert chosen.order("numpy") == ("comm",)
     assert chosen.comm_part_bytes == 16 * 2**20
     assert chosen.backoff_s == pytest.approx(0.05)
 
 
 def test_comm_is_always_the_last_resort():
     with dask.config.set({"p2p.transports.order": ["ipc"]}):
-        assert options().transports == ("ipc", "comm")
+        assert options().order("cupy") == options().order("numpy") == ("ipc", "comm")
     with dask.config.set({"p2p.transports.order": []}):
-        assert options().transports == ("comm",)
+        assert options().order("cupy") == ("comm",)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,10 @@ def test_comm_is_always_the_last_resort():
         ("mode", "asink", "expected one of async, sync"),
         ("attempts", 0, "at least 1"),
         ("attempts", True, "at least 1"),
-        ("transports.order", ["ipc", "pigeon"], "out of ipc, comm"),
-        ("transports.order", "ipc", "out of ipc, comm"),
+        ("transports.order", ["ipc", "pigeon"], "out of ipc, ucx, comm"),
+        ("transports.order", "ipc", "out of ipc, ucx, comm"),
+        ("transports.order", None, "expected auto, or a list"),
+        ("transports.ucx.allow-unencrypted", "perhaps", "true or false"),
         ("transports.comm.part-bytes", "0 B", "at least one byte"),
         ("transports.comm.part-bytes", "much", "like '16 MiB'"),
         ("timeouts.request", -1, "at least zero"),

@@ -85,7 +85,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "chunks", "axes", "to"), CASES)
-@pytest.mark.parametrize("order", [["ipc"], ["comm"]], ids=["ipc", "comm"])
+@pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_equals_numpy(client, shape, chunks, axes, to, order, mode):
     x = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape)
@@ -101,13 +101,35 @@ def test_equals_numpy(client, shape, chunks, axes, to, order, mode):
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "uint16", "float16", "float32", "int64", "complex64", "complex128"]
 )
-def test_every_item_size(client, dtype):
+@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+def test_every_item_size(client, dtype, transport):
     shape = (1030, 770)
     a = persisted(client, indexed_array(shape, (300, 770), dtype, kind="cupy"))
-    y = dask_p2p.transpose(a)
+    with dask.config.set({"p2p.transports.order": [transport]}):
+        y = persisted(client, dask_p2p.transpose(a))
     assert y.dtype == dtype
     assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-    assert transports(client, y) == {"ipc"}
+    assert transports(client, y) == {transport}
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "ucx"])
+def test_ucx_in_small_messages_whatever_dasks_protocol(protocol):
+    from distributed import Client
+
+    shape = (6000, 5000)
+    with (
+        dask.config.set(
+            {"p2p.transports.order": ["ucx"], "p2p.transports.ucx.part-bytes": "1 MiB"}
+        ),
+        dask_p2p.local_cluster(2, gpus=True, protocol=protocol, **POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, indexed_array(shape, (700, 5000), "f4", kind="cupy"))
+        for _ in range(5):
+            y = persisted(client, dask_p2p.transpose(a))
+            assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+            assert transports(client, y) == {"ucx"}
+            del y
 
 
 def test_blocks_of_any_memory_layout(client):
@@ -167,7 +189,7 @@ def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting)
         for _ in range(2):
             y = persisted(client, dask_p2p.transpose(a))
             np.testing.assert_array_equal(y.compute().get(), x.T)
-            assert transports(client, y) == {"comm"}
+            assert transports(client, y) <= {"ucx", "comm"}
             del y
         time.sleep(0.5)  # for warnings on their way
     ours = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
@@ -232,15 +254,20 @@ def test_spilled_inputs():
 
 
 @pytest.mark.parametrize("moment_s", [0.0, 0.05])
-def test_a_killed_worker(moment_s):
+@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+def test_a_killed_worker(moment_s, transport):
     from distributed import Client
 
     shape = (20000, 20000)
-    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
+    with (
+        dask.config.set({"p2p.transports.order": [transport]}),
+        dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster,
+        Client(cluster) as client,
+    ):
         a = persisted(client, indexed_array(shape, (2500, 20000), "f4", kind="cupy"))
         pid = next(iter(client.run(os.getpid).values()))
         y = client.persist(dask_p2p.transpose(a))
-        time.sleep(moment_s)
+        time.sleep(moment_s + (0.3 if transport == "ucx" else 0))  # UCX has to start
         os.kill(pid, signal.SIGKILL)
         wrong = client.compute(count_wrong(y, shape, (1, 0), kind="cupy"))
         assert int(wrong.result(timeout=120)) == 0

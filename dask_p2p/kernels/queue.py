@@ -21,6 +21,7 @@ from dask_p2p.kernels._geometry import reduce_copy
 __all__ = ["SLOTS", "DeviceQueue", "HostQueue", "Pitch", "Queue", "pitched", "queue_for"]
 
 SLOTS = 3  # one is filled, one is emptied, one waits for either
+_MOST_UNREAD = 2  # arrays that came from elsewhere, and are kept for kernels that are queued
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 
@@ -72,13 +73,16 @@ class Queue(Protocol):
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """Return a new C-ordered array of the queue's kind, its values undefined."""
 
-    def adopt(self, array: Any) -> Any:
-        """Return the array as one of the queue's kind: itself if it is."""
-
     def permute(self, dst: Any, src: Any, axes: Sequence[int], *, aside: bool = False) -> None:
         """Do ``dst[...] = src.transpose(axes)`` after what was queued before.
 
         Aside: in no order with the rest, beside it where there is room.
+        """
+
+    def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+        """Do the same with an array of either kind that is nobody else's.
+
+        The caller can let go of it at once: it is kept until it has been read.
         """
 
     def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
@@ -108,11 +112,11 @@ class HostQueue:
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._kernel.empty(shape, dtype)
 
-    def adopt(self, array: Any) -> Any:
-        return array if isinstance(array, np.ndarray) else array.get()
-
     def permute(self, dst: Any, src: Any, axes: Sequence[int], *, aside: bool = False) -> None:
         self._kernel.permute_into(dst, src, axes)
+
+    def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+        self.permute(dst, src if isinstance(src, np.ndarray) else src.get(), axes)
 
     def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
         self.permute(dst, src, axes)
@@ -156,6 +160,7 @@ class DeviceQueue:
             streams[device] = tuple(make(non_blocking=True) for _ in range(3))
         self._all = self._stream, self._copies, self._aside = streams[device]
         self._slots: deque[_Slot] = deque()  # the one that has waited longest first
+        self._unread: deque[tuple[Any, Any]] = deque()  # events, and what is read until then
         self._wait_for_null_stream()
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
@@ -166,15 +171,21 @@ class DeviceQueue:
         self._wait_for_null_stream()
         return array
 
-    def adopt(self, array: Any) -> Any:
-        if not isinstance(array, np.ndarray):
-            return array
-        with self._stream:
-            return self._cupy.asarray(array)
-
     def permute(self, dst: Any, src: Any, axes: Sequence[int], *, aside: bool = False) -> None:
         stream = self._aside if aside else self._stream
         self._kernel.permute_into(dst, src, axes, stream=stream, gently=self._gently)
+
+    def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+        if isinstance(src, np.ndarray):
+            with self._stream:
+                src = self._cupy.asarray(src)
+        self.permute(dst, src, axes)
+        # Its memory may be another's as soon as it is let go of: not before the kernel has read it.
+        read = self._cupy.cuda.Event(disable_timing=True)
+        read.record(self._stream)
+        self._unread.append((read, src))
+        while len(self._unread) > _MOST_UNREAD or (self._unread and self._unread[0][0].done):
+            self._unread.popleft()[0].synchronize()
 
     def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
         pitch = pitched(src.shape, src.strides, src.itemsize)
@@ -195,6 +206,7 @@ class DeviceQueue:
     def synchronize(self) -> None:
         for stream in self._all:
             stream.synchronize()
+        self._unread.clear()
 
     def _next_slot(self, slot_bytes: int) -> _Slot:
         """Return a slot that can be filled after what the copies' stream waits for."""

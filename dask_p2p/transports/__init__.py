@@ -9,11 +9,13 @@ from dask_p2p.config import Options
 from dask_p2p.transports.base import Host, Transport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.ucx import UcxTransport
 
 __all__ = ["make_transports"]
+
+_CLASSES = (IpcTransport, UcxTransport, CommTransport)
 
 
 def make_transports(host: Host, options: Options) -> dict[str, Transport]:
     """Make every transport of a worker, by name."""
-    transports: list[Transport] = [IpcTransport(host, options.ipc_retain_s), CommTransport(host)]
-    return {transport.name: transport for transport in transports}
+    return {transport.name: transport(host, options) for transport in _CLASSES}

@@ -28,8 +28,10 @@ from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
 
 from dask_p2p.config import Options
 from dask_p2p.errors import (
@@ -39,9 +41,12 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.kernels import kernel_for
-from dask_p2p.layout import Box
+from dask_p2p.layout import Box, box_slices
+from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 
 __all__ = [
+    "GRACE_S",
+    "MEET_S",
     "BlockSpec",
     "Handler",
     "Host",
@@ -51,12 +56,20 @@ __all__ = [
     "ask",
     "check_block",
     "check_reply",
+    "cut",
+    "dtype_text",
     "mismatch",
     "refuse",
 ]
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
+#: How long to wait for a worker that is met for the first time.
+MEET_S = 10.0
+#: Transports keep their deadlines themselves; this much later something is wrong with them.
+GRACE_S = 10.0
+
+_BYTE = np.dtype("u1")
 _T = TypeVar("_T")
 
 
@@ -68,6 +81,7 @@ class BlockSpec:
     holder: str  # address of the worker that holds it
     shape: tuple[int, ...]
     dtype: Any  # numpy.dtype
+    kind: str  # that is wanted here: "numpy" or "cupy"
 
     def __str__(self) -> str:
         return f"block {self.key!r} of {self.holder}"
@@ -87,9 +101,10 @@ class Host(Protocol):
     address: str
     loop: AbstractEventLoop
     folder: str  # of this worker's own; it goes when the worker goes
+    encrypted_only: bool  # whether nothing may leave this process unencrypted
 
     def block(self, key: Any) -> Any:
-        """Return the block with this key; `KeyError` if it is not here.
+        """Return the block with this key, which may be a probe's; `KeyError` if it is not here.
 
         It may be read from disk, so this is nothing for the event loop.
         """
@@ -120,26 +135,51 @@ class RemoteBlock(ABC):
 
 
 class Transport(ABC):
-    """One way for regions to get from worker to worker."""
+    """One way for regions to get from worker to worker.
+
+    Parameters
+    ----------
+    host
+        The worker that this transport lives on.
+    options
+        The worker's own, for what does not depend on a task.
+    """
 
     name: ClassVar[str]
 
     #: Whether arrays lie in the holder's memory rather than in a copy of the reader's own.
     in_place: ClassVar[bool] = False
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, options: Options) -> None:
         self.host = host
+        self.options = options
 
     @abstractmethod
     def handlers(self) -> Mapping[str, Handler]:
         """RPC handlers of the holder's side, by the name of their operation."""
 
     @abstractmethod
-    def obstacle(self, holder: str, kind: str) -> str | None:
-        """Why blocks of this kind ("numpy", "cupy") cannot come from `holder`; None if they can."""
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+        """Why blocks of this kind ("numpy", "cupy") cannot come from `holder`; None if they may."""
+
+    def probe(self, holder: str, kind: str) -> None:
+        """Bring a small known block from `holder`; raise `TransferError` if that fails.
+
+        What is opened for it stays open.
+        """
+        timeouts = replace(self.options, request_timeout_s=MEET_S)
+        block = BlockSpec(probe_key(kind), holder, (PROBE_BYTES,), _BYTE, kind)
+        remote = self.open(block, timeouts)
+        try:
+            region = remote.request(((0, PROBE_BYTES),)).result(MEET_S + GRACE_S)
+            check_probe(region, kind)
+        except TimeoutError:
+            raise TransferError(f"{self.name}: no word of the event loop") from None
+        finally:
+            remote.close()
 
     @abstractmethod
-    def pacing(self, options: Options) -> Pacing:
+    def pacing(self, options: Options, kind: str) -> Pacing:
         """In what parts, and how many of them at a time, regions should be asked for."""
 
     @abstractmethod
@@ -188,6 +228,37 @@ def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None)
     if tuple(array.shape) != tuple(shape) or (dtype is not None and array.dtype != dtype):
         declared = f"{tuple(shape)}" if dtype is None else f"{dtype} {tuple(shape)}"
         raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")
+
+
+def cut(host: Host, key: Any, box: Any, shape: Any) -> Any:
+    """Return the region of a block that a reader asks for, as a view; what it sent is checked.
+
+    Raises
+    ------
+    KeyError
+        If the block is not here.
+    BlockMismatchError, UnsupportedArrayError
+        If it is not of the shape that the reader expects, or has more than its bytes.
+    TypeError, ValueError
+        If the request makes no sense.
+    """
+    box = tuple((int(start), int(stop)) for start, stop in box)
+    block = host.block(key)
+    check_block(block, key, tuple(shape))
+    if len(box) != block.ndim or any(
+        not 0 <= start <= stop <= length
+        for (start, stop), length in zip(box, block.shape, strict=True)
+    ):
+        raise ValueError(f"box {box} does not lie in a block of shape {block.shape}")
+    return block[box_slices(box)]
+
+
+def dtype_text(dtype: Any) -> str:
+    """Return a dtype as text that is the same for equal ones.
+
+    It is for comparing: NumPy's dtypes cannot all be made from text again.
+    """
+    return f"{dtype.name} {dtype.str}"
 
 
 def mismatch(block: Any, declared: Any, real: Any) -> BlockMismatchError:

@@ -18,7 +18,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import queue_for
-from dask_p2p.layout import Box, box_shape, box_slices
+from dask_p2p.layout import Box, box_shape
 from dask_p2p.transports.base import (
     BlockSpec,
     Handler,
@@ -27,8 +27,8 @@ from dask_p2p.transports.base import (
     RemoteBlock,
     Transport,
     ask,
-    check_block,
     check_reply,
+    cut,
     mismatch,
     refuse,
 )
@@ -43,17 +43,20 @@ class CommTransport(Transport):
 
     name: ClassVar[str] = "comm"
 
-    def __init__(self, host: Host) -> None:
-        super().__init__(host)
+    def __init__(self, host: Host, options: Options) -> None:
+        super().__init__(host, options)
         self._closed = False
 
     def handlers(self) -> Mapping[str, Handler]:
         return {_OP: self._serve}
 
-    def obstacle(self, holder: str, kind: str) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
         return None
 
-    def pacing(self, options: Options) -> Pacing:
+    def probe(self, holder: str, kind: str) -> None:
+        """Nothing to prove: it is the last resort, and what Dask itself uses all the time."""
+
+    def pacing(self, options: Options, kind: str) -> Pacing:
         return Pacing(options.comm_part_bytes, options.comm_parts_in_flight)
 
     def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
@@ -67,22 +70,14 @@ class CommTransport(Transport):
         if self._closed:
             return {"status": "error", "message": "the worker is closing"}
         try:
-            box = tuple((int(start), int(stop)) for start, stop in box)
-            region = await self.host.offload(self._pack, key, box, tuple(shape))
+            region = await self.host.offload(self._pack, key, box, shape)
         except Exception as exc:
             return refuse(exc)
         return {"status": "ok", "data": to_serialize(region)}
 
-    def _pack(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
-        block = self.host.block(key)
-        check_block(block, key, shape)
-        if len(box) != block.ndim or any(
-            not 0 <= start <= stop <= length
-            for (start, stop), length in zip(box, block.shape, strict=True)
-        ):
-            raise ValueError(f"box {box} does not lie in a block of shape {block.shape}")
-        region = block[box_slices(box)]
-        kind = kernel_for(block).name
+    def _pack(self, key: Any, box: Any, shape: Any) -> Any:
+        region = cut(self.host, key, box, shape)
+        kind = kernel_for(region).name
         if kind == "numpy" and region.flags.c_contiguous:
             return region
         queue = queue_for(kind)

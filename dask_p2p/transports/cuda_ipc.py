@@ -5,6 +5,7 @@ CuPy and cuda-bindings are imported when a function is called, never with this m
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ __all__ = [
     "Mappings",
     "Place",
     "array_at",
+    "current_device",
     "empty",
     "export",
     "gpu_uuid",
@@ -48,6 +50,18 @@ def gpu_uuid() -> str:
         return _uuid(cupy.cuda.runtime.getDevice())
     except Exception:  # no CuPy, no driver, no device: CuPy has no common class for them
         return ""
+
+
+def current_device() -> int | None:
+    """Return the number of this process' GPU; None without one, or if CuPy is not loaded."""
+    if "cupy" not in sys.modules:
+        return None
+    import cupy
+
+    try:
+        return int(cupy.cuda.runtime.getDevice())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return None
 
 
 def _uuid(device: int) -> str:

@@ -28,6 +28,7 @@ from dask_p2p.kernels.queue import SLOTS
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import (
+    MEET_S,
     BlockSpec,
     Handler,
     Host,
@@ -37,6 +38,7 @@ from dask_p2p.transports.base import (
     ask,
     check_block,
     check_reply,
+    dtype_text,
     mismatch,
     refuse,
 )
@@ -49,7 +51,6 @@ logger = logging.getLogger(__name__)
 _PEER_OP = "p2p_ipc_peer"
 _POST_OP = "p2p_ipc_post"
 _SWEEP_S = 0.1
-_MEET_S = 10.0  # how long to wait for a worker that is asked where it runs
 _CLOSE_S = 5.0  # how long closing waits for readers
 _POLL_S = 20e-6
 
@@ -67,23 +68,13 @@ class _Peer:
 
 
 class IpcTransport(Transport):
-    """Blocks of other processes of this host, mapped by CUDA IPC.
-
-    Parameters
-    ----------
-    host
-        The worker that this transport lives on.
-    retain_s
-        How long a posted block is kept in device memory when nobody reads it and Dask itself
-        would not keep it there.
-    """
+    """Blocks of other processes of this host, mapped by CUDA IPC."""
 
     name: ClassVar[str] = "ipc"
     in_place: ClassVar[bool] = True
 
-    def __init__(self, host: Host, retain_s: float) -> None:
-        super().__init__(host)
-        self._retain_s = retain_s
+    def __init__(self, host: Host, options: Options) -> None:
+        super().__init__(host, options)
         self._board = Board(host.folder)
         self._mappings = cuda_ipc.Mappings()
         self._peers: dict[str, tuple[_Peer, str | None]] = {}  # by holder, with the obstacle
@@ -93,7 +84,7 @@ class IpcTransport(Transport):
 
     # --- the reader's side, in task threads ---
 
-    def obstacle(self, holder: str, kind: str) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
         if kind != "cupy":
             return f"ipc moves CuPy blocks, not {kind}"
         try:
@@ -101,7 +92,7 @@ class IpcTransport(Transport):
         except TransferError as exc:
             return str(exc)
 
-    def pacing(self, options: Options) -> Pacing:
+    def pacing(self, options: Options, kind: str) -> Pacing:
         # What is requested is there at once; a part is what passes through a slot of the queue.
         part_bytes = options.ipc_staging_bytes // SLOTS
         return Pacing(part_bytes or None, parts_in_flight=0)
@@ -131,7 +122,7 @@ class IpcTransport(Transport):
         """
         known = self._peers.get(holder)
         if known is None:
-            reply = self._ask(holder, _PEER_OP, _MEET_S, "where it runs")
+            reply = self._ask(holder, _PEER_OP, MEET_S, "where it runs")
             try:
                 peer = _Peer(**reply["peer"])
             except (TypeError, KeyError) as exc:
@@ -236,7 +227,7 @@ class IpcTransport(Transport):
             key=repr(key),
             shape=tuple(block.shape),
             strides=tuple(block.strides),
-            dtype=_dtype_text(block.dtype),
+            dtype=dtype_text(block.dtype),
             handle=place.handle,
             buffer_id=place.buffer_id,
             offset_bytes=place.offset_bytes,
@@ -250,7 +241,7 @@ class IpcTransport(Transport):
 
     def _sweep(self) -> None:
         self._sweeping = None
-        if self._board.sweep(self._retain_s):
+        if self._board.sweep(self.options.ipc_retain_s):
             self._sweep_later()
 
 
@@ -281,7 +272,7 @@ class _Posted:
             raise TransferError(f"ipc: the notice of {block} cannot be read: {exc}") from exc
         if posted.key != repr(block.key):
             raise TransferError(f"ipc: the notice of {block} is that of {posted.key}")
-        if posted.shape != tuple(block.shape) or posted.dtype != _dtype_text(block.dtype):
+        if posted.shape != tuple(block.shape) or posted.dtype != dtype_text(block.dtype):
             declared = f"{block.dtype} {block.shape}"
             raise mismatch(block, declared, f"{posted.dtype} {posted.shape}")
         return posted
@@ -358,7 +349,3 @@ def _obstacle(here: _Peer, there: _Peer) -> str | None:
     if here.pid == there.pid:
         return "they share a process, which cannot open its own handles"
     return cuda_ipc.peer_obstacle(there.gpu)
-
-
-def _dtype_text(dtype: Any) -> str:
-    return f"{dtype.str} {dtype.name}"

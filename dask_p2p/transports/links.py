@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.transports.base import Transport
 
 __all__ = ["BlockRef", "Links", "Way"]
@@ -38,51 +40,87 @@ class Links:
     ----------
     transports
         All transports of this worker, by name.
+    warn
+        Tells the user something, wherever they are. Workers that find the same say the same.
     """
 
-    def __init__(self, transports: Mapping[str, Transport]) -> None:
+    def __init__(self, transports: Mapping[str, Transport], warn: Callable[[str], None]) -> None:
         self.transports = transports
+        self._warn = warn
         self._broken: dict[tuple[str, str], str] = {}  # (holder, transport) -> why
+        self._proved: set[tuple[str, str, str]] = set()  # (holder, transport, kind) that worked
         self._warned: set[str] = set()  # texts
         self._lock = threading.Lock()
+        self._proving: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
-    def ways(self, ref: BlockRef, kind: str, order: tuple[str, ...]) -> list[Way]:
-        """Return the ways to bring a block of this kind here, best first."""
+    def ways(self, ref: BlockRef, kind: str, dtype: Any, order: tuple[str, ...]) -> list[Way]:
+        """Return the ways to bring a block here, best first.
+
+        Parameters
+        ----------
+        ref
+            The block.
+        kind, dtype
+            Of its elements: "numpy" or "cupy", and `numpy.dtype`.
+        order
+            Names of the transports that may be used, best first.
+        """
         ways = []
         for holder in ref.holders:
             open_ = [
                 Way(holder, transport)
                 for transport in (self.transports[name] for name in order)
-                if transport.obstacle(holder, kind) is None
+                if transport.obstacle(holder, kind, dtype) is None
             ]
+            working = [way for way in open_ if self._works(way, kind, last=way is open_[-1])]
             # Where everything has failed before, everything is tried again.
-            working = [way for way in open_ if (holder, way.transport.name) not in self._broken]
             ways.extend(working or open_)
         return ways
 
-    def report_failure(self, way: Way, error: Exception, last: bool) -> str | None:
+    def _works(self, way: Way, kind: str, last: bool) -> bool:
+        """Tell whether a way works, as far as is known; the first time, by trying it."""
+        pair = (way.holder, way.transport.name)
+        if (*pair, kind) in self._proved or pair in self._broken:
+            return pair not in self._broken
+        with self._proving[pair]:
+            if (*pair, kind) not in self._proved and pair not in self._broken:
+                try:
+                    way.transport.probe(way.holder, kind)
+                except BlockUnavailableError:
+                    return True  # it does not answer: no word about the way
+                except TransferError as exc:
+                    self.report_failure(way, exc, last)
+                    return last
+                self._proved.add((*pair, kind))
+        return pair not in self._broken
+
+    def report_failure(self, way: Way, error: Exception, last: bool) -> None:
         """Note that a way failed; unless it was the last one, it is not tried again.
 
-        Returns the text of a warning, the first time that there is this reason: the same text on
-        all workers, so that a user sees it once.
+        The user is warned the first time that there is this reason.
         """
         name = way.transport.name
         with self._lock:
             if last or (way.holder, name) in self._broken:
-                return None
+                return
             self._broken[way.holder, name] = str(error)
             logger.warning("%s from %s failed: %s", name, way.holder, error)
             reason = getattr(error, "reason", str(error))
             text = f"dask_p2p: {name} fails, another transport is used instead: {reason}"
             if text in self._warned:
-                return None
+                return
             self._warned.add(text)
-            return text
+        self._warn(text)
+
+    def failure(self, holder: str, transport: str) -> str | None:
+        """Why a transport is not used any more for a holder; None if it did not fail."""
+        return self._broken.get((holder, transport))
 
     def forget(self, holder: str) -> None:
         """Drop what was learnt about a worker that has left."""
         with self._lock:
             for pair in [pair for pair in self._broken if pair[0] == holder]:
                 del self._broken[pair]
+            self._proved = {proof for proof in self._proved if proof[0] != holder}
         for transport in self.transports.values():
             transport.forget(holder)

@@ -70,6 +70,7 @@ def test_the_host_queue_is_done_when_it_returns():
         queue.permute,
         lambda *args: queue.permute(*args, aside=True),
         lambda *args: queue.permute_from_peer(*args, 100),
+        queue.permute_and_drop,
     ):
         dst = queue.empty((3, 2), src.dtype)
         do(dst, src, (1, 0))
@@ -77,15 +78,15 @@ def test_the_host_queue_is_done_when_it_returns():
     queue.synchronize()
 
 
-def test_adopting_brings_device_arrays_to_the_host():
+def test_the_host_queue_takes_arrays_of_a_device():
     class OnDevice:
         def get(self):
-            return np.ones(3)
+            return np.arange(3)
 
     queue = HostQueue()
-    array = np.zeros(2)
-    assert queue.adopt(array) is array
-    assert queue.adopt(OnDevice()).tolist() == [1, 1, 1]
+    dst = queue.empty((3,), int)
+    queue.permute_and_drop(dst, OnDevice(), (0,))
+    assert dst.tolist() == [0, 1, 2]
 
 
 @pytest.mark.gpu
@@ -106,9 +107,32 @@ def test_the_device_queue(shape, slot_bytes):
         queue.permute(dst, src, axes, aside=True)
         results.append(dst)
         dst = queue.empty(shape[::-1], "f4")
-        queue.permute(dst, queue.adopt(src.get()), axes)
+        queue.permute_and_drop(dst, src.get(), axes)
+        results.append(dst)
+        dst = queue.empty(shape[::-1], "f4")
+        queue.permute_and_drop(dst, src.copy(), axes)
         results.append(dst)
     queue.synchronize()
     expected = src.get().transpose(axes)
     for dst in results:
         np.testing.assert_array_equal(dst.get(), expected)
+
+
+@pytest.mark.gpu
+def test_what_was_dropped_is_kept_until_it_is_read():
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    queue = queue_for("cupy")
+    side = 8192
+    dst = queue.empty((side, side), "f8")
+    busy = [cupy.ones((side, side)) for _ in range(2)]
+    for _ in range(20):  # kernels that the one to come has to wait for
+        queue.permute(busy[0], busy[1], (1, 0))
+    queue.permute_and_drop(dst, cupy.zeros((side, side)), (1, 0))
+    # The pool would give out the same memory again.
+    again = cupy.cuda.alloc(side * side * 8)
+    with cupy.cuda.Stream(non_blocking=True):
+        cupy.ndarray((side, side), "f8", again)[...] = 7
+    queue.synchronize()
+    assert not dst.any()

@@ -33,7 +33,7 @@ class Conformance:
     options = options()
 
     def open(self, setup, key, array, **changes):
-        spec = BlockSpec(key, setup.holder, array.shape, array.dtype)
+        spec = BlockSpec(key, setup.holder, array.shape, array.dtype, setup.kind)
         return setup.reader.open(replace(spec, **changes), self.options)
 
     def read(self, setup, key, array, box):
@@ -50,7 +50,7 @@ class Conformance:
         return ("x-1", 0, 0), array
 
     def test_there_is_no_obstacle(self, setup):
-        assert setup.reader.obstacle(setup.holder, setup.kind) is None
+        assert setup.reader.obstacle(setup.holder, setup.kind, np.dtype("f8")) is None
 
     @pytest.mark.parametrize(
         "box",

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from distributed.protocol import dumps, loads
 
+from dask_p2p.transports.probe import Probes, is_probe
+
 
 class EventLoop:
     """An event loop in a thread, as a worker has one."""
@@ -44,6 +46,8 @@ class LoopbackHost:
         self.address = address
         self.loop = loop
         self.folder = str(folder)
+        self.encrypted_only = False
+        self.probes = Probes()
         self.blocks = {}
         self.handlers = {}
         self.calls = []  # operations that were called here
@@ -53,7 +57,7 @@ class LoopbackHost:
         network[address] = self
 
     def block(self, key):
-        return self.blocks[key]
+        return self.probes.block(key) if is_probe(key) else self.blocks[key]
 
     async def call(self, address, op, **kwargs):
         if address not in self._network:

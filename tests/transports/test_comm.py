@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from distributed.protocol import to_serialize
 
+from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.transports.base import BlockSpec
 from dask_p2p.transports.comm import CommTransport
@@ -27,7 +28,7 @@ def setup(loop, tmp_path):
     network = {}
     here = LoopbackHost("reader", loop.loop, network, tmp_path)
     there = LoopbackHost("holder", loop.loop, network, tmp_path)
-    reader, serving = CommTransport(here), CommTransport(there)
+    reader, serving = CommTransport(here, options()), CommTransport(there, options())
     there.handlers.update(serving.handlers())
 
     def drop(key):
@@ -85,7 +86,7 @@ class TestComm(Conformance):
         key, array = block
         setup.host.delay_s = 5
         start_s = time.monotonic()
-        spec = BlockSpec(key, setup.holder, array.shape, array.dtype)
+        spec = BlockSpec(key, setup.holder, array.shape, array.dtype, setup.kind)
         remote = setup.reader.open(spec, replace(self.options, request_timeout_s=0.1))
         with pytest.raises(TransferError, match=r"no answer of holder .* within 0\.1 s"):
             remote.request(((0, 1), (0, 1))).result(4)

@@ -6,14 +6,18 @@ import asyncio
 import multiprocessing
 import os
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from dask_p2p.config import options
 from dask_p2p.transports.ipc import IpcTransport, _obstacle, _Peer
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
+
+OPTIONS = replace(options(), ipc_retain_s=60.0)
 
 
 def hold(connection, folder):
@@ -23,7 +27,7 @@ def hold(connection, folder):
 
     loop = EventLoop()
     host = LoopbackHost("holder", loop.loop, {}, folder)
-    transport = IpcTransport(host, retain_s=60.0)
+    transport = IpcTransport(host, OPTIONS)
     host.handlers.update(transport.handlers())
     while (order := connection.recv()) is not None:
         what, args = order
@@ -119,7 +123,7 @@ def pair(loop, tmp_path_factory):
 @pytest.fixture
 def setup(pair, loop, tmp_path_factory):
     here, there = pair
-    reader = IpcTransport(here, retain_s=60.0)
+    reader = IpcTransport(here, OPTIONS)
     there.calls.clear()
     closed = []
 
@@ -144,14 +148,14 @@ def setup(pair, loop, tmp_path_factory):
 @pytest.mark.filterwarnings("default")
 class TestIpc(Conformance):
     def open(self, setup, key, array, **changes):
-        assert setup.reader.obstacle(setup.holder, setup.kind) is None
+        assert setup.reader.obstacle(setup.holder, setup.kind, np.dtype("f8")) is None
         return super().open(setup, key, array, **changes)
 
     # The holder is one process for all tests: this one, which ends it, comes last (see below).
     test_a_holder_that_is_closing_refuses = None
 
     def test_numpy_blocks_are_not_for_ipc(self, setup):
-        assert "not numpy" in setup.reader.obstacle(setup.holder, "numpy")
+        assert "not numpy" in setup.reader.obstacle(setup.holder, "numpy", np.dtype("f8"))
 
     def test_what_is_posted_need_not_be_asked_for(self, setup, block):
         key, array = block

@@ -1,32 +1,58 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
+import threading
 
+import numpy as np
 import pytest
 
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.transports.links import BlockRef, Links
+
+DTYPE = np.dtype("f4")
+
+
+class FakeTransport:
+    def __init__(self, name, obstacles):
+        self.name = name
+        self.obstacles = obstacles  # by (holder, kind)
+        self.fails = {}  # by holder: what a probe raises
+        self.probed = []
+        self.forgotten = []
+
+    def obstacle(self, holder, kind, dtype):
+        assert dtype == DTYPE
+        return self.obstacles.get((holder, kind))
+
+    def probe(self, holder, kind):
+        self.probed.append((holder, kind))
+        if holder in self.fails:
+            raise self.fails[holder]
+
+    def forget(self, holder):
+        self.forgotten.append(holder)
 
 
 @pytest.fixture
-def links():
-    def transport(name, obstacles):
-        return SimpleNamespace(
-            name=name,
-            obstacle=lambda holder, kind: obstacles.get((holder, kind)),
-            forget=lambda holder: None,
-        )
+def said():
+    return []
 
-    return Links(
-        {
-            "ipc": transport("ipc", {("a", "numpy"): "no GPU", ("far", "cupy"): "another host"}),
-            "comm": transport("comm", {}),
-        }
-    )
+
+@pytest.fixture
+def ipc():
+    return FakeTransport("ipc", {("a", "numpy"): "no GPU", ("far", "cupy"): "another host"})
+
+
+@pytest.fixture
+def links(ipc, said):
+    return Links({"ipc": ipc, "comm": FakeTransport("comm", {})}, said.append)
+
+
+def found(links, holders, kind="cupy", order=("ipc", "comm")):
+    return links.ways(BlockRef("k", holders), kind, DTYPE, order)
 
 
 def ways(links, holders, kind="cupy", order=("ipc", "comm")):
-    return [(w.holder, w.transport.name) for w in links.ways(BlockRef("k", holders), kind, order)]
+    return [(way.holder, way.transport.name) for way in found(links, holders, kind, order)]
 
 
 def test_best_first_holder_by_holder(links):
@@ -39,22 +65,75 @@ def test_obstacles_and_order(links):
     assert ways(links, ("a",), order=("comm",)) == [("a", "comm")]
 
 
-def test_a_failure_is_reported_once_and_kept_to_its_holder(links):
-    way = links.ways(BlockRef("k", ("a",)), "cupy", ("ipc", "comm"))[0]
+def test_a_failure_is_reported_once_and_kept_to_its_holder(links, said):
     error = TransferError("ipc: a could not send block k: why", reason="why")
-    said = links.report_failure(way, error, last=False)
-    assert said == "dask_p2p: ipc fails, another transport is used instead: why"
-    assert links.report_failure(way, TransferError("why"), last=False) is None
+    links.report_failure(found(links, ("a",))[0], error, last=False)
+    assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
+    assert links.failure("a", "ipc") == str(error)
     assert ways(links, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
-    other = links.ways(BlockRef("k", ("b",)), "cupy", ("ipc", "comm"))[0]
-    assert links.report_failure(other, TransferError("of b", reason="why"), last=False) is None
+    links.report_failure(found(links, ("b",))[0], TransferError("of b", reason="why"), last=False)
+    assert len(said) == 1
     assert ways(links, ("b",)) == [("b", "comm")]
     links.forget("a")
+    assert links.failure("a", "ipc") is None
     assert ways(links, ("a",)) == [("a", "ipc"), ("a", "comm")]
 
 
 def test_the_last_way_is_always_tried_again(links):
     for name in ("ipc", "comm"):
-        way = next(w for w in links.ways(BlockRef("k", ("a",)), "cupy", (name,)) if w.holder == "a")
+        way = next(w for w in found(links, ("a",), order=(name,)) if w.holder == "a")
         links.report_failure(way, TransferError("why"), last=name == "comm")
     assert ways(links, ("a",)) == [("a", "comm")]
+
+
+def test_a_way_is_proved_once_for_each_holder_and_kind(links, ipc):
+    for _ in range(3):
+        ways(links, ("a", "b"))
+    assert ipc.probed == [("a", "cupy"), ("b", "cupy")]
+    ways(links, ("b",), "numpy")
+    assert ipc.probed == [("a", "cupy"), ("b", "cupy"), ("b", "numpy")]
+    links.forget("b")
+    ways(links, ("a", "b"))
+    assert ipc.probed[3:] == [("b", "cupy")]
+    assert ipc.forgotten == ["b"]
+
+
+def test_threads_that_need_a_way_at_once_prove_it_once(links, ipc):
+    started, go_on = threading.Event(), threading.Event()
+    original = ipc.probe
+
+    def probe(holder, kind):
+        original(holder, kind)
+        started.set()
+        assert go_on.wait(10)
+
+    ipc.probe = probe
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(ways(links, ("a",)))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    assert started.wait(10)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert results == [[("a", "ipc"), ("a", "comm")]] * 3
+    assert ipc.probed == [("a", "cupy")]
+
+
+def test_a_way_that_fails_its_proof_is_not_used(links, ipc, said):
+    ipc.fails["a"] = TransferError("it came changed")
+    assert ways(links, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
+    assert said == ["dask_p2p: ipc fails, another transport is used instead: it came changed"]
+    ways(links, ("a",))
+    assert ipc.probed == [("a", "cupy"), ("b", "cupy")]
+
+
+def test_a_holder_that_does_not_answer_proves_nothing(links, ipc, said):
+    ipc.fails["a"] = BlockUnavailableError("no answer")
+    assert ways(links, ("a",)) == [("a", "ipc"), ("a", "comm")]
+    assert said == []
+    del ipc.fails["a"]
+    ways(links, ("a",))
+    assert ipc.probed == [("a", "cupy"), ("a", "cupy")]

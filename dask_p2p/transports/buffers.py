@@ -1,0 +1,102 @@
+"""Memory that is used again and again for regions on their way, in host or device memory.
+
+New memory is dear where another library writes to it. Pages of the host fault at their first touch.
+On a GPU, what a pool hands out may still be written by kernels that were queued before its last
+owner let go, and a library that follows no stream would have to wait for the whole device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from math import prod
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Buffers"]
+
+_GRANULE_BYTES = 2**16  # sizes are powers of two from here on, so that few differ
+
+
+class Buffers:
+    """A pool of buffers, of the kind "numpy" or "cupy".
+
+    A buffer is taken as an array, and comes back when that array and all its views are gone. So
+    whoever lets go of the last one must be done with it, kernels included.
+
+    Parameters
+    ----------
+    kind
+        Of the arrays.
+    idle_bytes
+        Kept for later at most.
+    """
+
+    def __init__(self, kind: str, idle_bytes: int) -> None:
+        self.kind = kind
+        self.idle_limit_bytes = idle_bytes
+        self._idle: defaultdict[int, deque[Any]] = defaultdict(deque)  # by size
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that are kept, and not in use."""
+        return sum(size * len(kept) for size, kept in list(self._idle.items()))
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return a C-ordered array whose values are undefined."""
+        dtype = np.dtype(dtype)
+        nbytes = prod(shape) * dtype.itemsize
+        size_bytes = max(_GRANULE_BYTES, 1 << (nbytes - 1).bit_length())
+        try:
+            memory = self._idle[size_bytes].pop()
+        except IndexError:
+            memory = _allocate(self.kind, size_bytes)
+        lent = _lend(self.kind, memory, self, size_bytes)
+        return lent[:nbytes].view(dtype).reshape(shape)
+
+    def clear(self) -> None:
+        """Let go of what is not in use."""
+        self._idle.clear()
+
+    def _give_back(self, size_bytes: int, memory: Any) -> None:
+        # Called wherever the last view dies, perhaps in the middle of a garbage collection: no
+        # locks here. Two that come at once may both stay; that is one buffer too many.
+        if self.idle_bytes + size_bytes <= self.idle_limit_bytes:
+            self._idle[size_bytes].append(memory)
+
+
+class _Owner:
+    """What the views of a lent buffer keep alive; NumPy asks it where the memory is."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        interface: dict[str, Any] = self.memory.__array_interface__
+        return interface
+
+
+def _allocate(kind: str, size_bytes: int) -> Any:
+    if kind == "numpy":
+        return np.empty(size_bytes, np.uint8)
+    import cupy
+
+    memory = cupy.cuda.alloc(size_bytes)
+    # Whatever its last owner queued on it must be over: who writes next may follow no stream.
+    cupy.cuda.runtime.deviceSynchronize()
+    return memory
+
+
+def _lend(kind: str, memory: Any, buffers: Buffers, size_bytes: int) -> Any:
+    """Return an array of bytes whose owner gives the memory back when it dies."""
+    owner = _Owner(memory)
+    back = weakref.finalize(owner, buffers._give_back, size_bytes, memory)
+    back.atexit = False
+    if kind == "numpy":
+        return np.asarray(owner)
+    import cupy
+
+    unowned = cupy.cuda.UnownedMemory(memory.ptr, size_bytes, owner, memory.device_id)
+    return cupy.ndarray((size_bytes,), np.uint8, cupy.cuda.MemoryPointer(unowned, 0))

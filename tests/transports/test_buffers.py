@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from dask_p2p.transports.buffers import Buffers
+
+KIB = 2**10
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i1", "c16", [("a", "i1"), ("b", ">f8")], "M8[s]"])
+@pytest.mark.parametrize("shape", [(), (3, 5), (0, 4), (1000, 7, 2)])
+def test_what_is_taken(shape, dtype):
+    array = Buffers("numpy", 2**20).take(shape, np.dtype(dtype))
+    assert (array.shape, array.dtype) == (shape, np.dtype(dtype))
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
+
+
+def test_a_buffer_comes_back_with_its_last_view():
+    buffers = Buffers("numpy", 2**20)
+    first = buffers.take((100, 100), "f8")
+    where = address(first)
+    view = first[3:, ::2].T
+    del first
+    gc.collect()
+    assert buffers.idle_bytes == 0
+    second = buffers.take((100, 100), "f8")
+    assert address(second) != where
+    view[...] = 1  # is still its own
+    del view
+    assert buffers.idle_bytes == 128 * KIB
+    assert address(buffers.take((10000,), "f8")) == where
+
+
+def test_sizes_that_are_near_share_buffers():
+    buffers = Buffers("numpy", 2**20)
+    buffers.take((70 * KIB,), "u1")
+    assert buffers.idle_bytes == 128 * KIB
+    again = buffers.take((128 * KIB,), "u1")
+    assert buffers.idle_bytes == 0
+    assert again.nbytes == 128 * KIB
+
+
+def test_no_more_than_the_limit_is_kept():
+    buffers = Buffers("numpy", 128 * KIB)
+    taken = [buffers.take((64 * KIB,), "u1") for _ in range(5)]
+    taken.clear()
+    assert buffers.idle_bytes == 128 * KIB
+    buffers.clear()
+    assert buffers.idle_bytes == 0
+
+
+@pytest.mark.gpu
+def test_device_buffers_come_back():
+    import cupy
+
+    buffers = Buffers("cupy", 2**30)
+    array = buffers.take((1000, 1000), "c16")
+    where = array.data.ptr
+    view = array[5:].T
+    del array
+    gc.collect()
+    assert buffers.idle_bytes == 0
+    view[...] = 1
+    cupy.cuda.runtime.deviceSynchronize()
+    del view
+    assert buffers.idle_bytes == 16 * 2**20
+    assert buffers.take((10, 10), "f4").data.ptr != where
+    assert buffers.take((2**24,), "u1").data.ptr == where

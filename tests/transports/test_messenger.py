@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import TransferError
+from dask_p2p.transports.messenger import Messenger, ucxx_obstacle
+from tests.transports.loopback import wait_until
+
+
+@pytest.fixture
+def pair():
+    one, other = Messenger(None), Messenger(None)
+    yield one, other
+    one.close()
+    other.close()
+
+
+def numbers(nbytes):
+    return np.resize(np.arange(251, dtype="u1"), nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 8191, 8192, 2**20, 2**24 + 3])
+def test_a_message_arrives_whole(pair, nbytes):
+    here, there = pair
+    target = np.zeros(nbytes, "u1")
+    received = here.receive(target, 7, 20)
+    there.send(here.address, numbers(nbytes), 7, 20).result(20)
+    received.result(20)
+    np.testing.assert_array_equal(target, numbers(nbytes))
+
+
+def test_tags_tell_messages_apart_whatever_their_order(pair):
+    here, there = pair
+    targets = [np.zeros(50_000, "u1") for _ in range(20)]
+    sent = [
+        there.send(here.address, np.full(50_000, tag, "u1"), 2**63 + tag, 20)
+        for tag in reversed(range(20))
+    ]
+    received = [here.receive(target, 2**63 + tag, 20) for tag, target in enumerate(targets)]
+    for future in [*sent, *received]:
+        future.result(20)
+    assert [set(target.tolist()) for target in targets] == [{tag} for tag in range(20)]
+
+
+@pytest.mark.parametrize("nbytes", [10, 99, 101, 2**20])
+def test_a_message_of_another_length_is_refused(pair, nbytes):
+    here, there = pair
+    target = np.zeros(100, "u1")
+    received = here.receive(target, 3, 20)
+    there.send(here.address, numbers(nbytes), 3, 1)
+    with pytest.raises(TransferError, match=f"message of {nbytes} bytes came instead of 100"):
+        received.result(20)
+    assert not target.any()
+
+
+def test_a_message_that_does_not_come(pair):
+    start_s = time.monotonic()
+    with pytest.raises(TransferError, match=r"no message within 0\.2 s"):
+        pair[0].receive(np.zeros(10, "u1"), 1, 0.2).result(20)
+    assert time.monotonic() - start_s < 5
+
+
+def test_a_message_that_nobody_takes(pair):
+    here, there = pair
+    large = numbers(2**22)
+    with pytest.raises(TransferError, match="within"):
+        there.send(here.address, large, 1, 0.3).result(20)
+    # The same two can go on.
+    target = np.zeros(2**22, "u1")
+    received = here.receive(target, 2, 20)
+    there.send(here.address, large, 2, 20).result(20)
+    received.result(20)
+    np.testing.assert_array_equal(target, large)
+
+
+def test_a_cancelled_receiver_leaves_the_others_alone(pair):
+    here, there = pair
+    cancelled = here.receive(np.zeros(10, "u1"), 1, 20)
+    assert cancelled.cancel()
+    target = np.zeros(10, "u1")
+    received = here.receive(target, 2, 20)
+    there.send(here.address, numbers(10), 2, 20).result(20)
+    received.result(20)
+    assert target.tolist() == list(range(10))
+
+
+def test_forgetting_an_address_and_sending_there_again(pair):
+    here, there = pair
+    for tag in range(3):
+        received = here.receive(np.zeros(100, "u1"), tag, 20)
+        there.send(here.address, numbers(100), tag, 20).result(20)
+        received.result(20)
+        there.forget(here.address)
+    there.forget(b"nobody")
+
+
+def test_closing_ends_what_is_on_its_way():
+    messenger = Messenger(None)
+    future = messenger.receive(np.zeros(10, "u1"), 1, 60)
+    messenger.close()
+    for ended in (future, messenger.receive(np.zeros(10, "u1"), 1, 60)):
+        with pytest.raises(TransferError, match="the worker is closing"):
+            ended.result(5)
+    messenger.close()
+
+
+def test_an_address_that_makes_no_sense_is_an_error(pair):
+    with pytest.raises(TransferError):
+        pair[0].send(b"", numbers(10), 1, 5).result(20)
+
+
+def test_without_ucxx(monkeypatch):
+    assert ucxx_obstacle() is None
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    assert "not installed" in (ucxx_obstacle() or "")
+    with pytest.raises(TransferError, match="UCX does not start: ModuleNotFoundError"):
+        Messenger(None)
+
+
+def answer(connection):
+    """Send what is asked for: a process of its own."""
+    messenger = Messenger(None)
+    connection.send_bytes(messenger.address)
+    while True:
+        address, tag, nbytes = connection.recv()
+        messenger.send(address, numbers(nbytes), tag, 20)
+
+
+@pytest.fixture
+def other_process():
+    context = multiprocessing.get_context("spawn")
+    connection, theirs = context.Pipe()
+    process = context.Process(target=answer, args=(theirs,), daemon=True)
+    process.start()
+    yield process, connection
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGCONT)
+        process.kill()
+    process.join()
+
+
+@pytest.mark.parametrize("nbytes", [100, 2**25])
+def test_between_processes(other_process, nbytes):
+    _, connection = other_process
+    connection.recv_bytes()
+    here = Messenger(None)
+    target = np.zeros(nbytes, "u1")
+    received = here.receive(target, 5, 20)
+    connection.send((here.address, 5, nbytes))
+    received.result(20)
+    here.close()
+    np.testing.assert_array_equal(target, numbers(nbytes))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+@pytest.mark.parametrize("moment_s", [0, 0.005, 0.02])
+def test_a_sender_that_is_stopped_in_the_middle(other_process, how, moment_s):
+    """It ends with the whole message or with an error, and the receiver lives on."""
+    process, connection = other_process
+    connection.recv_bytes()
+    here = Messenger(None)
+    target = np.zeros(2**28, "u1")
+    received = here.receive(target, 5, 2)
+    connection.send((here.address, 5, 2**28))
+    wait_until(lambda: target[0] or target[1] or received.done() or not moment_s)
+    time.sleep(moment_s)
+    os.kill(process.pid, how)
+    try:
+        received.result(20)
+    except TransferError:
+        pass
+    else:
+        np.testing.assert_array_equal(target, numbers(2**28))
+    other = Messenger(None)
+    small = np.zeros(10, "u1")
+    received = here.receive(small, 6, 20)
+    other.send(here.address, numbers(10), 6, 20).result(20)
+    received.result(20)
+    here.close()
+    other.close()

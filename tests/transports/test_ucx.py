@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dask_p2p.config import options
+from dask_p2p.errors import TransferError
+from dask_p2p.transports.base import BlockSpec
+from dask_p2p.transports.ucx import UcxTransport
+from tests.transports.conformance import Conformance
+from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def setup(loop, tmp_path):
+    network = {}
+    here = LoopbackHost("reader", loop.loop, network, tmp_path)
+    there = LoopbackHost("holder", loop.loop, network, tmp_path)
+    reader, serving = UcxTransport(here, options()), UcxTransport(there, options())
+    here.handlers.update(reader.handlers())
+    there.handlers.update(serving.handlers())
+
+    def drop(key):
+        del there.blocks[key]
+        serving.released(key)
+
+    yield SimpleNamespace(
+        reader=reader,
+        holder="holder",
+        kind="numpy",
+        put=there.blocks.__setitem__,
+        drop=drop,
+        close_holder=lambda: loop.run(serving.close()),
+        to_numpy=np.asarray,
+        host=there,
+        serving=serving,
+        network=network,
+    )
+    loop.run(reader.close())
+    loop.run(serving.close())
+    here.close()
+    there.close()
+
+
+class TestUcx(Conformance):
+    @pytest.mark.parametrize(
+        "dtype", [">f8", ">i2", "M8[ns]", "U3", "V7", [("a", "i1"), ("b", ">f8")]], ids=str
+    )
+    def test_dtypes_of_numpy(self, setup, dtype):
+        array = np.zeros((3, 4), dtype)
+        array.view("u1")[...] = 1
+        setup.put("block", array)
+        got = self.read(setup, "block", array, ((0, 3), (1, 4)))
+        assert got.dtype == array.dtype
+        assert got.tobytes() == array[:, 1:].tobytes()
+
+    def test_objects_and_encryption_are_obstacles(self, setup):
+        assert "not Python objects" in setup.reader.obstacle("holder", "numpy", np.dtype(object))
+        setup.reader.host.encrypted_only = True
+        said = setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
+        assert "requires encryption" in said
+        assert "p2p.transports.ucx.allow-unencrypted" in said
+
+    def test_a_holder_that_may_not_send_unencrypted(self, setup, block):
+        key, array = block
+        setup.host.encrypted_only = True
+        with pytest.raises(TransferError, match="requires encryption"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+
+    def test_the_probe(self, setup):
+        setup.reader.probe("holder", "numpy")
+        original = setup.host.probes.block
+        setup.host.probes.block = lambda key: original(key) ^ 1
+        with pytest.raises(TransferError, match="65536 of 65536 bytes of a probe came changed"):
+            setup.reader.probe("holder", "numpy")
+
+    def test_buffers_are_used_again(self, setup, block):
+        key, array = block
+        for _ in range(20):
+            self.read(setup, key, array, ((0, 6), (2, 10)))
+        for side in (setup.reader, setup.serving):
+            wait_until(lambda side=side: side.messages_under_way == 0)
+            assert 2**16 <= side._buffers["numpy"].idle_bytes <= 3 * 2**16
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"tag": -1},
+            {"tag": 2**64},
+            {"tag": "7"},
+            {"box": ((0, 7), (0, 10))},
+            {"box": None},
+            {"shape": (6,)},
+            {"shape": 5},
+            {"dtype": "float32 <f4"},
+            {"wait_s": "long"},
+            {"key": ["unhashable", []]},
+            {"reader": 5},
+            {"reader": "nobody"},
+        ],
+        ids=str,
+    )
+    def test_requests_that_make_no_sense(self, setup, loop, block, change):
+        key, _ = block
+        request = {
+            "key": key,
+            "box": ((0, 6), (0, 10)),
+            "shape": (6, 10),
+            "dtype": "float64 <f8",
+            "tag": 1,
+            "reader": "reader",
+            "wait_s": 1.0,
+        }
+        reply = loop.run(setup.host.handlers["p2p_ucx_send"](**{**request, **change}))
+        assert reply["status"] != "ok"
+        assert setup.serving.messages_under_way == 0
+
+    @pytest.mark.parametrize("address", [None, "text", b"", bytes(2**17)], ids=lambda a: str(a)[:9])
+    def test_a_reader_that_tells_no_address(self, setup, block, address):
+        async def answer():
+            return {"status": "ok", "address": address}
+
+        setup.reader.host.handlers["p2p_ucx_peer"] = answer
+        key, array = block
+        with pytest.raises(TransferError, match="reader does not tell its UCX address"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+
+    def test_an_answer_of_another_size(self, setup, block):
+        serve = setup.host.handlers["p2p_ucx_send"]
+
+        async def lie(**kwargs):
+            return {**await serve(**kwargs), "nbytes": 3}
+
+        setup.host.handlers["p2p_ucx_send"] = lie
+        key, array = block
+        with pytest.raises(TransferError, match=r"holder sent 3 bytes of block .*, not 8"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+
+    def test_a_message_that_never_comes(self, setup, block):
+        async def lie(**kwargs):
+            return {"status": "ok", "nbytes": 8}
+
+        setup.host.handlers["p2p_ucx_send"] = lie
+        key, array = block
+        spec = BlockSpec(key, "holder", array.shape, array.dtype, "numpy")
+        remote = setup.reader.open(spec, replace(options(), request_timeout_s=0.2))
+        with pytest.raises(TransferError, match=r"ucx: block .* does not come: no message within"):
+            remote.request(((0, 1), (0, 1))).result(10)
+
+    def test_a_worker_that_left_and_came_back(self, setup, block):
+        key, array = block
+        for _ in range(2):
+            self.read(setup, key, array, ((0, 1), (0, 10)))
+            setup.reader.forget("holder")
+            setup.serving.forget("reader")

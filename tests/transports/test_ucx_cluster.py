@@ -1,0 +1,126 @@
+"""``ucx`` between the workers of a cluster, whose own protocol is another one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, Security, wait
+
+import dask_p2p
+from dask_p2p.measure import collect
+from dask_p2p.task import PLUGIN_NAME
+from tests.transports.loopback import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _prefer_ucx():
+    with dask.config.set(
+        {"p2p.transports.order": ["ucx"], "p2p.transports.ucx.host-part-bytes": "64 kiB"}
+    ):
+        yield
+
+
+def persisted(client, x):
+    x = client.persist(x)
+    wait(x)
+    return x
+
+
+def used(client, y):
+    return {transport for _, _, transport in collect(client, y.name).pairs}
+
+
+@pytest.mark.parametrize(
+    "dtype", ["f8", "?", "c16", "M8[ns]", "U3", [("a", "i1"), ("b", ">f8")]], ids=str
+)
+def test_values_of_any_dtype(client, dtype):
+    x = np.zeros((300, 200), dtype)
+    x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
+    a = persisted(client, da.from_array(x, chunks=(70, 150)))
+    y = persisted(client, dask_p2p.transpose(a))
+    got = y.compute()
+    assert got.dtype == x.dtype
+    assert got.tobytes() == x.T.tobytes()
+    assert used(client, y) == {"ucx"}
+
+
+def test_many_parts_on_and_on(client):
+    x = np.arange(1500 * 1100.0).reshape(1500, 1100)
+    a = da.fromfunction(lambda i, j: i * 1100 + j, shape=x.shape, chunks=(200, 1100), dtype=float)
+    a = persisted(client, a)
+    for _ in range(10):
+        y = persisted(client, dask_p2p.transpose(a))
+        assert used(client, y) == {"ucx"}
+        np.testing.assert_array_equal(y.compute(), x.T)
+        del y
+
+    def in_use(dask_worker):
+        return dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ucx"].messages_under_way
+
+    wait_until(lambda: set(client.run(in_use).values()) == {0})
+
+
+def test_objects_go_another_way_without_a_warning(client):
+    x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
+    a = persisted(client, da.from_array(x, chunks=(4, 2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = persisted(client, dask_p2p.transpose(a))
+    assert y.compute().tolist() == x.T.tolist()
+    assert used(client, y) == {"comm"}
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
+    x = np.arange(480.0).reshape(40, 12)
+    with (
+        dask.config.set({"p2p.transports.ucx.allow-unencrypted": allowed}),
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            security=Security.temporary(),
+            protocol="tls://",
+            dashboard_address=":0",
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, da.from_array(x, chunks=(10, 12)))
+        y = persisted(client, dask_p2p.transpose(a))
+        np.testing.assert_array_equal(y.compute(), x.T)
+        assert used(client, y) == ({"ucx"} if allowed else {"comm"})
+
+        def obstacle(dask_worker):
+            ucx = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ucx"]
+            return ucx.obstacle("anybody", "numpy", np.dtype("f8"))
+
+        for said in client.run(obstacle).values():
+            assert said is None if allowed else "requires encryption" in said
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize("moment_s", [0.0, 0.3])
+def test_a_killed_worker(how, moment_s):
+    shape = (3000, 1500)
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(
+            client,
+            da.fromfunction(
+                lambda i, j: i * 1500 + j, shape=shape, chunks=(250, 1500), dtype=float
+            ),
+        )
+        pid = next(iter(client.run(os.getpid).values()))
+        y = client.persist(dask_p2p.transpose(a))
+        time.sleep(moment_s)
+        os.kill(pid, how)
+        expected = np.arange(3000 * 1500.0).reshape(shape).T
+        np.testing.assert_array_equal(client.compute(y).result(timeout=60), expected)
