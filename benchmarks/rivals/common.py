@@ -155,7 +155,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--dtype", choices=sorted(MODULI), default="float32")
     made.add_argument("--repeats", type=int, default=9, help="timed runs of the quickest form")
     made.add_argument("--cpu", action="store_true", help="on processors: to try the program only")
-    made.add_argument("--json", metavar="FILE", help="append the rows there too, a line each")
+    made.add_argument("--json", metavar="FILE", help="write the rows there too")
     return made
 
 
