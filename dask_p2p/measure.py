@@ -130,14 +130,16 @@ def place_blocks(client: Any, make: Callable[[], Any], tries: int = 5) -> Any:
         After so many the array is taken as it is.
     """
     workers = len(client.scheduler_info(n_workers=-1)["workers"])
-    for _ in range(tries):
+    for attempt in range(tries):
         x = client.persist(make())
         _wait_for(x)
         held = Counter(address for who in client.who_has(x).values() for address in who[:1])
         counts = [*held.values(), *[0] * (workers - len(held))]
-        if max(counts) - min(counts) <= 1:
+        if max(counts) - min(counts) <= 1 or attempt == tries - 1:
             break
-        client.cancel(x)
+        # Not cancelled: word of that could come when the next array's keys, the same, are there.
+        x = None
+        time.sleep(_SETTLE_S)
     return x
 
 
