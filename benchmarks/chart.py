@@ -49,7 +49,7 @@ OTHER_COLOURS = ("#00798c", "#8d6a9f", "#6b705c", "#b56576")
 LINES = ("-", "--", ":", "-.")
 
 #: For the same ids in each SVG, and no date: the same results give the same file.
-SETTINGS = {"svg.hashsalt": "dask-p2p", "font.size": 9.0}
+SETTINGS: Any = {"svg.hashsalt": "dask-p2p", "font.size": 9.0}
 METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
 

@@ -241,7 +241,9 @@ def compare_with_even(case: Case, row: Row, even: Row) -> Row:
     return made
 
 
-def run_rivals(gpus: int, dtype: str, sizes: Sequence[int], repeats: int, timeout_s: int) -> list:
+def run_rivals(
+    gpus: int, dtype: str, sizes: Sequence[int], repeats: int, timeout_s: int
+) -> list[Row]:
     """Measure what needs no Dask, in processes of their own."""
     command = [sys.executable, "-m", "benchmarks.rivals", "--gpus", str(gpus), "--dtype", dtype]
     command += ["--repeats", str(repeats), "--timeout", str(timeout_s)]
