@@ -233,7 +233,7 @@ def compare_with_even(case: Case, row: Row, even: Row) -> Row:
     """Add what an array is, and its times by the byte over those of the even matrix."""
     made = {**row, "case": case.name, "shape": case.shape, "axes": case.axes}
     made["blocks"] = [len(lengths) for lengths in case.chunks]
-    if "failed" not in row and "failed" not in even:
+    if row.get("span_s") and even.get("span_s"):
         bytes_ratio = even["matrix_bytes"] / row["matrix_bytes"]
         made["median_to_even"] = row["median_s"] / even["median_s"] * bytes_ratio
         # From the first task's start to the last one's end: a worker may have several.
@@ -378,9 +378,12 @@ def main(
     plans = [(protocol, ours if gpus or not rivals else {**ours, **theirs})]
     if gpus and rivals:
         plans.append(("ucx", {"dask tasks": theirs["dask tasks"]}))
-    report: Row = {"started": time.time(), "kind": "cupy" if gpus else "numpy"}
     rows: list[Row] = []
     special: list[Row] = []
+    report: Row = {"started": time.time(), "kind": "cupy" if gpus else "numpy"}
+    report |= {"rows": rows, "cases": special, **environment()}
+    if commit is not None:
+        report["commit"] = commit
     for chosen, ways in plans:
         extra = {} if chosen is None else {"protocol": chosen}
         with (
@@ -396,11 +399,8 @@ def main(
                     for case in cliffs(size, session.workers, dtype):
                         (row,) = session.run(case, {OURS: p2p_transpose}, memory=False)
                         special.append(compare_with_even(case, row, measured[0]))
-    report |= {"rows": rows, "cases": special, **environment()}
-    if commit is not None:
-        report["commit"] = commit
+                write(report, path)  # what comes next may end in an error
     if gpus and rivals:
-        write(report, path)  # a rival might take the machine down
         for dtype, found in sizes_of.items():
             rows += run_rivals(report["workers"], dtype, found, repeats, timeout_s)
     rows.sort(key=lambda row: (dtypes.index(row["dtype"]), row["size"]))

@@ -166,6 +166,13 @@ class TestTranspose:
         assert "40.0%" in text
         assert "failed: jax is not installed" in text
 
+    def test_rivals_that_cannot_run_are_rows(self):
+        made = transpose.run_rivals(10_000, "int8", [10_000, 20_000], 1, 60)
+        assert {found["way"] for found in made} == {way for way, _, _ in rivals.RIVALS}
+        assert [found["size"] for found in made if "failed" in found] == [10_000, 20_000] * 3
+        (made,) = transpose.run_rivals(2, "no such dtype", [8], 1, 60)
+        assert (made["way"], made["failed"].split()[-1]) == ("rivals", "2")
+
     def test_a_run(self, cluster, monkeypatch, tmp_path):
         monkeypatch.setattr(
             dask_p2p, "local_cluster", lambda *_, **__: contextlib.nullcontext(cluster)
