@@ -240,6 +240,12 @@ class TestRivals:
         received[0][4] += 1
         assert copy_engines.count_wrong(device, received[0], 0, 1, 4) == 1
 
+    def test_tiles_that_never_came_are_wrong(self, monkeypatch):
+        case = Case(size=12, dtype="float32", gpus=3, repeats=1, cpu=True)
+        assert copy_engines.measure(case, copy_engines.Processor())["wrong"] == 0
+        monkeypatch.setattr(copy_engines, "staged", lambda gpus: [(0, 1)])
+        assert copy_engines.measure(case, copy_engines.Processor())["wrong"] == 5 * 4 * 4
+
     def test_the_quickest_form_is_timed_anew(self):
         times_s = {
             "slow": iter([9.0, 3.0, 3.0, 3.0]),
