@@ -60,6 +60,12 @@ class Exchange:
         was not looked up.
     busy_s
         During which at least one of the tasks ran.
+    start_s, stop_s
+        When the first task started and the last one ended, since the epoch.
+    before_s, after_s
+        From the client's call to the first task's start, and from the last task's end until the
+        client knew: with `span_s` all of a run's time. By the clocks of client and workers, which
+        are one on one host; None if the client did not look.
     """
 
     moved_bytes: int
@@ -69,6 +75,10 @@ class Exchange:
     link_gbs: list[float]
     least_bytes: int | None = None
     busy_s: float = 0.0
+    start_s: float = 0.0
+    stop_s: float = 0.0
+    before_s: float | None = None
+    after_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -120,14 +130,16 @@ def place_blocks(client: Any, make: Callable[[], Any], tries: int = 5) -> Any:
         After so many the array is taken as it is.
     """
     workers = len(client.scheduler_info(n_workers=-1)["workers"])
-    for _ in range(tries):
+    for attempt in range(tries):
         x = client.persist(make())
         _wait_for(x)
         held = Counter(address for who in client.who_has(x).values() for address in who[:1])
         counts = [*held.values(), *[0] * (workers - len(held))]
-        if max(counts) - min(counts) <= 1:
+        if max(counts) - min(counts) <= 1 or attempt == tries - 1:
             break
-        client.cancel(x)
+        # Not cancelled: word of that could come when the next array's keys, the same, are there.
+        x = None
+        time.sleep(_SETTLE_S)
     return x
 
 
@@ -314,6 +326,7 @@ def _run_once(
     made_s = time.perf_counter()
     y = client.persist(y)
     _wait_for(y)
+    until_s = time.time()
     # Where all blocks were made before, persisting only gives `y` what `made` has kept.
     elapsed_s = (made_s if runs.one_by_one else time.perf_counter()) - start_s
     del made
@@ -322,8 +335,13 @@ def _run_once(
     else:
         runs.times_s.append(elapsed_s)
         if (exchange := collect(client, y.name, since_s)) is not None:
-            least = least_bytes(client, x, y, axes)
-            runs.exchanges.append(replace(exchange, least_bytes=least))
+            exchange = replace(
+                exchange,
+                least_bytes=least_bytes(client, x, y, axes),
+                before_s=exchange.start_s - since_s,
+                after_s=until_s - exchange.stop_s,
+            )
+            runs.exchanges.append(exchange)
     if check is not None:
         runs.wrong = check(y)
     del y  # the next run must neither find this one's result nor share memory with it
@@ -376,13 +394,16 @@ def collect(client: Any, name: str, since_s: float = 0.0) -> Exchange | None:
         for _, start_s, stop_s, stages in tasks
         if stages
     ]
+    start_s, stop_s = min(t[1] for t in tasks), max(t[2] for t in tasks)
     return Exchange(
         moved_bytes=sum(pairs.values()),
         pairs=dict(pairs),
-        span_s=max(t[2] for t in tasks) - min(t[1] for t in tasks),
+        span_s=stop_s - start_s,
         tasks_s=[t[2] - t[1] for t in tasks],
         link_gbs=rates,
-        busy_s=_covered_s((start_s, stop_s) for _, start_s, stop_s, _ in tasks),
+        busy_s=_covered_s((t[1], t[2]) for t in tasks),
+        start_s=start_s,
+        stop_s=stop_s,
     )
 
 

@@ -67,6 +67,10 @@ def test_a_run_that_is_noted_and_checked(client, x):
         assert all(reader != holder for reader, holder, _ in exchange.pairs)
         assert len(exchange.tasks_s) == 4
         assert 0 < max(exchange.tasks_s) <= exchange.span_s
+    for time_s, exchange in zip(runs.times_s, runs.exchanges, strict=True):
+        parts_s = (exchange.before_s, exchange.span_s, exchange.after_s)
+        assert min(parts_s) > 0
+        assert sum(parts_s) == pytest.approx(time_s, abs=0.05)
 
 
 def test_least_bytes_follow_from_the_places(client, x):

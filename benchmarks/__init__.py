@@ -1,0 +1,1 @@
+"""Benchmarks of this package, of Dask's own ways, and of rivals outside Dask."""

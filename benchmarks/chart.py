@@ -1,0 +1,285 @@
+"""Draw results of `transpose.py`: time against size, and the fraction of the limit.
+
+    python benchmarks/chart.py benchmarks/results/h200-x4.json -o benchmarks/results/h200-x4.svg
+
+Several files go into one chart. Ways measured on other machines are then told apart by their names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+    PercentFormatter,
+)
+
+OURS = "dask_p2p"
+LIMIT = "copy engines (limit)"
+#: Dask's own time, with no transfer to compare with the limit.
+FLOOR = "one no-op layer"
+#: A part of ours: what is left of it without Dask's own time.
+EXCHANGE = "dask_p2p, exchange only"
+
+#: Colour and marker of each way, the same in all charts.
+STYLES = {
+    OURS: ("#d1495b", "o"),
+    EXCHANGE: ("#d1495b", "o"),
+    LIMIT: ("#222222", "_"),
+    "torch + NCCL": ("#2e8b57", "s"),
+    "JAX": ("#e09f3e", "D"),
+    "dask tasks": ("#30638e", "^"),
+    "dask p2p": ("#7b5ea7", "v"),
+    FLOOR: ("#999999", "."),
+}
+OTHER_COLOURS = ("#00798c", "#8d6a9f", "#6b705c", "#b56576")
+#: Of machines and dtypes after the first.
+LINES = ("-", "--", ":", "-.")
+
+#: For the same ids in each SVG, and no date: the same results give the same file.
+SETTINGS: Any = {"svg.hashsalt": "dask-p2p", "font.size": 9.0}
+METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+
+
+@dataclass(slots=True)
+class Series:
+    """One way on one machine with one dtype."""
+
+    way: str
+    machine: str
+    dtype: str
+    median_s: dict[int, float] = field(default_factory=dict)  # by the matrix's bytes
+    rows: dict[int, int] = field(default_factory=dict)  # of the matrix, by its bytes
+
+
+def machine(report: dict[str, Any]) -> str:
+    """Name the hardware of a report.
+
+    >>> machine({"workers": 2, "kind": "cupy", "hardware": {"gpus": ["NVIDIA H200"] * 4}})
+    '2 x NVIDIA H200'
+    """
+    hardware = report["hardware"]
+    gpus = hardware["gpus"] if report["kind"] == "cupy" else []
+    if not gpus:
+        workers = report.get("workers") or 4
+        return f"{workers} workers on {hardware['cpu_count']} x {hardware['cpu']}"
+    return f"{report.get('workers') or len(gpus)} x {gpus[0]}"
+
+
+def dtype_of(row: dict[str, Any], report: dict[str, Any]) -> str:
+    """Return the dtype of a row; older reports name it once for all."""
+    return str(row.get("dtype") or report["dtype"])
+
+
+def read_series(reports: Iterable[dict[str, Any]]) -> list[Series]:
+    """Collect what was measured; ways that failed are left out."""
+    found: dict[tuple[str, str, str], Series] = {}
+    for report in reports:
+        for row in report["rows"]:
+            if "failed" in row:
+                continue
+            dtype = dtype_of(row, report)
+            times_s = {row["way"]: row["median_s"]}
+            if row["way"] == OURS and row.get("exchange_s"):
+                times_s[EXCHANGE] = median(row["exchange_s"])
+            for way, time_s in times_s.items():
+                key = way, machine(report), dtype
+                series = found.setdefault(key, Series(*key))
+                series.median_s[row["matrix_bytes"]] = time_s
+                series.rows[row["matrix_bytes"]] = row["size"]
+    order = [*STYLES, *sorted({way for way, _, _ in found} - set(STYLES))]
+    return sorted(found.values(), key=lambda series: order.index(series.way))
+
+
+def fractions(series: Series, all_series: Sequence[Series]) -> dict[int, float]:
+    """Return the limit's time over this one's, where the limit was measured, by bytes."""
+    for other in all_series:
+        if (other.way, other.machine, other.dtype) == (LIMIT, series.machine, series.dtype):
+            return {
+                nbytes: other.median_s[nbytes] / time_s
+                for nbytes, time_s in sorted(series.median_s.items())
+                if nbytes in other.median_s
+            }
+    return {}
+
+
+def caption(reports: Sequence[dict[str, Any]]) -> str:
+    """Say when each report was made, on what, and of which commit."""
+    lines = []
+    for report in reports:
+        day = time.strftime("%Y-%m-%d", time.gmtime(report["started"]))
+        driver = report["hardware"].get("driver")
+        commit = report.get("commit")
+        parts = [
+            machine(report),
+            f"driver {driver}" if driver and report["kind"] == "cupy" else None,
+            day,
+            f"commit {commit[:12]}" if commit else None,
+        ]
+        lines.append(", ".join(part for part in parts if part))
+    return "\n".join(dict.fromkeys(lines))
+
+
+def draw(reports: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the chart of these reports; the right panel needs a limit in one of them."""
+    all_series = read_series(reports)
+    if not all_series:
+        raise ValueError("there is nothing in these results that could be drawn")
+    compared = [series for series in all_series if series.way not in (LIMIT, FLOOR)]
+    limited = [(series, f) for series in compared if (f := fractions(series, all_series))]
+    figure = Figure(layout="constrained")
+    figure.set_figwidth(11.0 if limited else 6.5)
+    panels = figure.subplots(1, 2 if limited else 1, squeeze=False)[0]
+
+    for series in all_series:
+        # The exchange alone is no way to a result: it only has a share of the limit.
+        if series.way != EXCHANGE:
+            plot(panels[0], series, all_series, {b: t * 1e3 for b, t in series.median_s.items()})
+    panels[0].set_yscale("log")
+    panels[0].yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panels[0].yaxis.set_minor_formatter(NullFormatter())
+    panels[0].set_ylabel("median time, ms")
+    panels[0].set_title("Time of a transpose")
+    for series, values in limited:
+        plot(panels[1], series, all_series, values)
+    if limited:
+        highest = max(max(values.values()) for _, values in limited)
+        panels[1].axhline(1.0, color=STYLES[LIMIT][0], linewidth=1.0)
+        panels[1].set_ylim(0.0, 1.05 * max(1.0, highest))
+        panels[1].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        panels[1].set_ylabel("time of the copy engines' all-to-all / median time")
+        size_axis(panels[1], [series for series, _ in limited])
+        panels[1].set_title("Fraction of the copy-engine limit")
+    size_axis(panels[0], all_series)
+    for panel in panels:
+        panel.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
+        panel.set_axisbelow(True)
+    lines = {line.get_label(): line for panel in panels for line in panel.get_lines()}
+    shown = {label: line for label, line in lines.items() if not str(label).startswith("_")}
+    columns = 1 if any(len(label) > 40 for label in shown) else 4
+    legend = figure.legend(
+        shown.values(),
+        shown.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=8,
+        frameon=False,
+        title=caption(reports),
+        title_fontsize=7.5,
+    )
+    legend.get_title().set_color("#555555")
+    figure.set_figheight(5.4 + 0.2 * (-(-len(shown) // columns) + len(reports)))
+    figure.suptitle(
+        "Square matrix in row slabs, transposed into row slabs: "
+        + ", ".join(dict.fromkeys(series.dtype for series in all_series))
+        + "\n"
+        + "; ".join(dict.fromkeys(series.machine for series in all_series)),
+        fontsize=11,
+    )
+    return figure
+
+
+def plot(
+    panel: Any, series: Series, all_series: Sequence[Series], values: dict[int, float]
+) -> None:
+    """Draw one line."""
+    machines = list(dict.fromkeys(s.machine for s in all_series))
+    dtypes = list(dict.fromkeys(s.dtype for s in all_series))
+    others = sorted({s.way for s in all_series} - set(STYLES))
+    colour, marker = STYLES.get(series.way) or (
+        OTHER_COLOURS[others.index(series.way) % len(OTHER_COLOURS)],
+        "x",
+    )
+    label = [series.way]
+    label += [series.machine] if len(machines) > 1 else []
+    label += [series.dtype] if len(dtypes) > 1 else []
+    variant = machines.index(series.machine) * len(dtypes) + dtypes.index(series.dtype)
+    sizes = sorted(values)
+    panel.plot(
+        sizes,
+        [values[size] for size in sizes],
+        label=", ".join(label),
+        color=colour,
+        marker=marker,
+        markersize=5,
+        linestyle=LINES[variant % len(LINES)],
+        linewidth=1.0 if series.way in (EXCHANGE, FLOOR) else 1.7,
+        markerfacecolor="white" if series.way == EXCHANGE else colour,
+    )
+
+
+def size_axis(panel: Any, all_series: Sequence[Series]) -> None:
+    """Mark the sizes that were measured, in rows too if these follow from the bytes."""
+    rows = {nbytes: count for series in all_series for nbytes, count in series.rows.items()}
+    one_dtype = len({series.dtype for series in all_series}) == 1
+    kept: list[int] = []
+    for nbytes in sorted(rows):  # matrices of one size in several dtypes differ by some rows
+        if not kept or nbytes > 1.1 * kept[-1]:
+            kept.append(nbytes)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.set_xticks(
+        kept,
+        [size_name(nbytes) + (f"\n{rows[nbytes]} rows" if one_dtype else "") for nbytes in kept],
+    )
+
+
+def size_name(size_bytes: float) -> str:
+    """Name a number of bytes.
+
+    >>> size_name(2**36), size_name(3 * 2**19)
+    ('64 GiB', '1.5 MiB')
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.3g} {name}"
+    return f"{size_bytes:g} B"
+
+
+def save(reports: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the chart of these reports as SVG or PNG, by its name."""
+    with mpl.rc_context(SETTINGS):
+        # One figure a file: what was laid out before is laid out a little differently again.
+        draw(reports).savefig(path, dpi=150, metadata=METADATA[path.suffix.removeprefix(".")])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("results", nargs="+", type=Path, help="JSON of transpose.py")
+    parser.add_argument(
+        "-o",
+        "--output",
+        action="append",
+        type=Path,
+        help="SVG or PNG to write; repeatable. Default: both, beside the first of the results",
+    )
+    parser.add_argument("--dtype", action="append", help="repeatable. Default: all there are")
+    options = parser.parse_args(arguments)
+    outputs = options.output or [options.results[0].with_suffix(s) for s in (".svg", ".png")]
+    for path in outputs:
+        if path.suffix.removeprefix(".") not in METADATA:
+            parser.error(f"expected a name that ends in .svg or .png, got {path}")
+    reports = [json.loads(path.read_text("utf-8")) for path in options.results]
+    for report in reports if options.dtype else ():
+        report["rows"] = [row for row in report["rows"] if dtype_of(row, report) in options.dtype]
+    for path in outputs:
+        save(reports, path)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

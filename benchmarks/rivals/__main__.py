@@ -1,0 +1,133 @@
+"""Run the rivals, each in a process of its own, print a table, write JSON.
+
+    python -m benchmarks.rivals --gpus 8 --size 65536 --size 131072 --json FILE
+
+Their memory is given back between them, and one that fails or hangs is a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rivals import copy_engines, sharded_jax, torch_nccl
+from benchmarks.rivals.common import parser
+
+#: Way, module, and the library that it needs on GPUs.
+RIVALS = (
+    (copy_engines.WAY, copy_engines.__name__, "cupy"),
+    (torch_nccl.WAY, torch_nccl.__name__, "torch"),
+    (sharded_jax.WAY, sharded_jax.__name__, "jax"),
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_rival(
+    way: str, module: str, library: str, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Run one rival at all sizes; where there is no figure, the row says why in ``failed``."""
+    # On processors NumPy stands in for CuPy.
+    if find_spec(library) is None and not (options.cpu and library == "cupy"):
+        return failed(way, options, options.size, f"{library} is not installed")
+    command = [sys.executable, "-m", module, "--gpus", str(options.gpus)]
+    command += ["--dtype", options.dtype, "--repeats", str(options.repeats)]
+    command += [word for size in options.size for word in ("--size", str(size))]
+    command += ["--cpu"] if options.cpu else []
+    with tempfile.TemporaryDirectory() as folder:
+        rows_path, errors_path = Path(folder, "rows"), Path(folder, "errors")
+        rows_path.touch()
+        with errors_path.open("wb") as errors:
+            reason = run_for([*command, "--json", str(rows_path)], options.timeout, errors)
+        rows = [json.loads(line) for line in rows_path.read_text("utf-8").splitlines()]
+        said = errors_path.read_text("utf-8", errors="replace")
+    missing = [size for size in options.size if size not in {row["size"] for row in rows}]
+    if missing:
+        sys.stderr.write(said)
+        rows += failed(way, options, missing, reason or why(said))
+    return rows
+
+
+def run_for(command: Sequence[str], timeout_s: float, errors: Any) -> str | None:
+    """Run a command; end it, and all that it started, when its time is over, and say so."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=errors, stderr=errors, start_new_session=True
+    )
+    try:
+        process.wait(timeout_s)
+    except BaseException as exc:  # an interrupt too: the processes of single GPUs must not stay
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(exc, subprocess.TimeoutExpired):
+            return f"not done after {timeout_s:g} s"
+        raise
+    return None
+
+
+def why(said: str) -> str:
+    r"""Return the line of a program's last words that names the error.
+
+    >>> why("Traceback (most recent call last):\n  File ...\nValueError: too small\n\n")
+    'ValueError: too small'
+    """
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    named = [line for line in lines if "Error: " in line]
+    return (named or lines or ["it ended without a word"])[-1][:300]
+
+
+def failed(
+    way: str, options: argparse.Namespace, sizes: Sequence[int], reason: str
+) -> list[dict[str, Any]]:
+    """Return rows that have a reason in place of figures."""
+    return [
+        {
+            "way": way,
+            "size": size,
+            "dtype": options.dtype,
+            "gpus": options.gpus,
+            "failed": reason,
+        }
+        for size in sizes
+    ]
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row of the table that people read."""
+    head = f"{row['size']:>8}  {row['dtype']:<10}  {row['way']:<21}"
+    if "failed" in row:
+        return f"{head}  failed: {row['failed'][:100]}"
+    return (
+        f"{head}  {row['median_s'] * 1e3:9.3f} ms  {min(row['times_s']) * 1e3:9.3f} ms best  "
+        f"{row['link_gbs']:6.1f} GB/s  wrong {row['wrong']}  {row['form']}"
+    )
+
+
+def main() -> None:
+    """Read the command line, run, print, write."""
+    made = parser(__doc__)
+    made.add_argument("--timeout", type=float, default=120, help="of each rival, s")
+    made.add_argument("--only", action="append", help="library of a rival: torch, jax or cupy")
+    options = made.parse_args()
+    rows = []
+    for way, module, library in RIVALS:
+        if options.only and library not in options.only:
+            continue
+        measured = run_rival(way, module, library, options)
+        for row in measured:
+            print(line(row), flush=True)
+        rows += measured
+        if options.json:  # after each: this program may be ended too
+            Path(options.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What the rivals share: their command line, how they are timed, and the rows that they write."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+#: Each element is its linear index in the matrix modulo the largest prime that its dtype holds
+#: exactly, so that equal values are never a power of two, or a tile, apart.
+MODULI = {
+    "int8": 127,
+    "int16": 32749,
+    "float16": 2039,
+    "int32": 2147483647,
+    "float32": 16777213,
+    "int64": 2305843009213693951,
+    "float64": 9007199254740881,
+    "complex64": 16777213,
+    "complex128": 9007199254740881,
+}
+
+#: Of the temporaries with which matrices are filled and checked, elements.
+BAND = 2**25
+
+# NVLink multicast is no part of an all-to-all, and a program that dies with it in use can put a
+# host's GPUs out of service: off unless somebody has said otherwise.
+_DEFAULTS = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+
+@dataclass(slots=True)
+class Case:
+    """A square matrix in one row slab a GPU, to be transposed into row slabs."""
+
+    size: int  # rows
+    dtype: str
+    gpus: int
+    repeats: int  # timed runs
+    cpu: bool  # try it on processors, where times mean nothing
+
+    def __post_init__(self) -> None:
+        if self.size % self.gpus:
+            raise ValueError(f"{self.size} rows are no multiple of {self.gpus} GPUs")
+
+    @property
+    def rows(self) -> int:
+        """Of one slab."""
+        return self.size // self.gpus
+
+    @property
+    def itemsize(self) -> int:
+        """Of an element, bytes."""
+        return int(np.dtype(self.dtype).itemsize)
+
+    @property
+    def modulus(self) -> int:
+        """Of the elements' values."""
+        return MODULI[self.dtype]
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of all slabs together."""
+        return self.size**2 * self.itemsize
+
+    @property
+    def received_bytes(self) -> int:
+        """That one GPU receives from the others."""
+        return self.rows**2 * (self.gpus - 1) * self.itemsize
+
+    def bands(self) -> Iterator[tuple[int, int]]:
+        """Cut the rows of a slab into ranges, so that temporaries stay small."""
+        step = max(1, BAND // self.size)
+        for start in range(0, self.rows, step):
+            yield start, min(start + step, self.rows)
+
+
+@dataclass(slots=True)
+class Timing:
+    """Runs of the quickest of several forms."""
+
+    form: str
+    first_s: float
+    times_s: list[float]
+    forms_s: dict[str, float] = field(default_factory=dict)  # median of each form's trial runs
+
+
+def time_forms(forms: Mapping[str, Callable[[], float]], repeats: int, trials: int = 3) -> Timing:
+    """Try each form of a rival, and time the quickest.
+
+    Parameters
+    ----------
+    forms : mapping of str to callable
+        Each runs once and returns the seconds that it took.
+    repeats : int
+        Timed runs of the quickest form. Its trial runs are not among them: chosen for being
+        short, they would flatter it.
+    trials : int
+        Runs of each form after its first, from which the quickest is chosen.
+    """
+    first_s, forms_s = {}, {}
+    for name, run in forms.items():
+        first_s[name] = run()
+        forms_s[name] = median(run() for _ in range(trials))
+    form = min(forms_s, key=lambda name: forms_s[name])
+    return Timing(form, first_s[form], [forms[form]() for _ in range(repeats)], forms_s)
+
+
+def row(way: str, case: Case, timing: Timing, wrong: int, **more: Any) -> dict[str, Any]:
+    """Return what was measured, under the names that `benchmarks/transpose.py` uses."""
+    median_s = median(timing.times_s)
+    return {
+        "way": way,
+        "size": case.size,
+        "dtype": case.dtype,
+        "gpus": case.gpus,
+        "matrix_bytes": case.matrix_bytes,
+        "first_s": timing.first_s,
+        "times_s": timing.times_s,
+        "median_s": median_s,
+        "bandwidth_gbs": 2 * case.matrix_bytes / median_s / 1e9,
+        "wrong": wrong,
+        "link_gbs": case.received_bytes / median_s / 1e9,
+        "form": timing.form,
+        "forms_s": timing.forms_s,
+        **more,
+    }
+
+
+def emit(made: Mapping[str, Any], path: str | None) -> None:
+    """Print a row as a line of JSON, and append it to a file, at once: the next may never come."""
+    line = json.dumps(made)
+    print(line, flush=True)
+    if path is not None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the command line of a rival."""
+    made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    made.add_argument("--gpus", type=int, required=True, help="how many, from the first on")
+    made.add_argument(
+        "--size", type=int, action="append", required=True, help="rows of the matrix; repeatable"
+    )
+    made.add_argument("--dtype", choices=sorted(MODULI), default="float32")
+    made.add_argument("--repeats", type=int, default=9, help="timed runs of the quickest form")
+    made.add_argument("--cpu", action="store_true", help="on processors: to try the program only")
+    made.add_argument("--json", metavar="FILE", help="write the rows there too")
+    return made
+
+
+def read(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line, and set the environment that the rivals' libraries read."""
+    options = made.parse_args()
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    return options
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Return one case a size, the smallest first: it is the largest that may run out of memory."""
+    for size in sorted(options.size):
+        yield Case(size, options.dtype, options.gpus, options.repeats, options.cpu)

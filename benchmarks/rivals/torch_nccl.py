@@ -1,0 +1,234 @@
+"""PyTorch with NCCL: one process a GPU, `all_to_all_single` with pack and unpack.
+
+    python -m benchmarks.rivals.torch_nccl --gpus 8 --size 65536 --size 131072
+
+NCCL moves contiguous buffers only. So each slab is packed into one tile for each GPU, and what
+arrives is unpacked into the slab of the result; one of the two passes transposes, the other is a
+plain 2-D copy. Both orders are tried, with the slab in one part and in several: then one part
+travels while the next is packed and the one before is unpacked, each on a stream of its own. The
+quickest is reported, and beside it how long the all-to-all takes alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from benchmarks.rivals.common import Case, cases, emit, parser, read, row, time_forms
+
+WAY = "torch + NCCL"
+
+#: Which pass transposes: axes of pack and of unpack; see `pack_view` and `unpack_view`.
+ORDERS = {
+    "transpose, then send": ((1, 2, 0), (1, 0, 2)),
+    "send, then transpose": ((1, 0, 2), (2, 0, 1)),
+}
+
+PARTS = (1, 4, 16)
+
+#: No element has this value: what was not written counts as wrong.
+POISON = -1
+
+
+def input_parts(slab: Any, gpus: int, parts: int) -> Any:
+    """View a slab of the input as (row, receiving GPU, part, column)."""
+    rows, size = slab.shape
+    return slab.reshape(rows, gpus, parts, size // gpus // parts)
+
+
+def output_parts(slab: Any, gpus: int, parts: int) -> Any:
+    """View a slab of the output as (part, row, sending GPU, column)."""
+    rows, size = slab.shape
+    return slab.reshape(parts, rows // parts, gpus, size // gpus)
+
+
+def buffer_shape(case: Case, order: str, parts: int) -> tuple[int, int, int]:
+    """Shape of the buffers of one part: a tile for, or from, each GPU."""
+    width = case.rows // parts
+    pack, _ = ORDERS[order]
+    lengths = (case.rows, case.gpus, width)
+    return lengths[pack[0]], lengths[pack[1]], lengths[pack[2]]
+
+
+def transpose(
+    case: Case,
+    order: str,
+    parts: int,
+    slabs: tuple[Any, Any],
+    buffers: tuple[Any, Any],
+    streams: tuple[Any, Any],
+) -> None:
+    """Exchange the slabs of all processes; on GPUs it returns before that is done.
+
+    Parameters
+    ----------
+    case, order, parts
+        `order` is a key of `ORDERS`; `parts` divides the slab's rows.
+    slabs
+        Of the input and of the output, matrices.
+    buffers
+        To send from and to receive into, as large as a slab each: no part ever waits for a
+        buffer.
+    streams
+        To pack on and to unpack on; NCCL has one of its own.
+    """
+    import torch
+    import torch.distributed as dist
+
+    pack, unpack = ORDERS[order]
+    shape = buffer_shape(case, order, parts)
+    source = input_parts(slabs[0], case.gpus, parts)
+    target = output_parts(slabs[1], case.gpus, parts)
+    sent = buffers[0].reshape(parts, *shape)
+    received = buffers[1].reshape(parts, *shape)
+    packing, unpacking = streams
+    for part in range(parts):
+        with torch.cuda.stream(packing):
+            sent[part].copy_(source[:, :, part].permute(pack))
+            # Bytes: neither NCCL nor Gloo knows all dtypes.
+            work = dist.all_to_all_single(
+                received[part].reshape(-1).view(torch.uint8),
+                sent[part].reshape(-1).view(torch.uint8),
+                async_op=True,
+            )
+        with torch.cuda.stream(unpacking):
+            work.wait()  # with NCCL it is the stream that waits
+            target[part].copy_(received[part].permute(unpack))
+
+
+def exchange_alone(buffers: tuple[Any, Any]) -> None:
+    """Do the all-to-all of whole slabs, with nothing before or after it."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_to_all_single(buffers[1].view(torch.uint8), buffers[0].view(torch.uint8))
+
+
+def one_of_many(rank: int, store: str, options: Namespace) -> None:
+    """Be the process of one GPU."""
+    import torch
+    import torch.distributed as dist
+
+    place: dict[str, Any] = {"init_method": f"file://{store}"}
+    if options.cpu:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", rank=rank, world_size=options.gpus, **place)
+    else:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        # Packing fills the whole GPU: NCCL's kernels must not wait behind it.
+        place["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        dist.init_process_group(
+            "nccl", rank=rank, world_size=options.gpus, device_id=device, **place
+        )
+    for case in cases(options):
+        made = measure(case, rank, device)
+        if rank == 0:
+            emit(made, options.json)
+    dist.destroy_process_group()
+
+
+def measure(case: Case, rank: int, device: Any) -> dict[str, Any]:
+    """Time the transpose of one matrix, and check it."""
+    import torch
+    import torch.distributed as dist
+
+    dtype = getattr(torch, case.dtype)
+    x = torch.empty((case.rows, case.size), dtype=dtype, device=device)
+    y = torch.empty_like(x)
+    buffers = torch.empty_like(x).reshape(-1), torch.empty_like(x).reshape(-1)
+    for start, stop in case.bands():
+        x[start:stop] = expected(case, rank, start, stop, device, transposed=False)
+    streams: tuple[Any, Any] = (None, None)
+    if not case.cpu:
+        streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def seconds(run: Callable[[], None]) -> float:
+        """Time one run, from a common start to the end of the slowest process."""
+        synchronize(device)
+        dist.barrier()
+        synchronize(device)
+        start_s = time.perf_counter()
+        run()
+        synchronize(device)
+        took_s = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64, device=device)
+        dist.all_reduce(took_s, dist.ReduceOp.MAX)
+        return float(took_s.item())
+
+    runs = {
+        f"{order}, {parts} part{'s' if parts > 1 else ''}": partial(
+            transpose, case, order, parts, (x, y), buffers, streams
+        )
+        for order in ORDERS
+        for parts in PARTS
+        if case.rows % parts == 0
+    }
+    # All processes see the same times, those of the slowest, and so choose the same form.
+    timing = time_forms({name: partial(seconds, run) for name, run in runs.items()}, case.repeats)
+    alone = time_forms({"all-to-all": partial(seconds, partial(exchange_alone, buffers))}, 3)
+
+    for stale in (y, *buffers):
+        stale.fill_(POISON)
+    seconds(runs[timing.form])
+    wrong = torch.zeros(1, dtype=torch.int64, device=device)
+    for start, stop in case.bands():
+        wrong += (y[start:stop] != expected(case, rank, start, stop, device)).sum()
+    dist.all_reduce(wrong)
+    versions = {"torch": torch.__version__}
+    if not case.cpu:
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return row(
+        WAY,
+        case,
+        timing,
+        int(wrong.item()),
+        all_to_all_s=alone.forms_s["all-to-all"],
+        versions=versions,
+    )
+
+
+def expected(
+    case: Case, rank: int, start: int, stop: int, device: Any, transposed: bool = True
+) -> Any:
+    """Return these rows of the slab that process `rank` holds, of the result or of the input."""
+    import torch
+
+    rows = torch.arange(start, stop, dtype=torch.int64, device=device) + rank * case.rows
+    columns = torch.arange(case.size, dtype=torch.int64, device=device)
+    if transposed:
+        index = rows[:, None] + columns[None, :] * case.size
+    else:
+        index = rows[:, None] * case.size + columns[None, :]
+    return index.remainder_(case.modulus).to(getattr(torch, case.dtype))
+
+
+def synchronize(device: Any) -> None:
+    """Wait until a GPU has done all that it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Read the command line, start a process a GPU."""
+    options = read(parser(__doc__))
+    import torch
+
+    there = torch.cuda.device_count()
+    if not options.cpu and there < options.gpus:
+        sys.exit(f"expected {options.gpus} GPUs, torch finds {there}")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            one_of_many, args=(os.path.join(folder, "store"), options), nprocs=options.gpus
+        )
+
+
+if __name__ == "__main__":
+    main()

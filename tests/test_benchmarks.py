@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import dask_p2p
+from benchmarks import chart, transpose
+from benchmarks.rivals import __main__ as rivals
+from benchmarks.rivals import copy_engines, torch_nccl
+from benchmarks.rivals.common import MODULI, Case, row, time_forms
+from dask_p2p import indexed
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def report(limit=True):
+    """What `transpose.py` writes, with figures that are easy to reckon with."""
+    rows = []
+    for size in (1024, 2048):
+        shared = {"size": size, "dtype": "float32", "matrix_bytes": 4 * size**2}
+        time_s = shared["matrix_bytes"] / 1e9
+        rows += [
+            {**shared, "way": "dask_p2p", "median_s": 4 * time_s, "exchange_s": [2 * time_s]},
+            {**shared, "way": "one no-op layer", "median_s": 0.01, "exchange_s": []},
+            {**shared, "way": "torch + NCCL", "median_s": 5 * time_s},
+            {**shared, "way": "a new one", "median_s": 8 * time_s},
+            {"size": size, "dtype": "float32", "way": "JAX", "failed": "jax is not installed"},
+        ]
+        if limit:
+            rows.append({**shared, "way": chart.LIMIT, "median_s": time_s})
+    return {
+        "started": 1795232130.6,
+        "kind": "cupy",
+        "workers": 2,
+        "rows": rows,
+        "commit": "0123456789abcdef",
+        "hardware": {"cpu": "a CPU", "cpu_count": 8, "gpus": ["A GPU"] * 4, "driver": "1.2"},
+    }
+
+
+class TestChart:
+    def test_fractions_of_the_limit(self):
+        series = chart.read_series([report()])
+        found = {s.way: [*chart.fractions(s, series).values()] for s in series}
+        assert found["dask_p2p"] == pytest.approx([1 / 4, 1 / 4])
+        assert found[chart.EXCHANGE] == pytest.approx([1 / 2, 1 / 2])
+        assert found["a new one"] == pytest.approx([1 / 8, 1 / 8])
+        assert "JAX" not in found
+        assert {s.machine for s in series} == {"2 x A GPU"}
+
+    def test_no_limit_of_another_machine_or_dtype(self):
+        theirs = report(limit=False)
+        theirs["hardware"]["gpus"] = ["B GPU"] * 4
+        series = chart.read_series([report(), theirs])
+        assert not any(chart.fractions(s, series) for s in series if s.machine == "2 x B GPU")
+        for measured in theirs["rows"]:
+            measured["dtype"] = "int8"
+        theirs["hardware"]["gpus"] = ["A GPU"] * 4
+        series = chart.read_series([report(), theirs])
+        assert not any(chart.fractions(s, series) for s in series if s.dtype == "int8")
+
+    def test_panels(self):
+        time_panel, limit_panel = chart.draw([report()]).axes
+        labels = {line.get_label() for line in time_panel.get_lines()}
+        assert labels == {"dask_p2p", "one no-op layer", "torch + NCCL", "a new one", chart.LIMIT}
+        labels = {
+            line.get_label() for line in limit_panel.get_lines() if line.get_label()[0] != "_"
+        }
+        assert labels == {"dask_p2p", chart.EXCHANGE, "torch + NCCL", "a new one"}
+        assert len(chart.draw([report(limit=False)]).axes) == 1
+        with pytest.raises(ValueError, match="nothing"):
+            chart.draw([{**report(), "rows": []}])
+
+    def test_machines_and_dtypes_are_told_apart(self):
+        both = chart.draw([report(), json.loads((RESULTS / "cpu-2-cores.json").read_text())])
+        labels = {line.get_label() for line in both.axes[0].get_lines()}
+        assert "dask_p2p, 2 x A GPU, float32" in labels
+        assert any("float64" in label and "workers on" in label for label in labels)
+
+    def test_the_same_results_give_the_same_files(self, tmp_path):
+        path = tmp_path / "made.json"
+        path.write_text(json.dumps(report()))
+        chart.main([str(path)])
+        again = [tmp_path / "again.png", tmp_path / "again.svg"]
+        chart.main([str(path), "-o", str(again[0]), "-o", str(again[1])])
+        for other in again:
+            assert path.with_suffix(other.suffix).read_bytes() == other.read_bytes()
+        assert b"<dc:date>" not in again[1].read_bytes()
+
+    @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+    def test_results_that_are_there(self, path, tmp_path):
+        chart.main([str(path), "-o", str(tmp_path / "chart.svg")])
+        assert (tmp_path / "chart.svg").stat().st_size > 10_000
+
+    def test_one_dtype_of_several(self, tmp_path):
+        made = report()
+        made["rows"] += [{**measured, "dtype": "int8"} for measured in made["rows"]]
+        charts = []
+        for contents, arguments in ((made, ["--dtype", "int8"]), (made, [])):
+            path = tmp_path / "made.json"
+            path.write_text(json.dumps(contents))
+            chart.main([str(path), "-o", str(tmp_path / "made.svg"), *arguments])
+            charts.append((tmp_path / "made.svg").read_text().count("<!-- dask_p2p, "))
+        assert charts == [1, 4]  # beside the exchange only
+
+    def test_caption(self):
+        assert chart.caption([report()]) == "2 x A GPU, driver 1.2, 2026-11-21, commit 0123456789ab"
+
+    def test_unknown_formats(self, capsys):
+        with pytest.raises(SystemExit):
+            chart.main(["x.json", "-o", "x.gif"])
+        assert ".svg or .png" in capsys.readouterr().err
+
+
+class TestTranspose:
+    def test_sizes(self):
+        assert transpose.sizes_by_dtype(["int8"], [], []) == {"int8": [8192]}
+        found = transpose.sizes_by_dtype(["float32", "complex128"], [512], ["64GiB", "1MiB"])
+        assert found == {"float32": [512, 131072], "complex128": [256, 512, 65536]}
+
+    @pytest.mark.parametrize("workers", [2, 3, 8])
+    def test_cliffs(self, workers):
+        even = transpose.even_matrix(1536, workers, "float32")
+        for case in transpose.cliffs(1536, workers, "float32"):
+            assert tuple(map(sum, case.chunks)) == case.shape
+            assert case.nbytes == pytest.approx(even.nbytes, rel=0.01)
+            assert sorted(case.axes) == list(range(len(case.shape)))
+            assert len(case.chunks[0]) in (workers, 4 * workers)
+        assert max(transpose.split_unevenly(1536, workers)) > 1.2 * 1536 / workers
+
+    def test_times_by_the_byte(self):
+        case = transpose.Case("a", (2, 4), ((1, 1), (4,)), (1, 0), "int8")
+        even = {"matrix_bytes": 16, "median_s": 1.0, "span_s": [0.5]}
+        made = transpose.compare_with_even(
+            case, {"matrix_bytes": 8, "median_s": 1.0, "span_s": [0.5, 0.75, 1.0]}, even
+        )
+        assert (made["median_to_even"], made["span_to_even"]) == (2.0, 3.0)
+        assert made["blocks"] == [2, 1]
+        assert "median_to_even" not in transpose.compare_with_even(case, {"failed": "x"}, even)
+
+    def test_table_of_ways_with_and_without_dask(self):
+        shared = {"size": 8, "dtype": "int8", "times_s": [0.5], "first_s": 1.0, "wrong": 0}
+        shared |= {"bandwidth_gbs": 1.0, "link_gbs": 3.5}
+        rows = [
+            {**shared, "way": "dask_p2p", "median_s": 0.5, "exchange_s": [0.25], "before_s": [0.1]},
+            {**shared, "way": transpose.LIMIT, "median_s": 0.2},
+            {"size": 8, "dtype": "int8", "way": "JAX", "failed": "jax is not installed"},
+        ]
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(transpose.table(rows))
+        text = console.export_text()
+        assert "250.00" in text
+        assert "40.0%" in text
+        assert "failed: jax is not installed" in text
+
+    def test_rivals_that_cannot_run_are_rows(self):
+        made = transpose.run_rivals(10_000, "int8", [10_000, 20_000], 1, 60)
+        assert {found["way"] for found in made} == {way for way, _, _ in rivals.RIVALS}
+        assert [found["size"] for found in made if "failed" in found] == [10_000, 20_000] * 3
+        (made,) = transpose.run_rivals(2, "no such dtype", [8], 1, 60)
+        assert (made["way"], made["failed"].split()[-1]) == ("rivals", "2")
+
+    def test_a_run(self, cluster, monkeypatch, tmp_path):
+        monkeypatch.setattr(
+            dask_p2p, "local_cluster", lambda *_, **__: contextlib.nullcontext(cluster)
+        )
+        path = tmp_path / "made.json"
+        arguments = ["--cpu", "--size", "256", "--dtype", "int8", "--dtype", "complex128"]
+        arguments += ["--repeats", "1", "--cases", "--no-rivals", "--json", str(path)]
+        result = CliRunner().invoke(transpose.main, arguments, catch_exceptions=False)
+        assert result.exit_code == 0
+        made = json.loads(path.read_text())
+        assert made["workers"] == 4
+        assert [(r["way"], r["dtype"], r["wrong"]) for r in made["rows"]] == [
+            ("dask_p2p", "int8", 0),
+            ("one no-op layer", "int8", None),
+            ("dask_p2p", "complex128", 0),
+            ("one no-op layer", "complex128", None),
+        ]
+        for measured in made["rows"][::2]:
+            parts_s = (measured[name][0] for name in ("before_s", "span_s", "after_s"))
+            assert sum(parts_s) == pytest.approx(measured["times_s"][0], abs=0.05)
+        assert len(made["cases"]) == 8
+        for measured in made["cases"]:
+            assert measured["wrong"] == 0
+            assert measured["median_to_even"] > 0
+            assert measured["span_to_even"] > 0
+        assert len(chart.draw([made]).axes) == 1
+
+
+class TestRivals:
+    @pytest.mark.parametrize("parts", [1, 2, 6])
+    @pytest.mark.parametrize("order", torch_nccl.ORDERS)
+    def test_pack_exchange_unpack(self, order, parts):
+        case = Case(size=24, dtype="int32", gpus=4, repeats=1, cpu=True)
+        matrix = np.arange(24 * 24).reshape(24, 24)
+        sources = np.split(matrix, 4)
+        targets = [np.full((6, 24), -1) for _ in range(4)]
+        shape = torch_nccl.buffer_shape(case, order, parts)
+        pack, unpack = torch_nccl.ORDERS[order]
+        for part in range(parts):
+            sent = [
+                torch_nccl.input_parts(slab, 4, parts)[:, :, part].transpose(pack)
+                for slab in sources
+            ]
+            assert {tiles.shape for tiles in sent} == {shape}
+            received = [np.stack([tiles[gpu] for tiles in sent]) for gpu in range(4)]
+            for slab, tiles in zip(targets, received, strict=True):
+                torch_nccl.output_parts(slab, 4, parts)[part] = tiles.transpose(unpack)
+        assert np.array_equal(np.vstack(targets), matrix.T)
+
+    @pytest.mark.parametrize("gpus", [1, 2, 3, 8])
+    def test_each_stage_has_one_reader_a_sender(self, gpus):
+        pairs = list(copy_engines.staged(gpus))
+        assert len(set(pairs)) == len(pairs) == gpus * (gpus - 1)
+        for stage in range(gpus - 1):
+            receivers, senders = zip(*pairs[stage * gpus : (stage + 1) * gpus], strict=True)
+            assert sorted(receivers) == sorted(senders) == list(range(gpus))
+
+    def test_wrong_words_are_counted(self):
+        device = copy_engines.Processor()
+        slabs = [copy_engines.words(np, gpu * 12, 0, 12) for gpu in range(3)]
+        received = [np.full(12, copy_engines.MODULUS, np.uint32) for _ in range(3)]
+        copy_engines.exchange(device, slabs, received, True, 4)
+        wrong = [copy_engines.count_wrong(device, received[0], 0, s, 4) for s in (1, 2)]
+        assert wrong == [0, 0]
+        received[0][4] += 1
+        assert copy_engines.count_wrong(device, received[0], 0, 1, 4) == 1
+
+    def test_tiles_that_never_came_are_wrong(self, monkeypatch):
+        case = Case(size=12, dtype="float32", gpus=3, repeats=1, cpu=True)
+        assert copy_engines.measure(case, copy_engines.Processor())["wrong"] == 0
+        monkeypatch.setattr(copy_engines, "staged", lambda gpus: [(0, 1)])
+        assert copy_engines.measure(case, copy_engines.Processor())["wrong"] == 5 * 4 * 4
+
+    def test_the_quickest_form_is_timed_anew(self):
+        times_s = {
+            "slow": iter([9.0, 3.0, 3.0, 3.0]),
+            "quick": iter([8.0, 1.0, 2.0, 1.0, 5.0, 6.0]),
+        }
+        forms = {name: values.__next__ for name, values in times_s.items()}
+        timing = time_forms(forms, repeats=2)
+        assert (timing.form, timing.first_s, timing.times_s) == ("quick", 8.0, [5.0, 6.0])
+        assert timing.forms_s == {"slow": 3.0, "quick": 1.0}
+        case = Case(size=1000, dtype="float64", gpus=4, repeats=2, cpu=True)
+        made = row("a way", case, timing, 0)
+        assert made["median_s"] == 5.5
+        assert made["link_gbs"] == pytest.approx(250 * 750 * 8 / 5.5 / 1e9)
+        assert made["bandwidth_gbs"] == pytest.approx(2 * 8e6 / 5.5 / 1e9)
+
+    def test_bands_cover_a_slab(self):
+        case = Case(size=131072, dtype="int8", gpus=4, repeats=1, cpu=True)
+        bands = list(case.bands())
+        assert (bands[0][0], bands[-1][1]) == (0, 32768)
+        assert all(one[1] == other[0] for one, other in pairwise(bands))
+        with pytest.raises(ValueError, match="multiple"):
+            Case(size=10, dtype="int8", gpus=4, repeats=1, cpu=True)
+
+    def test_values_are_those_of_the_package(self):
+        assert {dtype: indexed.modulus(dtype) for dtype in MODULI} == MODULI
+
+    def test_without_their_libraries(self, monkeypatch, capsys, tmp_path):
+        monkeypatch.setattr(rivals, "find_spec", lambda _: None)
+        path = tmp_path / "rows.json"
+        arguments = ["rivals", "--gpus", "2", "--size", "8", "--json", str(path)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        rivals.main()
+        assert [made["failed"] for made in json.loads(path.read_text())] == [
+            "cupy is not installed",
+            "torch is not installed",
+            "jax is not installed",
+        ]
+        assert capsys.readouterr().out.count("is not installed") == 3
+
+    def test_on_processors(self, tmp_path):
+        path = tmp_path / "rows.json"
+        command = [sys.executable, "-m", "benchmarks.rivals", "--cpu", "--gpus", "2"]
+        command += ["--size", "65", "--size", "64", "--repeats", "2", "--json", str(path)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        made = {(found["way"], found["size"]): found for found in json.loads(path.read_text())}
+        assert len(made) == 6
+        assert made[copy_engines.WAY, 64]["wrong"] == 0
+        assert "no multiple of 2 GPUs" in made[copy_engines.WAY, 65]["failed"]
+        if find_spec("torch"):
+            assert made[torch_nccl.WAY, 64]["wrong"] == 0
+
+    def test_one_that_hangs(self, tmp_path):
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        with (tmp_path / "errors").open("wb") as errors:
+            assert rivals.run_for(command, 0.5, errors) == "not done after 0.5 s"
+            assert rivals.run_for([sys.executable, "-c", ""], 30, errors) is None
+
+    def test_reasons(self):
+        said = "Traceback\n  File\ntorch.OutOfMemoryError: too much\n[W] a farewell\n\n"
+        assert rivals.why(said) == "torch.OutOfMemoryError: too much"
+        assert rivals.why("expected 4 GPUs\n") == "expected 4 GPUs"
+        assert rivals.why(" \n") == "it ended without a word"
+        options = Namespace(dtype="int8", gpus=2)
+        assert [made["size"] for made in rivals.failed("JAX", options, [8, 16], "x")] == [8, 16]
