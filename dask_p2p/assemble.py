@@ -215,13 +215,16 @@ class Assembly:
             self.output.dtype,
             kind,
         )
-        remote = source.way.transport.open(spec, self.options)
+        parts = [
+            (src, self._destination(piece, src))
+            for piece in source.pieces
+            for src in self._parts(piece, pacing.part_bytes)
+        ]
+        remote = source.way.transport.open(spec, [src for src, _ in parts], self.options)
         self._opened.append(remote)
         slot_bytes = min(pacing.part_bytes or 0, self._largest_bytes)
-        for piece in source.pieces:
-            for src in self._parts(piece, pacing.part_bytes):
-                dst = self._destination(piece, src)
-                yield _Part(source, remote.request(src), dst, slot_bytes)
+        for _, dst in parts:
+            yield _Part(source, remote.request(), dst, slot_bytes)
 
     def _parts(self, piece: Piece, part_bytes: int | None) -> list[Box]:
         elements = max(1, box_size(piece.src))

@@ -58,24 +58,26 @@ class FakeTransport(Transport):
     def pacing(self, options, kind):
         return Pacing(self.part_bytes, self.ahead)
 
-    def open(self, block, options):
+    def open(self, block, boxes, options):
         self.log.append(("open", self.name, block.holder, block.key))
         error = self.fails.get((block.holder, block.key))
         if error is not None and block.key not in self.late:
             raise error
-        return FakeBlock(self, block, error)
+        return FakeBlock(self, block, boxes, error)
 
     async def close(self):
         pass
 
 
 class FakeBlock(RemoteBlock):
-    def __init__(self, transport, block, error):
+    def __init__(self, transport, block, boxes, error):
         self.transport, self.block, self.error = transport, block, error
+        self.boxes = list(boxes)
         self.requests = 0
         transport.open_now.append(self)
 
-    def request(self, box):
+    def request(self):
+        box = self.boxes[self.requests]
         self.transport.log.append(("request", self.block.key))
         self.requests += 1
         future = Future()

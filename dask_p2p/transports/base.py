@@ -5,14 +5,16 @@ boxes and bytes; not axes, plans or Dask graphs. It has two sides in one object:
 opens blocks of other workers, as *holder* it answers their requests with its `handlers`.
 
 Ordering
-    Requests of one opened block may complete in any order.
+    Who opens a block says which regions of it will be requested, in which order, so that a holder
+    can work ahead. Requests may complete in any order.
 Completion
     `RemoteBlock.request` returns at once with a future. When that is done, its array can be read
     on this worker: by any thread, or by a kernel on any stream.
 Who may touch what, when
-    An array is read-only, and valid until its `RemoteBlock` is closed. The holder's block is
-    *leased* from `open` (or the request) until then: it stays where it is even if Dask spills,
-    cancels or releases it. Close only after all kernels that read are synchronised.
+    An array is read-only. If it lies in the holder's memory (`Transport.in_place`) it is valid
+    until its `RemoteBlock` is closed, and the holder's block is *leased* from `open` until then: it
+    stays where it is even if Dask spills, cancels or releases it. Close only after all kernels that
+    read are synchronised. Otherwise it is the reader's own: let go of it when it has been read.
 Failure
     `BlockUnavailableError` if the holder lacks the block or is silent, `BlockMismatchError` if the
     block is not of the declared kind, `TransferError` for anything else. Never wrong data.
@@ -26,9 +28,10 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -41,7 +44,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.kernels import kernel_for
-from dask_p2p.layout import Box, box_slices
+from dask_p2p.layout import Box
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 
 __all__ = [
@@ -56,8 +59,9 @@ __all__ = [
     "ask",
     "check_block",
     "check_reply",
-    "cut",
+    "checked_box",
     "dtype_text",
+    "find_block",
     "mismatch",
     "refuse",
 ]
@@ -120,8 +124,8 @@ class RemoteBlock(ABC):
     """A block of another worker, opened for reading."""
 
     @abstractmethod
-    def request(self, box: Box) -> Future[Any]:
-        """Ask for a region, given relative to the block; the future's array has its shape."""
+    def request(self) -> Future[Any]:
+        """Ask for the next region; the future's array has its shape."""
 
     def confirm(self) -> None:  # noqa: B027  # optional
         """Raise `TransferError` if what was read may be wrong, now that all reading is done.
@@ -169,9 +173,9 @@ class Transport(ABC):
         """
         timeouts = replace(self.options, request_timeout_s=MEET_S)
         block = BlockSpec(probe_key(kind), holder, (PROBE_BYTES,), _BYTE, kind)
-        remote = self.open(block, timeouts)
+        remote = self.open(block, [((0, PROBE_BYTES),)], timeouts)
         try:
-            region = remote.request(((0, PROBE_BYTES),)).result(MEET_S + GRACE_S)
+            region = remote.request().result(MEET_S + GRACE_S)
             check_probe(region, kind)
         except TimeoutError:
             raise TransferError(f"{self.name}: no word of the event loop") from None
@@ -183,8 +187,8 @@ class Transport(ABC):
         """In what parts, and how many of them at a time, regions should be asked for."""
 
     @abstractmethod
-    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
-        """Open a block."""
+    def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
+        """Open a block, to read these boxes of it, in this order."""
 
     def serving(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
         """Take note that these blocks of this worker are about to be read by others."""
@@ -230,27 +234,32 @@ def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None)
         raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")
 
 
-def cut(host: Host, key: Any, box: Any, shape: Any) -> Any:
-    """Return the region of a block that a reader asks for, as a view; what it sent is checked.
+def find_block(host: Host, key: Any, shape: Any) -> Any:
+    """Return the block that a reader asks for.
 
     Raises
     ------
     KeyError
-        If the block is not here.
+        If it is not here.
     BlockMismatchError, UnsupportedArrayError
         If it is not of the shape that the reader expects, or has more than its bytes.
     TypeError, ValueError
         If the request makes no sense.
     """
-    box = tuple((int(start), int(stop)) for start, stop in box)
     block = host.block(key)
     check_block(block, key, tuple(shape))
-    if len(box) != block.ndim or any(
+    return block
+
+
+def checked_box(box: Any, shape: tuple[int, ...]) -> Box:
+    """Return a box that a reader asks for; `TypeError` or `ValueError` if it is none of a block."""
+    checked = tuple((index(start), index(stop)) for start, stop in box)
+    if len(checked) != len(shape) or any(
         not 0 <= start <= stop <= length
-        for (start, stop), length in zip(box, block.shape, strict=True)
+        for (start, stop), length in zip(checked, shape, strict=True)
     ):
-        raise ValueError(f"box {box} does not lie in a block of shape {block.shape}")
-    return block[box_slices(box)]
+        raise ValueError(f"box {checked} does not lie in a block of shape {shape}")
+    return checked
 
 
 def dtype_text(dtype: Any) -> str:

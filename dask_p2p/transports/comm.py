@@ -8,7 +8,7 @@ regions are sent from device memory where the protocol can (ucx), else through h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import queue_for
-from dask_p2p.layout import Box, box_shape
+from dask_p2p.layout import Box, box_shape, box_slices
 from dask_p2p.transports.base import (
     BlockSpec,
     Handler,
@@ -28,7 +28,8 @@ from dask_p2p.transports.base import (
     Transport,
     ask,
     check_reply,
-    cut,
+    checked_box,
+    find_block,
     mismatch,
     refuse,
 )
@@ -59,8 +60,8 @@ class CommTransport(Transport):
     def pacing(self, options: Options, kind: str) -> Pacing:
         return Pacing(options.comm_part_bytes, options.comm_parts_in_flight)
 
-    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
-        return _CommBlock(self.host, block, options.request_timeout_s)
+    def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
+        return _CommBlock(self.host, block, boxes, options.request_timeout_s)
 
     async def close(self) -> None:
         self._closed = True
@@ -76,8 +77,9 @@ class CommTransport(Transport):
         return {"status": "ok", "data": to_serialize(region)}
 
     def _pack(self, key: Any, box: Any, shape: Any) -> Any:
-        region = cut(self.host, key, box, shape)
-        kind = kernel_for(region).name
+        block = find_block(self.host, key, shape)
+        region = block[box_slices(checked_box(box, block.shape))]
+        kind = kernel_for(block).name
         if kind == "numpy" and region.flags.c_contiguous:
             return region
         queue = queue_for(kind)
@@ -89,14 +91,17 @@ class CommTransport(Transport):
 
 
 class _CommBlock(RemoteBlock):
-    def __init__(self, host: Host, block: BlockSpec, timeout_s: float) -> None:
+    def __init__(
+        self, host: Host, block: BlockSpec, boxes: Sequence[Box], timeout_s: float
+    ) -> None:
         self._host = host
         self._block = block
+        self._boxes = iter(boxes)
         self._timeout_s = timeout_s
         self._requests: set[Future[Any]] = set()
 
-    def request(self, box: Box) -> Future[Any]:
-        future = asyncio.run_coroutine_threadsafe(self._pull(box), self._host.loop)
+    def request(self) -> Future[Any]:
+        future = asyncio.run_coroutine_threadsafe(self._pull(next(self._boxes)), self._host.loop)
         self._requests.add(future)
         future.add_done_callback(self._requests.discard)
         return future

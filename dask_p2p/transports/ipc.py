@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -36,9 +36,9 @@ from dask_p2p.transports.base import (
     RemoteBlock,
     Transport,
     ask,
-    check_block,
     check_reply,
     dtype_text,
+    find_block,
     mismatch,
     refuse,
 )
@@ -97,9 +97,9 @@ class IpcTransport(Transport):
         part_bytes = options.ipc_staging_bytes // SLOTS
         return Pacing(part_bytes or None, parts_in_flight=0)
 
-    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
+    def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
         if 0 in block.shape:
-            return _EmptyBlock(block)
+            return _EmptyBlock(block, boxes)
         peer, obstacle = self._known(block.holder)
         if obstacle is not None:
             raise TransferError(f"ipc: {block.holder} cannot be read in place: {obstacle}")
@@ -113,7 +113,7 @@ class IpcTransport(Transport):
         array = cuda_ipc.array_at(
             mapping.address + posted.offset_bytes, posted.shape, posted.strides, block.dtype
         )
-        return _IpcBlock(array, block, peer.folder, lease, mapping)
+        return _IpcBlock(array, boxes, block, peer.folder, lease, mapping)
 
     def _known(self, holder: str) -> tuple[_Peer, str | None]:
         """Return where a worker runs, and what keeps its memory from being mapped.
@@ -207,15 +207,13 @@ class IpcTransport(Transport):
         if self._closed:
             return {"status": "error", "message": "the worker is closing"}
         try:
-            await self.host.offload(self._find_and_post, key, tuple(shape))
+            await self.host.offload(self._find_and_post, key, shape)
         except Exception as exc:
             return refuse(exc)
         return {"status": "ok"}
 
-    def _find_and_post(self, key: Any, shape: tuple[int, ...]) -> None:
-        block = self.host.block(key)
-        check_block(block, key, shape)
-        self._post(key, block)
+    def _find_and_post(self, key: Any, shape: Any) -> None:
+        self._post(key, find_block(self.host, key, shape))
 
     def _post(self, key: Any, block: Any) -> None:
         """Describe a block on the board, once all its values are there."""
@@ -280,16 +278,23 @@ class _Posted:
 
 class _IpcBlock(RemoteBlock):
     def __init__(
-        self, array: Any, block: BlockSpec, folder: str, lease: Lease, mapping: cuda_ipc.Mapping
+        self,
+        array: Any,
+        boxes: Sequence[Box],
+        block: BlockSpec,
+        folder: str,
+        lease: Lease,
+        mapping: cuda_ipc.Mapping,
     ) -> None:
         self._array = array
+        self._boxes = iter(boxes)
         self._block = block
         self._folder = folder  # of the holder's board
         self._lease: Lease | None = lease
         self._mapping = mapping
 
-    def request(self, box: Box) -> Future[Any]:
-        return _at_once(self._array, box)
+    def request(self) -> Future[Any]:
+        return _at_once(self._array, next(self._boxes))
 
     def confirm(self) -> None:
         # What a mapping shows of a process that has ended is nowhere promised.
@@ -306,11 +311,12 @@ class _IpcBlock(RemoteBlock):
 class _EmptyBlock(RemoteBlock):
     """A block without elements: it has no address, and needs no lease."""
 
-    def __init__(self, block: BlockSpec) -> None:
+    def __init__(self, block: BlockSpec, boxes: Sequence[Box]) -> None:
         self._array = cuda_ipc.empty(block.shape, block.dtype)
+        self._boxes = iter(boxes)
 
-    def request(self, box: Box) -> Future[Any]:
-        return _at_once(self._array, box)
+    def request(self) -> Future[Any]:
+        return _at_once(self._array, next(self._boxes))
 
     def close(self) -> None:
         pass

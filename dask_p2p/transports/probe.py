@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from dask_p2p.errors import TransferError
 from dask_p2p.kernels import kernel_named
 
-__all__ = ["PROBE_BYTES", "ProbeKey", "Probes", "check_probe", "is_probe", "probe_key"]
+__all__ = ["PROBE_BYTES", "Probes", "check_probe", "is_probe", "probe_key"]
 
 PROBE_BYTES = 2**16  # more than UCX sends at once without a rendezvous
 _MOST_BYTES = 2**30
@@ -23,17 +23,13 @@ _NAME = "dask-p2p-probe"
 _KEPT = 2
 
 
-class ProbeKey(NamedTuple):
-    """Key of a probe block."""
-
-    name: str
-    kind: str  # "numpy" or "cupy"
-    nbytes: int
+#: Key of a probe block: a name, the kind "numpy" or "cupy", and the size in bytes.
+_Key = tuple[str, str, int]
 
 
-def probe_key(kind: str, nbytes: int = PROBE_BYTES) -> ProbeKey:
+def probe_key(kind: str, nbytes: int = PROBE_BYTES) -> _Key:
     """Return the key of a probe block: a 1-D array of so many bytes."""
-    return ProbeKey(_NAME, kind, nbytes)
+    return (_NAME, kind, nbytes)
 
 
 def is_probe(key: Any) -> bool:
@@ -45,7 +41,7 @@ class Probes:
     """The probe blocks of one worker."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[ProbeKey, Any] = OrderedDict()
+        self._blocks: OrderedDict[_Key, Any] = OrderedDict()
         self._lock = threading.Lock()
 
     def block(self, key: Any) -> Any:

@@ -1,34 +1,38 @@
 """``ucx``: packed regions over UCX: NVLink, InfiniBand, shared memory or TCP, whatever is there.
 
-A reader asks for a region by an RPC of Dask, and names a tag. The holder packs the region into a
-buffer and sends that under the tag, from its own UCX endpoint to the reader's::
+A reader asks for all that it needs of a block by one RPC of Dask, and names a tag. The holder packs
+region after region into buffers, and sends each under a tag of its own, from its UCX endpoint to
+the reader's. UCX moves a message when the reader is ready for it, and a holder has only a few
+packed ones waiting::
 
     reader                                     holder
-    take a buffer, look out for the tag
-      --- RPC: key, box, shape, tag ----------->  pack into a buffer
-      <== message ==============================  send
-      <-- reply: size, dtype, sent ok ----------  buffer free again
+      --- RPC: key, boxes, shape, tag --------->  pack region 0
+    look out for tag 0  <== message ============  send it; pack region 1
+    put region 0 into place; tag 1  <== message   send it; buffer 0 is free; pack region 2
+    ...
+      <-- reply: bytes sent --------------------  all have arrived
 
 So control and errors go over Dask's connections, encrypted where those are, and data over the
-quickest link. While one region is on its way the next one is packed, and the one before is put into
-place. What Dask's own messages go over does not matter.
+quickest link. What Dask's own messages go over does not matter.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import threading
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from math import prod
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels import kernel_for, kernel_named
+from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import queue_for
-from dask_p2p.layout import Box, box_shape, box_size
+from dask_p2p.layout import Box, box_shape, box_size, box_slices
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import (
     MEET_S,
@@ -40,8 +44,9 @@ from dask_p2p.transports.base import (
     Transport,
     ask,
     check_reply,
-    cut,
+    checked_box,
     dtype_text,
+    find_block,
     mismatch,
     refuse,
 )
@@ -52,8 +57,13 @@ __all__ = ["UcxTransport"]
 
 _PEER_OP = "p2p_ucx_peer"
 _SEND_OP = "p2p_ucx_send"
+_TAGS = 2**64
 _LONGEST_ADDRESS_BYTES = 2**16
+_MOST_AHEAD = 64
 _IDLE_PARTS = 4  # buffers of one part each that are kept for later, of either kind
+# One a reader that is being sent to. Most of their time they wait, and no reader should have to
+# wait for another one.
+_SENDING_THREADS = 32
 
 
 class UcxTransport(Transport):
@@ -65,14 +75,14 @@ class UcxTransport(Transport):
         super().__init__(host, options)
         self._addresses: dict[str, bytes] = {}  # by worker
         self._messenger: Messenger | None = None
-        self._starting = threading.Lock()
-        # Tags of several messengers never meet, but those of one come back if a process sends to
-        # a new one in its place.
-        self._tags = itertools.count(secrets.randbits(62))
+        self._lock = threading.Lock()
+        # A process may come to the place of one that died in the middle of a message.
+        self._next_tag = secrets.randbits(62)
         self._buffers = {
             kind: Buffers(kind, _IDLE_PARTS * _part_bytes(options, kind))
             for kind in ("numpy", "cupy")
         }
+        self._threads = ThreadPoolExecutor(_SENDING_THREADS, thread_name_prefix="p2p-ucx-send")
         self._closed = False
 
     # --- the reader's side, in task threads ---
@@ -85,62 +95,58 @@ class UcxTransport(Transport):
     def pacing(self, options: Options, kind: str) -> Pacing:
         return Pacing(_part_bytes(options, kind), options.ucx_parts_in_flight)
 
-    def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
-        return _UcxBlock(self, block, options.request_timeout_s)
+    def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
+        messenger = self.messenger()
+        full = [box for box in boxes if box_size(box)]
+        with self._lock:
+            tag = self._next_tag
+            self._next_tag = (tag + len(full)) % 2**62
+        opened = _UcxBlock(block, boxes, tag, messenger, self._buffers[block.kind], options)
+        if full:
+            asking = asyncio.run_coroutine_threadsafe(
+                self._ask(block, full, tag, options), self.host.loop
+            )
+            opened.follow(asking)
+        return opened
 
-    def take_buffer(self, shape: tuple[int, ...], block: BlockSpec) -> Any:
-        """Return an array to receive a region of a block into."""
-        return self._buffers[block.kind].take(shape, block.dtype)
-
-    async def bring(self, block: BlockSpec, box: Box, region: Any, timeout_s: float) -> None:
-        """Fill an array with a region of a block."""
-        tag = next(self._tags) % 2**64
-        messenger = await self._started()
-        receiving = asyncio.wrap_future(messenger.receive(_raw(region), tag, timeout_s))
-        receiving.add_done_callback(_retrieve)
-        asking = asyncio.ensure_future(self._ask(block, box, tag, timeout_s))
-        asking.add_done_callback(_retrieve)
-        both: set[asyncio.Future[Any]] = {receiving, asking}
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-            if asking.done():  # if both failed, the holder knows better why
-                nbytes = asking.result().get("nbytes")
-                if nbytes != region.nbytes:
-                    raise TransferError(
-                        f"ucx: {block.holder} sent {nbytes} bytes of {block}, not {region.nbytes}"
-                    )
-            self._received(receiving, block)
-        except TransferError:
-            receiving.cancel()
-            raise
-        finally:
-            asking.cancel()
-
-    def _received(self, receiving: asyncio.Future[None], block: BlockSpec) -> None:
-        try:
-            receiving.result()
-        except TransferError as exc:
-            raise TransferError(f"ucx: {block} does not come: {exc}", reason=str(exc)) from exc
-
-    async def _ask(self, block: BlockSpec, box: Box, tag: int, timeout_s: float) -> dict[str, Any]:
-        about = f"block {block.key!r}"
-        reply = await ask(
-            self.host, block.holder, _SEND_OP, timeout_s, about,
-            key=block.key, box=box, shape=block.shape, dtype=dtype_text(block.dtype),
-            tag=tag, reader=self.host.address, wait_s=timeout_s,
+    async def _ask(
+        self, block: BlockSpec, boxes: Sequence[Box], tag: int, options: Options
+    ) -> None:
+        """Have the holder send regions; return when it says that all have arrived."""
+        wait_s = options.request_timeout_s
+        # Each message has a deadline of its own, and whoever waits for it gives up there.
+        total_s = wait_s * (len(boxes) + 1)
+        reply = check_reply(
+            await ask(
+                self.host, block.holder, _SEND_OP, total_s, f"block {block.key!r}",
+                key=block.key, boxes=boxes, shape=block.shape, dtype=dtype_text(block.dtype),
+                tag=tag, reader=self.host.address, ahead=options.ucx_parts_in_flight,
+                wait_s=wait_s,
+            ),
+            block,
+            self.name,
         )  # fmt: skip
-        return check_reply(reply, block, self.name)
+        expected = sum(map(box_size, boxes)) * block.dtype.itemsize
+        if reply.get("nbytes") != expected:
+            raise TransferError(
+                f"ucx: {block.holder} sent {reply.get('nbytes')} bytes of {block}, not {expected}"
+            )
 
     # --- both sides ---
 
     def messenger(self) -> Messenger:
         """Return this process' messenger, started when it is first needed; not for event loops."""
-        with self._starting:
+        with self._lock:
             if self._messenger is None:
                 if (obstacle := self._own_obstacle()) is not None:
                     raise TransferError(f"ucx: {obstacle}", reason=obstacle)
                 self._messenger = Messenger(cuda_ipc.current_device())
             return self._messenger
+
+    @property
+    def messages_under_way(self) -> int:
+        """Messages that this worker sends or waits for."""
+        return 0 if self._messenger is None else self._messenger.under_way
 
     def forget(self, holder: str) -> None:
         address = self._addresses.pop(holder, None)
@@ -151,11 +157,7 @@ class UcxTransport(Transport):
         self._closed = True
         if self._messenger is not None:
             await self.host.offload(self._messenger.close)
-
-    async def _started(self) -> Messenger:
-        if self._messenger is not None:
-            return self._messenger
-        return await self.host.offload(self.messenger)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _own_obstacle(self) -> str | None:
         if self.host.encrypted_only and not self.options.ucx_allow_unencrypted:
@@ -165,11 +167,6 @@ class UcxTransport(Transport):
             )
         return ucxx_obstacle()
 
-    @property
-    def messages_under_way(self) -> int:
-        """Messages that this worker sends or waits for."""
-        return 0 if self._messenger is None else self._messenger.under_way
-
     # --- the holder's side ---
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -177,27 +174,39 @@ class UcxTransport(Transport):
 
     async def _answer_peer(self) -> dict[str, Any]:
         try:
-            messenger = await self._started()
+            messenger = await self.host.offload(self.messenger)
         except Exception as exc:
             return refuse(exc)
         return {"status": "ok", "address": messenger.address}
 
     async def _answer_send(
-        self, key: Any, box: Any, shape: Any, dtype: Any, tag: Any, reader: Any, wait_s: Any
+        self,
+        key: Any,
+        boxes: Any,
+        shape: Any,
+        dtype: Any,
+        tag: Any,
+        reader: Any,
+        ahead: Any,
+        wait_s: Any,
     ) -> dict[str, Any]:
-        """Send one region. The block is referenced, and so leased, until it is packed."""
+        """Send regions, under this tag and those after it. The block is leased until they are."""
         if self._closed:
             return {"status": "error", "message": "the worker is closing"}
         try:
-            if type(tag) is not int or not 0 <= tag < 2**64:
+            if type(tag) is not int or not 0 <= tag < _TAGS - len(boxes):
                 raise ValueError(f"tag {tag!r} is no 64-bit number")
-            messenger = await self._started()
+            if type(ahead) is not int or not 0 < ahead <= _MOST_AHEAD:
+                raise ValueError(f"expected 1 to {_MOST_AHEAD} messages ahead, got {ahead!r}")
+            messenger = await self.host.offload(self.messenger)
             address = await self._address_of(reader)
-            packed = await self.host.offload(self._pack, key, box, shape, dtype)
-            await asyncio.wrap_future(messenger.send(address, _raw(packed), tag, float(wait_s)))
+            outbox = _Outbox(messenger, address, tag, ahead, float(wait_s))
+            nbytes = await self.host.loop.run_in_executor(
+                self._threads, self._send, key, boxes, shape, dtype, outbox
+            )
         except Exception as exc:
             return refuse(exc)
-        return {"status": "ok", "nbytes": packed.nbytes}
+        return {"status": "ok", "nbytes": nbytes}
 
     async def _address_of(self, reader: Any) -> bytes:
         """Return where a worker's messages go to. It is asked itself, so that nobody else can say.
@@ -213,62 +222,138 @@ class UcxTransport(Transport):
             self._addresses[reader] = address
         return address
 
-    def _pack(self, key: Any, box: Any, shape: Any, dtype: Any) -> Any:
-        """Return a region as an array of its own, C-ordered, whose values are all there."""
-        region = cut(self.host, key, box, shape)
-        if dtype != dtype_text(region.dtype):
-            raise mismatch(f"block {key!r}", dtype, dtype_text(region.dtype))
-        kind = kernel_for(region).name
-        packed = self._buffers[kind].take(region.shape, region.dtype)
+    def _send(self, key: Any, boxes: Any, shape: Any, dtype: Any, outbox: _Outbox) -> int:
+        """Pack and send regions of a block; return how many bytes that were."""
+        block = find_block(self.host, key, shape)
+        if dtype != dtype_text(block.dtype):
+            raise mismatch(f"block {key!r}", dtype, dtype_text(block.dtype))
+        checked = [checked_box(box, block.shape) for box in boxes]
+        kind = kernel_for(block).name
         queue = queue_for(kind)
-        queue.permute(packed, region, range(region.ndim))
-        queue.synchronize()
-        return packed
+        sent_bytes = 0
+        for box in checked:
+            packed = self._buffers[kind].take(box_shape(box), block.dtype)
+            queue.permute(packed, block[box_slices(box)], range(block.ndim))
+            queue.synchronize()
+            outbox.send(packed)
+            sent_bytes += packed.nbytes
+        outbox.wait()
+        return sent_bytes
+
+
+class _Outbox:
+    """Messages to one reader under consecutive tags, a few of them on their way at a time."""
+
+    def __init__(
+        self, messenger: Messenger, address: bytes, tag: int, ahead: int, timeout_s: float
+    ) -> None:
+        self._messenger = messenger
+        self._address = address
+        self._tag = tag
+        self._ahead = ahead
+        self._timeout_s = timeout_s
+        self._sent: deque[Future[None]] = deque()
+
+    def send(self, array: Any) -> None:
+        """Send an array; wait until there is room for another."""
+        sent = self._messenger.send(self._address, _raw(array), self._tag, self._timeout_s)
+        self._sent.append(sent)
+        self._tag += 1
+        while len(self._sent) > self._ahead:
+            self._sent.popleft().result()
+
+    def wait(self) -> None:
+        """Wait until everything has arrived."""
+        while self._sent:
+            self._sent.popleft().result()
 
 
 class _UcxBlock(RemoteBlock):
-    def __init__(self, transport: UcxTransport, block: BlockSpec, timeout_s: float) -> None:
-        self._transport = transport
+    """A block whose regions arrive one after another.
+
+    A request ends with its message, or with the holder's answer that there will be none.
+    """
+
+    def __init__(
+        self,
+        block: BlockSpec,
+        boxes: Sequence[Box],
+        tag: int,
+        messenger: Messenger,
+        buffers: Buffers,
+        options: Options,
+    ) -> None:
         self._block = block
-        self._timeout_s = timeout_s
-        self._requests: set[Future[Any]] = set()
+        self._shapes = iter([box_shape(box) for box in boxes])
+        self._tag = tag
+        self._messenger = messenger
+        self._buffers = buffers
+        self._timeout_s = options.request_timeout_s
+        self._asking: Future[None] | None = None
+        self._failure: BaseException | None = None
+        self._waiting: dict[Future[Any], Future[None]] = {}  # requests, and their messages
+        self._lock = threading.Lock()
 
-    def request(self, box: Box) -> Future[Any]:
-        if not box_size(box):
-            return _done(kernel_named(self._block.kind).empty(box_shape(box), self._block.dtype))
-        # Here and not on the event loop, since new memory may have to be waited for.
-        region = self._transport.take_buffer(box_shape(box), self._block)
-        future = asyncio.run_coroutine_threadsafe(
-            self._bring(box, region), self._transport.host.loop
-        )
-        self._requests.add(future)
-        future.add_done_callback(self._requests.discard)
-        return future
+    def follow(self, asking: Future[None]) -> None:
+        """Take note of how the holder's part ends."""
+        self._asking = asking
+        asking.add_done_callback(self._answered)
 
-    async def _bring(self, box: Box, region: Any) -> Any:
-        await self._transport.bring(self._block, box, region, self._timeout_s)
-        return region
+    def request(self) -> Future[Any]:
+        shape = next(self._shapes)
+        region = self._buffers.take(shape, self._block.dtype)
+        requested: Future[Any] = Future()
+        if not prod(shape):
+            requested.set_result(region)
+            return requested
+        tag, self._tag = self._tag, self._tag + 1
+        with self._lock:
+            if self._failure is not None:
+                requested.set_exception(self._failure)
+                return requested
+            message = self._messenger.receive(_raw(region), tag, self._timeout_s)
+            self._waiting[requested] = message
+        # Nothing may refer to the message from the request: a circle would keep the buffer.
+        message.add_done_callback(lambda done: self._arrived(done, region, requested))
+        return requested
 
     def close(self) -> None:
-        for future in list(self._requests):
-            future.cancel()
+        # What is on its way may arrive, or run into its deadline: the holder waits for it.
+        if self._asking is not None:
+            self._asking.cancel()
 
+    def _arrived(self, message: Future[None], region: Any, requested: Future[Any]) -> None:
+        """Pass a message on. Called by the messenger's thread, or by whoever cancelled it."""
+        with self._lock:
+            self._waiting.pop(requested, None)
+        if message.cancelled():
+            return
+        error = message.exception()
+        with suppress(InvalidStateError):
+            if error is None:
+                requested.set_result(region)
+            else:
+                reason = str(error)
+                said = f"ucx: {self._block} does not come: {reason}"
+                requested.set_exception(TransferError(said, reason=reason))
 
-def _done(array: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(array)
-    return future
+    def _answered(self, asking: Future[None]) -> None:
+        """If the holder cannot send, give up waiting. Called by the event loop."""
+        failure = None if asking.cancelled() else asking.exception()
+        if failure is None:
+            return
+        with self._lock:
+            self._failure = failure
+            waiting = dict(self._waiting)
+        for requested, message in waiting.items():
+            message.cancel()
+            with suppress(InvalidStateError):
+                requested.set_exception(failure)
 
 
 def _raw(array: Any) -> Any:
     """Return the bytes of a C-ordered array."""
     return array.reshape(-1).view("u1")
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Look at a future's error, which the loop would otherwise log as overlooked."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _part_bytes(options: Options, kind: str) -> int:

@@ -32,14 +32,14 @@ class Conformance:
 
     options = options()
 
-    def open(self, setup, key, array, **changes):
+    def open(self, setup, key, array, *boxes, **options):
         spec = BlockSpec(key, setup.holder, array.shape, array.dtype, setup.kind)
-        return setup.reader.open(replace(spec, **changes), self.options)
+        return setup.reader.open(spec, boxes, replace(self.options, **options))
 
-    def read(self, setup, key, array, box):
-        remote = self.open(setup, key, array)
+    def read(self, setup, key, array, box, **options):
+        remote = self.open(setup, key, array, box, **options)
         try:
-            return np.array(setup.to_numpy(remote.request(box).result(20)))
+            return np.array(setup.to_numpy(remote.request().result(20)))
         finally:
             remote.close()
 
@@ -92,9 +92,10 @@ class Conformance:
 
     def test_many_requests_of_one_block(self, setup, block):
         key, array = block
-        remote = self.open(setup, key, array)
         boxes = [((i, i + 1), (j, j + 2)) for i in range(6) for j in range(0, 10, 2)]
-        futures = [remote.request(box) for box in boxes]
+        boxes[7:7] = [((3, 3), (0, 10))]
+        remote = self.open(setup, key, array, *boxes)
+        futures = [remote.request() for _ in boxes]
         for box, future in zip(boxes, futures, strict=True):
             expected = array[tuple(slice(*pair) for pair in box)]
             np.testing.assert_array_equal(setup.to_numpy(future.result(20)), expected)
@@ -122,8 +123,8 @@ class Conformance:
 
     def test_a_released_block_is_kept_while_it_is_read(self, setup, block):
         key, array = block
-        remote = self.open(setup, key, array)
-        before = remote.request(((0, 6), (0, 10))).result(20)
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        before = remote.request().result(20)
         setup.drop(key)
         np.testing.assert_array_equal(setup.to_numpy(before), array)
         remote.close()
@@ -138,8 +139,8 @@ class Conformance:
 
     def test_closing_twice_and_with_requests_under_way(self, setup, block):
         key, array = block
-        remote = self.open(setup, key, array)
-        remote.request(((0, 6), (0, 10)))
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)), ((0, 1), (0, 10)))
+        remote.request()
         remote.close()
         remote.close()
         np.testing.assert_array_equal(self.read(setup, key, array, ((0, 1), (0, 10))), array[:1])

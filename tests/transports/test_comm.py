@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,6 @@ from distributed.protocol import to_serialize
 
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.transports.base import BlockSpec
 from dask_p2p.transports.comm import CommTransport
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost
@@ -86,10 +84,8 @@ class TestComm(Conformance):
         key, array = block
         setup.host.delay_s = 5
         start_s = time.monotonic()
-        spec = BlockSpec(key, setup.holder, array.shape, array.dtype, setup.kind)
-        remote = setup.reader.open(spec, replace(self.options, request_timeout_s=0.1))
         with pytest.raises(TransferError, match=r"no answer of holder .* within 0\.1 s"):
-            remote.request(((0, 1), (0, 1))).result(4)
+            self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.1)
         assert time.monotonic() - start_s < 4
 
     def test_a_holder_that_cannot_be_reached(self, setup, block):

@@ -147,9 +147,9 @@ def setup(pair, loop, tmp_path_factory):
 @pytest.mark.gpu(2)
 @pytest.mark.filterwarnings("default")
 class TestIpc(Conformance):
-    def open(self, setup, key, array, **changes):
+    def open(self, setup, key, array, *boxes, **options):
         assert setup.reader.obstacle(setup.holder, setup.kind, np.dtype("f8")) is None
-        return super().open(setup, key, array, **changes)
+        return super().open(setup, key, array, *boxes, **options)
 
     # The holder is one process for all tests: this one, which ends it, comes last (see below).
     test_a_holder_that_is_closing_refuses = None
@@ -205,8 +205,8 @@ class TestIpc(Conformance):
 
     def test_leaving_closes_mappings_that_are_not_used(self, setup, block, loop):
         key, array = block
-        remote = self.open(setup, key, array)
-        in_use = remote.request(((0, 6), (0, 10))).result(5)
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        in_use = remote.request().result(5)
 
         async def forget():
             setup.reader.forget(setup.holder)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError
-from dask_p2p.transports.base import BlockSpec
 from dask_p2p.transports.ucx import UcxTransport
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
@@ -98,8 +96,13 @@ class TestUcx(Conformance):
             {"tag": -1},
             {"tag": 2**64},
             {"tag": "7"},
-            {"box": ((0, 7), (0, 10))},
-            {"box": None},
+            {"boxes": [((0, 7), (0, 10))]},
+            {"boxes": [((0, 1.5), (0, 10))]},
+            {"boxes": [((0, 1),)]},
+            {"boxes": [5]},
+            {"boxes": None},
+            {"ahead": 0},
+            {"ahead": 1e9},
             {"shape": (6,)},
             {"shape": 5},
             {"dtype": "float32 <f4"},
@@ -114,7 +117,8 @@ class TestUcx(Conformance):
         key, _ = block
         request = {
             "key": key,
-            "box": ((0, 6), (0, 10)),
+            "boxes": [((0, 6), (0, 10))],
+            "ahead": 2,
             "shape": (6, 10),
             "dtype": "float64 <f8",
             "tag": 1,
@@ -152,10 +156,46 @@ class TestUcx(Conformance):
 
         setup.host.handlers["p2p_ucx_send"] = lie
         key, array = block
-        spec = BlockSpec(key, "holder", array.shape, array.dtype, "numpy")
-        remote = setup.reader.open(spec, replace(options(), request_timeout_s=0.2))
         with pytest.raises(TransferError, match=r"ucx: block .* does not come: no message within"):
-            remote.request(((0, 1), (0, 1))).result(10)
+            self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.2)
+
+    def test_a_holder_that_stops_in_the_middle(self, setup, block):
+        """What comes is good; what does not ends with the holder's reason, long before time."""
+        key, array = block
+        take = setup.serving._buffers["numpy"].take
+        sent = []
+
+        def fail_at_third(shape, dtype):
+            sent.append(shape)
+            if len(sent) == 3:
+                raise MemoryError("no room")
+            return take(shape, dtype)
+
+        setup.serving._buffers["numpy"].take = fail_at_third
+        rows = [((i, i + 1), (0, 10)) for i in range(6)]
+        remote = self.open(setup, key, array, *rows)
+        requests = [remote.request() for _ in rows]
+        for request in requests[2:]:
+            with pytest.raises(TransferError, match="no room"):
+                request.result(20)
+        for i, request in enumerate(requests[:2]):
+            try:
+                np.testing.assert_array_equal(request.result(20), array[i : i + 1])
+            except TransferError as exc:
+                assert "no room" in str(exc)
+        wait_until(lambda: setup.reader.messages_under_way == 0)
+
+    def test_a_holder_packs_no_more_than_a_few_ahead(self, setup):
+        array = np.arange(20 * 2**14).reshape(20, 2**14)  # rows that UCX does not send at once
+        setup.put("block", array)
+        remote = self.open(
+            setup, "block", array, *[((i, i + 1), (0, 2**14)) for i in range(20)],
+            ucx_parts_in_flight=2,
+        )  # fmt: skip
+        wait_until(lambda: setup.serving.messages_under_way == 3)
+        for i in range(20):
+            np.testing.assert_array_equal(remote.request().result(20), array[i : i + 1])
+        assert setup.serving._buffers["numpy"].idle_bytes <= 4 * 2**17
 
     def test_a_worker_that_left_and_came_back(self, setup, block):
         key, array = block

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from distributed.protocol import dumps, loads
+
+from dask_p2p.errors import TransferError
+from dask_p2p.transports.probe import PROBE_BYTES, Probes, check_probe, is_probe, probe_key
+
+
+def test_a_key_survives_being_sent():
+    key = probe_key("numpy")
+    sent = loads(dumps({"key": key}))["key"]
+    assert is_probe(key)
+    assert is_probe(sent)
+    assert repr(sent) == repr(key)  # by which notice boards find it
+
+
+@pytest.mark.parametrize("key", [("x", 0, 0), "x", ("x-1", "numpy", 7), None, 5])
+def test_other_keys(key):
+    assert not is_probe(key)
+
+
+def test_blocks_are_made_once_and_few_are_kept():
+    probes = Probes()
+    first = probes.block(probe_key("numpy"))
+    assert first.shape == (PROBE_BYTES,)
+    assert probes.block(list(probe_key("numpy"))) is first
+    for nbytes in (1, 2, 3):
+        assert probes.block(probe_key("numpy", nbytes)).nbytes == nbytes
+    assert probes.block(probe_key("numpy")) is not first
+    probes.clear()
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes"), [("numpy", 0), ("numpy", 2**40), ("numpy", 1.5), ("numpy", True), ("x", 1)]
+)
+def test_what_is_no_probe_block(kind, nbytes):
+    with pytest.raises(ValueError, match="expected a probe block of numpy or cupy"):
+        Probes().block(("dask-p2p-probe", kind, nbytes))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 256, 4096])
+def test_changes_are_seen(shift):
+    good = Probes().block(probe_key("numpy"))
+    if shift == 0:
+        check_probe(good, "numpy")
+        return
+    with pytest.raises(TransferError, match="bytes of a probe came changed"):
+        check_probe(np.roll(good, shift), "numpy")
+    one = good.copy()
+    one[shift] ^= 1
+    with pytest.raises(TransferError, match="1 of 65536 bytes"):
+        check_probe(one, "numpy")
