@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,7 +25,7 @@ from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import Queue, queue_for
 from dask_p2p.layout import Box, box_size, box_slices, split_box
 from dask_p2p.plan import BlockPlan, Piece, stage_order
-from dask_p2p.transports.base import GRACE_S, BlockSpec, Pacing, RemoteBlock, check_block
+from dask_p2p.transports.base import GRACE_S, BlockSpec, Pacing, Pending, RemoteBlock, check_block
 from dask_p2p.transports.links import BlockRef, Links, Way
 
 __all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
@@ -81,7 +80,7 @@ class _Part:
     """A part of a piece on its way."""
 
     source: _Source
-    future: Future[Any]
+    pending: Pending
     dst: Box
     slot_bytes: int  # of the largest part, of any source, that comes by this transport
 
@@ -115,7 +114,8 @@ class Assembly:
         self.stages: list[Stage] = []  # what came from where, for the record
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
         self._local = {i: b for i, b in enumerate(blocks) if i not in self._remote}
-        self._opened: list[RemoteBlock] = []
+        self._opened: dict[int, RemoteBlock] = {}  # by slot
+        self._given_up: list[RemoteBlock] = []
         self._local_queued = False
         largest = max((box_size(piece.src) for piece in plan.pieces), default=0)
         self._largest_bytes: int = largest * output.dtype.itemsize
@@ -150,6 +150,9 @@ class Assembly:
                 queue.synchronize()
             self._bring_remote(queue, out)
             self._queue_local(queue, out)
+            queue.synchronize()
+            for remote in self._opened.values():
+                remote.confirm()
         finally:
             self._finish(queue)
         return out
@@ -158,10 +161,8 @@ class Assembly:
         """Wait for all kernels, and only then end the leases: also where something failed."""
         try:
             queue.synchronize()
-            for remote in self._opened:
-                remote.confirm()
         finally:
-            for remote in self._opened:
+            for remote in [*self._opened.values(), *self._given_up]:
                 remote.close()
 
     def _queue_local(self, queue: Queue, out: Any) -> None:
@@ -187,11 +188,9 @@ class Assembly:
         """Try one way for each source; return the failures. What failed is brought again whole."""
         failed: dict[int, Exception] = {}
         ahead: deque[_Part] = deque()
-        for source in todo:
-            pacing = source.way.transport.pacing(self.options, queue.kind)
-            in_flight = 0 if self.options.mode == "sync" else pacing.parts_in_flight
+        for source, parts, in_flight in self._open_in_turn(todo, failed, queue.kind):
             try:
-                for part in self._request(source, pacing, queue.kind):
+                for part in parts:
                     ahead.append(part)
                     if len(ahead) > in_flight:
                         self._queue_local(queue, out)
@@ -206,8 +205,30 @@ class Assembly:
                 self._record(source)
         return failed
 
-    def _request(self, source: _Source, pacing: Pacing, kind: str) -> Iterator[_Part]:
-        """Open a source by its current way, and ask for its parts one by one."""
+    def _open_in_turn(
+        self, todo: list[_Source], failed: dict[int, Exception], kind: str
+    ) -> Iterator[tuple[_Source, Iterator[_Part], int]]:
+        """Open each source by its current way, some before their turn.
+
+        With each come its parts, which are asked for as they are taken, and how many of them may
+        be on their way.
+        """
+        opened: deque[tuple[_Source, Iterator[_Part], int]] = deque()
+        for source in todo:
+            pacing = source.way.transport.pacing(self.options, kind)
+            in_flight, blocks_ahead = pacing.parts_in_flight, pacing.blocks_ahead
+            if self.options.mode == "sync":
+                in_flight = blocks_ahead = 0
+            try:
+                opened.append((source, self._open(source, pacing, kind), in_flight))
+            except TransferError as exc:
+                failed[source.slot] = exc
+            while len(opened) > blocks_ahead:
+                yield opened.popleft()
+        yield from opened
+
+    def _open(self, source: _Source, pacing: Pacing, kind: str) -> Iterator[_Part]:
+        """Open a source, and return its parts."""
         spec = BlockSpec(
             source.ref.key,
             source.way.holder,
@@ -215,16 +236,15 @@ class Assembly:
             self.output.dtype,
             kind,
         )
-        parts = [
+        boxes = [
             (src, self._destination(piece, src))
             for piece in source.pieces
             for src in self._parts(piece, pacing.part_bytes)
         ]
-        remote = source.way.transport.open(spec, [src for src, _ in parts], self.options)
-        self._opened.append(remote)
+        remote = source.way.transport.open(spec, [src for src, _ in boxes], self.options)
+        self._opened[source.slot] = remote
         slot_bytes = min(pacing.part_bytes or 0, self._largest_bytes)
-        for _, dst in parts:
-            yield _Part(source, remote.request(), dst, slot_bytes)
+        return (_Part(source, remote.request(), dst, slot_bytes) for _, dst in boxes)
 
     def _parts(self, piece: Piece, part_bytes: int | None) -> list[Box]:
         elements = max(1, box_size(piece.src))
@@ -246,10 +266,9 @@ class Assembly:
         """Wait for a part and put it where it belongs."""
         source = part.source
         if source.slot in failed:
-            part.future.cancel()
             return
         try:
-            region = part.future.result(self.options.request_timeout_s + GRACE_S)
+            region = part.pending.result(self.options.request_timeout_s + GRACE_S)
         except TransferError as exc:
             failed[source.slot] = exc
             return
@@ -289,6 +308,8 @@ class Assembly:
         assert self.peers is not None
         way = source.ways.pop(0)
         source.causes.append(error)
+        if source.slot in self._opened:
+            self._given_up.append(self._opened.pop(source.slot))
         if isinstance(error, BlockUnavailableError):
             # The holder answers, it just lacks the block: no other transport would find it.
             source.ways = [other for other in source.ways if other.holder != way.holder]

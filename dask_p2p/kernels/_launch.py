@@ -94,6 +94,8 @@ WORK_DTYPE = np.dtype(
     ]
 )
 _WORK_STRUCT = Struct(f"=2Q{WORK_DTYPE.itemsize // 8 - 2}q")  # far quicker to fill than the dtype
+# CuPy asks an argument for its dtype's description, which takes long where there are many fields.
+_OPAQUE = np.dtype((np.void, WORK_DTYPE.itemsize))
 _NO_AXIS = Axis(1, 0, 0)
 
 
@@ -128,7 +130,7 @@ class Launch(NamedTuple):
             group, self.first_tile, len(self.outer), *outer,
         )
         # fmt: on
-        return np.frombuffer(bytearray(packed), WORK_DTYPE)  # writable, as CuPy has it
+        return np.frombuffer(bytearray(packed), _OPAQUE)  # writable, as CuPy has it
 
 
 def plan_launches(

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +34,8 @@ class Pitch(NamedTuple):
     stride_bytes: int
 
 
-def pitched(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Pitch | None:
+@lru_cache(maxsize=1024)  # of the parts of a block, most are alike
+def pitched(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Pitch | None:
     """Return a strided region as runs in the order of its elements; None if it has no such form.
 
     >>> pitched((4, 3), (80, 8), 8)

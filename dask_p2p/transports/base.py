@@ -8,8 +8,8 @@ Ordering
     Who opens a block says which regions of it will be requested, in which order, so that a holder
     can work ahead. Requests may complete in any order.
 Completion
-    `RemoteBlock.request` returns at once with a future. When that is done, its array can be read
-    on this worker: by any thread, or by a kernel on any stream.
+    `RemoteBlock.request` returns at once with something to wait for. When that is done, its array
+    can be read on this worker: by any thread, or by a kernel on any stream.
 Who may touch what, when
     An array is read-only. If it lies in the holder's memory (`Transport.in_place`) it is valid
     until its `RemoteBlock` is closed, and the holder's block is *leased* from `open` until then: it
@@ -29,7 +29,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -50,10 +49,12 @@ from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 __all__ = [
     "GRACE_S",
     "MEET_S",
+    "Arrived",
     "BlockSpec",
     "Handler",
     "Host",
     "Pacing",
+    "Pending",
     "RemoteBlock",
     "Transport",
     "ask",
@@ -97,6 +98,7 @@ class Pacing:
 
     part_bytes: int | None  # at most so many in one request; None: any number
     parts_in_flight: int  # requests under way while the part before them is put into place
+    blocks_ahead: int = 0  # opened while the one before them is read
 
 
 class Host(Protocol):
@@ -120,12 +122,38 @@ class Host(Protocol):
         """Run a blocking function on a thread that is kept for answering requests."""
 
 
+class Pending(Protocol):
+    """A region on its way; a `concurrent.futures.Future` is one."""
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Wait until it is here, and return the array.
+
+        Raises
+        ------
+        TransferError, BlockMismatchError
+            If it will not come.
+        TimeoutError
+            If it does not come in time, and nobody has noticed.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A region that is here already."""
+
+    region: Any
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Return the array."""
+        return self.region
+
+
 class RemoteBlock(ABC):
     """A block of another worker, opened for reading."""
 
     @abstractmethod
-    def request(self) -> Future[Any]:
-        """Ask for the next region; the future's array has its shape."""
+    def request(self) -> Pending:
+        """Ask for the next region."""
 
     def confirm(self) -> None:  # noqa: B027  # optional
         """Raise `TransferError` if what was read may be wrong, now that all reading is done.

@@ -17,7 +17,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -29,10 +28,12 @@ from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import (
     MEET_S,
+    Arrived,
     BlockSpec,
     Handler,
     Host,
     Pacing,
+    Pending,
     RemoteBlock,
     Transport,
     ask,
@@ -293,8 +294,8 @@ class _IpcBlock(RemoteBlock):
         self._lease: Lease | None = lease
         self._mapping = mapping
 
-    def request(self) -> Future[Any]:
-        return _at_once(self._array, next(self._boxes))
+    def request(self) -> Pending:
+        return Arrived(self._array[box_slices(next(self._boxes))])
 
     def confirm(self) -> None:
         # What a mapping shows of a process that has ended is nowhere promised.
@@ -315,17 +316,11 @@ class _EmptyBlock(RemoteBlock):
         self._array = cuda_ipc.empty(block.shape, block.dtype)
         self._boxes = iter(boxes)
 
-    def request(self) -> Future[Any]:
-        return _at_once(self._array, next(self._boxes))
+    def request(self) -> Pending:
+        return Arrived(self._array[box_slices(next(self._boxes))])
 
     def close(self) -> None:
         pass
-
-
-def _at_once(array: Any, box: Box) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(array[box_slices(box)])
-    return future
 
 
 def _describe(folder: str) -> _Peer:

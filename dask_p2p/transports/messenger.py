@@ -1,9 +1,9 @@
-"""Messages over UCX: endpoints to other processes, and one thread that looks after them.
+"""Messages over UCX, between processes that know each other's UCX address.
 
-UCX moves nothing by itself: somebody has to call its progress function, and whoever calls it from
-several threads has to lock. Here one thread owns everything of UCX and of ucxx; others put orders
-into its queue, and get futures. It has a context of its own, apart from the one of Dask's protocol
-``ucx``, which Dask's event loop looks after.
+A messenger has a UCX context of its own, apart from the one of Dask's protocol ``ucx``, which
+Dask's event loop looks after. UCX moves nothing by itself: a thread of ucxx, which needs no Python
+lock, drives it while messages are under way. Whoever sends or receives looks now and then whether
+that is done; so no message waits for a turn of an event loop, or of another thread.
 
 ucxx is imported, and UCX started, with the first messenger; never with this module.
 """
@@ -16,20 +16,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from dask_p2p.errors import TransferError
 
-__all__ = ["Messenger", "ucxx_obstacle"]
+__all__ = ["Message", "Messenger", "ucxx_obstacle"]
 
-_IDLE_S = 0.05  # between looks at UCX when nothing is on its way
-_SPINS = 100  # looks without a pause after something has happened
-_SHORTEST_NAP_S = 10e-6
-_LONGEST_NAP_S = 200e-6
-_START_S = 30.0
-_CLOSE_ROUNDS = 2000
+_NAP_S = 20e-6
+_EPOLL_MS = 1
+_CLOSE_ROUND_NS = 50_000_000
+_CLOSE_ROUNDS = 20
 
 
 def ucxx_obstacle() -> str | None:
@@ -41,135 +39,49 @@ def ucxx_obstacle() -> str | None:
     return None
 
 
-class _Order:
-    """One message on its way. Everything but its future belongs to the messenger's thread."""
+class Message:
+    """A message on its way. Its array is kept until UCX is done with it."""
 
-    def __init__(self, array: Any, tag: int, timeout_s: float) -> None:
-        self.future: Future[None] = Future()
+    def __init__(self, request: Any, array: Any, tag: int, give_up: Callable[[Message], None]):
+        self._request = request
+        self._give_up = give_up
         self.array = array
         self.tag = tag
-        self.timeout_s = timeout_s
-        self.deadline_s = time.monotonic() + timeout_s
-        self.late = False  # nobody waits any more, but UCX may still use the array
-        self._request: Any = None  # of ucxx
 
-    def start(self, ucx: _Ucx) -> Any:
-        """Hand the message to UCX and return the request; None if it cannot be done yet."""
-        raise NotImplementedError
+    @property
+    def done(self) -> bool:
+        """Whether UCX is done with the array, well or not."""
+        return bool(self._request.completed)
 
-    def give_up(self, ucx: _Ucx) -> None:
-        """Have UCX end a request that takes too long, if it can."""
+    def result(self, timeout_s: float, failed: Callable[[], None] = lambda: None) -> None:
+        """Wait until the message has arrived.
 
-    def step(self, ucx: _Ucx) -> bool:
-        """Look how far it is; return whether UCX is done with it, and with the array."""
+        Parameters
+        ----------
+        timeout_s
+            Wait so long at most; then give up.
+        failed
+            Called now and then; raises an error to give up with.
+
+        Raises
+        ------
+        TransferError
+            If it did not arrive, or not whole.
+        """
+        deadline_s = time.monotonic() + timeout_s
         try:
-            if self._request is None:
-                if self.future.cancelled():
-                    return True
-                self._request = self.start(ucx)
-            if self._request is not None and self._request.completed:
-                request, self._request = self._request, None  # it keeps all of UCX alive
-                request.check_error()
-                self._end(self.future.set_result, None)
-                return True
-        except Exception as exc:
-            self.fail(exc)
-            return True
-        if not self.late and time.monotonic() > self.deadline_s:
-            self.late = True
-            self.fail(TransferError(f"no message within {self.timeout_s:g} s"))
-            if self._request is not None:
-                self.give_up(ucx)
-        return self.late and self._request is None
-
-    def fail(self, error: Exception) -> None:
-        if not isinstance(error, TransferError):
-            error = TransferError(f"{type(error).__name__}: {error}")
-        self._end(self.future.set_exception, error)
-
-    def _end(self, say: Callable[[Any], None], what: Any) -> None:
-        with suppress(InvalidStateError):  # cancelled, or failed before
-            say(what)
-
-
-class _Send(_Order):
-    def __init__(self, address: bytes, array: Any, tag: int, timeout_s: float) -> None:
-        super().__init__(array, tag, timeout_s)
-        self.address = address
-
-    def start(self, ucx: _Ucx) -> Any:
-        return ucx.send(self.address, self.array, self.tag)
-
-    def give_up(self, ucx: _Ucx) -> None:
-        ucx.forget(self.address)
-
-
-class _Receive(_Order):
-    def start(self, ucx: _Ucx) -> Any:
-        length_bytes = ucx.arrived(self.tag)
-        if length_bytes is None:
-            return None
-        # UCX takes a message that is too short for a good one.
-        if length_bytes != self.array.nbytes:
-            raise TransferError(
-                f"a message of {length_bytes} bytes came instead of {self.array.nbytes}"
-            )
-        return ucx.receive(self.array, self.tag)
-
-
-class _Ucx:
-    """Everything of ucxx; used by one thread only."""
-
-    def __init__(self, device: int | None) -> None:
-        # UCX would complain in each worker's log about variables that ucxx itself sets.
-        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-        if device is not None:
-            import cupy
-
-            cupy.cuda.Device(device).use()
-        import ucxx
-        from ucxx._lib.arr import Array
-
-        self._lib = ucxx.libucxx
-        self._wrap = Array
-        self._context = self._lib.UCXContext({})
-        self._worker = self._lib.UCXWorker(self._context)
-        self._endpoints: dict[bytes, Any] = {}
-        self.address: bytes = self._worker.address.tobytes()
-
-    def progress(self) -> bool:
-        return bool(self._worker.progress_once())
-
-    def send(self, address: bytes, array: Any, tag: int) -> Any:
-        endpoint = self._endpoints.get(address)
-        if endpoint is None or not endpoint.alive:
-            there = self._lib.UCXAddress.create_from_buffer(address)
-            endpoint = self._worker.create_endpoint_from_worker_address(there, True)
-            self._endpoints[address] = endpoint
-        return endpoint.tag_send(self._wrap(array), self._lib.UCXXTag(tag))
-
-    def arrived(self, tag: int) -> int | None:
-        """Return the length in bytes of the message with this tag; None if there is none."""
-        found = self._worker.tag_probe(self._lib.UCXXTag(tag))
-        return int(found.length) if found.matched else None
-
-    def receive(self, array: Any, tag: int) -> Any:
-        return self._worker.tag_recv(self._wrap(array), self._lib.UCXXTag(tag))
-
-    def forget(self, address: bytes) -> None:
-        endpoint = self._endpoints.pop(address, None)
-        if endpoint is not None:
-            endpoint.close_blocking(0, _CLOSE_ROUNDS)
-
-    def close(self) -> None:
-        for address in list(self._endpoints):
-            self.forget(address)
-        self._worker.cancel_inflight_requests(0, _CLOSE_ROUNDS)
-        nothing = self._lib.UCXXTagMask(0)
-        if self._worker.tag_probe(self._lib.UCXXTag(0), nothing).matched:
-            # ucxx's destructor receives what nobody took; it would wait for senders that are gone,
-            # for ever. Let it never run.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._worker))
+            while not self._request.completed:
+                failed()
+                if time.monotonic() > deadline_s:
+                    raise TransferError(f"no message within {timeout_s:g} s")
+                time.sleep(_NAP_S)
+        except BaseException:
+            self._give_up(self)
+            raise
+        try:
+            self._request.check_error()
+        except Exception as exc:  # ucxx has a class for each status of UCX
+            raise TransferError(f"{type(exc).__name__}: {exc}") from exc
 
 
 class Messenger:
@@ -182,6 +94,11 @@ class Messenger:
     device
         Number of the GPU that this process uses; None without one.
 
+    Attributes
+    ----------
+    address : bytes
+        Where other messengers send to.
+
     Raises
     ------
     TransferError
@@ -189,84 +106,130 @@ class Messenger:
     """
 
     def __init__(self, device: int | None) -> None:
-        self._device = device
-        self._orders: deque[_Order | bytes] = deque()  # new ones, and addresses to forget
-        self._under_way: list[_Order] = []
-        self._news = threading.Event()
-        self._closed = False
-        self._ready: Future[bytes] = Future()
-        self._thread = threading.Thread(target=self._run, name="p2p-ucx", daemon=True)
-        self._thread.start()
+        # UCX would complain in each worker's log about variables that ucxx itself sets.
+        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         try:
-            #: Where other messengers send to.
-            self.address: bytes = self._ready.result(_START_S)
+            import ucxx
+            from ucxx._lib.arr import Array
+
+            self._lib = ucxx.libucxx
+            self._wrap = Array
+            self._worker = self._lib.UCXWorker(self._lib.UCXContext({}))
+            self.address: bytes = self._worker.address.tobytes()
         except Exception as exc:
             raise TransferError(f"UCX does not start: {type(exc).__name__}: {exc}") from exc
+        if device is not None:
+            self._worker.set_progress_thread_start_callback(lambda: _use_device(device))
+        # Looking all the time finds the end of a copy at once. On a machine without a GPU the
+        # processor that looks would be missing where messages are copied.
+        self._poll = device is not None
+        self._driven = False
+        self._endpoints: dict[bytes, Any] = {}
+        self._messages: deque[Message] = deque()  # that UCX may not be done with
+        self._used_s = time.monotonic()
+        self._closed = False
+        self._lock = threading.RLock()
+
+    def send(self, address: bytes, array: Any, tag: int) -> Message:
+        """Send a C-ordered array of bytes."""
+        with self._lock:
+            self._drive()
+            request = self._endpoint(address).tag_send(self._wrap(array), self._lib.UCXXTag(tag))
+            return self._noted(Message(request, array, tag, lambda _: self.forget(address)))
+
+    def receive(self, array: Any, tag: int) -> Message:
+        """Receive a message into an array of bytes.
+
+        A longer one is an error; a shorter one is not, and has to be told in another way.
+        """
+        with self._lock:
+            self._drive()
+            request = self._worker.tag_recv(self._wrap(array), self._lib.UCXXTag(tag))
+            return self._noted(Message(request, array, tag, self.end))
+
+    def end(self, message: Message) -> None:
+        """End a message to here that will not come.
+
+        UCX cannot take back a single request for one. It gets an empty message, from ourselves.
+        """
+        with self._lock:
+            if message.done or self._closed:
+                return
+            nothing = np.empty(0, np.uint8)
+            here = self._endpoint(self.address)
+            tag = self._lib.UCXXTag(message.tag)
+            request = here.tag_send(self._wrap(nothing), tag)
+            self._noted(Message(request, nothing, message.tag, lambda _: None))
+
+    def forget(self, address: bytes) -> None:
+        """Close the endpoint to an address, if there is one; what is sent there fails."""
+        with self._lock:
+            endpoint = self._endpoints.pop(address, None)
+            if endpoint is not None:
+                endpoint.close_blocking(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)
 
     @property
     def under_way(self) -> int:
         """Count the messages that UCX is not done with."""
-        return len(self._under_way) + len(self._orders)
+        with self._lock:
+            self._messages = deque(message for message in self._messages if not message.done)
+            return len(self._messages)
 
-    def send(self, address: bytes, array: Any, tag: int, timeout_s: float) -> Future[None]:
-        """Send a C-ordered array of bytes; it may be used again when the future is done."""
-        return self._add(_Send(address, array, tag, timeout_s))
+    def rest(self, idle_s: float) -> bool:
+        """Stop driving UCX if there was nothing to do for so long; return whether it is stopped.
 
-    def receive(self, array: Any, tag: int, timeout_s: float) -> Future[None]:
-        """Receive a message of just the array's size into it.
-
-        Cancelling the future is no use once the message has begun to arrive; the array is kept
-        until then.
+        It goes on with the next message.
         """
-        return self._add(_Receive(array, tag, timeout_s))
-
-    def forget(self, address: bytes) -> None:
-        """Close the endpoint to an address, if there is one; what is on its way there fails."""
-        self._orders.append(address)
-        self._news.set()
+        with self._lock:
+            if self.under_way:
+                self._used_s = time.monotonic()
+            elif self._driven and time.monotonic() - self._used_s >= idle_s:
+                self._driven = False
+                self._worker.stop_progress_thread()
+            return not self._driven
 
     def close(self) -> None:
         """Give up everything. Blocks for the time that it takes UCX to say goodbye."""
-        self._closed = True
-        self._news.set()
-        self._thread.join(_START_S)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for address in list(self._endpoints):
+                self.forget(address)
+            self._worker.cancel_inflight_requests(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)
+            if self._driven:
+                self._driven = False
+                self._worker.stop_progress_thread()
+            nothing = self._lib.UCXXTagMask(0)
+            if self.under_way or self._worker.tag_probe(self._lib.UCXXTag(0), nothing).matched:
+                # ucxx's destructor receives what nobody took; it would wait for senders that are
+                # gone, for ever. Let it never run.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._worker))
 
-    def _add(self, order: _Order) -> Future[None]:
-        self._orders.append(order)
-        self._news.set()
+    def _endpoint(self, address: bytes) -> Any:
+        endpoint = self._endpoints.get(address)
+        if endpoint is None or not endpoint.alive:
+            there = self._lib.UCXAddress.create_from_buffer(address)
+            endpoint = self._worker.create_endpoint_from_worker_address(there, True)
+            self._endpoints[address] = endpoint
+        return endpoint
+
+    def _drive(self) -> None:
         if self._closed:
-            order.fail(TransferError("the worker is closing"))
-        return order.future
+            raise TransferError("the worker is closing")
+        self._used_s = time.monotonic()
+        if not self._driven:
+            self._driven = True
+            self._worker.start_progress_thread(polling_mode=self._poll, epoll_timeout=_EPOLL_MS)
 
-    def _run(self) -> None:
-        try:
-            ucx = _Ucx(self._device)
-        except BaseException as exc:
-            self._ready.set_exception(exc)
-            return
-        self._ready.set_result(ucx.address)
-        quiet = 0  # looks in a row at which nothing happened
-        while not self._closed:
-            while self._orders:
-                order = self._orders.popleft()
-                if isinstance(order, bytes):
-                    ucx.forget(order)
-                else:
-                    self._under_way.append(order)
-            moved = ucx.progress()
-            left = [order for order in self._under_way if not order.step(ucx)]
-            moved = moved or len(left) < len(self._under_way)
-            self._under_way = left
-            quiet = 0 if moved else quiet + 1
-            self._pause(quiet, any(not order.late for order in left))
-        for order in [*self._under_way, *(o for o in self._orders if isinstance(o, _Order))]:
-            order.fail(TransferError("the worker is closing"))
-        ucx.close()
+    def _noted(self, message: Message) -> Message:
+        while self._messages and self._messages[0].done:
+            self._messages.popleft()
+        self._messages.append(message)
+        return message
 
-    def _pause(self, quiet: int, busy: bool) -> None:
-        if not busy:
-            self._news.wait(_IDLE_S)
-            self._news.clear()
-        elif quiet > _SPINS:
-            # A core that only looks is one that cannot copy, and it holds Python's lock.
-            time.sleep(min(_LONGEST_NAP_S, _SHORTEST_NAP_S * (quiet - _SPINS)))
+
+def _use_device(device: int) -> None:
+    import cupy
+
+    cupy.cuda.Device(device).use()

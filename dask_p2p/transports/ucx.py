@@ -23,8 +23,8 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
@@ -35,11 +35,14 @@ from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import (
+    GRACE_S,
     MEET_S,
+    Arrived,
     BlockSpec,
     Handler,
     Host,
     Pacing,
+    Pending,
     RemoteBlock,
     Transport,
     ask,
@@ -51,7 +54,7 @@ from dask_p2p.transports.base import (
     refuse,
 )
 from dask_p2p.transports.buffers import Buffers
-from dask_p2p.transports.messenger import Messenger, ucxx_obstacle
+from dask_p2p.transports.messenger import Message, Messenger, ucxx_obstacle
 
 __all__ = ["UcxTransport"]
 
@@ -60,6 +63,7 @@ _SEND_OP = "p2p_ucx_send"
 _TAGS = 2**64
 _LONGEST_ADDRESS_BYTES = 2**16
 _MOST_AHEAD = 64
+_REST_S = 1.0  # without messages, after which nobody looks for any
 _IDLE_PARTS = 4  # buffers of one part each that are kept for later, of either kind
 # One a reader that is being sent to. Most of their time they wait, and no reader should have to
 # wait for another one.
@@ -83,6 +87,7 @@ class UcxTransport(Transport):
             for kind in ("numpy", "cupy")
         }
         self._threads = ThreadPoolExecutor(_SENDING_THREADS, thread_name_prefix="p2p-ucx-send")
+        self._resting: asyncio.TimerHandle | None = None
         self._closed = False
 
     # --- the reader's side, in task threads ---
@@ -93,7 +98,8 @@ class UcxTransport(Transport):
         return self._own_obstacle()
 
     def pacing(self, options: Options, kind: str) -> Pacing:
-        return Pacing(_part_bytes(options, kind), options.ucx_parts_in_flight)
+        # A holder is asked before its turn: an answer may take as long as a small block.
+        return Pacing(_part_bytes(options, kind), options.ucx_parts_in_flight, blocks_ahead=2)
 
     def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
         messenger = self.messenger()
@@ -141,7 +147,18 @@ class UcxTransport(Transport):
                 if (obstacle := self._own_obstacle()) is not None:
                     raise TransferError(f"ucx: {obstacle}", reason=obstacle)
                 self._messenger = Messenger(cuda_ipc.current_device())
+                self.host.loop.call_soon_threadsafe(self._rest_later)
             return self._messenger
+
+    def _rest_later(self) -> None:
+        if not self._closed:
+            self._resting = self.host.loop.call_later(_REST_S, self._rest)
+
+    def _rest(self) -> None:
+        """Let UCX rest when nothing is under way."""
+        assert self._messenger is not None
+        resting = asyncio.ensure_future(self.host.offload(self._messenger.rest, _REST_S))
+        resting.add_done_callback(lambda _: self._rest_later())
 
     @property
     def messages_under_way(self) -> int:
@@ -155,6 +172,8 @@ class UcxTransport(Transport):
 
     async def close(self) -> None:
         self._closed = True
+        if self._resting is not None:
+            self._resting.cancel()
         if self._messenger is not None:
             await self.host.offload(self._messenger.close)
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -229,15 +248,17 @@ class UcxTransport(Transport):
             raise mismatch(f"block {key!r}", dtype, dtype_text(block.dtype))
         checked = [checked_box(box, block.shape) for box in boxes]
         kind = kernel_for(block).name
-        queue = queue_for(kind)
+        queue = queue_for(kind, beside_copies=True)
         sent_bytes = 0
-        for box in checked:
-            packed = self._buffers[kind].take(box_shape(box), block.dtype)
-            queue.permute(packed, block[box_slices(box)], range(block.ndim))
-            queue.synchronize()
-            outbox.send(packed)
-            sent_bytes += packed.nbytes
-        outbox.wait()
+        try:
+            for box in checked:
+                packed = self._buffers[kind].take(box_shape(box), block.dtype)
+                queue.permute(packed, block[box_slices(box)], range(block.ndim))
+                queue.synchronize()
+                outbox.send(packed)
+                sent_bytes += packed.nbytes
+        finally:
+            outbox.wait()
         return sent_bytes
 
 
@@ -252,27 +273,23 @@ class _Outbox:
         self._tag = tag
         self._ahead = ahead
         self._timeout_s = timeout_s
-        self._sent: deque[Future[None]] = deque()
+        self._sent: deque[Message] = deque()
 
     def send(self, array: Any) -> None:
         """Send an array; wait until there is room for another."""
-        sent = self._messenger.send(self._address, _raw(array), self._tag, self._timeout_s)
-        self._sent.append(sent)
+        self._sent.append(self._messenger.send(self._address, _raw(array), self._tag))
         self._tag += 1
         while len(self._sent) > self._ahead:
-            self._sent.popleft().result()
+            self._sent.popleft().result(self._timeout_s)
 
     def wait(self) -> None:
         """Wait until everything has arrived."""
         while self._sent:
-            self._sent.popleft().result()
+            self._sent.popleft().result(self._timeout_s)
 
 
 class _UcxBlock(RemoteBlock):
-    """A block whose regions arrive one after another.
-
-    A request ends with its message, or with the holder's answer that there will be none.
-    """
+    """A block whose regions arrive one after another."""
 
     def __init__(
         self,
@@ -290,65 +307,70 @@ class _UcxBlock(RemoteBlock):
         self._buffers = buffers
         self._timeout_s = options.request_timeout_s
         self._asking: Future[None] | None = None
-        self._failure: BaseException | None = None
-        self._waiting: dict[Future[Any], Future[None]] = {}  # requests, and their messages
-        self._lock = threading.Lock()
+        self._pending: list[Message] = []
 
     def follow(self, asking: Future[None]) -> None:
-        """Take note of how the holder's part ends."""
+        """Take note of the holder's answer, which comes when all have arrived."""
         self._asking = asking
-        asking.add_done_callback(self._answered)
 
-    def request(self) -> Future[Any]:
+    def request(self) -> Pending:
         shape = next(self._shapes)
         region = self._buffers.take(shape, self._block.dtype)
-        requested: Future[Any] = Future()
         if not prod(shape):
-            requested.set_result(region)
-            return requested
-        tag, self._tag = self._tag, self._tag + 1
-        with self._lock:
-            if self._failure is not None:
-                requested.set_exception(self._failure)
-                return requested
-            message = self._messenger.receive(_raw(region), tag, self._timeout_s)
-            self._waiting[requested] = message
-        # Nothing may refer to the message from the request: a circle would keep the buffer.
-        message.add_done_callback(lambda done: self._arrived(done, region, requested))
-        return requested
+            return Arrived(region)
+        message = self._messenger.receive(_raw(region), self._tag)
+        self._tag += 1
+        self._pending.append(message)
+        return _Arriving(self, message, region)
+
+    def wait(self, message: Message) -> None:
+        """Wait for a message, or for the holder's word that there will be none."""
+        try:
+            message.result(self._timeout_s, self._check_answer)
+        except TransferError as exc:
+            if self._answered() is exc:
+                raise
+            said = f"ucx: {self._block} does not come: {exc}"
+            raise TransferError(said, reason=str(exc)) from exc
+        finally:
+            self._pending.remove(message)
+
+    def confirm(self) -> None:
+        # UCX takes a message that is too short for a good one: only the holder knows.
+        if self._asking is not None:
+            self._asking.result(self._timeout_s + GRACE_S)
 
     def close(self) -> None:
-        # What is on its way may arrive, or run into its deadline: the holder waits for it.
         if self._asking is not None:
             self._asking.cancel()
+        for message in self._pending:
+            self._messenger.end(message)
+        self._pending.clear()
 
-    def _arrived(self, message: Future[None], region: Any, requested: Future[Any]) -> None:
-        """Pass a message on. Called by the messenger's thread, or by whoever cancelled it."""
-        with self._lock:
-            self._waiting.pop(requested, None)
-        if message.cancelled():
-            return
-        error = message.exception()
-        with suppress(InvalidStateError):
-            if error is None:
-                requested.set_result(region)
-            else:
-                reason = str(error)
-                said = f"ucx: {self._block} does not come: {reason}"
-                requested.set_exception(TransferError(said, reason=reason))
+    def _answered(self) -> BaseException | None:
+        """Return the holder's error, if it has said one."""
+        asking = self._asking
+        if asking is None or not asking.done() or asking.cancelled():
+            return None
+        return asking.exception()
 
-    def _answered(self, asking: Future[None]) -> None:
-        """If the holder cannot send, give up waiting. Called by the event loop."""
-        failure = None if asking.cancelled() else asking.exception()
-        if failure is None:
-            return
-        with self._lock:
-            self._failure = failure
-            waiting = dict(self._waiting)
-        for requested, message in waiting.items():
-            message.cancel()
-            with suppress(InvalidStateError):
-                requested.set_exception(failure)
+    def _check_answer(self) -> None:
+        error = self._answered()
+        if error is not None:
+            raise error
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """A region on its way."""
+
+    block: _UcxBlock
+    message: Message
+    region: Any
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        self.block.wait(self.message)
+        return self.region
 
 
 def _raw(array: Any) -> Any:

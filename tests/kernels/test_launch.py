@@ -266,7 +266,7 @@ def test_offsets_have_64_bits():
     (launch,) = plan_launches(
         0x7F00_0000_0000, 0x7E00_0000_0000, (columns, rows), 16, (rows * 16, 16), (16, columns * 16)
     )
-    (packed,) = launch.pack()
+    (packed,) = launch.pack().view(WORK_DTYPE)
     assert int(packed["k"]["dst_stride"]) * (columns - 1) > 1 << 37
     assert int(packed["src"]) == 0x7E00_0000_0000
     assert launch.tile_count == (1 << 12) ** 2

@@ -39,7 +39,9 @@ class Conformance:
     def read(self, setup, key, array, box, **options):
         remote = self.open(setup, key, array, box, **options)
         try:
-            return np.array(setup.to_numpy(remote.request().result(20)))
+            region = np.array(setup.to_numpy(remote.request().result(20)))
+            remote.confirm()
+            return region
         finally:
             remote.close()
 
