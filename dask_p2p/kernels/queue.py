@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -99,6 +99,9 @@ class Queue(Protocol):
             `SLOTS` such parts at most. Larger ones are read in place.
         """
 
+    def checkpoint(self) -> Callable[[], None]:
+        """Return a function that waits until what is queued so far, not aside, is done."""
+
     def synchronize(self) -> None:
         """Wait until everything queued is done."""
 
@@ -122,6 +125,9 @@ class HostQueue:
 
     def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
         self.permute(dst, src, axes)
+
+    def checkpoint(self) -> Callable[[], None]:
+        return self.synchronize
 
     def synchronize(self) -> None:
         pass
@@ -204,6 +210,12 @@ class DeviceQueue:
         self._stream.wait_event(slot.full)
         self.permute(dst, near, axes)
         slot.free.record(self._stream)
+
+    def checkpoint(self) -> Callable[[], None]:
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        wait: Callable[[], None] = event.synchronize
+        return wait
 
     def synchronize(self) -> None:
         for stream in self._all:

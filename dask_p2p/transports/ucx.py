@@ -22,7 +22,7 @@ import asyncio
 import secrets
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -64,7 +64,7 @@ _TAGS = 2**64
 _LONGEST_ADDRESS_BYTES = 2**16
 _MOST_AHEAD = 64
 _REST_S = 1.0  # without messages, after which nobody looks for any
-_IDLE_PARTS = 4  # buffers of one part each that are kept for later, of either kind
+_IDLE_PARTS = 5  # buffers of one part each that are kept for later, of either kind
 # One a reader that is being sent to. Most of their time they wait, and no reader should have to
 # wait for another one.
 _SENDING_THREADS = 32
@@ -249,15 +249,21 @@ class UcxTransport(Transport):
         checked = [checked_box(box, block.shape) for box in boxes]
         kind = kernel_for(block).name
         queue = queue_for(kind, beside_copies=True)
+        packed: deque[tuple[Any, Callable[[], None]]] = deque()  # and how to wait for its values
         sent_bytes = 0
         try:
-            for box in checked:
-                packed = self._buffers[kind].take(box_shape(box), block.dtype)
-                queue.permute(packed, block[box_slices(box)], range(block.ndim))
-                queue.synchronize()
-                outbox.send(packed)
-                sent_bytes += packed.nbytes
+            for box in [*checked, None]:
+                if box is not None:
+                    array = self._buffers[kind].take(box_shape(box), block.dtype)
+                    queue.permute(array, block[box_slices(box)], range(block.ndim))
+                    packed.append((array, queue.checkpoint()))
+                if len(packed) > (box is not None):  # one is packed while another is sent
+                    array, wait = packed.popleft()
+                    wait()
+                    outbox.send(array)
+                    sent_bytes += array.nbytes
         finally:
+            queue.synchronize()  # only then may buffers be used again
             outbox.wait()
         return sent_bytes
 
