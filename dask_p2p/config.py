@@ -34,6 +34,7 @@ class Options:
     """What a task needs to know; made by `options`."""
 
     mode: str
+    low_latency: bool
     attempts: int
     transports: tuple[str, ...] | None
     comm_part_bytes: int
@@ -70,6 +71,7 @@ def options() -> Options:
     """
     return Options(
         mode=_read("mode", _one_of(MODES)),
+        low_latency=_read("low-latency", _yes_or_no),
         attempts=_read("attempts", _positive_int),
         transports=_read("transports.order", _transports),
         comm_part_bytes=_read("transports.comm.part-bytes", _positive_bytes),

@@ -7,6 +7,8 @@ import time
 from typing import Any
 from weakref import WeakSet
 
+from dask_p2p.task import PLUGIN_NAME
+
 __all__ = ["register", "register_if_possible"]
 
 _TRIES = 5
@@ -38,20 +40,46 @@ def register(client: Any = None) -> Any:
     """
     from distributed import default_client
 
-    from dask_p2p.worker import make_plugin
-
     client = default_client(client)
-    return client.register_plugin(make_plugin()) if client.asynchronous else _register(client)
+    return _register_async(client) if client.asynchronous else _register(client)
+
+
+async def _register_async(client: Any) -> None:
+    for plugin in _plugins(client):
+        await client.register_plugin(plugin)
+    # Workers that die meanwhile need not meet anybody.
+    await client.run(meet, await _addresses(client), on_error="ignore")
 
 
 def _register(client: Any) -> None:
+    for plugin in _plugins(client):
+        _tell_all(client, plugin)
+    _registered.add(client)
+    client.run(meet, [*client.scheduler_info(n_workers=-1)["workers"]], on_error="ignore")
+
+
+async def _addresses(client: Any) -> list[str]:
+    return [*(await client.scheduler.identity(n_workers=-1))["workers"]]
+
+
+def _plugins(client: Any) -> list[Any]:
+    """Return what has to be registered, by the options that are configured here."""
     from dask_p2p.worker import make_plugin
 
-    plugin = make_plugin()
+    plugins = [make_plugin()]
+    if plugins[0].options.low_latency:
+        from dask_p2p.low_latency import SchedulerLatency, WorkerLatency, shorten
+
+        shorten(client.scheduler_comm)
+        plugins += [SchedulerLatency(), WorkerLatency()]
+    return plugins
+
+
+def _tell_all(client: Any, plugin: Any) -> None:
     for left in reversed(range(_TRIES)):
         try:
             client.register_plugin(plugin)
-            break
+            return
         except OSError:
             # A worker died while all were being told. The scheduler knows the plugin now, and would
             # take a second registration for done; but some of the living may not have heard of it.
@@ -59,7 +87,13 @@ def _register(client: Any) -> None:
                 raise
             plugin.idempotent = False
             time.sleep(_PAUSE_S)
-    _registered.add(client)
+
+
+def meet(addresses: list[str], dask_worker: Any) -> None:
+    """Have a worker find out how it reaches the others, before it needs to."""
+    plugin = dask_worker.plugins.get(PLUGIN_NAME)
+    if plugin is not None:
+        plugin.meet(addresses)
 
 
 def register_if_possible() -> None:

@@ -22,16 +22,18 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
 from distributed import Worker, WorkerPlugin
 
 from dask_p2p.config import Options, options
 from dask_p2p.errors import P2PWarning
 from dask_p2p.kernels import warm_up
+from dask_p2p.plan import stage_order
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record, warn_client
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.links import BlockRef, Links
-from dask_p2p.transports.probe import Probes, is_probe
+from dask_p2p.transports.probe import Probes, is_probe, probe_key
 
 __all__ = ["P2PPlugin", "WorkerRuntime", "by_reference", "make_plugin"]
 
@@ -96,8 +98,11 @@ class WorkerHost:
 class WorkerRuntime:
     """What tasks need of the worker that they run on."""
 
-    def __init__(self, worker: Worker, transports: Mapping[str, Transport]) -> None:
+    def __init__(
+        self, worker: Worker, transports: Mapping[str, Transport], options: Options
+    ) -> None:
         self.address: str = worker.address
+        self._options = options
         self.links = Links(transports, self.warn)
         self.records: deque[Record] = deque(maxlen=_RECORDS)
         self._worker = worker
@@ -111,6 +116,13 @@ class WorkerRuntime:
     def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
         for name in options.order(kind):
             self.links.transports[name].serving(blocks)
+
+    def meet(self, holders: Iterable[str], kind: str) -> None:
+        """Prove the way that blocks of this kind will take from each of these workers."""
+        for holder in holders:
+            if holder != self.address:
+                ref = BlockRef(probe_key(kind), (holder,))
+                self.links.ways(ref, kind, np.dtype("u1"), self._options.order(kind))
 
     def failed_attempts(self, key: Any) -> int:
         with self._lock:
@@ -140,29 +152,43 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self._meetings: set[asyncio.Future[None]] = set()
 
     def setup(self, worker: Worker) -> None:
         """Take the place of the worker's handlers, and add the transports'."""
         self._worker = worker
         self._host = WorkerHost(worker)
         self._transports = make_transports(self._host, self.options)
-        self.runtime = WorkerRuntime(worker, self._transports)
+        self.runtime = WorkerRuntime(worker, self._transports, self.options)
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
-        if "cupy" in sys.modules:
-            # A GPU worker: dask-cuda has loaded CuPy for the sake of RMM. Compiling the kernels
-            # takes seconds, once on a machine, which the first task need not wait for.
-            self._warming = asyncio.ensure_future(self._warm_up())
+        self._warming = asyncio.ensure_future(self._warm_up())
         handlers = worker.stream_handlers
         self._originals = {op: handlers[op] for op in ("compute-task", "remove-worker")}
         handlers["compute-task"] = self._on_compute_task
         handlers["remove-worker"] = self._on_remove_worker
 
     async def _warm_up(self) -> None:
-        try:
-            await self._host.offload(warm_up, "cupy")
-        except Exception:  # the first task will meet it again, and say so
-            logger.debug("kernels could not be compiled ahead", exc_info=True)
+        """Compile the kernels, which takes seconds, once on a machine, that no task need wait for.
+
+        On a GPU worker: dask-cuda has loaded CuPy there for the sake of RMM.
+        """
+        if "cupy" in sys.modules:
+            try:
+                await self._host.offload(warm_up, "cupy")
+            except Exception:  # the first task will meet it again, and say so
+                logger.debug("kernels could not be compiled ahead", exc_info=True)
+
+    def meet(self, addresses: Iterable[str]) -> None:
+        """Find out how other workers are reached, in the background: this opens what is to be kept.
+
+        NumPy blocks need nothing that would have to be opened.
+        """
+        if "cupy" in sys.modules:
+            others = stage_order(addresses, self._host.address)
+            meeting = asyncio.ensure_future(asyncio.to_thread(self.runtime.meet, others, "cupy"))
+            self._meetings.add(meeting)  # the loop itself keeps only a weak reference
+            meeting.add_done_callback(self._meetings.discard)
 
     async def teardown(self, worker: Worker) -> None:
         """Give the handlers back and end all leases."""

@@ -84,6 +84,7 @@ class DeafWorker:
     local_directory = "/nowhere"
 
     def __init__(self):
+        self.security = SimpleNamespace(require_encryption=False)
         self.loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
         self.called = []
 

@@ -51,7 +51,8 @@ class Links:
         self._proved: set[tuple[str, str, str]] = set()  # (holder, transport, kind) that worked
         self._warned: set[str] = set()  # texts
         self._lock = threading.Lock()
-        self._proving: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
+        self._proving: defaultdict[tuple[str, str, str], threading.Lock]
+        self._proving = defaultdict(threading.Lock)
 
     def ways(self, ref: BlockRef, kind: str, dtype: Any, order: tuple[str, ...]) -> list[Way]:
         """Return the ways to bring a block here, best first.
@@ -72,27 +73,31 @@ class Links:
                 for transport in (self.transports[name] for name in order)
                 if transport.obstacle(holder, kind, dtype) is None
             ]
-            working = [way for way in open_ if self._works(way, kind, last=way is open_[-1])]
             # Where everything has failed before, everything is tried again.
-            ways.extend(working or open_)
+            left = [way for way in open_ if not self._is_broken(way)] or open_
+            # Only what will be used is proved: a transport may take long to start.
+            while len(left) > 1 and not self._works(left[0], kind):
+                left.pop(0)
+            ways.extend(left)
         return ways
 
-    def _works(self, way: Way, kind: str, last: bool) -> bool:
-        """Tell whether a way works, as far as is known; the first time, by trying it."""
-        pair = (way.holder, way.transport.name)
-        if (*pair, kind) in self._proved or pair in self._broken:
-            return pair not in self._broken
-        with self._proving[pair]:
-            if (*pair, kind) not in self._proved and pair not in self._broken:
-                try:
-                    way.transport.probe(way.holder, kind)
-                except BlockUnavailableError:
-                    return True  # it does not answer: no word about the way
-                except TransferError as exc:
-                    self.report_failure(way, exc, last)
-                    return last
-                self._proved.add((*pair, kind))
-        return pair not in self._broken
+    def _is_broken(self, way: Way) -> bool:
+        return (way.holder, way.transport.name) in self._broken
+
+    def _works(self, way: Way, kind: str) -> bool:
+        """Tell whether a way works: the first time by trying it."""
+        proof = (way.holder, way.transport.name, kind)
+        if proof not in self._proved:
+            with self._proving[proof]:
+                if proof not in self._proved and not self._is_broken(way):
+                    try:
+                        way.transport.probe(way.holder, kind)
+                        self._proved.add(proof)
+                    except BlockUnavailableError:
+                        return True  # it does not answer: no word about the way
+                    except TransferError as exc:
+                        self.report_failure(way, exc, last=False)
+        return not self._is_broken(way)
 
     def report_failure(self, way: Way, error: Exception, last: bool) -> None:
         """Note that a way failed; unless it was the last one, it is not tried again.

@@ -130,6 +130,19 @@ def test_a_way_that_fails_its_proof_is_not_used(links, ipc, said):
     assert ipc.probed == [("a", "cupy"), ("b", "cupy")]
 
 
+def test_what_is_not_used_is_not_proved(ipc, said):
+    ucx = FakeTransport("ucx", {})
+    comm = FakeTransport("comm", {})
+    links = Links({"ipc": ipc, "ucx": ucx, "comm": comm}, said.append)
+    order = ("ipc", "ucx", "comm")
+    assert [name for _, name in ways(links, ("a",), order=order)] == [*order]
+    assert ucx.probed == comm.probed == []
+    ipc.fails["b"] = TransferError("it came changed")
+    assert [name for _, name in ways(links, ("b",), order=order)] == ["ucx", "comm"]
+    assert ucx.probed == [("b", "cupy")]
+    assert comm.probed == []
+
+
 def test_a_holder_that_does_not_answer_proves_nothing(links, ipc, said):
     ipc.fails["a"] = BlockUnavailableError("no answer")
     assert ways(links, ("a",)) == [("a", "ipc"), ("a", "comm")]

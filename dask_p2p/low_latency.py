@@ -1,0 +1,63 @@
+"""Opt-in ``p2p.low-latency``: Dask's messages wait less for company.
+
+Dask's client, scheduler and workers collect messages, and send no two batches within 10, 5 and 2 ms
+of each other. For a graph of many small tasks that saves work. For one layer whose tasks take 30 ms
+it costs more than it saves: here the pauses are made 0.5 ms. That concerns everything that the
+cluster does, so a user has to ask for it.
+
+The intervals are no public setting of Dask. They are attributes of the streams, and are set as
+these come; whatever else they may be in another release is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distributed import Worker, WorkerPlugin
+from distributed.batched import BatchedSend
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+__all__ = ["INTERVAL_S", "SchedulerLatency", "WorkerLatency", "shorten"]
+
+INTERVAL_S = 0.5e-3
+
+
+def shorten(stream: Any) -> None:
+    """Let a stream send as often as every `INTERVAL_S`."""
+    if isinstance(stream, BatchedSend):
+        stream.interval = min(stream.interval, INTERVAL_S)
+
+
+class WorkerLatency(WorkerPlugin):  # type: ignore[misc]
+    """Shortens the pauses of each worker."""
+
+    name = "dask-p2p-low-latency"
+    idempotent = True
+
+    def setup(self, worker: Worker) -> None:
+        """Set the interval of the stream to the scheduler."""
+        shorten(worker.batched_stream)
+
+
+class SchedulerLatency(SchedulerPlugin):  # type: ignore[misc]
+    """Shortens the pauses of the scheduler, towards whoever is or will be connected."""
+
+    name = "dask-p2p-low-latency"
+    idempotent = True
+
+    async def start(self, scheduler: Any) -> None:
+        """Set the intervals of the streams that are there."""
+        _shorten_all(scheduler)
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        """Set that of the stream to a new worker."""
+        shorten(scheduler.stream_comms.get(worker))
+
+    def add_client(self, scheduler: Any, client: str) -> None:
+        """Set that of the stream to a new client, which is made right after this."""
+        scheduler.loop.add_callback(_shorten_all, scheduler)
+
+
+def _shorten_all(scheduler: Any) -> None:
+    for stream in [*scheduler.stream_comms.values(), *scheduler.client_comms.values()]:
+        shorten(stream)
