@@ -26,6 +26,7 @@ from dask_p2p.errors import (
 
 if TYPE_CHECKING:
     from dask_p2p.cluster import local_cluster
+    from dask_p2p.diagnosis import check
     from dask_p2p.ops.transpose import transpose
     from dask_p2p.registration import register
 
@@ -41,6 +42,7 @@ __all__ = [
     "P2PWarning",
     "TransferError",
     "UnsupportedArrayError",
+    "check",
     "local_cluster",
     "register",
     "transpose",
@@ -50,6 +52,7 @@ ensure_defaults()
 
 # Where each function is. No module may have the name of a function: importing it would hide that.
 _FUNCTIONS = {
+    "check": "dask_p2p.diagnosis",
     "local_cluster": "dask_p2p.cluster",
     "register": "dask_p2p.registration",
     "transpose": "dask_p2p.ops.transpose",

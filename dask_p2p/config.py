@@ -150,7 +150,7 @@ def _seconds(value: Any) -> float:
 def _transports(value: Any) -> tuple[str, ...] | None:
     if value == "auto":
         return None
-    if isinstance(value, str) or not all(name in TRANSPORTS for name in value):
+    if not isinstance(value, (list, tuple)) or not all(name in TRANSPORTS for name in value):
         raise ValueError(f"expected auto, or a list of names out of {', '.join(TRANSPORTS)}")
     # comm works between any two workers: without a last resort a task could not end.
     return tuple(dict.fromkeys([*value, "comm"]))

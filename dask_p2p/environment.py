@@ -8,8 +8,9 @@ import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, distributions, version
 from typing import Any
+from uuid import UUID
 
-__all__ = ["commit", "cpu_name", "environment", "versions"]
+__all__ = ["commit", "cpu_name", "environment", "link_gbs", "versions"]
 
 _PACKAGES = ("dask-p2p", "dask", "distributed", "numpy", "dask-cuda")
 # The names of their distributions end in CUDA's version.
@@ -38,6 +39,34 @@ def environment() -> dict[str, Any]:
             "platform": f"{platform.system()} {platform.machine()}",
         },
     }
+
+
+def link_gbs(uuid: bytes) -> float | None:
+    """Return what all NVLinks of a GPU together should carry one way, GB (1e9 bytes) a second.
+
+    Parameters
+    ----------
+    uuid : bytes
+        Of the GPU, 16 of them.
+
+    Returns
+    -------
+    float or None
+        None without a driver, or without NVLinks.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        text = f"GPU-{UUID(bytes=uuid)}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(text)
+        fields = [pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]
+        count, speed_mbs = (
+            value.value.uiVal for value in pynvml.nvmlDeviceGetFieldValues(handle, fields)
+        )
+    except Exception:  # pynvml has an error class for each cause
+        return None
+    return count * speed_mbs / 1e3 or None
 
 
 def versions() -> dict[str, str | None]:

@@ -25,10 +25,11 @@ from typing import Any, TypeVar
 import numpy as np
 from distributed import Worker, WorkerPlugin
 
+from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options, options
 from dask_p2p.errors import P2PWarning
 from dask_p2p.kernels import warm_up
-from dask_p2p.plan import stage_order
+from dask_p2p.plan import BlockPlan, Piece, stage_order
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record, warn_client
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.base import Transport
@@ -124,6 +125,17 @@ class WorkerRuntime:
                 ref = BlockRef(probe_key(kind), (holder,))
                 self.links.ways(ref, kind, np.dtype("u1"), self._options.order(kind))
 
+    def bring_probe(self, holder: str, kind: str, nbytes: int) -> tuple[Any, str]:
+        """Bring a probe block here as a task would; return it, and the transport's name."""
+        key: tuple[Any, ...] = probe_key(kind, nbytes)
+        name, index = key[0], key[1:]  # as if it were the block of an array with this name
+        whole = ((0, nbytes),)
+        plan = BlockPlan((nbytes,), (0,), (index,), ((nbytes,),), (Piece(0, whole, whole),))
+        output = OutputSpec(name, np.dtype("u1"), kind, self._options)
+        assembly = Assembly(plan, output, [BlockRef(key, (holder,))], self)
+        block = assembly.run()
+        return block, assembly.stages[-1].transport
+
     def failed_attempts(self, key: Any) -> int:
         with self._lock:
             count = self._failed.pop(key, 0) + 1
@@ -189,6 +201,15 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             meeting = asyncio.ensure_future(asyncio.to_thread(self.runtime.meet, others, "cupy"))
             self._meetings.add(meeting)  # the loop itself keeps only a weak reference
             meeting.add_done_callback(self._meetings.discard)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of blocks that are kept because others read them, or may be about to."""
+        return sum(transport.leased_bytes for transport in self._transports.values())
+
+    def clear_probes(self) -> None:
+        """Let go of the blocks by which links were measured."""
+        self._host.probes.clear()
 
     async def teardown(self, worker: Worker) -> None:
         """Give the handlers back and end all leases."""

@@ -173,6 +173,40 @@ def test_object_dtype_is_refused(client):
         dask_p2p.transpose(x).compute()
 
 
+def test_check_finds_nothing_in_the_way(client):
+    dask_p2p.register(client)
+    report = dask_p2p.check(client)
+    assert [link.transport for link in report.links] == ["ipc", "ipc"]
+    assert all(link.gbs > 20 and link.latency_s < 0.1 for link in report.links)
+    assert report.problems == []
+    for worker in report.workers:
+        assert (worker.kind, worker.cupy_uses_rmm) == ("cupy", True)
+        assert worker.pool_bytes % 2**21 == 0
+        assert worker.link_gbs is None or worker.link_gbs > 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rmm_pool_size": 2**30 + 256}, "no multiple of 2 MiB"),
+        ({"rmm_pool_size": 2**30, "rmm_allocator_external_lib_list": None}, "another pool"),
+        ({"rmm_async": True, "rmm_allocator_external_lib_list": ["cupy"]}, "cannot share memory"),
+        ({"rmm_managed_memory": True}, "cannot share memory"),
+    ],
+    ids=["odd pool", "two pools", "async", "managed"],
+)
+def test_check_names_what_is_in_the_way(settings, words):
+    from distributed import Client
+
+    with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster) as client:
+        report = dask_p2p.check(client)
+    said = [problem for problem in report.problems if words in problem.what]
+    assert len(said) == 1, str(report)
+    assert len(said[0].workers) == 2
+    assert "rmm_pool_size" in said[0].cure
+    assert all(link.error is None for link in report.links)
+
+
 @pytest.mark.parametrize("setting", ["rmm_async", "rmm_managed_memory"])
 def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting):
     from distributed import Client

@@ -24,6 +24,14 @@ print(json.dumps({
 """
 
 
+def loaded_by_distributed():
+    program = "import sys, distributed; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    return {name.partition(".")[0] for name in done.stdout.split()} - {"cupy", "ucxx", "dask_cuda"}
+
+
 def test_importing_loads_no_gpu_library_and_sets_no_variable():
     done = subprocess.run(
         [sys.executable, "-c", LOOK], capture_output=True, text=True, check=True, timeout=60
@@ -32,8 +40,10 @@ def test_importing_loads_no_gpu_library_and_sets_no_variable():
     top = {name.partition(".")[0] for name in seen["modules"]}
     light = {name.partition(".")[0] for name in seen["light"]}
     assert light.isdisjoint({"distributed", "numpy"}), "`dask` pays for this at each start"
-    # Without these nothing can have made a CUDA context.
-    assert top.isdisjoint({"cupy", "cupy_backends", "ucxx", "cuda", "rmm", "dask_cuda", "pynvml"})
+    # Without these nothing can have made a CUDA context. Some of them distributed itself loads
+    # where they are installed.
+    loaded = top & {"cupy", "cupy_backends", "ucxx", "cuda", "rmm", "dask_cuda", "pynvml"}
+    assert loaded <= loaded_by_distributed()
     assert seen["environment"] == {}
 
 

@@ -15,6 +15,7 @@ __all__ = ["p2p"]
 # Said here, so that the list of commands needs none of their modules.
 _COMMANDS = {
     "bench": "Measure transposes on this machine or cluster.",
+    "check": "Show how workers reach each other, how fast, and what is in the way.",
     "demo": "Transpose a made array, and check every value.",
     "plan": "Show what would move where, without moving anything.",
     "transpose": "Transpose a file, larger than memory too.",

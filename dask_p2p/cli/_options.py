@@ -26,6 +26,7 @@ __all__ = [
     "axes_option",
     "check_fits",
     "choose_site",
+    "connect",
     "cpu_option",
     "one_line_errors",
     "order_of_axes",
@@ -36,6 +37,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _CPU_WORKERS = 4
+_CONNECT_S = 10
 # The array, its transpose and what is on its way between them.
 _MEMORY_FACTOR = 2.5
 
@@ -202,6 +204,28 @@ def start(site: Site, **options: Any) -> Iterator[Any]:
         Client(cluster) as client,
     ):
         yield client
+
+
+def connect(scheduler: str) -> Any:
+    """Return a client of the cluster with this scheduler, which is not the default client.
+
+    Raises
+    ------
+    P2PError
+        If none answers there.
+    """
+    from distributed import Client
+    from distributed.comm import resolve_address
+
+    try:
+        # At an address that it cannot parse, Client hangs on closing.
+        resolve_address(scheduler)
+        return Client(scheduler, timeout=_CONNECT_S, set_as_default=False)
+    except (OSError, ValueError) as exc:
+        raise P2PError(
+            f"no scheduler answers at {scheduler}: {exc}; give the address that `dask scheduler` "
+            "shows"
+        ) from exc
 
 
 @contextlib.contextmanager

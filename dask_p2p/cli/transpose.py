@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_p2p.cli._options import one_line_errors
-from dask_p2p.errors import P2PError
+from dask_p2p.cli._options import connect, one_line_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["transpose"]
 
-_CONNECT_S = 10
 _MOST_WORKERS = 8  # of one disk; --workers may ask for more
 
 
@@ -156,7 +154,6 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
 def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
     """Give a client of the cluster named, or of one on this machine that ends with the job."""
     from distributed import Client
-    from distributed.comm import resolve_address
     from distributed.utils import silence_logging_cmgr
 
     with contextlib.ExitStack() as stack:
@@ -167,17 +164,7 @@ def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
                 cluster = stack.enter_context(_local_cluster(workers))
             client = stack.enter_context(Client(cluster, set_as_default=False))
         else:
-            try:
-                # At an address that it cannot parse, Client hangs on closing.
-                resolve_address(scheduler)
-                client = stack.enter_context(
-                    Client(scheduler, timeout=_CONNECT_S, set_as_default=False)
-                )
-            except (OSError, ValueError) as exc:
-                raise P2PError(
-                    f"no scheduler answers at {scheduler}: {exc}; give the address that "
-                    "`dask scheduler` shows"
-                ) from exc
+            client = stack.enter_context(connect(scheduler))
         yield client
 
 

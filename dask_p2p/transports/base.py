@@ -218,6 +218,11 @@ class Transport(ABC):
     def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
         """Open a block, to read these boxes of it, in this order."""
 
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of this worker's blocks that are kept for readers."""
+        return 0
+
     def serving(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
         """Take note that these blocks of this worker are about to be read by others."""
 

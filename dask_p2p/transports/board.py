@@ -147,6 +147,13 @@ class Board:
                 self._tended = -1
             return len(self._retracted)
 
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of the blocks that the board keeps alive."""
+        with self._lock:
+            kept = [*self._notices.values(), *self._retracted]
+        return sum(getattr(notice.owner, "nbytes", 0) for notice in kept)
+
     def __len__(self) -> int:
         """Blocks that the board keeps alive."""
         return len(self._notices) + len(self._retracted)

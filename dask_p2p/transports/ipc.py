@@ -166,6 +166,10 @@ class IpcTransport(Transport):
     def handlers(self) -> Mapping[str, Handler]:
         return {_PEER_OP: self._answer_peer, _POST_OP: self._answer_post}
 
+    @property
+    def leased_bytes(self) -> int:
+        return self._board.leased_bytes
+
     def serving(self, blocks: Mapping[Any, Any]) -> None:
         for key, block in blocks.items():
             if kernel_for(block).name == "cupy" and not self._closed:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from skimage import data
 
-from dask_p2p.cli import p2p
+from dask_p2p.cli import _options, p2p
 from dask_p2p.cli import transpose as command
 
 
@@ -135,7 +135,7 @@ def test_wrong_usage(dask, args):
     "address", ["tcp://127.0.0.1:1", "tcp://no.such.host.invalid:8786", "no address", "what://a:1"]
 )
 def test_scheduler_that_does_not_answer(dask, monkeypatch, address):
-    monkeypatch.setattr(command, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(_options, "_CONNECT_S", 0.5)
     result = dask("in.npy", "out.npy", "--scheduler", address, here=False)
     one_line(result, f"no scheduler answers at {address}")
     assert os.listdir() == ["in.npy"]

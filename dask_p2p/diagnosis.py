@@ -1,0 +1,337 @@
+"""`check`: how each worker reaches each other, how fast, and what stands in the way.
+
+Every pair of workers moves a known block just as a transpose would move its regions, by the same
+code; what it uses and how long it takes is what a transpose would see. All pairs of one stage are
+measured at once, each worker reading from one and read by one, as in a transpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.config import TRANSPORTS, options
+from dask_p2p.environment import link_gbs, versions
+from dask_p2p.errors import P2PError
+from dask_p2p.registration import register
+from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.transports.links import BlockRef
+from dask_p2p.transports.probe import check_probe, probe_key
+
+__all__ = ["Link", "Problem", "Report", "Status", "check", "find_problems"]
+
+_LATENCY_BYTES = 1024
+_HOST_BYTES = 32 * 2**20
+_DEVICE_BYTES = 256 * 2**20
+_REPEATS = 5
+_POOL_GRANULE_BYTES = 2 * 2**20
+_POOL_CURE = (
+    'Start the cluster with dask_p2p.local_cluster(), or with rmm_pool_size="40 GiB" (a multiple '
+    'of 2 MiB) and rmm_allocator_external_lib_list=["cupy"]'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How blocks come from one worker to another."""
+
+    reader: str  # address
+    holder: str
+    transport: str | None  # that is used; None if nothing works
+    gbs: float  # 1e9 bytes per second, of one large block
+    latency_s: float  # of one small block
+    obstacles: Mapping[str, str] = field(default_factory=dict)  # why others are not, by transport
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What one worker is and has."""
+
+    address: str
+    had_plugin: bool
+    kind: str  # of the blocks that were moved: "numpy" or "cupy"
+    gpu: str | None  # its name
+    mig: bool
+    memory_resource: str | None  # RMM's, by the name of its class
+    pool_bytes: int | None  # size of RMM's pool
+    cupy_uses_rmm: bool | None  # None without CuPy
+    link_gbs: float | None  # what the hardware should give, one way; None where that is unknown
+    leased_bytes: int  # of blocks that are kept for readers
+    versions: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that makes transfers slow, or another transport be used."""
+
+    workers: tuple[str, ...]  # addresses
+    what: str
+    cure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `check` found."""
+
+    workers: list[Status]
+    links: list[Link]
+    problems: list[Problem]
+
+    def __str__(self) -> str:
+        lines = ["reader <- holder: transport, GB/s, latency in ms"]
+        lines += [
+            f"{link.reader} <- {link.holder}: "
+            + (
+                f"{link.transport}, {link.gbs:.3g}, {link.latency_s * 1e3:.2f}"
+                if link.error is None
+                else link.error
+            )
+            for link in self.links
+        ]
+        lines += [f"{p.what} ({', '.join(p.workers)}). {p.cure}." for p in self.problems]
+        return "\n".join(lines)
+
+
+def check(client: Any = None) -> Report:
+    """Find out how the workers of a cluster reach each other, and how fast.
+
+    Registers the plugin if that is missing. While it runs the workers should have nothing else to
+    do, or it measures what is left.
+
+    Parameters
+    ----------
+    client : distributed.Client, optional
+        A synchronous one; by default the current one.
+
+    Returns
+    -------
+    Report
+        ``workers``, ``links`` (one for each ordered pair) and ``problems``, each with its cure.
+
+    Raises
+    ------
+    ValueError
+        If there is no client.
+    InputError
+        If the client is asynchronous.
+    """
+    from distributed import default_client
+
+    from dask_p2p.errors import InputError
+
+    client = default_client(client)
+    if client.asynchronous:
+        raise InputError(
+            "expected a synchronous client, got an asynchronous one. Run check from a thread of "
+            "its own, with a client of its own."
+        )
+    had_plugin = client.run(_has_plugin)
+    register(client)
+    found = client.run(_status)
+    workers = [
+        Status(**{**found[a], "had_plugin": had_plugin.get(a, False)}) for a in sorted(found)
+    ]
+    links = _measure_links(client, workers)
+    return Report(workers, links, find_problems(workers, links, versions()))
+
+
+def _measure_links(client: Any, workers: list[Status]) -> list[Link]:
+    addresses = [worker.address for worker in workers]
+    kind = "cupy" if all(worker.kind == "cupy" for worker in workers) else "numpy"
+    links: list[Link] = []
+    for stage in range(1, len(addresses)):
+        holders = {a: addresses[(i + stage) % len(addresses)] for i, a in enumerate(addresses)}
+        links += client.run(_measure_from, holders, kind).values()
+    client.run(_clear_probes)
+    return sorted(links, key=lambda link: (link.reader, link.holder))
+
+
+def find_problems(
+    workers: Iterable[Status], links: Iterable[Link], here: Mapping[str, str | None]
+) -> list[Problem]:
+    """Name the known causes of slow or unwanted transfers.
+
+    Parameters
+    ----------
+    workers, links
+        What was found.
+    here
+        Versions that the client has.
+    """
+    causes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for worker in workers:
+        for what, cure in _problems_of(worker, here):
+            causes[what, cure].append(worker.address)
+    for link in links:
+        if link.error is not None:
+            what = f"no transport brings blocks from {link.holder}: {link.error}"
+            cure = "See whether the two workers can connect to each other"
+            causes[what, cure].append(link.reader)
+        for transport, why in link.obstacles.items():
+            if transport in ("ipc", "ucx") and "not numpy" not in why:
+                causes[f"{transport} is not used: {why}", _cure(why)].append(link.reader)
+    return [Problem(tuple(dict.fromkeys(addresses)), *cause) for cause, addresses in causes.items()]
+
+
+def _problems_of(worker: Status, here: Mapping[str, str | None]) -> Iterable[tuple[str, str]]:
+    if not worker.had_plugin:
+        yield (
+            "the worker plugin was missing; it has been registered now",
+            "Call dask_p2p.register(client), or start workers with --preload dask_p2p.preload",
+        )
+    other = {
+        name: (theirs, here.get(name))
+        for name, theirs in worker.versions.items()
+        if theirs is not None and here.get(name) is not None and theirs != here[name]
+    }
+    if other:
+        texts = ", ".join(f"{n} {theirs}, here {ours}" for n, (theirs, ours) in other.items())
+        yield f"versions differ from the client's: {texts}", "Install the same everywhere"
+    if worker.mig:
+        yield (
+            "the GPU is a MIG instance, which has no CUDA IPC and no NVLink",
+            "Use whole GPUs, or expect comm",
+        )
+    resource, pool_bytes = worker.memory_resource, worker.pool_bytes
+    if pool_bytes and pool_bytes % _POOL_GRANULE_BYTES:
+        yield (
+            f"RMM's pool of {pool_bytes} bytes is no multiple of 2 MiB: mapping it takes seconds "
+            f"for each peer",
+            _POOL_CURE,
+        )
+    if resource in ("CudaAsyncMemoryResource", "ManagedMemoryResource"):
+        yield f"CUDA IPC cannot share memory of RMM's {resource}", _POOL_CURE
+    if resource not in (None, "CudaMemoryResource") and worker.cupy_uses_rmm is False:
+        yield (
+            "CuPy allocates from another pool than RMM's: the two take memory from each other",
+            _POOL_CURE,
+        )
+
+
+def _cure(why: str) -> str:
+    cures = {
+        "PID namespaces": "Run all workers of a host in one PID namespace (docker run --pid=host)",
+        "peer access": "See nvidia-smi topo -p2p r; GPUs behind different PCIe roots may lack it",
+        "not installed": "Install dask-p2p[cuda13] on all workers",
+        "requires encryption": "Allow it, or keep to the transports that remain",
+        "CUDA_VISIBLE_DEVICES": "Give each worker all GPUs of its host, its own one first",
+        "cannot be shared by CUDA IPC": _POOL_CURE,
+        "different users": "Run all workers of a host as one user",
+        "no GPU": "Run one worker a GPU",
+    }
+    return next(
+        (cure for words, cure in cures.items() if words in why),
+        "Leave it as it is, or name another order in p2p.transports.order",
+    )
+
+
+# --- on the workers ---
+
+
+def _has_plugin(dask_worker: Any) -> bool:
+    return PLUGIN_NAME in dask_worker.plugins
+
+
+def _status(dask_worker: Any) -> dict[str, Any]:
+    """Describe this worker, in words that can be sent."""
+    found: dict[str, Any] = {
+        "address": dask_worker.address,
+        "had_plugin": True,
+        "kind": "numpy",
+        "gpu": None,
+        "mig": False,
+        "memory_resource": None,
+        "pool_bytes": None,
+        "cupy_uses_rmm": None,
+        "link_gbs": None,
+        "leased_bytes": dask_worker.plugins[PLUGIN_NAME].leased_bytes,
+        "versions": versions(),
+    }
+    if "cupy" in sys.modules:  # on a GPU worker dask-cuda has loaded it
+        found.update(_gpu_status())
+    return found
+
+
+def _gpu_status() -> dict[str, Any]:
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    try:
+        properties = runtime.getDeviceProperties(runtime.getDevice())
+    except runtime.CUDARuntimeError:
+        return {}
+    uuid = bytes(properties["uuid"])
+    name = properties["name"]
+    name = name.decode() if isinstance(name, bytes) else str(name)
+    allocator = cupy.cuda.get_allocator()
+    return {
+        "kind": "cupy",
+        "gpu": name,
+        "mig": "MIG" in name,
+        "cupy_uses_rmm": getattr(allocator, "__module__", "").partition(".")[0] == "rmm",
+        "link_gbs": link_gbs(uuid),
+        **_rmm_status(),
+    }
+
+
+def _rmm_status() -> dict[str, Any]:
+    if "rmm" not in sys.modules:
+        return {}
+    import rmm
+
+    resource = rmm.mr.get_current_device_resource()
+    # Statistics and logs wrap the resource that matters.
+    while not hasattr(resource, "pool_size") and hasattr(resource, "get_upstream"):
+        resource = resource.get_upstream()
+    pool_bytes = resource.pool_size() if hasattr(resource, "pool_size") else None
+    return {"memory_resource": type(resource).__name__, "pool_bytes": pool_bytes}
+
+
+async def _measure_from(holders: Mapping[str, str], kind: str, dask_worker: Any) -> Link:
+    """Measure the link from this worker's holder, on a thread as tasks have them."""
+    holder = holders[dask_worker.address]
+    runtime = dask_worker.plugins[PLUGIN_NAME].runtime
+    return await asyncio.to_thread(_measure_link, runtime, holder, kind)
+
+
+def _measure_link(runtime: Any, holder: str, kind: str) -> Link:
+    chosen = options()
+    dtype = np.dtype("u1")
+    ref = BlockRef(probe_key(kind), (holder,))
+    try:
+        transport = runtime.links.ways(ref, kind, dtype, chosen.order(kind))[0].transport.name
+        latency_s, _ = _time(runtime, holder, kind, _LATENCY_BYTES)
+        nbytes = _DEVICE_BYTES if kind == "cupy" else _HOST_BYTES
+        time_s, transport = _time(runtime, holder, kind, nbytes)
+    except P2PError as exc:
+        return Link(runtime.address, holder, None, 0.0, 0.0, {}, f"{type(exc).__name__}: {exc}")
+    obstacles = {}
+    for name in TRANSPORTS[: TRANSPORTS.index(transport)]:
+        why = runtime.links.transports[name].obstacle(holder, kind, dtype)
+        why = why or runtime.links.failure(holder, name)
+        if why is not None:
+            obstacles[name] = why
+    return Link(runtime.address, holder, transport, nbytes / time_s / 1e9, latency_s, obstacles)
+
+
+def _time(runtime: Any, holder: str, kind: str, nbytes: int) -> tuple[float, str]:
+    """Return the least time for a probe block of this size, and what brought it."""
+    best_s, transport = float("inf"), ""
+    for _ in range(_REPEATS):
+        start_s = time.perf_counter()
+        region, transport = runtime.bring_probe(holder, kind, nbytes)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    check_probe(region, kind)
+    return best_s, transport
+
+
+def _clear_probes(dask_worker: Any) -> None:
+    dask_worker.plugins[PLUGIN_NAME].clear_probes()

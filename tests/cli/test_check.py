@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+import dask_p2p
+from dask_p2p import diagnosis
+from dask_p2p.cli import p2p
+from tests.test_diagnosis import GOOD, LINK
+
+
+@pytest.fixture
+def run():
+    return lambda *args: CliRunner().invoke(p2p, ["check", *args])
+
+
+def test_a_cluster_that_it_starts(run):
+    result = run("--workers", "2", "--cpu")
+    assert result.exit_code == 0, result.output
+    assert "Transport" in result.output
+    assert "comm" in result.output
+    assert "GB/s" in result.output
+    assert "Nothing is in the way." in result.output
+
+
+def test_a_cluster_that_is_there(run, cluster, client):
+    dask_p2p.register(client)
+    result = run("--scheduler", cluster.scheduler_address)
+    assert result.exit_code == 0, result.output
+    for worker in client.scheduler_info(n_workers=-1)["workers"]:
+        assert worker in result.output
+
+
+def test_problems_and_links_that_do_not_work(run, cluster, monkeypatch):
+    broken = diagnosis.Link("b", "a", None, 0.0, 0.0, {}, "TransferError: no answer")
+    problem = diagnosis.Problem(("a", "b"), "something is slow", "Do this")
+    other = diagnosis.Status(**{**{n: getattr(GOOD, n) for n in GOOD.__slots__}, "address": "b"})
+    report = diagnosis.Report([GOOD, other], [LINK, broken], [problem])
+    monkeypatch.setattr(diagnosis, "check", lambda client: report)
+    result = run("--scheduler", cluster.scheduler_address)
+    assert result.exit_code == 1
+    assert "Worker 0, 1: something is slow." in result.output
+    assert "  Do this." in result.output
+    assert "NVIDIA H200" in result.output
+    assert "should carry 450 GB/s one way" in result.output
+
+
+def test_wrong_use(run):
+    assert "started here" in run("--scheduler", "tcp://127.0.0.1:1", "--workers", "2").output
+    result = run("--scheduler", "no address")
+    assert result.exit_code == 1
+    assert "no scheduler answers at no address" in result.output

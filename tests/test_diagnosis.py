@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import dask
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_p2p
+from dask_p2p.diagnosis import Link, Report, Status, find_problems
+from dask_p2p.errors import InputError
+from dask_p2p.task import PLUGIN_NAME
+
+VERSIONS = {"dask": "1", "cupy": "14", "ucxx": None}
+GOOD = Status(
+    address="a",
+    had_plugin=True,
+    kind="cupy",
+    gpu="NVIDIA H200",
+    mig=False,
+    memory_resource="PoolMemoryResource",
+    pool_bytes=2**30,
+    cupy_uses_rmm=True,
+    link_gbs=450.0,
+    leased_bytes=0,
+    versions=VERSIONS,
+)
+LINK = Link("a", "b", "ipc", 330.0, 1e-3)
+
+
+def test_a_good_cluster_has_no_problems():
+    assert find_problems([GOOD, replace(GOOD, address="b")], [LINK], VERSIONS) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "cure"),
+    [
+        ({"had_plugin": False}, "plugin was missing", "dask_p2p.register"),
+        ({"pool_bytes": 2**30 + 256}, "no multiple of 2 MiB", "rmm_pool_size"),
+        ({"memory_resource": "CudaAsyncMemoryResource"}, "CudaAsyncMemoryResource", "multiple"),
+        ({"memory_resource": "ManagedMemoryResource"}, "ManagedMemoryResource", "multiple"),
+        ({"cupy_uses_rmm": False}, "another pool than RMM's", "external_lib_list"),
+        ({"mig": True}, "MIG", "whole GPUs"),
+        ({"versions": {**VERSIONS, "dask": "2"}}, "dask 2, here 1", "the same everywhere"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_each_cause_is_named_once_with_its_cure(changes, words, cure):
+    workers = [replace(GOOD, address=address, **changes) for address in "ab"]
+    (problem,) = find_problems(workers, [LINK], VERSIONS)
+    assert words in problem.what
+    assert cure in problem.cure
+    assert problem.workers == ("a", "b")
+
+
+def test_what_is_not_comparable_is_no_difference():
+    here = {**VERSIONS, "cupy": None, "ucxx": "0.52"}
+    assert find_problems([GOOD], [], here) == []
+
+
+@pytest.mark.parametrize(
+    ("why", "cure"),
+    [
+        ("they run in different PID namespaces, where CUDA IPC ...", "--pid=host"),
+        ("their GPUs have no peer access to each other", "topo"),
+        ("ucxx is not installed (...)", "cuda13"),
+        ("UCX does not encrypt, and this cluster requires encryption", "Allow it"),
+        ("the other's GPU is not among this worker's CUDA_VISIBLE_DEVICES", "all GPUs"),
+        ("something new", "p2p.transports.order"),
+    ],
+)
+def test_obstacles_between_workers_have_cures(why, cure):
+    links = [
+        replace(LINK, reader=reader, transport="comm", obstacles={"ipc": why}) for reader in "aab"
+    ]
+    (problem,) = find_problems([GOOD], links, VERSIONS)
+    assert problem.what == f"ipc is not used: {why}"
+    assert cure in problem.cure
+    assert problem.workers == ("a", "b")
+
+
+def test_numpy_blocks_are_no_problem_of_ipc():
+    link = replace(LINK, transport="comm", obstacles={"ipc": "ipc moves CuPy blocks, not numpy"})
+    assert find_problems([GOOD], [link], VERSIONS) == []
+
+
+def test_a_pair_that_nothing_joins():
+    link = replace(LINK, transport=None, error="TransferError: no answer")
+    (problem,) = find_problems([GOOD], [link], VERSIONS)
+    assert "no transport brings blocks from b: TransferError: no answer" in problem.what
+    assert "TransferError: no answer" in str(Report([GOOD], [link], [problem]))
+
+
+def test_a_cluster(client):
+    dask_p2p.register(client)
+    report = dask_p2p.check(client)
+    addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    assert [worker.address for worker in report.workers] == addresses
+    assert {(link.reader, link.holder) for link in report.links} == {
+        (a, b) for a in addresses for b in addresses if a != b
+    }
+    for link in report.links:
+        assert link.transport == "comm"
+        assert link.error is None
+        assert link.gbs > 0
+        assert 0 < link.latency_s < 10
+    assert report.problems == []
+    assert f"{addresses[0]} <- {addresses[1]}: comm" in str(report)
+
+
+def test_what_is_left_afterwards(client):
+    dask_p2p.check(client)
+    kept = client.run(lambda dask_worker: dask_worker.plugins[PLUGIN_NAME].leased_bytes)
+    assert set(kept.values()) == {0}
+
+
+def test_the_transport_is_what_a_task_would_use():
+    with (
+        dask.config.set({"p2p.transports.order": ["ucx"]}),  # before the workers start
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            dashboard_address=":0",
+            env={"DASK_P2P__TRANSPORTS__ORDER": '["ucx"]'},
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        report = dask_p2p.check()
+        assert {link.transport for link in report.links} == {"ucx"}
+        (problem,) = report.problems
+        assert "plugin was missing" in problem.what
+        assert dask_p2p.check(client).problems == []
+
+
+def test_an_asynchronous_client_is_refused():
+    class Asynchronous:
+        asynchronous = True
+
+    with pytest.raises(InputError, match="expected a synchronous client"):
+        dask_p2p.check(Asynchronous())
+
+
+def test_without_a_client():
+    with pytest.raises(ValueError, match="No clients found"):
+        dask_p2p.check()
