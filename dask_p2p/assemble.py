@@ -75,7 +75,7 @@ class _Source:
     ref: BlockRef
     pieces: list[Piece]
     ways: list[Way]
-    causes: list[Exception] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
 
     @property
     def way(self) -> Way:
@@ -256,7 +256,9 @@ class Assembly:
             failed[source.slot] = exc
             return
         except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
-            failed[source.slot] = TransferError("no answer in time, and no word of the event loop")
+            failed[source.slot] = TransferError(
+                f"no answer of {source.way.holder} in time, and no word of the event loop"
+            )
             return
         dst = out[box_slices(part.dst)]
         transport = source.way.transport
@@ -296,7 +298,8 @@ class Assembly:
         """Give up the way that failed; raise if none is left."""
         assert self.peers is not None
         way = source.ways.pop(0)
-        source.causes.append(error)
+        said, name = str(error), way.transport.name
+        source.causes.append(said if said.startswith(f"{name}: ") else f"{name}: {said}")
         if isinstance(error, BlockUnavailableError):
             # The holder answers, it just lacks the block: no other transport would find it.
             source.ways = [other for other in source.ways if other.holder != way.holder]
@@ -305,7 +308,7 @@ class Assembly:
             if (text := self.peers.links.report_failure(way, error, last)) is not None:
                 self.peers.warn(text)
         if not source.ways:
-            causes = "; ".join(str(cause) for cause in source.causes)
+            causes = "; ".join(source.causes)
             failure = type(error) if len(source.causes) == 1 else TransferError
             raise failure(f"block {source.ref.key!r} could not be brought here: {causes}")
 
