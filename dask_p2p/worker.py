@@ -27,7 +27,7 @@ from distributed import Worker, WorkerPlugin
 from dask_p2p.config import Options, options
 from dask_p2p.errors import P2PWarning
 from dask_p2p.kernels import warm_up
-from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record, warn_client
+from dask_p2p.task import PLUGIN_NAME, AssembleTask, Attempts, Record, warn_client
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.links import BlockRef, Links
 
@@ -97,7 +97,7 @@ class WorkerRuntime:
         self.links = links
         self.records: deque[Record] = deque(maxlen=_RECORDS)
         self._worker = worker
-        self._failed: OrderedDict[Any, int] = OrderedDict()
+        self._failed: OrderedDict[Any, Attempts] = OrderedDict()
         self._lock = threading.Lock()
 
     def warn(self, text: str) -> None:
@@ -107,13 +107,18 @@ class WorkerRuntime:
         for name in options.transports:
             self.links.transports[name].serving(blocks)
 
-    def failed_attempts(self, key: Any) -> int:
+    def failed(self, key: Any, cause: str) -> Attempts:
         with self._lock:
-            count = self._failed.pop(key, 0) + 1
-            self._failed[key] = count
+            attempts = self._failed.pop(key, None) or Attempts()
+            attempts.add(cause)
+            self._failed[key] = attempts
             while len(self._failed) > _COUNTED_TASKS:
                 self._failed.popitem(last=False)
-            return count
+            return attempts
+
+    def gave_up(self, key: Any) -> None:
+        with self._lock:
+            self._failed.pop(key, None)
 
     def done(self, record: Record) -> None:
         with self._lock:
