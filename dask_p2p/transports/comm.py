@@ -32,6 +32,7 @@ from dask_p2p.transports.base import (
     mismatch,
     refuse,
 )
+from dask_p2p.transports.requests import checked_box, checked_key, checked_shape, no_more
 
 __all__ = ["CommTransport"]
 
@@ -62,25 +63,24 @@ class CommTransport(Transport):
     async def close(self) -> None:
         self._closed = True
 
-    async def _serve(self, key: Any, box: Any, shape: Any) -> dict[str, Any]:
+    async def _serve(
+        self, key: Any = None, box: Any = None, shape: Any = None, **unknown: Any
+    ) -> dict[str, Any]:
         """Answer one request. The block is referenced, and so leased, until it is sent."""
         if self._closed:
             return {"status": "error", "message": "the worker is closing"}
         try:
-            box = tuple((int(start), int(stop)) for start, stop in box)
-            region = await self.host.offload(self._pack, key, box, tuple(shape))
+            no_more(unknown)
+            shape = checked_shape(shape)
+            box = checked_box(box, shape)
+            region = await self.host.offload(self._pack, checked_key(key), box, shape)
         except Exception as exc:
             return refuse(exc)
         return {"status": "ok", "data": to_serialize(region)}
 
     def _pack(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
         block = self.host.block(key)
-        check_block(block, key, shape)
-        if len(box) != block.ndim or any(
-            not 0 <= start <= stop <= length
-            for (start, stop), length in zip(box, block.shape, strict=True)
-        ):
-            raise ValueError(f"box {box} does not lie in a block of shape {block.shape}")
+        check_block(block, key, shape)  # so that the box, which lies in the shape, lies in it
         region = block[box_slices(box)]
         kind = kernel_for(block).name
         if kind == "numpy" and region.flags.c_contiguous:
