@@ -82,6 +82,9 @@ class WorkerHost:
         """Take note that the scheduler names these workers as holders, again perhaps."""
         self._gone.difference_update(addresses)
 
+    def calls_under_way(self) -> int:
+        return sum(len(calls) for calls in list(self._calls.values()))
+
     async def offload(self, function: Callable[..., _T], *args: Any) -> _T:
         return await self.loop.run_in_executor(self._threads, function, *args)
 
@@ -92,11 +95,12 @@ class WorkerHost:
 class WorkerRuntime:
     """What tasks need of the worker that they run on."""
 
-    def __init__(self, worker: Worker, links: Links) -> None:
+    def __init__(self, worker: Worker, host: WorkerHost, links: Links) -> None:
         self.address: str = worker.address
         self.links = links
         self.records: deque[Record] = deque(maxlen=_RECORDS)
         self._worker = worker
+        self._host = host
         self._failed: OrderedDict[Any, Attempts] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -106,6 +110,17 @@ class WorkerRuntime:
     def serving(self, blocks: Mapping[Any, Any], options: Options) -> None:
         for name in options.transports:
             self.links.transports[name].serving(blocks)
+
+    def held(self) -> dict[str, int]:
+        """Count what transfers hold on this worker, by transport and kind, for whoever looks.
+
+        When no task runs, and all that readers asked for is sent, everything is zero, except for
+        what `ipc` keeps a while on purpose: posted blocks and mappings.
+        """
+        held = {"calls": self._host.calls_under_way()}
+        for name, transport in self.links.transports.items():
+            held |= {f"{name}.{what}": count for what, count in transport.held().items()}
+        return held
 
     def failed(self, key: Any, cause: str) -> Attempts:
         with self._lock:
@@ -146,7 +161,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self._worker = worker
         self._host = WorkerHost(worker)
         self._transports = make_transports(self._host, self.options)
-        self.runtime = WorkerRuntime(worker, Links(self._transports))
+        self.runtime = WorkerRuntime(worker, self._host, Links(self._transports))
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
         if "cupy" in sys.modules:

@@ -155,6 +155,10 @@ class Transport(ABC):
     def forget(self, holder: str) -> None:  # noqa: B027  # optional
         """Take note that a worker has left. Called on the event loop."""
 
+    def held(self) -> dict[str, int]:
+        """Count what is kept for others, or of others: all zero when nobody reads or is read."""
+        return {}
+
     @abstractmethod
     async def close(self) -> None:
         """Refuse further requests, wait for readers within reason, free everything."""

@@ -8,7 +8,7 @@ regions are sent from device memory where the protocol can (ucx), else through h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -47,6 +47,8 @@ class CommTransport(Transport):
     def __init__(self, host: Host) -> None:
         super().__init__(host)
         self._closed = False
+        self._opened: set[_CommBlock] = set()  # by task threads
+        self._serving = 0  # requests; changed on the event loop only
 
     def handlers(self) -> Mapping[str, Handler]:
         return {_OP: self._serve}
@@ -58,7 +60,16 @@ class CommTransport(Transport):
         return Pacing(options.comm_part_bytes, options.comm_parts_in_flight)
 
     def open(self, block: BlockSpec, options: Options) -> RemoteBlock:
-        return _CommBlock(self.host, block, options.request_timeout_s)
+        opened = _CommBlock(self.host, block, options.request_timeout_s, self._opened.discard)
+        self._opened.add(opened)
+        return opened
+
+    def held(self) -> dict[str, int]:
+        return {
+            "opened": len(self._opened),
+            "requested": sum(block.under_way for block in list(self._opened)),
+            "serving": self._serving,
+        }
 
     async def close(self) -> None:
         self._closed = True
@@ -69,6 +80,7 @@ class CommTransport(Transport):
         """Answer one request. The block is referenced, and so leased, until it is sent."""
         if self._closed:
             return {"status": "error", "message": "the worker is closing"}
+        self._serving += 1
         try:
             no_more(unknown)
             shape = checked_shape(shape)
@@ -76,6 +88,8 @@ class CommTransport(Transport):
             region = await self.host.offload(self._pack, checked_key(key), box, shape)
         except Exception as exc:
             return refuse(exc)
+        finally:
+            self._serving -= 1
         return {"status": "ok", "data": to_serialize(region)}
 
     def _pack(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
@@ -94,11 +108,23 @@ class CommTransport(Transport):
 
 
 class _CommBlock(RemoteBlock):
-    def __init__(self, host: Host, block: BlockSpec, timeout_s: float) -> None:
+    def __init__(
+        self,
+        host: Host,
+        block: BlockSpec,
+        timeout_s: float,
+        closed: Callable[[_CommBlock], None],
+    ) -> None:
         self._host = host
         self._block = block
         self._timeout_s = timeout_s
         self._requests: set[Future[Any]] = set()
+        self._tell_closed = closed
+
+    @property
+    def under_way(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._requests)
 
     def request(self, box: Box) -> Future[Any]:
         future = asyncio.run_coroutine_threadsafe(self._pull(box), self._host.loop)
@@ -109,6 +135,7 @@ class _CommBlock(RemoteBlock):
     def close(self) -> None:
         for future in list(self._requests):
             future.cancel()
+        self._tell_closed(self)
 
     async def _pull(self, box: Box) -> Any:
         block = self._block

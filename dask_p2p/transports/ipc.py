@@ -196,6 +196,9 @@ class IpcTransport(Transport):
         self._closing.add(closing)  # the loop itself keeps only a weak reference
         closing.add_done_callback(self._closing.discard)
 
+    def held(self) -> dict[str, int]:
+        return {"posted": len(self._board), "mapped": len(self._mappings)}
+
     async def close(self) -> None:
         self._closed = True
         if self._sweeping is not None:
