@@ -7,11 +7,12 @@ import itertools
 import os
 import signal
 from contextlib import contextmanager
+from glob import glob
 
 import dask
 import dask.array as da
 import numpy as np
-from distributed import Client, LocalCluster, wait
+from distributed import Client, LocalCluster
 from distributed.utils import get_mp_context
 
 import dask_p2p
@@ -73,14 +74,12 @@ def expected(shape, dtype=float):
 
 
 def one_block_each(client, x, workers):
-    """Persist one block of x on each of these workers, in their order."""
-    blocks = [
+    """Start to make one row of x's blocks on each of these workers, in their order."""
+    rows = [
         client.persist(x.blocks[i], workers=[worker], allow_other_workers=True)
         for i, worker in enumerate(workers)
     ]
-    wait(blocks)
-    y = da.concatenate(blocks)
-    return client.persist(y)
+    return client.persist(da.concatenate(rows))
 
 
 def held(client):
@@ -97,19 +96,50 @@ def assert_nothing_is_held(client):
     wait_until(lambda: not any(any(of.values()) for of in held(client).values()))
 
 
+class Gate:
+    """Where a worker's thread waits, in the middle of a task, for the test to go on.
+
+    Files, since the two are in different processes; they are all that the workers are given.
+    """
+
+    def __init__(self, folder):
+        self.path = os.path.join(folder, "gate")
+
+    def wait_until_reached(self, by=1):
+        wait_until(lambda: len(glob(f"{self.path}.reached.*")) >= by, BOUND_S)
+
+    def open(self):
+        with open(f"{self.path}.open", "w"):
+            pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.open()  # whatever happens: a thread that waits would keep its worker from closing
+
+
+def wait_at(path):
+    with open(f"{path}.reached.{os.getpid()}", "w"):
+        pass
+    wait_until(lambda: os.path.exists(f"{path}.open"), BOUND_S)
+
+
 # --- traps, set by `client.run` on the worker that they are for ---
 
 
-def spring(dask_worker, act, pid):
+def spring(dask_worker, act, what):
     if act == "kill":
-        os.kill(os.getpid() if pid is None else pid, signal.SIGKILL)
+        os.kill(os.getpid() if what is None else what, signal.SIGKILL)
     elif act == "close":
         dask_worker.loop.add_callback(dask_worker.close_gracefully)
+    elif act == "wait":
+        wait_at(what)
     else:
         raise ValueError(act)
 
 
-def set_trap(moment, number, act, pid=None, *, dask_worker):
+def set_trap(moment, number, act, what=None, *, dask_worker):
     """Do something when this worker gets to a moment for the n-th time.
 
     Parameters
@@ -120,15 +150,16 @@ def set_trap(moment, number, act, pid=None, *, dask_worker):
     number
         The first time is 1.
     act
-        ``kill`` (SIGKILL) or ``close`` (gracefully) this worker, or ``kill`` another process.
-    pid
-        Of the other process.
+        ``kill`` (SIGKILL) or ``close`` (gracefully) this worker, ``kill`` another process, or
+        ``wait`` in the task's thread.
+    what
+        Process id of the other process; path of the gate to wait at.
     """
     counter = itertools.count(1)
 
     def passing():
         if next(counter) == number:
-            spring(dask_worker, act, pid)
+            spring(dask_worker, act, what)
 
     if moment == "asked":
         serve = dask_worker.handlers["p2p_region"]

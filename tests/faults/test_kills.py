@@ -45,6 +45,7 @@ def transposed_while(client, act):
     """Transpose on three of four workers, with `act` of x and these workers before it."""
     workers = addresses(client)[:3]
     x = one_block_each(client, source(SHAPE, (16, 48)), workers)
+    wait(x)
     y = dask_p2p.transpose(x)
     victim = act(workers)
     y = client.persist(y, workers=workers, allow_other_workers=True)
