@@ -20,9 +20,11 @@ from asyncio import AbstractEventLoop
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from distributed import Worker, WorkerPlugin
+from distributed.spill import SpillBuffer
 
 from dask_p2p.config import Options, options
 from dask_p2p.errors import P2PWarning
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _SERVING_THREADS = 2  # that pack regions for other workers
+_LOOKS = 10  # for a block that is being spilled, or brought back
+_KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them was read
 _RECORDS = 1000  # of tasks that are kept
 _COUNTED_TASKS = 10_000  # whose failed attempts are kept
 
@@ -53,9 +57,43 @@ class WorkerHost:
         self._gone: set[str] = set()
         self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
+        self._from_disk: deque[Any] = deque(maxlen=_SERVING_THREADS)
+        self._forgetting: asyncio.TimerHandle | None = None
 
     def block(self, key: Any) -> Any:
-        return self._worker.data[key]
+        """Return a block; one that is spilled is read, and left where it is.
+
+        Taking it out of the buffer itself would bring it back into memory. When Dask does so too,
+        on its event loop, at the same time, one of the two is told that there is no such key.
+        """
+        data = self._worker.data
+        if not isinstance(data, SpillBuffer):
+            return data[key]
+        for _ in range(_LOOKS):
+            with suppress(KeyError):
+                return data.memory[key]
+            with suppress(KeyError):
+                return self._keep_a_while(data.disk[key])
+        raise KeyError(key)
+
+    def _keep_a_while(self, block: Any) -> Any:
+        """Keep a block that was read, whose other regions are about to be asked for.
+
+        Dask's buffer finds it by a weak reference, and does not read it again.
+        """
+        if not any(kept is block for kept in list(self._from_disk)):
+            self._from_disk.append(block)
+        self.loop.call_soon_threadsafe(self._forget_later)
+        return block
+
+    def _forget_later(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = self.loop.call_later(_KEEP_S, self._from_disk.clear)
+
+    def held(self) -> dict[str, int]:
+        calls = sum(len(calls) for calls in list(self._calls.values()))
+        return {"calls": calls, "from disk": len(self._from_disk)}
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         if address in self._gone:
@@ -82,13 +120,13 @@ class WorkerHost:
         """Take note that the scheduler names these workers as holders, again perhaps."""
         self._gone.difference_update(addresses)
 
-    def calls_under_way(self) -> int:
-        return sum(len(calls) for calls in list(self._calls.values()))
-
     async def offload(self, function: Callable[..., _T], *args: Any) -> _T:
         return await self.loop.run_in_executor(self._threads, function, *args)
 
     def close(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._from_disk.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -115,9 +153,9 @@ class WorkerRuntime:
         """Count what transfers hold on this worker, by transport and kind, for whoever looks.
 
         When no task runs, and all that readers asked for is sent, everything is zero, except for
-        what `ipc` keeps a while on purpose: posted blocks and mappings.
+        what is kept a while on purpose: mappings and posted blocks of `ipc`, blocks read from disk.
         """
-        held = {"calls": self._host.calls_under_way()}
+        held = self._host.held()
         for name, transport in self.links.transports.items():
             held |= {f"{name}.{what}": count for what, count in transport.held().items()}
         return held
