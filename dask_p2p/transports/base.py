@@ -171,6 +171,8 @@ async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **
     ------
     BlockUnavailableError
         If the holder cannot be reached, or does not answer in time.
+    TransferError
+        If its handler raises, or its answer cannot be read.
     """
     try:
         return await asyncio.wait_for(host.call(holder, op, **kwargs), timeout_s)
@@ -180,6 +182,9 @@ async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **
         ) from None
     except OSError as exc:  # connections that break, or cannot be made
         raise BlockUnavailableError(f"{holder} cannot be reached about {about}: {exc}") from exc
+    except Exception as exc:  # of the holder's, which Dask raises here; or its answer is garbled
+        why = f"{type(exc).__name__}: {exc}"
+        raise TransferError(f"{holder} could not answer about {about}: {why}", why) from exc
 
 
 def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
