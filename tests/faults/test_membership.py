@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from distributed import Status, wait
+from distributed import Status, futures_of, wait
 
 import dask_p2p
 from tests.faults.support import (
@@ -44,6 +44,7 @@ def started(client, gate, who):
     client.run(set_trap, "placed", 1, "wait", gate.path, workers=[workers[who]])
     y = one_block_each(client, dask_p2p.transpose(x), workers)
     gate.wait_until_reached()
+    wait_until(lambda: sum(row.done() for row in futures_of(y)) == 2, BOUND_S)
     return x, y
 
 
