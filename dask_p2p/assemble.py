@@ -68,7 +68,7 @@ class _Source:
     ref: BlockRef
     pieces: list[Piece]
     ways: list[Way]
-    causes: list[Exception] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
 
     @property
     def way(self) -> Way:
@@ -273,7 +273,9 @@ class Assembly:
             failed[source.slot] = exc
             return
         except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
-            failed[source.slot] = TransferError("no answer in time, and no word of the event loop")
+            failed[source.slot] = TransferError(
+                f"no answer of {source.way.holder} in time, and no word of the event loop"
+            )
             return
         dst = out[box_slices(part.dst)]
         if source.way.transport.in_place:
@@ -307,7 +309,8 @@ class Assembly:
         """Give up the way that failed; raise if none is left."""
         assert self.peers is not None
         way = source.ways.pop(0)
-        source.causes.append(error)
+        said, name = str(error), way.transport.name
+        source.causes.append(said if said.startswith(f"{name}: ") else f"{name}: {said}")
         if source.slot in self._opened:
             self._given_up.append(self._opened.pop(source.slot))
         if isinstance(error, BlockUnavailableError):
@@ -317,7 +320,7 @@ class Assembly:
             last = not any(other.holder == way.holder for other in source.ways)
             self.peers.links.report_failure(way, error, last)
         if not source.ways:
-            causes = "; ".join(str(cause) for cause in source.causes)
+            causes = "; ".join(source.causes)
             failure = type(error) if len(source.causes) == 1 else TransferError
             raise failure(f"block {source.ref.key!r} could not be brought here: {causes}")
 

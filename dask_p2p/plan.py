@@ -145,7 +145,7 @@ def transpose_plan(src_chunks: Chunks, axes: Sequence[int], dst_chunks: Chunks) 
     axes
         A permutation: output axis ``i`` is input axis ``axes[i]``.
     """
-    return Plan(src_chunks, dst_chunks, tuple(axes))
+    return Plan(_plain(src_chunks), _plain(dst_chunks), tuple(axes))
 
 
 def slab_chunks(src_chunks: Chunks, axes: Sequence[int]) -> Chunks:
@@ -174,6 +174,11 @@ def stage_order(holders: Iterable[str], reader: str) -> list[str]:
     ranked = sorted(set(holders))
     rank = bisect_left(ranked, reader)
     return ranked[rank:] + ranked[:rank]
+
+
+def _plain(chunks: Chunks) -> Chunks:
+    """Chunks with Python's integers: Dask lets NumPy's through, which do not travel as well."""
+    return tuple(tuple(int(size) for size in sizes) for sizes in chunks)
 
 
 def _inverse(axes: Sequence[int]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -24,7 +25,7 @@ from dask_p2p.errors import P2PWarning, TransferError
 from dask_p2p.plan import BlockPlan
 from dask_p2p.transports.links import BlockRef
 
-__all__ = ["PLUGIN_NAME", "AssembleTask", "Record", "Runtime", "warn_client"]
+__all__ = ["PLUGIN_NAME", "AssembleTask", "Attempts", "Record", "Runtime", "warn_client"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 PLUGIN_NAME = "dask-p2p"
 
 _LONGEST_BACKOFF_S = 2.0
+_KEPT_CAUSES = 8  # of a task's failed attempts: the last ones that differ
+_CAUSE_CHARS = 500  # of each
 _warned: WeakSet[Any] = WeakSet()  # workers that have said that they lack the plugin
 
 
@@ -45,11 +48,43 @@ class Record:
     stages: tuple[Stage, ...]
 
 
+class Attempts:
+    """The failed attempts of one worker at one task: how many, and why the last ones failed.
+
+    Its size is bounded, however often and however wordily a task fails.
+    """
+
+    __slots__ = ("_causes", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._causes: deque[tuple[int, int, str]] = deque(maxlen=_KEPT_CAUSES)  # first, last, text
+
+    def add(self, cause: str) -> None:
+        """Count an attempt."""
+        self.count += 1
+        if len(cause) > _CAUSE_CHARS:
+            cause = f"{cause[: _CAUSE_CHARS - 4]} ..."
+        first = self.count
+        if self._causes and self._causes[-1][2] == cause:
+            first, _, cause = self._causes.pop()
+        self._causes.append((first, self.count, cause))
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"attempt{f' {first}' if first == last else f's {first} to {last}'}: {cause}"
+            for first, last, cause in self._causes
+        )
+
+
 class Runtime(Peers, Protocol):
     """What a task needs of the plugin of its worker."""
 
-    def failed_attempts(self, key: Any) -> int:
-        """Count a failed attempt at this task; return how many there were here."""
+    def failed(self, key: Any, cause: str) -> Attempts:
+        """Take note of a failed attempt at this task; return what is known of all there were."""
+
+    def gave_up(self, key: Any) -> None:
+        """Forget the attempts at this task: if it is wanted again, it gets as many anew."""
 
     def done(self, record: Record) -> None:
         """Take note that a task ended well."""
@@ -114,15 +149,16 @@ def _try_again(key: Any, error: TransferError, runtime: Runtime, options: Option
     """
     from distributed import Reschedule
 
-    attempt = runtime.failed_attempts(key)
-    if attempt >= options.attempts:
+    attempts = runtime.failed(key, str(error))
+    if attempts.count >= options.attempts:
+        runtime.gave_up(key)
         raise TransferError(
-            f"task {key!r} failed {attempt} times on {runtime.address}. The last time: {error}. "
+            f"task {key!r} failed {attempts.count} times on {runtime.address}: {attempts}. "
             f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "
             f"set how long to try."
         ) from error
-    logger.info("attempt %d at %r failed, rescheduling: %s", attempt, key, error)
-    time.sleep(min(_LONGEST_BACKOFF_S, options.backoff_s * 2 ** (attempt - 1)))
+    logger.info("attempt %d at %r failed, rescheduling: %s", attempts.count, key, error)
+    time.sleep(min(_LONGEST_BACKOFF_S, options.backoff_s * 2 ** (attempts.count - 1)))
     raise Reschedule() from error
 
 

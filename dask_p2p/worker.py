@@ -20,17 +20,19 @@ from asyncio import AbstractEventLoop
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
 from distributed import Worker, WorkerPlugin
+from distributed.spill import SpillBuffer
 
 from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options, options
 from dask_p2p.errors import P2PWarning
 from dask_p2p.kernels import warm_up
 from dask_p2p.plan import BlockPlan, Piece, stage_order
-from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record, warn_client
+from dask_p2p.task import PLUGIN_NAME, AssembleTask, Attempts, Record, warn_client
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.links import BlockRef, Links
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _SERVING_THREADS = 2  # that pack regions for other workers
+_LOOKS = 10  # for a block that is being spilled, or brought back
+_KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them was read
 _RECORDS = 1000  # of tasks that are kept
 _COUNTED_TASKS = 10_000  # whose failed attempts are kept
 
@@ -60,9 +64,45 @@ class WorkerHost:
         self._gone: set[str] = set()
         self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
+        self._from_disk: deque[Any] = deque(maxlen=_SERVING_THREADS)
+        self._forgetting: asyncio.TimerHandle | None = None
 
     def block(self, key: Any) -> Any:
-        return self.probes.block(key) if is_probe(key) else self._worker.data[key]
+        """Return a block; one that is spilled is read, and left where it is.
+
+        Taking it out of the buffer itself would bring it back into memory. When Dask does so too,
+        on its event loop, at the same time, one of the two is told that there is no such key.
+        """
+        if is_probe(key):
+            return self.probes.block(key)
+        data = self._worker.data
+        if not isinstance(data, SpillBuffer):
+            return data[key]
+        for _ in range(_LOOKS):
+            with suppress(KeyError):
+                return data.memory[key]
+            with suppress(KeyError):
+                return self._keep_a_while(data.disk[key])
+        raise KeyError(key)
+
+    def _keep_a_while(self, block: Any) -> Any:
+        """Keep a block that was read, whose other regions are about to be asked for.
+
+        Dask's buffer finds it by a weak reference, and does not read it again.
+        """
+        if not any(kept is block for kept in list(self._from_disk)):
+            self._from_disk.append(block)
+        self.loop.call_soon_threadsafe(self._forget_later)
+        return block
+
+    def _forget_later(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = self.loop.call_later(_KEEP_S, self._from_disk.clear)
+
+    def held(self) -> dict[str, int]:
+        calls = sum(len(calls) for calls in list(self._calls.values()))
+        return {"calls": calls, "from disk": len(self._from_disk)}
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         if address in self._gone:
@@ -93,6 +133,9 @@ class WorkerHost:
         return await self.loop.run_in_executor(self._threads, function, *args)
 
     def close(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._from_disk.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -100,14 +143,19 @@ class WorkerRuntime:
     """What tasks need of the worker that they run on."""
 
     def __init__(
-        self, worker: Worker, transports: Mapping[str, Transport], options: Options
+        self,
+        worker: Worker,
+        host: WorkerHost,
+        transports: Mapping[str, Transport],
+        options: Options,
     ) -> None:
         self.address: str = worker.address
         self._options = options
         self.links = Links(transports, self.warn)
         self.records: deque[Record] = deque(maxlen=_RECORDS)
         self._worker = worker
-        self._failed: OrderedDict[Any, int] = OrderedDict()
+        self._host = host
+        self._failed: OrderedDict[Any, Attempts] = OrderedDict()
         self._lock = threading.Lock()
 
     def warn(self, text: str) -> None:
@@ -136,13 +184,29 @@ class WorkerRuntime:
         block = assembly.run()
         return block, assembly.stages[-1].transport
 
-    def failed_attempts(self, key: Any) -> int:
+    def held(self) -> dict[str, int]:
+        """Count what transfers hold on this worker, by transport and kind, for whoever looks.
+
+        When no task runs, and all that readers asked for is sent, everything is zero, except for
+        what is kept a while on purpose: mappings and posted blocks of `ipc`, blocks read from disk.
+        """
+        held = self._host.held()
+        for name, transport in self.links.transports.items():
+            held |= {f"{name}.{what}": count for what, count in transport.held().items()}
+        return held
+
+    def failed(self, key: Any, cause: str) -> Attempts:
         with self._lock:
-            count = self._failed.pop(key, 0) + 1
-            self._failed[key] = count
+            attempts = self._failed.pop(key, None) or Attempts()
+            attempts.add(cause)
+            self._failed[key] = attempts
             while len(self._failed) > _COUNTED_TASKS:
                 self._failed.popitem(last=False)
-            return count
+            return attempts
+
+    def gave_up(self, key: Any) -> None:
+        with self._lock:
+            self._failed.pop(key, None)
 
     def done(self, record: Record) -> None:
         with self._lock:
@@ -171,7 +235,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self._worker = worker
         self._host = WorkerHost(worker)
         self._transports = make_transports(self._host, self.options)
-        self.runtime = WorkerRuntime(worker, self._transports, self.options)
+        self.runtime = WorkerRuntime(worker, self._host, self._transports, self.options)
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
         self._warming = asyncio.ensure_future(self._warm_up())

@@ -20,7 +20,20 @@ def gpu_count() -> int:
         return 0
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
 def pytest_collection_modifyitems(config, items):
+    """Skip what is slow unless it is asked for, and what needs more GPUs than there are."""
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
+    skip_without_gpus(items)
+
+
+def skip_without_gpus(items):
     """Skip tests marked `gpu`, or `gpu(n)`, where there are fewer GPUs than they need."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

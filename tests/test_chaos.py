@@ -1,77 +1,138 @@
-"""Random arrays, clusters and kills: each run ends with the right values, within its bound."""
+"""Random arrays, clusters and kills: each run ends with the right bits, within its bound.
+
+What a seed decides is what is done; when it hits is left to the machine.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
 import threading
 import time
+from itertools import pairwise
 
-import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import wait
 
 import dask_p2p
+from tests.faults.support import BOUND_S, cluster_of
+from tests.support import bits
 
-BOUND_S = 60
+RUNS = 200
+RUNS_BY_DEFAULT = 20
+
+DTYPES = [
+    "?", "i1", "u1", ">i2", "u4", "i8", "f2", "f4", "f8", ">f8", "c8", ">c16", "longdouble",
+    "M8[ns]", "m8[s]", "S5", "U3", "V7", [("a", "i1"), ("b", ">f8")], [("x", "c8"), ("y", "?")],
+]  # fmt: skip
 
 
-def indexed(shape, chunks):
-    columns = shape[1]
-    return da.fromfunction(lambda i, j: i * columns + j, shape=shape, chunks=chunks, dtype=float)
-
-
-class Killer(threading.Thread):
-    """Kills some of these processes, now and then, until it is told to stop."""
+class Trouble(threading.Thread):
+    """Kills, terminates and halts processes, now and then, as long as it is entered."""
 
     def __init__(self, choose: random.Random, pids: list[int]) -> None:
         super().__init__(daemon=True)
-        self._choose, self._pids = choose, pids
+        # All chosen beforehand: another thread draws from the same source.
+        self._acts = [
+            (
+                choose.random() * pause_s,
+                choose.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP]),
+                choose.choice(pids),
+            )
+            for pause_s in [0.05, 0.1, 0.3][: choose.randint(0, 3) or 2]
+        ]
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        for pause_s in [0.15, 0.8, 0.8][: self._choose.randint(1, 3)]:
-            if self._stopped.wait(self._choose.random() * pause_s):
+        for pause_s, how, pid in self._acts:
+            if self._stopped.wait(pause_s):
                 return
-            how = self._choose.choice([signal.SIGKILL, signal.SIGTERM])
             with contextlib.suppress(ProcessLookupError):  # killed before
-                os.kill(self._choose.choice(self._pids), how)
+                os.kill(pid, how)
+                if how == signal.SIGSTOP:
+                    self._stopped.wait(0.2)
+                    os.kill(pid, signal.SIGCONT)
 
-    def stop(self) -> None:
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *exc: object) -> None:
         self._stopped.set()
         self.join()
 
 
-@pytest.mark.parametrize("seed", range(6))
+def cut(choose, length, most):
+    """Cut an axis into uneven blocks, empty ones now and then."""
+    bounds = sorted(choose.randint(0, length) for _ in range(choose.randint(0, most - 1)))
+    if choose.random() < 0.9:
+        bounds = sorted({*bounds} - {0, length})
+    bounds = [0, *bounds, length]
+    return tuple(stop - start for start, stop in pairwise(bounds))
+
+
+def positions(block_info, shape):
+    """Of the cells of a block in the array, in C order."""
+    place = block_info[None]["array-location"]
+    indices = np.ogrid[tuple(slice(*pair) for pair in place)]
+    at = np.zeros(tuple(stop - start for start, stop in place), dtype="i8")
+    for length, index in zip(shape, indices, strict=True):
+        at = at * length + index
+    return at
+
+
+def make_block(dtype, shape, block_info=None):
+    return bits(positions(block_info, shape), dtype)
+
+
+def equal(got, expected):
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert got.tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.slow] if seed >= RUNS_BY_DEFAULT else [])
+        for seed in range(RUNS)
+    ],
+)
 def test_a_run_with_kills(seed):
     choose = random.Random(seed)
-    shape = (choose.randint(1, 900), choose.randint(1, 900))
-    chunks = tuple(max(1, length // choose.randint(1, 9)) for length in shape)
-    expected = np.arange(shape[0] * shape[1], dtype=float).reshape(shape)
-    with (
-        dask.config.set({"p2p.transports.comm.part-bytes": choose.choice(["1 kiB", "16 MiB"])}),
-        LocalCluster(
-            n_workers=choose.randint(2, 4),
-            threads_per_worker=choose.randint(1, 2),
-            dashboard_address=":0",
-            silence_logs=50,
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        x = client.persist(indexed(shape, chunks))
+    dtype = np.dtype(choose.choice(DTYPES))
+    ndim = choose.randint(1, 4)
+    longest = int(choose.choice([20, 20_000, 300_000]) ** (1 / ndim))
+    shape = tuple(choose.randint(0 if choose.random() < 0.05 else 1, longest) for _ in range(ndim))
+    most = {1: 12, 2: 6, 3: 3, 4: 2}[ndim]  # blocks along an axis
+    axes = choose.sample(range(ndim), ndim)
+    to = [None, tuple(cut(choose, shape[axis], most) for axis in axes)][choose.random() < 0.7]
+    back = [int(axis) for axis in np.argsort(axes)]
+    x = da.map_blocks(
+        make_block, dtype, shape, chunks=tuple(cut(choose, n, most) for n in shape),
+        dtype=dtype, meta=np.empty((0,) * ndim, dtype),
+    )  # fmt: skip
+    expected = bits(np.arange(math.prod(shape)).reshape(shape), dtype)
+    options = {
+        "p2p.transports.comm.part-bytes": choose.choice(["1 kiB", "100 kB", "16 MiB"]),
+        "p2p.timeouts.request": "10 s",  # of Dask's own, which are 30 s, it can be told apart
+        "p2p.mode": choose.choice(["async", "async", "sync"]),
+        "distributed.scheduler.work-stealing": choose.random() < 0.5,
+    }
+    n_workers = choose.randint(2, 4)
+    with cluster_of(n_workers, options, threads_per_worker=choose.randint(1, 2)) as client:
+        x = client.persist(x)
         if choose.random() < 0.7:
             wait(x)
-        killer = Killer(choose, list(client.run(os.getpid).values()))
-        killer.start()
+        trouble = Trouble(choose, list(client.run(os.getpid).values()))
         started_s = time.monotonic()
-        y = client.persist(dask_p2p.transpose(x))
-        back = dask_p2p.transpose(y + 1, chunks=choose.choice([None, (100, -1), 97]))
-        got = client.compute(back).result(timeout=BOUND_S)
-        np.testing.assert_array_equal(got, expected + 1)
-        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected.T)
-        killer.stop()
+        with trouble:
+            y = client.persist(dask_p2p.transpose(x, axes, chunks=to))
+            z = dask_p2p.transpose(y, back, chunks=x.chunks)
+            equal(client.compute(z).result(timeout=BOUND_S), expected)
+            equal(client.compute(y).result(timeout=BOUND_S), expected.transpose(axes))
         assert time.monotonic() - started_s < BOUND_S

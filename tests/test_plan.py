@@ -129,3 +129,10 @@ def test_at_each_stage_every_holder_serves_one_reader(workers):
 def test_a_reader_without_blocks_starts_behind_its_place():
     assert stage_order(["a", "c", "e"], "d") == ["e", "a", "c"]
     assert stage_order(["a", "c", "e"], "z") == ["a", "c", "e"]
+
+
+def test_sizes_of_numpy_become_plain_integers():
+    sizes = tuple(np.array([2, 2]))
+    block = transpose_plan((sizes, (4,)), (1, 0), ((4,), sizes)).block((0, 1))
+    numbers = [*block.shape, *block.source_shapes[0], *block.pieces[0].src[0]]
+    assert {type(number) for number in numbers} == {int}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from dataclasses import replace
 
 import dask
 import dask.array as da
@@ -16,7 +17,7 @@ from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError
 from dask_p2p.plan import transpose_plan
-from dask_p2p.task import AssembleTask
+from dask_p2p.task import AssembleTask, Attempts
 from dask_p2p.transports.links import BlockRef
 
 PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,))).block((1, 0))
@@ -69,11 +70,14 @@ class FakeRuntime:
     address = "tcp://here"
 
     def __init__(self):
-        self.count = 0
+        self.attempts = Attempts()
 
-    def failed_attempts(self, key):
-        self.count += 1
-        return self.count
+    def failed(self, key, cause):
+        self.attempts.add(cause)
+        return self.attempts
+
+    def gave_up(self, key):
+        self.attempts = Attempts()
 
 
 def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatch):
@@ -82,10 +86,35 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
     chosen = options()
     runtime = FakeRuntime()
     error = TransferError("comm: tcp://there is deaf")
-    for _ in range(chosen.attempts - 1):
-        with pytest.raises(Reschedule):
+    for _ in range(2):  # whoever wants it again is given as many attempts again
+        for _ in range(chosen.attempts - 1):
+            with pytest.raises(Reschedule):
+                module._try_again("key", error, runtime, chosen)
+        assert pauses_s[:3] == [0.05, 0.1, 0.2]
+        assert max(pauses_s) <= 2.0
+        with pytest.raises(
+            TransferError, match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. See"
+        ):
             module._try_again("key", error, runtime, chosen)
-    assert pauses_s[:3] == [0.05, 0.1, 0.2]
-    assert max(pauses_s) <= 2.0
-    with pytest.raises(TransferError, match=r"'key' failed 8 times on tcp://here.*there is deaf"):
-        module._try_again("key", error, runtime, chosen)
+        pauses_s.clear()
+
+
+def test_the_last_error_tells_the_cause_of_each_attempt(monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda pause_s: None)
+    chosen = replace(options(), attempts=4)
+    runtime = FakeRuntime()
+    for cause in ("dumb", "deaf", "deaf"):
+        with pytest.raises(Reschedule):
+            module._try_again("key", TransferError(cause), runtime, chosen)
+    with pytest.raises(TransferError, match="attempt 1: dumb; attempts 2 to 3: deaf; attempt 4: x"):
+        module._try_again("key", TransferError("x"), runtime, chosen)
+
+
+def test_what_is_told_of_attempts_is_bounded():
+    attempts = Attempts()
+    for i in range(1000):
+        attempts.add(f"{i} {'x' * 10_000}")
+    assert attempts.count == 1000
+    assert "attempt 1000: 999 x" in str(attempts)
+    assert "x ..." in str(attempts), "what is cut is marked"
+    assert len(str(attempts)) < 5000

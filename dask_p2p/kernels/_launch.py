@@ -67,7 +67,7 @@ COPY_WORDS = 2048  # of a block of permute_copy_B: 8 to a thread
 MIN_TILE_EXTENT = 16
 # Tiles along `i` that are taken one after the other before the next along `k`: more make longer
 # runs of writes, fewer longer runs of reads.
-GROUP_TILES = 4
+GROUP_TILES = 1
 MAX_GRID = 2**31 - 1
 MAX_OUTER = 6  # outer axes that a kernel takes; the host loops over further ones
 

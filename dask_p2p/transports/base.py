@@ -30,7 +30,6 @@ from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import index
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -60,7 +59,6 @@ __all__ = [
     "ask",
     "check_block",
     "check_reply",
-    "checked_box",
     "dtype_text",
     "find_block",
     "mismatch",
@@ -232,6 +230,10 @@ class Transport(ABC):
     def forget(self, holder: str) -> None:  # noqa: B027  # optional
         """Take note that a worker has left. Called on the event loop."""
 
+    def held(self) -> dict[str, int]:
+        """Count what is kept for others, or of others: all zero when nobody reads or is read."""
+        return {}
+
     @abstractmethod
     async def close(self) -> None:
         """Refuse further requests, wait for readers within reason, free everything."""
@@ -244,6 +246,8 @@ async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **
     ------
     BlockUnavailableError
         If the holder cannot be reached, or does not answer in time.
+    TransferError
+        If its handler raises, or its answer cannot be read.
     """
     try:
         return await asyncio.wait_for(host.call(holder, op, **kwargs), timeout_s)
@@ -253,6 +257,9 @@ async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **
         ) from None
     except OSError as exc:  # connections that break, or cannot be made
         raise BlockUnavailableError(f"{holder} cannot be reached about {about}: {exc}") from exc
+    except Exception as exc:  # of the holder's, which Dask raises here; or its answer is garbled
+        why = f"{type(exc).__name__}: {exc}"
+        raise TransferError(f"{holder} could not answer about {about}: {why}", why) from exc
 
 
 def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
@@ -267,7 +274,7 @@ def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None)
         raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")
 
 
-def find_block(host: Host, key: Any, shape: Any) -> Any:
+def find_block(host: Host, key: Any, shape: tuple[int, ...]) -> Any:
     """Return the block that a reader asks for.
 
     Raises
@@ -276,23 +283,10 @@ def find_block(host: Host, key: Any, shape: Any) -> Any:
         If it is not here.
     BlockMismatchError, UnsupportedArrayError
         If it is not of the shape that the reader expects, or has more than its bytes.
-    TypeError, ValueError
-        If the request makes no sense.
     """
     block = host.block(key)
-    check_block(block, key, tuple(shape))
+    check_block(block, key, shape)
     return block
-
-
-def checked_box(box: Any, shape: tuple[int, ...]) -> Box:
-    """Return a box that a reader asks for; `TypeError` or `ValueError` if it is none of a block."""
-    checked = tuple((index(start), index(stop)) for start, stop in box)
-    if len(checked) != len(shape) or any(
-        not 0 <= start <= stop <= length
-        for (start, stop), length in zip(checked, shape, strict=True)
-    ):
-        raise ValueError(f"box {checked} does not lie in a block of shape {shape}")
-    return checked
 
 
 def dtype_text(dtype: Any) -> str:

@@ -8,7 +8,7 @@ regions are sent from device memory where the protocol can (ucx), else through h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -28,11 +28,11 @@ from dask_p2p.transports.base import (
     Transport,
     ask,
     check_reply,
-    checked_box,
     find_block,
     mismatch,
     refuse,
 )
+from dask_p2p.transports.requests import checked_box, checked_key, checked_shape, no_more
 
 __all__ = ["CommTransport"]
 
@@ -47,6 +47,8 @@ class CommTransport(Transport):
     def __init__(self, host: Host, options: Options) -> None:
         super().__init__(host, options)
         self._closed = False
+        self._opened: set[_CommBlock] = set()  # by task threads
+        self._serving = 0  # requests; changed on the event loop only
 
     def handlers(self) -> Mapping[str, Handler]:
         return {_OP: self._serve}
@@ -61,24 +63,43 @@ class CommTransport(Transport):
         return Pacing(options.comm_part_bytes, options.comm_parts_in_flight)
 
     def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
-        return _CommBlock(self.host, block, boxes, options.request_timeout_s)
+        opened = _CommBlock(
+            self.host, block, boxes, options.request_timeout_s, self._opened.discard
+        )
+        self._opened.add(opened)
+        return opened
+
+    def held(self) -> dict[str, int]:
+        return {
+            "opened": len(self._opened),
+            "requested": sum(block.under_way for block in list(self._opened)),
+            "serving": self._serving,
+        }
 
     async def close(self) -> None:
         self._closed = True
 
-    async def _serve(self, key: Any, box: Any, shape: Any) -> dict[str, Any]:
+    async def _serve(
+        self, key: Any = None, box: Any = None, shape: Any = None, **unknown: Any
+    ) -> dict[str, Any]:
         """Answer one request. The block is referenced, and so leased, until it is sent."""
         if self._closed:
             return {"status": "error", "message": "the worker is closing"}
+        self._serving += 1
         try:
-            region = await self.host.offload(self._pack, key, box, shape)
+            no_more(unknown)
+            shape = checked_shape(shape)
+            box = checked_box(box, shape)
+            region = await self.host.offload(self._pack, checked_key(key), box, shape)
         except Exception as exc:
             return refuse(exc)
+        finally:
+            self._serving -= 1
         return {"status": "ok", "data": to_serialize(region)}
 
-    def _pack(self, key: Any, box: Any, shape: Any) -> Any:
-        block = find_block(self.host, key, shape)
-        region = block[box_slices(checked_box(box, block.shape))]
+    def _pack(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
+        block = find_block(self.host, key, shape)  # the box lies in the shape, and so in the block
+        region = block[box_slices(box)]
         kind = kernel_for(block).name
         if kind == "numpy" and region.flags.c_contiguous:
             return region
@@ -92,13 +113,24 @@ class CommTransport(Transport):
 
 class _CommBlock(RemoteBlock):
     def __init__(
-        self, host: Host, block: BlockSpec, boxes: Sequence[Box], timeout_s: float
+        self,
+        host: Host,
+        block: BlockSpec,
+        boxes: Sequence[Box],
+        timeout_s: float,
+        closed: Callable[[_CommBlock], None],
     ) -> None:
         self._host = host
         self._block = block
         self._boxes = iter(boxes)
         self._timeout_s = timeout_s
         self._requests: set[Future[Any]] = set()
+        self._tell_closed = closed
+
+    @property
+    def under_way(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._requests)
 
     def request(self) -> Future[Any]:
         future = asyncio.run_coroutine_threadsafe(self._pull(next(self._boxes)), self._host.loop)
@@ -109,6 +141,7 @@ class _CommBlock(RemoteBlock):
     def close(self) -> None:
         for future in list(self._requests):
             future.cancel()
+        self._tell_closed(self)
 
     async def _pull(self, box: Box) -> Any:
         block = self._block

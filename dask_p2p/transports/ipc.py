@@ -44,6 +44,7 @@ from dask_p2p.transports.base import (
     refuse,
 )
 from dask_p2p.transports.board import Board, Lease, is_tended, take
+from dask_p2p.transports.requests import checked_key, checked_shape, no_more
 
 __all__ = ["IpcTransport"]
 
@@ -191,6 +192,9 @@ class IpcTransport(Transport):
         self._closing.add(closing)  # the loop itself keeps only a weak reference
         closing.add_done_callback(self._closing.discard)
 
+    def held(self) -> dict[str, int]:
+        return {"posted": len(self._board), "mapped": len(self._mappings)}
+
     async def close(self) -> None:
         self._closed = True
         if self._sweeping is not None:
@@ -201,18 +205,23 @@ class IpcTransport(Transport):
         self._mappings.retire(None)
         await self.host.offload(self._mappings.close_retired)
 
-    async def _answer_peer(self) -> dict[str, Any]:
+    async def _answer_peer(self, **unknown: Any) -> dict[str, Any]:
         try:
+            no_more(unknown)
             peer = await self.host.offload(_describe, self._board.folder)
         except Exception as exc:
             return refuse(exc)
         return {"status": "ok", "peer": asdict(peer)}
 
-    async def _answer_post(self, key: Any, shape: Any) -> dict[str, Any]:
+    async def _answer_post(
+        self, key: Any = None, shape: Any = None, **unknown: Any
+    ) -> dict[str, Any]:
         if self._closed:
             return {"status": "error", "message": "the worker is closing"}
         try:
-            await self.host.offload(self._find_and_post, key, shape)
+            no_more(unknown)
+            checked = checked_key(key), checked_shape(shape)
+            await self.host.offload(self._find_and_post, *checked)
         except Exception as exc:
             return refuse(exc)
         return {"status": "ok"}

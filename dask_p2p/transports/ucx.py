@@ -47,7 +47,6 @@ from dask_p2p.transports.base import (
     Transport,
     ask,
     check_reply,
-    checked_box,
     dtype_text,
     find_block,
     mismatch,
@@ -55,6 +54,15 @@ from dask_p2p.transports.base import (
 )
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.messenger import Message, Messenger, ucxx_obstacle
+from dask_p2p.transports.requests import (
+    checked_boxes,
+    checked_integer,
+    checked_key,
+    checked_seconds,
+    checked_shape,
+    checked_text,
+    no_more,
+)
 
 __all__ = ["UcxTransport"]
 
@@ -88,6 +96,7 @@ class UcxTransport(Transport):
         }
         self._threads = ThreadPoolExecutor(_SENDING_THREADS, thread_name_prefix="p2p-ucx-send")
         self._resting: asyncio.TimerHandle | None = None
+        self._serving = 0  # requests; changed on the event loop only
         self._closed = False
 
     # --- the reader's side, in task threads ---
@@ -160,10 +169,9 @@ class UcxTransport(Transport):
         resting = asyncio.ensure_future(self.host.offload(self._messenger.rest, _REST_S))
         resting.add_done_callback(lambda _: self._rest_later())
 
-    @property
-    def messages_under_way(self) -> int:
-        """Messages that this worker sends or waits for."""
-        return 0 if self._messenger is None else self._messenger.under_way
+    def held(self) -> dict[str, int]:
+        messages = 0 if self._messenger is None else self._messenger.under_way
+        return {"messages": messages, "serving": self._serving}
 
     def forget(self, holder: str) -> None:
         address = self._addresses.pop(holder, None)
@@ -191,8 +199,9 @@ class UcxTransport(Transport):
     def handlers(self) -> Mapping[str, Handler]:
         return {_PEER_OP: self._answer_peer, _SEND_OP: self._answer_send}
 
-    async def _answer_peer(self) -> dict[str, Any]:
+    async def _answer_peer(self, **unknown: Any) -> dict[str, Any]:
         try:
+            no_more(unknown)
             messenger = await self.host.offload(self.messenger)
         except Exception as exc:
             return refuse(exc)
@@ -200,34 +209,41 @@ class UcxTransport(Transport):
 
     async def _answer_send(
         self,
-        key: Any,
-        boxes: Any,
-        shape: Any,
-        dtype: Any,
-        tag: Any,
-        reader: Any,
-        ahead: Any,
-        wait_s: Any,
+        key: Any = None,
+        boxes: Any = None,
+        shape: Any = None,
+        dtype: Any = None,
+        tag: Any = None,
+        reader: Any = None,
+        ahead: Any = None,
+        wait_s: Any = None,
+        **unknown: Any,
     ) -> dict[str, Any]:
         """Send regions, under this tag and those after it. The block is leased until they are."""
         if self._closed:
             return {"status": "error", "message": "the worker is closing"}
+        self._serving += 1
         try:
-            if type(tag) is not int or not 0 <= tag < _TAGS - len(boxes):
-                raise ValueError(f"tag {tag!r} is no 64-bit number")
-            if type(ahead) is not int or not 0 < ahead <= _MOST_AHEAD:
-                raise ValueError(f"expected 1 to {_MOST_AHEAD} messages ahead, got {ahead!r}")
+            no_more(unknown)
+            shape = checked_shape(shape)
+            boxes = checked_boxes(boxes, shape)
+            key, dtype = checked_key(key), checked_text("dtype", dtype)
+            tag = checked_integer("tag", tag, 0, _TAGS - 1 - len(boxes))
+            ahead = checked_integer("ahead", ahead, 1, _MOST_AHEAD)
+            wait_s = checked_seconds("wait_s", wait_s)
             messenger = await self.host.offload(self.messenger)
-            address = await self._address_of(reader)
-            outbox = _Outbox(messenger, address, tag, ahead, float(wait_s))
+            address = await self._address_of(checked_text("reader", reader))
+            outbox = _Outbox(messenger, address, tag, ahead, wait_s)
             nbytes = await self.host.loop.run_in_executor(
                 self._threads, self._send, key, boxes, shape, dtype, outbox
             )
         except Exception as exc:
             return refuse(exc)
+        finally:
+            self._serving -= 1
         return {"status": "ok", "nbytes": nbytes}
 
-    async def _address_of(self, reader: Any) -> bytes:
+    async def _address_of(self, reader: str) -> bytes:
         """Return where a worker's messages go to. It is asked itself, so that nobody else can say.
 
         What does not come from a messenger would do harm to UCX.
@@ -241,18 +257,19 @@ class UcxTransport(Transport):
             self._addresses[reader] = address
         return address
 
-    def _send(self, key: Any, boxes: Any, shape: Any, dtype: Any, outbox: _Outbox) -> int:
+    def _send(
+        self, key: Any, boxes: list[Box], shape: tuple[int, ...], dtype: str, outbox: _Outbox
+    ) -> int:
         """Pack and send regions of a block; return how many bytes that were."""
         block = find_block(self.host, key, shape)
         if dtype != dtype_text(block.dtype):
             raise mismatch(f"block {key!r}", dtype, dtype_text(block.dtype))
-        checked = [checked_box(box, block.shape) for box in boxes]
         kind = kernel_for(block).name
         queue = queue_for(kind, beside_copies=True)
         packed: deque[tuple[Any, Callable[[], None]]] = deque()  # and how to wait for its values
         sent_bytes = 0
         try:
-            for box in [*checked, None]:
+            for box in [*boxes, None]:
                 if box is not None:
                     array = self._buffers[kind].take(box_shape(box), block.dtype)
                     queue.permute(array, block[box_slices(box)], range(block.ndim))

@@ -87,7 +87,7 @@ class TestUcx(Conformance):
         for _ in range(20):
             self.read(setup, key, array, ((0, 6), (2, 10)))
         for side in (setup.reader, setup.serving):
-            wait_until(lambda side=side: side.messages_under_way == 0)
+            wait_until(lambda side=side: side.held()["messages"] == 0)
             assert 2**16 <= side._buffers["numpy"].idle_bytes <= 3 * 2**16
 
     @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ class TestUcx(Conformance):
         }
         reply = loop.run(setup.host.handlers["p2p_ucx_send"](**{**request, **change}))
         assert reply["status"] != "ok"
-        assert setup.serving.messages_under_way == 0
+        assert setup.serving.held()["messages"] == 0
 
     @pytest.mark.parametrize("address", [None, "text", b"", bytes(2**17)], ids=lambda a: str(a)[:9])
     def test_a_reader_that_tells_no_address(self, setup, block, address):
@@ -181,14 +181,14 @@ class TestUcx(Conformance):
         with pytest.raises(TransferError, match="no room"):
             remote.confirm()
         remote.close()
-        wait_until(lambda: setup.reader.messages_under_way == 0)
+        wait_until(lambda: setup.reader.held()["messages"] == 0)
 
     def test_a_holder_packs_no_more_than_a_few_ahead(self, setup):
         array = np.arange(20 * 2**14).reshape(20, 2**14)  # rows that UCX does not send at once
         setup.put("block", array)
         rows = [((i, i + 1), (0, 2**14)) for i in range(20)]
         remote = self.open(setup, "block", array, *rows, ucx_parts_in_flight=2)
-        wait_until(lambda: setup.serving.messages_under_way == 3)
+        wait_until(lambda: setup.serving.held()["messages"] == 3)
         for i in range(20):
             np.testing.assert_array_equal(remote.request().result(20), array[i : i + 1])
         remote.confirm()

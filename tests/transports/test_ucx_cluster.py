@@ -62,7 +62,7 @@ def test_many_parts_on_and_on(client):
         del y
 
     def in_use(dask_worker):
-        return dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ucx"].messages_under_way
+        return sum(dask_worker.plugins[PLUGIN_NAME].runtime.held().values())
 
     wait_until(lambda: set(client.run(in_use).values()) == {0})
 

@@ -1,0 +1,132 @@
+"""What a request may hold: checked before anything is done with it.
+
+Dask's protocol has turned the message into Python values by then. What is checked here is that
+they are the plain ones that readers send, so that nothing else (text for numbers, numbers that
+are not whole, objects whose own code would run) reaches a worker's blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dask_p2p.layout import Box
+
+__all__ = [
+    "MalformedRequestError",
+    "checked_box",
+    "checked_boxes",
+    "checked_integer",
+    "checked_key",
+    "checked_seconds",
+    "checked_shape",
+    "checked_text",
+    "no_more",
+]
+
+_MOST_DIMENSIONS = 64  # of NumPy's arrays
+_DEEPEST_KEY = 8  # tuples in tuples: hashing deeper ones can exhaust the stack
+_LONGEST_KEY = 1000  # parts of one tuple
+_MOST_BOXES = 2**16
+_LONGEST_TEXT = 10_000  # structured dtypes can be long
+_LONGEST_S = 3600
+
+
+class MalformedRequestError(ValueError):
+    """A request does not hold what readers send."""
+
+
+def checked_key(key: Any, depth: int = 0) -> Any:
+    """Return a Dask key: text, bytes, a number, or a tuple of keys."""
+    if type(key) in (str, bytes, int, float):
+        return key
+    if type(key) is not tuple or depth == _DEEPEST_KEY or len(key) > _LONGEST_KEY:
+        raise MalformedRequestError(f"key: expected a Dask key, got {_kind(key)}")
+    for part in key:
+        checked_key(part, depth + 1)
+    return key
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """Return a shape: a short sequence of integers that are not negative."""
+    lengths = tuple(_integer("shape", length) for length in _sequence("shape", shape))
+    if any(length < 0 for length in lengths):
+        raise MalformedRequestError("shape: expected no negative lengths")
+    return lengths
+
+
+def checked_box(box: Any, shape: tuple[int, ...]) -> Box:
+    """Return a box that lies in a block of this shape."""
+    pairs = [_sequence("box", pair) for pair in _sequence("box", box)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise MalformedRequestError("box: expected a start and a stop for each axis")
+    checked = tuple((_integer("box", start), _integer("box", stop)) for start, stop in pairs)
+    if len(checked) != len(shape) or any(
+        not 0 <= start <= stop <= length
+        for (start, stop), length in zip(checked, shape, strict=True)
+    ):
+        raise MalformedRequestError(f"box {_short(checked)} does not lie in a block of {shape}")
+    return checked
+
+
+def checked_boxes(boxes: Any, shape: tuple[int, ...]) -> list[Box]:
+    """Return boxes that lie in a block of this shape."""
+    if type(boxes) not in (tuple, list):
+        raise MalformedRequestError(f"boxes: expected a sequence, got {_kind(boxes)}")
+    if len(boxes) > _MOST_BOXES:
+        raise MalformedRequestError(f"boxes: expected at most {_MOST_BOXES}, got more")
+    return [checked_box(box, shape) for box in boxes]
+
+
+def checked_integer(name: str, value: Any, least: int, most: int) -> int:
+    """Return an integer within bounds."""
+    if type(value) is not int:
+        raise MalformedRequestError(f"{name}: expected an integer, got {_kind(value)}")
+    if not least <= value <= most:
+        raise MalformedRequestError(f"{name}: expected {least} to {most}")
+    return value
+
+
+def checked_seconds(name: str, value: Any) -> float:
+    """Return a duration in seconds, of an hour at most."""
+    if type(value) not in (int, float) or not 0 <= value <= _LONGEST_S:
+        raise MalformedRequestError(f"{name}: expected 0 to {_LONGEST_S} seconds")
+    return float(value)
+
+
+def checked_text(name: str, value: Any) -> str:
+    """Return a short text."""
+    if type(value) is not str or len(value) > _LONGEST_TEXT:
+        raise MalformedRequestError(f"{name}: expected a short text, got {_kind(value)}")
+    return value
+
+
+def no_more(unknown: Mapping[str, Any]) -> None:
+    """Refuse arguments that no reader sends."""
+    if unknown:
+        raise MalformedRequestError(f"unknown arguments: {_short(sorted(map(str, unknown)))}")
+
+
+def _sequence(name: str, value: Any) -> tuple[Any, ...]:
+    if type(value) not in (tuple, list):
+        raise MalformedRequestError(f"{name}: expected a sequence, got {_kind(value)}")
+    if len(value) > _MOST_DIMENSIONS:
+        raise MalformedRequestError(f"{name}: expected at most {_MOST_DIMENSIONS}, got more")
+    return tuple(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is not int:  # not bool either
+        raise MalformedRequestError(f"{name}: expected an integer, got {_kind(value)}")
+    if not -(2**63) <= value < 2**63:
+        raise MalformedRequestError(f"{name}: expected an integer of 64 bits")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:196]} ..."

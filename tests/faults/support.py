@@ -1,0 +1,189 @@
+"""Clusters to do harm to, and traps: what happens to a worker when it gets to some moment."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+from contextlib import contextmanager
+from glob import glob
+
+import dask
+import dask.array as da
+import numpy as np
+from distributed import Client, LocalCluster
+from distributed.utils import get_mp_context
+
+import dask_p2p
+from dask_p2p.assemble import Assembly
+from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.worker import WorkerRuntime
+from tests.transports.loopback import wait_until
+
+FORKED = {"distributed.worker.multiprocessing-method": "forkserver"}
+BOUND_S = 60  # within which everything must have ended
+
+
+def _preload():
+    """Have workers forked off a server that has imported everything: a tenth of the time."""
+    with dask.config.set(FORKED):
+        context = get_mp_context()  # which sets Dask's own preloads, once
+    context.set_forkserver_preload(["dask.array", "distributed", "dask_p2p.worker"])
+
+
+@contextmanager
+def cluster_of(n_workers, options=None, **kwargs):
+    """Start worker processes of one thread each; give a client whose cluster has the plugin."""
+    _preload()
+    kwargs = {"threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50} | kwargs
+    settings = FORKED | {
+        "distributed.scheduler.work-stealing": False,  # tasks stay where the test put them
+    }
+    with (
+        dask.config.set(settings | (options or {})),
+        LocalCluster(n_workers=n_workers, **kwargs) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(n_workers, timeout=BOUND_S)
+        dask_p2p.register(client)
+        yield client
+
+
+def addresses(client):
+    return sorted(client.scheduler_info(n_workers=-1)["workers"])
+
+
+def source(shape, chunks, dtype=float):
+    """An array whose cells say where they are; its blocks can be made again anywhere."""
+    return da.fromfunction(
+        functools.partial(_positions, shape), shape=shape, chunks=chunks, dtype=dtype
+    )
+
+
+def _positions(shape, *indices):
+    place = np.zeros_like(indices[0])
+    for length, index in zip(shape, indices, strict=True):
+        place = place * length + index
+    return place
+
+
+def expected(shape, dtype=float):
+    """What `source` computes to."""
+    return np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
+def one_block_each(client, x, workers):
+    """Start to make one row of x's blocks on each of these workers, in their order."""
+    rows = [
+        client.persist(x.blocks[i], workers=[worker], allow_other_workers=True)
+        for i, worker in enumerate(workers)
+    ]
+    return client.persist(da.concatenate(rows))
+
+
+def held(client):
+    """What transfers hold on each worker; a worker that just leaves need not answer."""
+    answers = client.run(_held, on_error="return")
+    return {worker: of for worker, of in answers.items() if not isinstance(of, OSError)}
+
+
+def _held(dask_worker):
+    return dask_worker.plugins[PLUGIN_NAME].runtime.held()
+
+
+def assert_nothing_is_held(client):
+    """At once, or as soon as the last answers are through."""
+    wait_until(lambda: not any(any(of.values()) for of in held(client).values()))
+
+
+class Gate:
+    """Where a worker's thread waits, in the middle of a task, for the test to go on.
+
+    Files, since the two are in different processes; they are all that the workers are given.
+    """
+
+    def __init__(self, folder):
+        self.path = os.path.join(folder, "gate")
+
+    def wait_until_reached(self, by=1):
+        wait_until(lambda: len(glob(f"{self.path}.reached.*")) >= by, BOUND_S)
+
+    def open(self):
+        with open(f"{self.path}.open", "w"):
+            pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.open()  # whatever happens: a thread that waits would keep its worker from closing
+
+
+def wait_at(path):
+    with open(f"{path}.reached.{os.getpid()}", "w"):
+        pass
+    wait_until(lambda: os.path.exists(f"{path}.open"), BOUND_S)
+
+
+# --- traps, set by `client.run` on the worker that they are for ---
+
+
+def spring(dask_worker, act, what):
+    if act == "kill":
+        os.kill(os.getpid() if what is None else what, signal.SIGKILL)
+    elif act == "close":
+        dask_worker.loop.add_callback(dask_worker.close_gracefully)
+    elif act == "wait":
+        wait_at(what)
+    else:
+        raise ValueError(act)
+
+
+def set_trap(moment, number, act, what=None, *, dask_worker):
+    """Do something when this worker gets to a moment for the n-th time.
+
+    Parameters
+    ----------
+    moment
+        ``asked``: for a region, before it answers. ``started``: a task, before its first pull.
+        ``placed``: a part of a region, in its output. ``complete``: all parts of a task are placed.
+    number
+        The first time is 1.
+    act
+        ``kill`` (SIGKILL) or ``close`` (gracefully) this worker, ``kill`` another process, or
+        ``wait`` in the task's thread.
+    what
+        Process id of the other process; path of the gate to wait at.
+    """
+    counter = itertools.count(1)
+
+    def passing():
+        if next(counter) == number:
+            spring(dask_worker, act, what)
+
+    if moment == "asked":
+        serve = dask_worker.handlers["p2p_region"]
+
+        async def asked(**kwargs):
+            passing()
+            return await serve(**kwargs)
+
+        dask_worker.handlers["p2p_region"] = asked
+        return
+    owner, name = {
+        "started": (WorkerRuntime, "serving"),
+        "placed": (Assembly, "_place"),
+        "complete": (Assembly, "_finish"),
+    }[moment]
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def passed(*args, **kwargs):
+        if moment == "placed":
+            function(*args, **kwargs)
+        passing()
+        if moment != "placed":
+            function(*args, **kwargs)
+
+    setattr(owner, name, passed)

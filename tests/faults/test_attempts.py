@@ -1,0 +1,111 @@
+"""A peer that always fails: so many attempts and no more, then an error that tells all of them."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from distributed import wait
+from distributed.comm import CommClosedError
+
+import dask_p2p
+from dask_p2p.errors import TransferError
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    one_block_each,
+    source,
+)
+from tests.transports.loopback import wait_until
+
+SHAPE = (32, 32)
+ATTEMPTS = 3
+IMPATIENT = {"p2p.attempts": ATTEMPTS, "p2p.timeouts.backoff": "1 ms"}
+
+
+def fail(how, dask_worker):
+    """Answer no request for a region well; count them."""
+    dask_worker.failed_requests = 0
+
+    async def answer(**request):
+        dask_worker.failed_requests += 1
+        if how == "refuses":
+            return {"status": "error", "message": f"trouble no. {dask_worker.failed_requests}"}
+        if how == "lacks the block":
+            return {"status": "missing"}
+        if how == "crashes":
+            raise RuntimeError(f"trouble no. {dask_worker.failed_requests}")
+        if how == "drops the connection":
+            raise CommClosedError("on purpose")
+        return {"status": "ok", "data": "nonsense"}
+
+    dask_worker.good_answer = dask_worker.handlers["p2p_region"]
+    dask_worker.handlers["p2p_region"] = answer
+
+
+def requests(dask_worker):
+    return dask_worker.failed_requests
+
+
+def recover(dask_worker):
+    dask_worker.handlers["p2p_region"] = dask_worker.good_answer
+    return dask_worker.failed_requests
+
+
+def failure(client, y, reader):
+    """What the error says in which this ends; when this returns, the scheduler has forgotten it."""
+    future = client.compute(y, workers=[reader])
+    with pytest.raises(TransferError) as caught:
+        future.result(timeout=BOUND_S)
+    future.release()
+    wait_until(lambda: not client.run_on_scheduler(known, "p2p-transpose"), BOUND_S)
+    assert f"failed {ATTEMPTS} times on {reader}" in str(caught.value)
+    return str(caught.value)
+
+
+def known(prefix, dask_scheduler):
+    return any(prefix in str(key) for key in dask_scheduler.tasks)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("refuses", r"could not send block .*: trouble no\. {}"),
+        ("lacks the block", "is not there any more"),
+        ("crashes", r"trouble no\. {}"),
+        ("drops the connection", "cannot be reached"),
+        ("answers nonsense", "sent str instead of"),
+    ],
+)
+def test_a_peer_that_always(how, cause):
+    with cluster_of(2, IMPATIENT) as client:
+        reader, holder = addresses(client)
+        x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
+        wait(x)
+        client.run(fail, how, workers=[holder])
+        y = dask_p2p.transpose(x)[:16]  # which needs one block of each
+        said = failure(client, y, reader)
+        assert holder in said
+        assert f"block ('{x.name}', 1, 0)" in said
+        assert "comm: " in said
+        for number in range(1, ATTEMPTS + 1) if "{}" in cause else [1]:
+            assert re.search(rf"attempts? {number}\b.*: .*{cause.format(number)}", said)
+        assert_nothing_is_held(client)
+        assert client.run(recover, workers=[holder])[holder] == ATTEMPTS
+        got = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
+        np.testing.assert_array_equal(got, expected(SHAPE).T)
+
+
+def test_wanted_again_it_gets_as_many_attempts_again():
+    with cluster_of(2, IMPATIENT) as client:
+        reader, holder = addresses(client)
+        x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
+        wait(x)
+        client.run(fail, "refuses", workers=[holder])
+        for times in (1, 2, 3):
+            failure(client, dask_p2p.transpose(x)[:16], reader)
+            assert client.run(requests, workers=[holder])[holder] == ATTEMPTS * times

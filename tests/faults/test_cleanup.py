@@ -1,0 +1,166 @@
+"""Nothing stays behind: after cancelling, a client's death, a restart, an error, a worker's end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from glob import glob
+
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.errors import BlockMismatchError
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    held,
+    set_trap,
+    source,
+)
+from tests.transports.loopback import wait_until
+
+SHAPE = (48, 48)
+PARTS = {"p2p.transports.comm.part-bytes": 256}
+
+
+@pytest.fixture
+def client():
+    with cluster_of(3, PARTS) as client:
+        yield client
+
+
+def in_the_middle(client, gate):
+    """Have all workers wait in the middle of the next transpose's tasks."""
+    client.run(set_trap, "placed", 1, "wait", gate.path)
+
+
+def all_hold_something(client, gate):
+    gate.wait_until_reached(by=3)
+    return all(of["comm.opened"] >= 1 for of in held(client).values())
+
+
+def works(client):
+    y = dask_p2p.transpose(source(SHAPE, (8, 48)) + 1)
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T + 1)
+
+
+def tasks(client):
+    return client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks))
+
+
+def blocks_held(dask_worker):
+    return len(dask_worker.data)
+
+
+def folder(dask_worker):
+    return dask_worker.local_directory
+
+
+def boards(client):
+    """Folders of the workers' notice boards."""
+    places = client.run(folder).values()
+    return [board for place in places for board in glob(os.path.join(place, "p2p-*"))]
+
+
+def test_after_cancelling(client, gate):
+    x = client.persist(source(SHAPE, (16, 48)))
+    wait(x)
+    in_the_middle(client, gate)
+    y = client.persist(dask_p2p.transpose(x))
+    assert all_hold_something(client, gate)
+    client.cancel([x, y])
+    del x, y
+    gate.open()
+    assert_nothing_is_held(client)
+    wait_until(lambda: not any(client.run(blocks_held).values()))
+    assert tasks(client) == 0
+    works(client)
+
+
+PROGRAM = """
+import sys, time
+from distributed import Client
+import dask_p2p
+from tests.faults.support import source
+
+with Client(sys.argv[1]) as client:
+    x = client.persist(source((48, 48), (16, 48)))
+    y = client.persist(dask_p2p.transpose(x))
+    time.sleep(600)
+"""
+
+
+def test_after_a_clients_death(client, gate):
+    in_the_middle(client, gate)
+    address = client.cluster.scheduler_address
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, address]) as program:
+        try:
+            assert all_hold_something(client, gate)
+        finally:
+            program.kill()
+    wait_until(lambda: tasks(client) == 0, BOUND_S)
+    gate.open()
+    assert_nothing_is_held(client)
+    wait_until(lambda: not any(client.run(blocks_held).values()))
+    works(client)
+
+
+def test_after_a_restart(client, gate):
+    x = client.persist(source(SHAPE, (16, 48)))
+    wait(x)
+    before, folders = set(client.run(os.getpid).values()), boards(client)
+    assert len(folders) == 3
+    in_the_middle(client, gate)
+    y = client.persist(dask_p2p.transpose(x))
+    assert all_hold_something(client, gate)
+    gate.open()
+    client.restart()
+    assert not before & set(client.run(os.getpid).values())
+    assert not [folder for folder in folders if os.path.exists(folder)]
+    assert_nothing_is_held(client)
+    works(client)
+    del y
+
+
+def test_after_an_error(client):
+    def shrink_some(block, block_id):
+        return block[:-1] if block_id == (1, 0) else block
+
+    x = source(SHAPE, (16, 48)).map_blocks(shrink_some, dtype=float, meta=np.ones((0, 0)))
+    x = client.persist(x)
+    with pytest.raises(BlockMismatchError):
+        client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
+    del x
+    assert_nothing_is_held(client)
+    works(client)
+
+
+def test_after_a_workers_end(client):
+    works(client)
+    folders = boards(client)
+    assert len(folders) == 3
+    killed, closed, _ = addresses(client)
+    (pid,) = client.run(os.getpid, workers=[killed]).values()
+    (place,) = client.run(
+        lambda dask_worker: dask_worker.local_directory, workers=[closed]
+    ).values()
+    client.retire_workers([closed])
+    wait_until(lambda: not os.path.exists(place), BOUND_S)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: killed not in addresses(client), BOUND_S)
+    works(client)
+    assert_nothing_is_held(client)
+
+
+def test_a_cluster_leaves_no_folder(tmp_path):
+    with cluster_of(2, local_directory=str(tmp_path)) as client:
+        works(client)
+        assert len(boards(client)) == 2
+    wait_until(lambda: not glob(f"{tmp_path}/**/p2p-*", recursive=True))

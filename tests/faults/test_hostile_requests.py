@@ -1,0 +1,417 @@
+"""Requests that no reader sends: each gets an error for an answer, and changes nothing.
+
+What Dask's protocol makes of a message is Dask's affair, pickles included. From there on the
+handlers take plain values only, and run no code of anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from distributed import LocalCluster
+from distributed.comm import connect
+from distributed.protocol import Serialized, serialize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_p2p.config import options
+from dask_p2p.layout import box_slices
+from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.transports import cuda_ipc
+from dask_p2p.transports.base import find_block
+from dask_p2p.transports.comm import CommTransport
+from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.ucx import UcxTransport
+from dask_p2p.worker import make_plugin
+from tests.transports.loopback import EventLoop, LoopbackHost
+
+# 10,000 requests in all: hypothesis makes an example's requests faster than as many examples.
+REQUESTS_AN_EXAMPLE = 10
+EXAMPLES = {
+    "p2p_region": 400,
+    "p2p_ipc_post": 200,
+    "p2p_ipc_peer": 50,
+    "p2p_ucx_send": 300,
+    "p2p_ucx_peer": 50,
+}
+
+BLOCKS = {
+    ("x", 0, 0): np.arange(60.0).reshape(6, 10),
+    ("x", 1): np.arange(5, dtype="i2"),
+    "0-d": np.array(7.5),
+    ("empty", 0): np.zeros((0, 3)),
+    3: np.arange(4).reshape(2, 2),
+}
+
+
+class Bomb:
+    """Any use of it is noted."""
+
+    went_off: list[str] = []  # noqa: RUF012  # one list for all
+
+    def _note(self, *args, **kwargs):
+        self.went_off.append("used")
+        raise RuntimeError("bomb")
+
+    __hash__ = __eq__ = __index__ = __int__ = __len__ = __iter__ = __repr__ = __str__ = _note
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __getitem__ = __reduce__ = _note
+
+
+class Fuse:
+    """Unpickling it is noted."""
+
+    def __reduce__(self):
+        return (Bomb.went_off.append, ("unpickled",))
+
+
+def deep(levels):
+    value = ()
+    for _ in range(levels):
+        value = (value,)
+    return value
+
+
+numbers = (
+    st.integers()
+    | st.integers(-3, 12)
+    | st.sampled_from([2**31, 2**63, -(2**63), 10**400])
+    | st.floats()
+    | st.booleans()
+    | st.sampled_from([np.int64(1), np.float64(2), "1", b"2", None])
+)
+atoms = (
+    numbers
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+    | st.builds(Bomb)
+    | st.sampled_from(
+        [
+            pickle.dumps(Fuse()),
+            Serialized(*serialize(Fuse(), serializers=["pickle"])),
+            bytearray(b"x"),
+            np.arange(3),
+            slice(None),
+            Ellipsis,
+            {1, 2},
+            deep(50),
+            (0,) * 5000,
+        ]
+    )
+)
+garbage = st.recursive(
+    atoms,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def requests(draw):
+    """A good request with something wrong about it, mostly; now and then a good one."""
+    key = draw(st.sampled_from(sorted(BLOCKS, key=str)))
+    shape = BLOCKS[key].shape
+    box = []
+    for length in shape:
+        stop = draw(st.integers(0, length))
+        box.append((draw(st.integers(0, stop)), stop))
+    request = {"key": key, "box": tuple(box), "shape": shape}
+    for _ in range(draw(st.integers(0, 2))):
+        field = draw(st.sampled_from(sorted(request) or ["key"]))
+        how = draw(st.sampled_from(["garbage", "garbage", "missing", "unknown", "inside"]))
+        if how == "garbage":
+            request[field] = draw(garbage)
+        elif how == "missing":
+            request.pop(field, None)
+        elif how == "unknown":
+            request[draw(st.text(max_size=5))] = draw(garbage)
+        elif isinstance(request.get(field), (tuple, list)) and request[field]:
+            inside = list(request[field])
+            at = draw(st.integers(0, len(inside) - 1))
+            if isinstance(inside[at], tuple) and inside[at] and draw(st.booleans()):
+                pair = list(inside[at])
+                pair[draw(st.integers(0, len(pair) - 1))] = draw(numbers)
+                inside[at] = draw(st.sampled_from([tuple, list]))(pair)
+            else:
+                inside[at] = draw(numbers | garbage)
+            request[field] = draw(st.sampled_from([tuple, list]))(inside)
+    return request
+
+
+def is_key(value):
+    if type(value) is tuple:
+        return all(type(part) in (str, int, float) for part in value)
+    return type(value) in (str, int, float)
+
+
+def whole(values):
+    return type(values) in (tuple, list) and all(type(value) is int for value in values)
+
+
+def is_good(request, fields):
+    """Say what is a good request, in other words than the product's."""
+    if set(request) != set(fields) or not is_key(request["key"]) or request["key"] not in BLOCKS:
+        return False
+    shape = BLOCKS[request["key"]].shape
+    if not whole(request["shape"]) or tuple(request["shape"]) != shape:
+        return False
+    if "box" not in fields:
+        return True
+    box = request["box"]
+    if type(box) not in (tuple, list) or len(box) != len(shape):
+        return False
+    return all(
+        whole(pair) and len(pair) == 2 and pair[0] in range(pair[1] + 1) and pair[1] <= length
+        for pair, length in zip(box, shape, strict=True)
+    )
+
+
+def is_refusal(reply):
+    """A short text and nothing else."""
+    if reply == {"status": "missing"}:
+        return True
+    return (
+        set(reply) == {"status", "message"}
+        and reply["status"] in ("error", "mismatch")
+        and type(reply["message"]) is str
+        and len(reply["message"]) < 1000
+    )
+
+
+@pytest.fixture(scope="module")
+def holder(tmp_path_factory):
+    """A worker's side of both transports, without a worker. Nothing here may be unpickled."""
+
+    def never(*args, **kwargs):
+        Bomb.went_off.append("something was unpickled")
+        raise AssertionError
+
+    loop = EventLoop()
+    host = LoopbackHost("holder", loop.loop, {}, tmp_path_factory.mktemp("holder"))
+    host.blocks = dict(BLOCKS)
+    chosen = replace(options(), ipc_retain_s=60.0)
+    comm, ipc, ucx = (make(host, chosen) for make in (CommTransport, IpcTransport, UcxTransport))
+    handlers = {**comm.handlers(), **ipc.handlers(), **ucx.handlers()}
+
+    async def address_of(reader):
+        return b"somewhere"
+
+    def send(key, boxes, shape, dtype, outbox):
+        block = find_block(host, key, shape)
+        assert (type(dtype), outbox._ahead > 0, outbox._timeout_s >= 0) == (str, True, True)
+        assert 0 <= outbox._tag < 2**64
+        return sum(block[box_slices(box)].nbytes for box in boxes)
+
+    def ask(op, requests):
+        async def all_of_them():
+            return [await handlers[op](**request) for request in requests]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pickle, "loads", never)
+            patch.setattr(pickle, "Unpickler", never)
+            return loop.run(all_of_them())
+
+    with pytest.MonkeyPatch.context() as patch:
+        place = cuda_ipc.Place("00", 1, 0)
+        patch.setattr(cuda_ipc, "export", lambda block: place)
+        patch.setattr(cuda_ipc, "synchronize_producers", lambda block: None)
+        # Nothing leaves this process.
+        patch.setattr(ucx, "messenger", lambda: SimpleNamespace(address=b"here"))
+        patch.setattr(ucx, "_address_of", address_of)
+        patch.setattr(ucx, "_send", send)
+        Bomb.went_off.clear()
+        yield SimpleNamespace(host=host, ask=ask, board=ipc._board, loop=loop)
+    loop.run(ipc.close())
+    host.close()
+    loop.close()
+
+
+@pytest.fixture
+def unchanged(holder):
+    before = {key: block.tobytes() for key, block in BLOCKS.items()}
+    yield
+    assert holder.host.blocks == BLOCKS, "the very same blocks"
+    assert {key: block.tobytes() for key, block in BLOCKS.items()} == before
+    assert len(holder.board) == 0
+    assert Bomb.went_off == []
+
+
+def some(requests):
+    return st.lists(requests, min_size=REQUESTS_AN_EXAMPLE, max_size=REQUESTS_AN_EXAMPLE)
+
+
+@pytest.mark.usefixtures("unchanged")
+@settings(max_examples=EXAMPLES["p2p_region"])
+@given(asked=some(requests()))
+def test_regions(holder, asked):
+    for request, reply in zip(asked, holder.ask("p2p_region", asked), strict=True):
+        if is_good(request, ("key", "box", "shape")):
+            box = tuple(slice(*pair) for pair in request["box"])
+            np.testing.assert_array_equal(reply["data"].data, BLOCKS[request["key"]][box])
+        else:
+            assert is_refusal(reply)
+
+
+@pytest.mark.usefixtures("unchanged")
+@settings(max_examples=EXAMPLES["p2p_ipc_post"])
+@given(asked=some(requests()))
+def test_posts(holder, asked):
+    for request in asked:
+        request.pop("box", None)
+    for request, reply in zip(asked, holder.ask("p2p_ipc_post", asked), strict=True):
+        if is_good(request, ("key", "shape")):
+            assert reply == {"status": "ok"}
+            holder.board.retract(request["key"])
+        else:
+            assert is_refusal(reply)
+    assert len(holder.board) == 0, "what was refused was posted"
+
+
+@st.composite
+def send_requests(draw):
+    """The same for several boxes and what else goes with them."""
+    request = draw(requests())
+    if "box" in request:
+        box = request.pop("box")
+        boxes = {"one": [box], "two": [box, box], "none": [], "tuple": (box,)}
+        how = draw(st.sampled_from([*boxes, "garbage"]))  # by name: values may be bombs
+        request["boxes"] = boxes[how] if how in boxes else draw(garbage)
+    rest = {"dtype": "float64 <f8", "tag": 7, "reader": "tcp://a:1", "ahead": 2, "wait_s": 1.0}
+    for field in draw(st.lists(st.sampled_from(sorted(rest)), max_size=1)):
+        rest[field] = draw(garbage)
+    return {**request, **rest}
+
+
+def is_good_send(request):
+    fields = ("key", "shape", "dtype", "tag", "reader", "ahead", "wait_s", "boxes")
+    if set(request) != set(fields) or type(request["boxes"]) not in (tuple, list):
+        return False
+    of_block = {"key": request["key"], "shape": request["shape"]}
+    return (
+        is_good(of_block, ("key", "shape"))
+        and all(
+            is_good({**of_block, "box": box}, ("key", "shape", "box")) for box in request["boxes"]
+        )
+        and type(request["dtype"]) is type(request["reader"]) is str
+        and type(request["tag"]) is type(request["ahead"]) is int
+        and request["tag"] in range(2**64 - len(request["boxes"]))
+        and request["ahead"] in range(1, 65)
+        and type(request["wait_s"]) in (int, float)
+        and 0 <= request["wait_s"] <= 3600
+    )
+
+
+@pytest.mark.usefixtures("unchanged")
+@settings(max_examples=EXAMPLES["p2p_ucx_send"])
+@given(asked=some(send_requests()))
+def test_sends(holder, asked):
+    for request, reply in zip(asked, holder.ask("p2p_ucx_send", asked), strict=True):
+        if is_good_send(request):
+            assert set(reply) == {"status", "nbytes"}
+        else:
+            assert is_refusal(reply)
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize(("op", "answer"), [("p2p_ipc_peer", "peer"), ("p2p_ucx_peer", "address")])
+@settings(max_examples=EXAMPLES["p2p_ipc_peer"])
+@given(asked=some(st.dictionaries(st.text(max_size=5), garbage, max_size=2)))
+def test_peers(holder, op, answer, asked):
+    for request, reply in zip(asked, holder.ask(op, asked), strict=True):
+        if request:
+            assert is_refusal(reply)
+        else:
+            assert set(reply) == {"status", answer}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"box": (("0", "1"), (0, 1))},
+        {"box": ((0.0, 1.5), (0, 1))},
+        {"box": ((False, True), (0, 1))},
+        {"box": ["01", "01"]},
+        {"box": ((-1, 1), (0, 1))},
+        {"box": ((0, 2**70), (0, 1))},
+        {"box": ((0, 1),)},
+        {"box": ((0, 1),) * 100_000},
+        {"box": ((0, 1, 2), (0, 1))},
+        {"shape": (6.0, 10.0)},
+        {"shape": (6, True)},
+        {"shape": (6, 10, 1)},
+        {"shape": "6"},
+        {"shape": (10**4000,) * 64},
+        {"key": ["x", 0, 0]},
+        {"key": {"x": 0}},
+        {"key": deep(50)},
+        {"key": deep(100_000)},
+        {"key": (0,) * 100_000},
+        {"unheard-of": 1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.usefixtures("unchanged")
+def test_what_is_nearly_right(holder, change):
+    good = {"key": ("x", 0, 0), "box": ((0, 1), (0, 1)), "shape": (6, 10)}
+    assert holder.ask("p2p_region", [good])[0]["status"] == "ok"
+    (reply,) = holder.ask("p2p_region", [{**good, **change}])
+    assert is_refusal(reply)
+    assert reply["status"] != "missing", "it was not even looked for"
+
+
+def test_a_raw_client_of_a_worker(caplog):
+    """The same over a connection: the worker answers each, says nothing of it in its log."""
+    good = {"key": ("x", 0, 0), "box": ((0, 1), (0, 2)), "shape": (6, 10)}
+    wrong = [
+        {},
+        *({field: good[field]} for field in good),
+        *({**good, field: None} for field in good),
+        *({**good, field: "0"} for field in good),
+        *({**good, field: -1} for field in good),
+        *({**good, field: float("nan")} for field in good),
+        *({**good, field: [[[0]]]} for field in good),
+        *({**good, field: {"a": 1}} for field in good),
+        *({**good, field: b"\x80\x04N."} for field in good),
+        *({**good, "box": ((0, end), (0, 1))} for end in (7, 2**40, -1, 0.5, "1", None)),
+        {**good, "shape": (10, 6)},
+        {**good, "key": ("x", 1, 0)},
+        {**good, "more": 1},
+    ]
+
+    async def ask(comm, op, request):
+        await comm.write({"op": op, "reply": True, **request})
+        return await asyncio.wait_for(comm.read(), 10)
+
+    async def main():
+        async with LocalCluster(
+            n_workers=1, processes=False, protocol="tcp://", dashboard_address=":0",
+            asynchronous=True,
+        ) as cluster:  # fmt: skip
+            (worker,) = cluster.workers.values()
+            await worker.plugin_add(plugin=make_plugin(), name=PLUGIN_NAME)
+            worker.data["x", 0, 0] = BLOCKS["x", 0, 0]
+            comm = await connect(worker.address)
+            for request in wrong:
+                assert is_refusal(await ask(comm, "p2p_region", request)), request
+                if "box" in request:
+                    request = {**request, "box": 1}  # which no ipc request has
+                assert is_refusal(await ask(comm, "p2p_ipc_post", request)), request
+                if request:
+                    assert is_refusal(await ask(comm, "p2p_ipc_peer", request)), request
+            reply = await ask(comm, "p2p_region", good)
+            np.testing.assert_array_equal(reply["data"], [[0.0, 1.0]])
+            assert list(worker.data) == [("x", 0, 0)]
+            await comm.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert [r.getMessage() for r in caplog.records if "p2p" in r.getMessage()] == []

@@ -1,0 +1,115 @@
+"""Workers that are killed, or closed, at moments that the tests choose.
+
+Three workers hold one row slab each and make one row slab each of the transpose, every remote
+region in four parts: so each is asked for eight, and places eight, four in stage 1 and four in
+stage 2. A fourth has nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    one_block_each,
+    set_trap,
+    source,
+)
+from tests.transports.loopback import wait_until
+
+SHAPE = (48, 48)
+PARTS = {"p2p.transports.comm.part-bytes": 16 * 16 * 8 // 4}
+
+MOMENTS = {
+    "holder asked for the first part": ("asked", 1),
+    "holder asked for the last part of one reader or the first of the other": ("asked", 5),
+    "holder asked for the last part": ("asked", 8),
+    "reader before its first pull": ("started", 1),
+    "reader has the first part of stage 1": ("placed", 1),
+    "reader has the first part of stage 2": ("placed", 5),
+    "reader has all parts": ("complete", 1),
+}
+
+
+def transposed_while(client, act):
+    """Transpose on three of four workers, with `act` of x and these workers before it."""
+    workers = addresses(client)[:3]
+    x = one_block_each(client, source(SHAPE, (16, 48)), workers)
+    wait(x)
+    y = dask_p2p.transpose(x)
+    victim = act(workers)
+    y = client.persist(y, workers=workers, allow_other_workers=True)
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+    wait_until(lambda: victim not in addresses(client), BOUND_S)
+    # Also where it was in memory when it was lost.
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+    np.testing.assert_array_equal(client.compute(x).result(timeout=BOUND_S), expected(SHAPE))
+    assert_nothing_is_held(client)
+
+
+@pytest.mark.parametrize("how", ["kill", "close"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_holder_or_a_reader(moment, how):
+    with cluster_of(4, PARTS) as client:
+
+        def act(workers):
+            client.run(set_trap, *MOMENTS[moment], how, workers=[workers[1]])
+            return workers[1]
+
+        transposed_while(client, act)
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_a_bystander(number):
+    with cluster_of(4, PARTS) as client:
+
+        def act(workers):
+            (bystander,) = set(addresses(client)) - set(workers)
+            (pid,) = client.run(os.getpid, workers=[bystander]).values()
+            client.run(set_trap, "asked", number, "kill", pid, workers=[workers[1]])
+            return bystander
+
+        transposed_while(client, act)
+
+
+def test_a_bystander_that_closes(gate):
+    with cluster_of(4, PARTS) as client:
+        *workers, bystander = addresses(client)
+        x = one_block_each(client, source(SHAPE, (16, 48)), workers)
+        wait(x)
+        client.run(set_trap, "placed", 5, "wait", gate.path, workers=workers[:1])
+        y = one_block_each(client, dask_p2p.transpose(x), workers)
+        gate.wait_until_reached()
+        client.retire_workers([bystander])
+        assert bystander not in addresses(client)
+        gate.open()
+        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+        assert_nothing_is_held(client)
+
+
+@pytest.mark.parametrize("how", ["kill", "close"])
+def test_after_the_result_is_done(how):
+    with cluster_of(4, PARTS) as client:
+        x = client.persist(source(SHAPE, (12, 48)))
+        y = client.persist(dask_p2p.transpose(x))
+        wait(y)
+        lost = {key: who[0] for key, who in client.who_has(y).items()}
+        victim = next(iter(lost.values()))
+        if how == "kill":
+            (pid,) = client.run(os.getpid, workers=[victim]).values()
+            os.kill(pid, signal.SIGKILL)
+        else:
+            client.retire_workers([victim])
+        wait_until(lambda: victim not in addresses(client), BOUND_S)
+        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+        assert_nothing_is_held(client)

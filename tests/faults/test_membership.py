@@ -1,0 +1,132 @@
+"""Workers that are retired, paused, replaced, added and taken away while transposes run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+from distributed import Status, futures_of, wait
+
+import dask_p2p
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    one_block_each,
+    set_trap,
+    source,
+)
+from tests.transports.loopback import wait_until
+
+SHAPE = (48, 48)
+NEVER_BY_MEMORY = {"distributed.worker.memory.pause": False}  # the monitor would undo the tests'
+
+
+def set_status(status, dask_worker):
+    dask_worker.status = status
+
+
+def check(client, y):
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+    assert_nothing_is_held(client)
+
+
+def started(client, gate, who):
+    """Start a transpose of which the worker at this place waits in the middle of its task."""
+    workers = addresses(client)[:3]
+    x = one_block_each(client, source(SHAPE, (16, 48)), workers)
+    wait(x)
+    client.run(set_trap, "placed", 1, "wait", gate.path, workers=[workers[who]])
+    y = one_block_each(client, dask_p2p.transpose(x), workers)
+    gate.wait_until_reached()
+    wait_until(lambda: sum(row.done() for row in futures_of(y)) == 2, BOUND_S)
+    return x, y
+
+
+def test_a_reader_is_retired_in_the_middle_of_its_task(gate):
+    with cluster_of(4) as client:
+        _, y = started(client, gate, 0)
+        reader = addresses(client)[0]
+        retiring = threading.Thread(target=client.retire_workers, args=([reader],))
+        retiring.start()
+        try:
+            wait_until(lambda: status_of(client, reader) != "running", BOUND_S)
+            gate.open()
+            check(client, y)
+        finally:
+            retiring.join()
+        assert reader not in addresses(client)
+
+
+def status_of(client, worker):
+    return client.scheduler_info(n_workers=-1)["workers"].get(worker, {}).get("status")
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["reader", "holder"])
+def test_a_worker_is_paused_in_the_middle(gate, who):
+    with cluster_of(4, NEVER_BY_MEMORY) as client:
+        x, y = started(client, gate, 0)
+        paused = addresses(client)[who]
+        client.run(set_status, Status.paused, workers=[paused])
+        gate.open()
+        check(client, y)
+        # It starts no tasks, but others read what it holds.
+        check(client, dask_p2p.transpose(x, chunks=(12, -1)))
+        assert status_of(client, paused) == "paused"
+        client.run(set_status, Status.running, workers=[paused])
+        check(client, dask_p2p.transpose(x, chunks=(6, -1)))
+
+
+def test_a_worker_is_replaced(gate):
+    with cluster_of(3) as client:
+        _, y = started(client, gate, 0)
+        before = addresses(client)
+        (pid,) = client.run(os.getpid, workers=[before[1]]).values()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: set(addresses(client)) - set(before), BOUND_S)  # by its nanny
+        gate.open()
+        check(client, y)
+
+
+def test_scaled_down_and_up(gate):
+    with cluster_of(4) as client:
+        x, y = started(client, gate, 0)
+        client.cluster.scale(5)
+        client.wait_for_workers(5, timeout=BOUND_S)
+        gate.open()
+        wait(y)
+        client.cluster.scale(2)
+        z = client.persist(dask_p2p.transpose(x, chunks=(3, -1)))
+        wait_until(lambda: len(addresses(client)) == 2, BOUND_S)
+        check(client, y)
+        check(client, z)
+        client.cluster.scale(4)
+        check(client, dask_p2p.transpose(x, chunks=(4, -1)))
+
+
+def slowly(block):
+    threading.Event().wait(0.1)
+    return block
+
+
+def test_adaptive_scaling():
+    """From four workers down to one that has it all, and up again when there is work to do."""
+    with cluster_of(4) as client:
+        y = client.persist(dask_p2p.transpose(source(SHAPE, (6, 48))))
+        wait(y)
+        client.cluster.adapt(
+            minimum=1, maximum=4, interval="100 ms", wait_count=1, target_duration="50 ms"
+        )
+        wait_until(lambda: len(client.cluster.workers) == len(addresses(client)) == 1, BOUND_S)
+        check(client, y)
+        z = y.T.rechunk((3, 48), method="tasks").map_blocks(slowly, dtype=float)
+        z = client.persist(dask_p2p.transpose(z, chunks=(3, -1)))
+        wait_until(lambda: len(addresses(client)) > 1, BOUND_S)
+        check(client, z)
+        wait_until(lambda: len(client.cluster.workers) == len(addresses(client)) == 1, BOUND_S)
+        check(client, z)

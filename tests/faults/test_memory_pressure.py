@@ -1,0 +1,139 @@
+"""Blocks that are on disk, or go there while they are read."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from distributed import wait
+from distributed.spill import Slow, SpillBuffer
+
+import dask_p2p
+from dask_p2p.worker import WorkerHost
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    one_block_each,
+    set_trap,
+    source,
+)
+from tests.transports.loopback import EventLoop, wait_until
+
+SHAPE = (384, 384)  # 1.1 MiB
+PARTS = {"p2p.transports.comm.part-bytes": "16 kiB"}
+# Only what Dask itself manages counts: what else the processes take is more than all of it.
+BY_DASK_ALONE = {
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.terminate": False,
+}
+
+
+def on_disk(client):
+    return sum(client.run(_on_disk).values())
+
+
+def _on_disk(dask_worker):
+    return len(dask_worker.data.disk)
+
+
+def evict_all(dask_worker):
+    while dask_worker.data.memory:
+        dask_worker.data.evict()
+
+
+def check(client, y):
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+    assert_nothing_is_held(client)
+
+
+@pytest.mark.parametrize("when", ["before the first pull", "in the middle"])
+def test_blocks_go_to_disk_while_they_are_read(gate, when):
+    with cluster_of(3, PARTS | BY_DASK_ALONE) as client:
+        x = one_block_each(client, source(SHAPE, (128, 384)), addresses(client))
+        wait(x)
+        moment = ("started", 1) if when == "before the first pull" else ("placed", 3)
+        client.run(set_trap, *moment, "wait", gate.path)
+        y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
+        gate.wait_until_reached(by=3)
+        client.run(evict_all)
+        assert on_disk(client) >= 3, "the blocks of x"
+        gate.open()
+        check(client, y)
+
+
+def test_less_memory_than_the_blocks_take():
+    """A fifth of what inputs and outputs take: they go to disk and come back all the time."""
+    memory_bytes = int(2 * expected(SHAPE).nbytes / 2 / 5 / 0.6)  # of each of two workers
+    options = PARTS | BY_DASK_ALONE | {"distributed.worker.memory.target": 0.6}
+    with cluster_of(2, options, memory_limit=memory_bytes) as client:
+        x = client.persist(source(SHAPE, (48, 384)))
+        wait(x)
+        assert on_disk(client) >= 3
+        y = client.persist(dask_p2p.transpose(x, chunks=(32, -1)))
+        wait(y)
+        assert on_disk(client) >= 10
+        check(client, y)
+        check(client, dask_p2p.transpose(x, chunks=(24, -1)))
+        np.testing.assert_array_equal(client.compute(x).result(timeout=BOUND_S), expected(SHAPE))
+
+
+@pytest.fixture
+def spilled(tmp_path):
+    """A worker's side of the transports, and its buffer with one block that is on disk."""
+
+    async def make():
+        loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
+        return WorkerHost(
+            SimpleNamespace(address="here", local_directory="", loop=loop, data=buffer)
+        )
+
+    events = EventLoop()
+    buffer = SpillBuffer(str(tmp_path), target=2 * expected(SHAPE).nbytes)
+    buffer["x"] = expected(SHAPE)
+    buffer.evict()
+    assert list(buffer.disk) == ["x"]
+    host = events.run(make())
+    yield host, buffer
+    host.close()
+    events.close()
+
+
+def test_a_block_is_read_while_dask_brings_it_back(spilled):
+    host, buffer = spilled
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(200):
+            if "x" in buffer.memory:
+                buffer.evict()
+            reading = [threads.submit(host.block, "x") for _ in range(2)]
+            brought_back = buffer["x"]
+            for block in (brought_back, *(read.result(20) for read in reading)):
+                assert block.tobytes() == expected(SHAPE).tobytes()
+
+
+def test_a_block_on_disk_stays_there_and_is_not_read_for_each_region(spilled, monkeypatch):
+    host, buffer = spilled
+    read = []
+    monkeypatch.setattr(
+        Slow, "__getitem__", lambda slow, key: (read.append(key), slow.load(slow.d[key]))[1]
+    )
+    for _ in range(5):
+        host.block("x")
+    assert read == ["x"]
+    assert list(buffer.disk) == ["x"]
+    assert host.held()["from disk"] == 1
+    wait_until(lambda: host.held()["from disk"] == 0)
+    host.block("x")
+    assert read == ["x", "x"], "the first one is not in memory any more"
+
+
+def test_a_block_that_is_nowhere(spilled):
+    host, _ = spilled
+    with pytest.raises(KeyError, match="y"):
+        host.block("y")

@@ -1,0 +1,160 @@
+"""Blocks that move, or go, between a task's assignment and its pull.
+
+One reader waits before its first pull; what it was told of the blocks' holders is old when it
+goes on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from distributed import futures_of, wait
+
+import dask_p2p
+from dask_p2p.task import PLUGIN_NAME
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    one_block_each,
+    set_trap,
+    source,
+)
+from tests.transports.loopback import wait_until
+
+SHAPE = (48, 48)
+
+
+def slabs(client):
+    """One block on each of the first three workers."""
+    x = one_block_each(client, source(SHAPE, (16, 48)), addresses(client)[:3])
+    wait(x)
+    return x
+
+
+def holders(client, x, row):
+    return set(client.who_has(x)[x.name, row, 0])
+
+
+def replicate(client, x, row, workers):
+    (block,) = [future for future in futures_of(x) if future.key == (x.name, row, 0)]
+    client.replicate([block], n=len(workers), workers=workers)
+    assert holders(client, x, row) == set(workers)
+
+
+def drop(client, worker, x, row):
+    """Have a worker drop its replica of a block, as rebalancing does."""
+
+    async def delete(dask_scheduler):
+        await dask_scheduler.delete_worker_data(worker, [key], "test")
+
+    key = (x.name, row, 0)
+    client.run_on_scheduler(delete)
+
+
+def read_from(client, reader):
+    """Which workers the reader's last task had its remote blocks from."""
+
+    def stages(dask_worker):
+        record = dask_worker.plugins[PLUGIN_NAME].runtime.records[-1]
+        return [stage.holder for stage in record.stages]
+
+    return client.run(stages, workers=[reader])[reader]
+
+
+@pytest.fixture
+def client():
+    with cluster_of(4) as client:
+        yield client
+
+
+def start(client, gate, x, reader):
+    """Start a transpose; return its rows when the reader has been told where the blocks are."""
+    client.run(set_trap, "started", 1, "wait", gate.path, workers=[reader])
+    rows = one_block_each(client, dask_p2p.transpose(x, chunks=(16, -1)), addresses(client)[:3])
+    gate.wait_until_reached()
+    return rows
+
+
+def finish(client, gate, y):
+    gate.open()
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+    assert_nothing_is_held(client)
+
+
+def test_a_block_that_moved(client, gate):
+    reader, holder, _, other = addresses(client)
+    x = slabs(client)
+    assert holders(client, x, 1) == {holder}
+    y = start(client, gate, x, reader)
+    replicate(client, x, 1, [holder, other])
+    drop(client, holder, x, 1)
+    finish(client, gate, y)
+    assert other in read_from(client, reader)
+
+
+def test_one_of_two_replicas_is_dropped(client, gate):
+    reader, holder, _, other = addresses(client)
+    x = slabs(client)
+    replicate(client, x, 1, [holder, other])
+    y = start(client, gate, x, reader)
+    drop(client, holder, x, 1)
+    finish(client, gate, y)
+    assert other in read_from(client, reader)
+    assert holder not in read_from(client, reader)
+
+
+def test_a_block_that_is_nowhere_any_more(client, gate):
+    reader, holder, *_ = addresses(client)
+    x = slabs(client)
+    y = start(client, gate, x, reader)
+    drop(client, holder, x, 1)
+    finish(client, gate, y)
+
+
+def test_rebalance(gate):
+    rebalancing = "distributed.worker.memory.rebalance"
+    eager = {
+        f"{rebalancing}.measure": "managed",
+        f"{rebalancing}.sender-min": 0.0,
+        f"{rebalancing}.sender-recipient-gap": 0.0,
+    }
+    with cluster_of(4, eager) as client:
+        crowded, reader, *_ = addresses(client)
+        x = client.persist(source(SHAPE, (4, 48)), workers=[crowded])
+        wait(x)
+        assert set(client.who_has(x).values()) == {(crowded,)}
+        y = start(client, gate, x, reader)
+        client.rebalance(futures_of(x))
+        moved_to = {who for whos in client.who_has(x).values() for who in whos} - {crowded}
+        assert moved_to, "nothing was moved"
+        finish(client, gate, y)
+        assert moved_to & {reader, *read_from(client, reader)}
+
+
+def test_the_active_memory_manager_drops_replicas(client, gate):
+    reader = addresses(client)[0]
+    x = slabs(client)
+    client.replicate(futures_of(x), n=3, workers=addresses(client)[1:])
+    assert all(len(holders(client, x, i)) >= 3 for i in range(3))
+    y = start(client, gate, x, reader)
+    client.amm.start()
+    client.amm.run_once()
+
+    def reduced():
+        return all(len(holders(client, x, i)) == 1 for i in range(3))
+
+    wait_until(reduced, BOUND_S)
+    finish(client, gate, y)
+
+
+def test_a_holder_that_is_retired(client, gate):
+    reader, holder, *_ = addresses(client)
+    x = slabs(client)
+    y = start(client, gate, x, reader)
+    client.retire_workers([holder])
+    assert holder not in addresses(client)
+    finish(client, gate, y)
+    assert holder not in read_from(client, reader)

@@ -1,0 +1,54 @@
+"""Transposes one after another in one cluster: memory, files, threads and leases stay flat."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import psutil
+import pytest
+
+import dask_p2p
+from tests.faults.support import BOUND_S, cluster_of, expected, held, source
+
+SHAPE = (256, 256)  # 512 kiB
+PARTS = {"p2p.transports.comm.part-bytes": "8 kiB"}
+WARM_UP = 60  # until pools, caches and Dask's own logs of bounded length have grown
+MIB = 2**20
+
+# Dask's own logs grow by 20 kiB a run, with its own rechunk too. A leak of a block would be 128 kiB
+# a run, one of all regions 192 kiB.
+MOST_BYTES_A_RUN = 32 * 1024
+MOST_BYTES_BESIDES = 2 * MIB  # of an allocator's grain
+
+
+def measure(dask_worker):
+    gc.collect()
+    process = psutil.Process()
+    return {
+        "memory": process.memory_info().rss,
+        "files": process.num_fds(),
+        "threads": threading.active_count(),
+    }
+
+
+def run(client, x, number):
+    for i in range(number):
+        y = dask_p2p.transpose(x, chunks=(64 + i % 64, -1))
+        got = client.compute(y).result(timeout=BOUND_S)
+        assert (got == expected(SHAPE).T).all()
+
+
+@pytest.mark.parametrize("runs", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_nothing_grows(runs):
+    with cluster_of(2, PARTS) as client:
+        x = client.persist(source(SHAPE, (128, 256)))
+        run(client, x, WARM_UP)
+        before = client.run(measure)
+        run(client, x, runs - WARM_UP)
+        after = client.run(measure)
+        assert not any(any(of.values()) for of in held(client).values())
+    for worker in before:
+        grown = {what: after[worker][what] - before[worker][what] for what in before[worker]}
+        assert grown.pop("memory") < MOST_BYTES_BESIDES + (runs - WARM_UP) * MOST_BYTES_A_RUN
+        assert max(grown.values()) <= 0, grown  # files and threads: not one more

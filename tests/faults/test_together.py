@@ -1,0 +1,66 @@
+"""Several transposes at once on workers of one thread: none waits for another, all end.
+
+A task that waited for another *task*, on a worker whose only thread is taken, would never end.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    one_block_each,
+    set_trap,
+    source,
+)
+
+SHAPE = (48, 48)
+PARTS = {"p2p.transports.comm.part-bytes": 256}
+
+
+@pytest.mark.parametrize("number", [2, 10])
+def test_others_end_while_a_worker_waits_in_the_middle_of_one(gate, number):
+    """Its thread is taken, and yet the others read the blocks that it holds."""
+    with cluster_of(3, PARTS) as client:
+        workers = addresses(client)
+        waiting, *free = workers
+        xs = [one_block_each(client, source(SHAPE, (16, 48)) + i, workers) for i in range(number)]
+        wait(xs)
+        client.run(set_trap, "placed", 1, "wait", gate.path, workers=[waiting])
+        first = one_block_each(client, dask_p2p.transpose(xs[0]), workers)
+        gate.wait_until_reached()
+        others = [
+            client.persist(dask_p2p.transpose(x), workers=free, allow_other_workers=False)
+            for x in xs[1:]
+        ]
+        for i, y in enumerate(others, start=1):
+            got = client.compute(y, workers=free).result(timeout=BOUND_S)
+            np.testing.assert_array_equal(got, expected(SHAPE).T + i)
+        assert not all(future.done() for future in client.futures_of(first))
+        gate.open()
+        got = client.compute(first).result(timeout=BOUND_S)
+        np.testing.assert_array_equal(got, expected(SHAPE).T)
+        assert_nothing_is_held(client)
+
+
+@pytest.mark.parametrize(("number", "bound_s"), [(2, 15), (10, 30)])
+def test_all_at_once_within_a_deadline(number, bound_s):
+    """From nothing, inputs included, each worker with tasks of all of them."""
+    with cluster_of(2, PARTS) as client:
+        xs = [source((60, 40 + i), (6, -1)) for i in range(number)]
+        started_s = time.monotonic()
+        futures = client.compute([dask_p2p.transpose(x) for x in xs])
+        for i, future in enumerate(futures):
+            got = future.result(timeout=bound_s)
+            np.testing.assert_array_equal(got, expected((60, 40 + i)).T)
+        assert time.monotonic() - started_s < bound_s
+        assert_nothing_is_held(client)
