@@ -137,7 +137,9 @@ def draw(reports: Sequence[dict[str, Any]]) -> Figure:
     all_series = read_series(reports)
     if not all_series:
         raise ValueError("there is nothing in these results that could be drawn")
-    compared = [series for series in all_series if series.way not in (LIMIT, FLOOR)]
+    compared = [
+        series for series in all_series if series.way != LIMIT and not series.way.startswith(FLOOR)
+    ]
     limited = [(series, f) for series in compared if (f := fractions(series, all_series))]
     figure = Figure(layout="constrained")
     figure.set_figwidth(11.0 if limited else 6.5)

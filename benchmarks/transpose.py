@@ -48,6 +48,9 @@ from dask_p2p.measure import (
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "dask_p2p"
+OVER_UCX = "dask_p2p, ucx"
+LOW_LATENCY = ", low latency"
+NO_OP = "one no-op layer"
 LIMIT = "copy engines (limit)"
 
 Row = dict[str, Any]
@@ -124,6 +127,12 @@ def rows_of(matrix_bytes: int, dtype: str) -> int:
     """
     rows = isqrt(matrix_bytes // np.dtype(dtype).itemsize)
     return rows - rows % 1024 if rows > 1024 else rows
+
+
+def p2p_over_ucx(x: Any, axes: tuple[int, ...]) -> Any:
+    """Return this package's transpose, through UCX whatever else there is."""
+    with dask.config.set({"p2p.transports.order": ["ucx"]}):
+        return p2p_transpose(x, axes)
 
 
 def no_op(x: Any, axes: tuple[int, ...]) -> Any:
@@ -373,20 +382,25 @@ def main(
     """Measure, print a table, write JSON."""
     gpus = False if cpu else len(usable_gpus()) > 1
     sizes_of = sizes_by_dtype(dtypes, sizes, all_bytes)
-    ours = {OURS: p2p_transpose, "one no-op layer": no_op}
+    ours = {OURS: p2p_transpose, NO_OP: no_op}
     theirs = {f"dask {method}": dask_rechunk(method) for method in ("tasks", "p2p")}
-    plans = [(protocol, ours if gpus or not rivals else {**ours, **theirs})]
+    plans = [(protocol, False, ours if gpus or not rivals else {**ours, **theirs})]
+    if gpus:
+        ours[OVER_UCX] = p2p_over_ucx
+        quick = {f"{name}{LOW_LATENCY}": ours[name] for name in (OURS, NO_OP)}
+        plans.append((protocol, True, quick))
     if gpus and rivals:
-        plans.append(("ucx", {"dask tasks": theirs["dask tasks"]}))
+        plans.append(("ucx", False, {"dask tasks": theirs["dask tasks"]}))
     rows: list[Row] = []
     special: list[Row] = []
     report: Row = {"started": time.time(), "kind": "cupy" if gpus else "numpy"}
     report |= {"rows": rows, "cases": special, **environment()}
     if commit is not None:
         report["commit"] = commit
-    for chosen, ways in plans:
+    for chosen, low_latency, ways in plans:
         extra = {} if chosen is None else {"protocol": chosen}
         with (
+            dask.config.set({"p2p.low-latency": low_latency}),
             dask_p2p.local_cluster(workers, gpus=gpus, **extra) as cluster,
             Client(cluster) as client,
         ):

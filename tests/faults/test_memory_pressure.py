@@ -91,7 +91,13 @@ def spilled(tmp_path):
     async def make():
         loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
         return WorkerHost(
-            SimpleNamespace(address="here", local_directory="", loop=loop, data=buffer)
+            SimpleNamespace(
+                address="here",
+                local_directory="",
+                loop=loop,
+                data=buffer,
+                security=SimpleNamespace(require_encryption=False),
+            )
         )
 
     events = EventLoop()
