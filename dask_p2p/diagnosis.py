@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.config import TRANSPORTS, options
-from dask_p2p.environment import link_gbs, versions
+from dask_p2p.environment import link_gbs, on_gpu, versions
 from dask_p2p.errors import P2PError
 from dask_p2p.registration import register
 from dask_p2p.task import PLUGIN_NAME
@@ -255,7 +255,7 @@ def _status(dask_worker: Any) -> dict[str, Any]:
         "leased_bytes": dask_worker.plugins[PLUGIN_NAME].leased_bytes,
         "versions": versions(),
     }
-    if "cupy" in sys.modules:  # on a GPU worker dask-cuda has loaded it
+    if on_gpu():
         found.update(_gpu_status())
     return found
 

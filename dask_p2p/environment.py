@@ -6,11 +6,13 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.util import find_spec
 from typing import Any
 from uuid import UUID
 
-__all__ = ["commit", "cpu_name", "environment", "link_gbs", "versions"]
+__all__ = ["commit", "cpu_name", "environment", "link_gbs", "on_gpu", "versions"]
 
 _PACKAGES = ("dask-p2p", "dask", "distributed", "numpy", "dask-cuda")
 # The names of their distributions end in CUDA's version.
@@ -39,6 +41,16 @@ def environment() -> dict[str, Any]:
             "platform": f"{platform.system()} {platform.machine()}",
         },
     }
+
+
+def on_gpu() -> bool:
+    """Tell whether this process is a worker that computes on a GPU, without loading anything.
+
+    It has loaded CuPy, or dask-cuda made it; the latter may load CuPy with the first block only.
+    """
+    if "cupy" in sys.modules:
+        return True
+    return "dask_cuda" in sys.modules and find_spec("cupy") is not None
 
 
 def link_gbs(uuid: bytes) -> float | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
 from asyncio import AbstractEventLoop
 from collections import OrderedDict, defaultdict, deque
@@ -29,6 +28,7 @@ from distributed.spill import SpillBuffer
 
 from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options, options
+from dask_p2p.environment import on_gpu
 from dask_p2p.errors import P2PWarning
 from dask_p2p.kernels import warm_up
 from dask_p2p.plan import BlockPlan, Piece, stage_order
@@ -245,11 +245,8 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         handlers["remove-worker"] = self._on_remove_worker
 
     async def _warm_up(self) -> None:
-        """Compile the kernels, which takes seconds, once on a machine, that no task need wait for.
-
-        On a GPU worker: dask-cuda has loaded CuPy there for the sake of RMM.
-        """
-        if "cupy" in sys.modules:
+        """Compile the kernels: once on a machine it takes seconds, for which no task need wait."""
+        if on_gpu():
             try:
                 await self._host.offload(warm_up, "cupy")
             except Exception:  # the first task will meet it again, and say so
@@ -260,7 +257,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
         NumPy blocks need nothing that would have to be opened.
         """
-        if "cupy" in sys.modules:
+        if on_gpu():
             others = stage_order(addresses, self._host.address)
             meeting = asyncio.ensure_future(asyncio.to_thread(self.runtime.meet, others, "cupy"))
             self._meetings.add(meeting)  # the loop itself keeps only a weak reference

@@ -30,6 +30,7 @@ from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -289,6 +290,7 @@ def find_block(host: Host, key: Any, shape: tuple[int, ...]) -> Any:
     return block
 
 
+@lru_cache(maxsize=64)  # NumPy makes the name anew each time, which takes longer than the rest
 def dtype_text(dtype: Any) -> str:
     """Return a dtype as text that is the same for equal ones.
 
