@@ -129,10 +129,26 @@ def rows_of(matrix_bytes: int, dtype: str) -> int:
     return rows - rows % 1024 if rows > 1024 else rows
 
 
-def p2p_over_ucx(x: Any, axes: tuple[int, ...]) -> Any:
-    """Return this package's transpose, through UCX whatever else there is."""
-    with dask.config.set({"p2p.transports.order": ["ucx"]}):
-        return p2p_transpose(x, axes)
+def p2p_with(**options: Any) -> Callable[..., Any]:
+    """Return this package's way with some of its options changed: dots are written as two _."""
+    changes = {
+        f"p2p.{name.replace('__', '.').replace('_', '-')}": value for name, value in options.items()
+    }
+
+    def way(x: Any, axes: tuple[int, ...]) -> Any:
+        with dask.config.set(changes):
+            return p2p_transpose(x, axes)
+
+    return way
+
+
+#: Other ways to move the same tiles, shown beside the one that is chosen.
+VARIANTS = {
+    "dask_p2p, kernels read in place": p2p_with(transports__ipc__staging_bytes="0 B"),
+    "dask_p2p, 96 MiB of staging": p2p_with(transports__ipc__staging_bytes="96 MiB"),
+    "dask_p2p, 384 MiB of staging": p2p_with(transports__ipc__staging_bytes="384 MiB"),
+    "dask_p2p, one transfer at a time": p2p_with(mode="sync"),
+}
 
 
 def no_op(x: Any, axes: tuple[int, ...]) -> Any:
@@ -362,6 +378,7 @@ def median_ms(times_s: Sequence[float] | None) -> str:
 )
 @click.option("--rival-timeout", "timeout_s", default=120, help="Of each one without Dask, s.")
 @click.option("--cases", is_flag=True, help="Several and uneven blocks and boxes too.")
+@click.option("--variants", is_flag=True, help="This package with other options too, on GPUs.")
 @click.option("--protocol", default=None, help="Dask's protocol for this package's cluster.")
 @click.option("--commit", default=None, help="Of the code, where it cannot be asked of git.")
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default=None)
@@ -375,6 +392,7 @@ def main(
     rivals: bool,
     timeout_s: int,
     cases: bool,
+    variants: bool,
     protocol: str | None,
     commit: str | None,
     path: Path | None,
@@ -386,7 +404,8 @@ def main(
     theirs = {f"dask {method}": dask_rechunk(method) for method in ("tasks", "p2p")}
     plans = [(protocol, False, ours if gpus or not rivals else {**ours, **theirs})]
     if gpus:
-        ours[OVER_UCX] = p2p_over_ucx
+        ours[OVER_UCX] = p2p_with(transports__order=["ucx"])
+        ours |= VARIANTS if variants else {}
         quick = {f"{name}{LOW_LATENCY}": ours[name] for name in (OURS, NO_OP)}
         plans.append((protocol, True, quick))
     if gpus and rivals:
