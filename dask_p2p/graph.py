@@ -62,10 +62,10 @@ def planned_array(name: str, x: Any, plan: Plan, options: Options) -> Any:
         source=x.name, dtype=x.dtype, kind=kernel_for(x._meta).name, options=options
     )
     tasks = {}
-    for index, block in plan.blocks():
+    for index in plan.indices():
         key = (name, *index)
-        sources = [(output.source, *source) for source in block.sources]
-        tasks[key] = AssembleTask.of(key, block, output, sources)
+        sources = [(output.source, *source) for source in plan.sources(index)]
+        tasks[key] = AssembleTask.of(key, plan, index, output, sources)
     graph = HighLevelGraph.from_collections(name, tasks, dependencies=[x])
     # The meta of a transpose has other dimensions; for the new array they are made from its ndim.
     return new_da_object(graph, name, plan.dst_chunks, meta=x._meta, dtype=x.dtype)

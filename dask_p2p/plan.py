@@ -39,7 +39,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dask_p2p.layout import (
     Box,
@@ -95,6 +95,10 @@ class Plan:
     dst_chunks: Chunks
     axes: tuple[int, ...]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what is cached: each task carries a plan, and reads one block of it.
+        return Plan, (self.src_chunks, self.dst_chunks, self.axes)
+
     @cached_property
     def _overlaps(self) -> list[list[list[Overlap]]]:
         """For each output axis and each block along it, the source parts it covers."""
@@ -106,6 +110,12 @@ class Plan:
     def indices(self) -> Iterable[Index]:
         """Return the indices of the output's blocks."""
         return block_indices(self.dst_chunks)
+
+    def sources(self, index: Index) -> list[Index]:
+        """Return the indices of the blocks that an output block reads from, in their order."""
+        place = _inverse(self.axes)
+        read = [[part.block for part in self._overlaps[a][i]] for a, i in enumerate(index)]
+        return [tuple(blocks[p] for p in place) for blocks in product(*read)]
 
     def block(self, index: Index) -> BlockPlan:
         """Return how the output block at `index` is assembled."""

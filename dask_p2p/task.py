@@ -22,7 +22,8 @@ from dask.task_spec import Task, TaskRef
 from dask_p2p.assemble import Assembly, OutputSpec, Peers, Stage
 from dask_p2p.config import Options
 from dask_p2p.errors import P2PWarning, TransferError
-from dask_p2p.plan import BlockPlan
+from dask_p2p.layout import Index
+from dask_p2p.plan import Plan
 from dask_p2p.transports.links import BlockRef
 
 __all__ = ["PLUGIN_NAME", "AssembleTask", "Attempts", "Record", "Runtime", "warn_client"]
@@ -97,8 +98,11 @@ class AssembleTask(Task):  # type: ignore[misc]
     ----------
     key
         Dask key of the output block.
-    plan : BlockPlan
-        Its pieces.
+    plan : Plan
+        Of the whole output. A worker makes the pieces of its own block from it: there are as many
+        pieces as blocks squared, too many for one client to make and to send.
+    index : tuple of int
+        Of the output block.
     output : OutputSpec
         What all blocks of the output have in common.
     *sources : TaskRef
@@ -113,9 +117,11 @@ class AssembleTask(Task):  # type: ignore[misc]
         return True
 
     @classmethod
-    def of(cls, key: Any, plan: BlockPlan, output: OutputSpec, sources: list[Any]) -> AssembleTask:
+    def of(
+        cls, key: Any, plan: Plan, index: Index, output: OutputSpec, sources: list[Any]
+    ) -> AssembleTask:
         """Make the task from the keys of its sources."""
-        return cls(key, _assemble, key, plan, output, *map(TaskRef, sources))
+        return cls(key, _assemble, key, plan, index, output, *map(TaskRef, sources))
 
     def with_references(self, references: Mapping[Any, BlockRef]) -> AssembleTask:
         """Return the task with these dependencies replaced by references."""
@@ -125,15 +131,15 @@ class AssembleTask(Task):  # type: ignore[misc]
         return type(self)(self.key, self.func, *args)
 
 
-def _assemble(key: Any, plan: BlockPlan, output: OutputSpec, *blocks: Any) -> Any:
+def _assemble(key: Any, plan: Plan, index: Index, output: OutputSpec, *blocks: Any) -> Any:
     """Do the task's work, on any scheduler."""
+    start_s = time.time()
     worker, runtime = _whereabouts()
     if runtime is None:
         if worker is not None and len(blocks) > 1:
             _warn_once(worker)
-        return Assembly(plan, output, blocks).run()
-    start_s = time.time()
-    assembly = Assembly(plan, output, blocks, runtime)
+        return Assembly(plan.block(index), output, blocks).run()
+    assembly = Assembly(plan.block(index), output, blocks, runtime)
     try:
         result = assembly.run()
     except TransferError as exc:

@@ -73,6 +73,7 @@ def test_plan_gives_the_transpose_and_moves_each_element_once(plan):
 def test_block_plans_name_each_source_once_and_use_all(plan):
     for index, block_plan in plan.blocks():
         assert len(set(block_plan.sources)) == len(block_plan.sources)
+        assert plan.sources(index) == list(block_plan.sources)
         assert {p.source for p in block_plan.pieces} == set(range(len(block_plan.sources)))
         assert block_plan.shape == block_shape(plan.dst_chunks, index)
 

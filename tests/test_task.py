@@ -20,14 +20,14 @@ from dask_p2p.plan import transpose_plan
 from dask_p2p.task import AssembleTask, Attempts
 from dask_p2p.transports.links import BlockRef
 
-PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,))).block((1, 0))
+PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 OUTPUT = OutputSpec("x", np.dtype("i8"), "numpy", options())
 KEYS = [("x", 0, 0), ("x", 1, 0)]
 
 
 @pytest.fixture
 def task():
-    return AssembleTask.of(("y", 1, 0), PLAN, OUTPUT, KEYS)
+    return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, KEYS)
 
 
 def test_dependencies_are_all_blocks_that_are_read(task):
@@ -57,6 +57,12 @@ def test_it_survives_pickling_and_renaming(task):
     renamed = task.substitute({KEYS[0]: ("z", 0, 0)})
     assert type(renamed) is AssembleTask
     assert renamed.dependencies == {("z", 0, 0), KEYS[1]}
+
+
+def test_the_pieces_do_not_travel(task):
+    PLAN.block((0, 0))  # caches what it finds
+    fresh = transpose_plan(PLAN.src_chunks, PLAN.axes, PLAN.dst_chunks)
+    assert len(pickle.dumps(PLAN)) == len(pickle.dumps(fresh))
 
 
 def test_fusion_leaves_it_alone():
