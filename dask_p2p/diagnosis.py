@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.config import TRANSPORTS, options
+from dask_p2p.config import Options, options
 from dask_p2p.environment import link_gbs, on_gpu, versions
 from dask_p2p.errors import P2PError
 from dask_p2p.registration import register
@@ -149,7 +149,8 @@ def _measure_links(client: Any, workers: list[Status]) -> list[Link]:
     links: list[Link] = []
     for stage in range(1, len(addresses)):
         holders = {a: addresses[(i + stage) % len(addresses)] for i, a in enumerate(addresses)}
-        links += client.run(_measure_from, holders, kind).values()
+        # Tasks bring the client's options with them.
+        links += client.run(_measure_from, holders, kind, options()).values()
     client.run(_clear_probes)
     return sorted(links, key=lambda link: (link.reader, link.holder))
 
@@ -295,26 +296,27 @@ def _rmm_status() -> dict[str, Any]:
     return {"memory_resource": type(resource).__name__, "pool_bytes": pool_bytes}
 
 
-async def _measure_from(holders: Mapping[str, str], kind: str, dask_worker: Any) -> Link:
+async def _measure_from(
+    holders: Mapping[str, str], kind: str, chosen: Options, dask_worker: Any
+) -> Link:
     """Measure the link from this worker's holder, on a thread as tasks have them."""
     holder = holders[dask_worker.address]
     runtime = dask_worker.plugins[PLUGIN_NAME].runtime
-    return await asyncio.to_thread(_measure_link, runtime, holder, kind)
+    return await asyncio.to_thread(_measure_link, runtime, holder, kind, chosen)
 
 
-def _measure_link(runtime: Any, holder: str, kind: str) -> Link:
-    chosen = options()
+def _measure_link(runtime: Any, holder: str, kind: str, chosen: Options) -> Link:
     dtype = np.dtype("u1")
     ref = BlockRef(probe_key(kind), (holder,))
     try:
         transport = runtime.links.ways(ref, kind, dtype, chosen.order(kind))[0].transport.name
-        latency_s, _ = _time(runtime, holder, kind, _LATENCY_BYTES)
+        latency_s, _ = _time(runtime, holder, kind, _LATENCY_BYTES, chosen)
         nbytes = _DEVICE_BYTES if kind == "cupy" else _HOST_BYTES
-        time_s, transport = _time(runtime, holder, kind, nbytes)
+        time_s, transport = _time(runtime, holder, kind, nbytes, chosen)
     except P2PError as exc:
         return Link(runtime.address, holder, None, 0.0, 0.0, {}, f"{type(exc).__name__}: {exc}")
     obstacles = {}
-    for name in TRANSPORTS[: TRANSPORTS.index(transport)]:
+    for name in chosen.order(kind)[: chosen.order(kind).index(transport)]:
         why = runtime.links.transports[name].obstacle(holder, kind, dtype)
         why = why or runtime.links.failure(holder, name)
         if why is not None:
@@ -322,12 +324,12 @@ def _measure_link(runtime: Any, holder: str, kind: str) -> Link:
     return Link(runtime.address, holder, transport, nbytes / time_s / 1e9, latency_s, obstacles)
 
 
-def _time(runtime: Any, holder: str, kind: str, nbytes: int) -> tuple[float, str]:
+def _time(runtime: Any, holder: str, kind: str, nbytes: int, chosen: Options) -> tuple[float, str]:
     """Return the least time for a probe block of this size, and what brought it."""
     best_s, transport = float("inf"), ""
     for _ in range(_REPEATS):
         start_s = time.perf_counter()
-        region, transport = runtime.bring_probe(holder, kind, nbytes)
+        region, transport = runtime.bring_probe(holder, kind, nbytes, chosen)
         best_s = min(best_s, time.perf_counter() - start_s)
     check_probe(region, kind)
     return best_s, transport

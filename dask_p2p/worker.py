@@ -173,13 +173,13 @@ class WorkerRuntime:
                 ref = BlockRef(probe_key(kind), (holder,))
                 self.links.ways(ref, kind, np.dtype("u1"), self._options.order(kind))
 
-    def bring_probe(self, holder: str, kind: str, nbytes: int) -> tuple[Any, str]:
+    def bring_probe(self, holder: str, kind: str, nbytes: int, options: Options) -> tuple[Any, str]:
         """Bring a probe block here as a task would; return it, and the transport's name."""
         key: tuple[Any, ...] = probe_key(kind, nbytes)
         name, index = key[0], key[1:]  # as if it were the block of an array with this name
         whole = ((0, nbytes),)
         plan = BlockPlan((nbytes,), (0,), (index,), ((nbytes,),), (Piece(0, whole, whole),))
-        output = OutputSpec(name, np.dtype("u1"), kind, self._options)
+        output = OutputSpec(name, np.dtype("u1"), kind, options)
         assembly = Assembly(plan, output, [BlockRef(key, (holder,))], self)
         block = assembly.run()
         return block, assembly.stages[-1].transport

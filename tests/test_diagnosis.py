@@ -114,20 +114,20 @@ def test_what_is_left_afterwards(client):
     assert set(kept.values()) == {0}
 
 
-def test_the_transport_is_what_a_task_would_use():
+def test_the_transport_is_what_a_task_would_use(client):
+    dask_p2p.register(client)
+    with dask.config.set({"p2p.transports.order": ["ucx"]}):
+        report = dask_p2p.check()
+    assert {link.transport for link in report.links} == {"ucx"}
+    assert {link.transport for link in dask_p2p.check(client).links} == {"comm"}
+
+
+def test_a_plugin_that_was_missing():
     with (
-        dask.config.set({"p2p.transports.order": ["ucx"]}),  # before the workers start
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            dashboard_address=":0",
-            env={"DASK_P2P__TRANSPORTS__ORDER": '["ucx"]'},
-        ) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
-        report = dask_p2p.check()
-        assert {link.transport for link in report.links} == {"ucx"}
-        (problem,) = report.problems
+        (problem,) = dask_p2p.check(client).problems
         assert "plugin was missing" in problem.what
         assert dask_p2p.check(client).problems == []
 
