@@ -36,9 +36,10 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, and odd
 _LAST_SHIFT = 31
 # Words at a time: what is computed on the way takes as much memory, twice.
 _HOST_WORDS = 2**15  # fits in a cache
-_DEVICE_WORDS = 2**22  # so much that launches do not matter
+_DEVICE_WORDS = 2**21  # so much that launches do not matter
 
-_per_thread = threading.local()
+_streams: dict[int, Any] = {}  # by device
+_lock = threading.Lock()
 
 
 def algorithm_for(array: Any) -> str:
@@ -83,12 +84,16 @@ def checksum(array: Any, algorithm: str | None = None, start: int = 0) -> int:
 
 
 def _stream_of(cupy: Any) -> Any:
-    """Return a stream of this thread's own: the null stream would wait for other threads' work."""
-    streams: dict[Any, Any] = _per_thread.__dict__
+    """Return the current device's stream for checksums.
+
+    On the null stream they would wait for whatever tasks run there. It is one for all threads, as
+    a pool keeps memory for each stream that has ever used it.
+    """
     device = cupy.cuda.runtime.getDevice()
-    if device not in streams:
-        streams[device] = cupy.cuda.Stream(non_blocking=True)
-    return streams[device]
+    with _lock:
+        if device not in _streams:
+            _streams[device] = cupy.cuda.Stream(non_blocking=True)
+        return _streams[device]
 
 
 def _bytes_of(xp: Any, array: Any) -> Any:
