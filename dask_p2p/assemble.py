@@ -148,11 +148,14 @@ class Assembly:
             if self.options.mode == "sync":
                 self._queue_local(queue, out)
                 queue.synchronize()
-            self._bring_remote(queue, out)
-            self._queue_local(queue, out)
-            queue.synchronize()
-            for remote in self._opened.values():
-                remote.confirm()
+            todo = self._sources(queue.kind)
+            while True:
+                self._bring_remote(todo, queue, out)
+                self._queue_local(queue, out)
+                queue.synchronize()
+                todo = self._unconfirmed(todo)
+                if not todo:
+                    break
         finally:
             self._finish(queue)
         return out
@@ -175,14 +178,26 @@ class Assembly:
                 region = self._local[piece.source][box_slices(piece.src)]
                 queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, aside=True)
 
-    def _bring_remote(self, queue: Queue, out: Any) -> None:
-        """Bring all remote blocks, each by the best way that works."""
-        todo = self._sources(queue.kind)
+    def _bring_remote(self, todo: list[_Source], queue: Queue, out: Any) -> None:
+        """Bring remote blocks, each by the best way that works."""
         while todo:
             failed = self._round(todo, queue, out)
             todo = [source for source in todo if source.slot in failed]
             for source in todo:
                 self._next_way(source, failed[source.slot])
+
+    def _unconfirmed(self, sources: list[_Source]) -> list[_Source]:
+        """Return those that may have come wrong, each to be brought by its next way."""
+        wrong = []
+        for source in sources:
+            try:
+                self._opened[source.slot].confirm()
+            except TransferError as exc:
+                self._next_way(source, exc)
+                wrong.append(source)
+            else:
+                self._record(source)
+        return wrong
 
     def _round(self, todo: list[_Source], queue: Queue, out: Any) -> dict[int, Exception]:
         """Try one way for each source; return the failures. What failed is brought again whole."""
@@ -200,9 +215,6 @@ class Assembly:
                 failed[source.slot] = exc
         while ahead:
             self._place(ahead.popleft(), failed, queue, out)
-        for source in todo:
-            if source.slot not in failed:
-                self._record(source)
         return failed
 
     def _open_in_turn(

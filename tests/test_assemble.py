@@ -282,6 +282,32 @@ def test_what_may_be_wrong_is_not_returned(quick, peers, monkeypatch):
     assert quick.open_now == []
 
 
+def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeypatch):
+    """And is told apart from what is confirmed, which is not brought again."""
+    request, wrong = FakeBlock.request, ("x", 2, 0)
+
+    def request_wrong(self):
+        future = request(self)
+        if self.transport is quick and self.block.key == wrong:
+            future.result()[...] += 1
+        return future
+
+    def confirm(self):
+        if self.transport is quick and self.block.key == wrong:
+            raise TransferError("quick: what came is not what was sent")
+
+    monkeypatch.setattr(FakeBlock, "request", request_wrong)
+    monkeypatch.setattr(FakeBlock, "confirm", confirm)
+    made = assembly(peers)
+    np.testing.assert_array_equal(made.run(), X.T[3:6])
+    assert [(stage.holder, stage.transport) for stage in made.stages] == [
+        ("a", "quick"),
+        ("c", "slow"),
+    ]
+    assert peers.links.failure("c", "quick") == "quick: what came is not what was sent"
+    assert quick.open_now == slow.open_now == []
+
+
 @pytest.mark.parametrize(
     ("block", "error"),
     [

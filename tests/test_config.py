@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import dask
+import dask.array as da
 import pytest
 import yaml
 
 import dask_p2p
+from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import options
 from dask_p2p.errors import ConfigError
 
@@ -60,6 +62,7 @@ def test_defaults_are_there_after_importing_the_package():
 def test_defaults():
     chosen = options()
     assert chosen.mode == "async"
+    assert chosen.checksum is False
     assert chosen.order("cupy") == ("ipc", "ucx", "comm")
     assert chosen.order("numpy") == ("comm",)
     assert chosen.comm_part_bytes == 16 * 2**20
@@ -79,6 +82,7 @@ def test_comm_is_always_the_last_resort():
         ("mode", "asink", "expected one of async, sync"),
         ("attempts", 0, "at least 1"),
         ("attempts", True, "at least 1"),
+        ("checksum", "crc32", "true or false"),
         ("transports.order", ["ipc", "pigeon"], "out of ipc, ucx, comm"),
         ("transports.order", "ipc", "out of ipc, ucx, comm"),
         ("transports.order", None, "expected auto, or a list"),
@@ -95,6 +99,14 @@ def test_a_wrong_option_is_named(name, value, expected):
     message = str(caught.value)
     assert f"p2p.{name} is {value!r}" in message
     assert expected in message
+
+
+def test_checksums_travel_with_tasks():
+    with dask.config.set({"p2p.checksum": True}):
+        y = dask_p2p.transpose(da.ones((4, 4), chunks=2))
+    specs = [arg for task in y.dask.values() for arg in task.args if isinstance(arg, OutputSpec)]
+    assert len(specs) == 2
+    assert all(spec.options.checksum for spec in specs)
 
 
 def test_environment_variables_are_read():

@@ -17,7 +17,8 @@ Who may touch what, when
     read are synchronised. Otherwise it is the reader's own: let go of it when it has been read.
 Failure
     `BlockUnavailableError` if the holder lacks the block or is silent, `BlockMismatchError` if the
-    block is not of the declared kind, `TransferError` for anything else. Never wrong data.
+    block is not of the declared kind, `TransferError` for anything else. Never wrong data, as far
+    as can be told: a region that comes changed is found where `Options.checksum` asks for it.
 Threads
     `open`, `request` and `close` are called by task threads, several at a time; handlers run on
     the worker's event loop and never block it.
@@ -157,7 +158,8 @@ class RemoteBlock(ABC):
     def confirm(self) -> None:  # noqa: B027  # optional
         """Raise `TransferError` if what was read may be wrong, now that all reading is done.
 
-        That is for transports whose holder can go away under a reader that cannot notice.
+        That is for transports whose holder can go away under a reader that cannot notice, or
+        says only in the end what it has sent.
         """
 
     @abstractmethod

@@ -3,6 +3,8 @@
 The holder cuts the region out of its block, packs it into one piece of memory and sends it as
 the answer to an RPC; Dask's serialisation and protocol (tcp, tls, ucx, inproc) do the rest. GPU
 regions are sent from device memory where the protocol can (ucx), else through host memory.
+
+With ``p2p.checksum`` the answer holds a checksum too, of the packed bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from distributed.protocol import to_serialize
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
 from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels.checksum import algorithm_for
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_slices
 from dask_p2p.transports.base import (
@@ -32,7 +35,14 @@ from dask_p2p.transports.base import (
     mismatch,
     refuse,
 )
-from dask_p2p.transports.requests import checked_box, checked_key, checked_shape, no_more
+from dask_p2p.transports.requests import (
+    checked_box,
+    checked_key,
+    checked_shape,
+    checked_yes_or_no,
+    no_more,
+)
+from dask_p2p.transports.sums import algorithm_of, check_sum, region_sum
 
 __all__ = ["CommTransport"]
 
@@ -63,9 +73,7 @@ class CommTransport(Transport):
         return Pacing(options.comm_part_bytes, options.comm_parts_in_flight)
 
     def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
-        opened = _CommBlock(
-            self.host, block, boxes, options.request_timeout_s, self._opened.discard
-        )
+        opened = _CommBlock(self.host, block, boxes, options, self._opened.discard)
         self._opened.add(opened)
         return opened
 
@@ -80,7 +88,12 @@ class CommTransport(Transport):
         self._closed = True
 
     async def _serve(
-        self, key: Any = None, box: Any = None, shape: Any = None, **unknown: Any
+        self,
+        key: Any = None,
+        box: Any = None,
+        shape: Any = None,
+        checksum: Any = False,
+        **unknown: Any,
     ) -> dict[str, Any]:
         """Answer one request. The block is referenced, and so leased, until it is sent."""
         if self._closed:
@@ -90,14 +103,28 @@ class CommTransport(Transport):
             no_more(unknown)
             shape = checked_shape(shape)
             box = checked_box(box, shape)
-            region = await self.host.offload(self._pack, checked_key(key), box, shape)
+            checksum = checked_yes_or_no("checksum", checksum)
+            region, sums = await self.host.offload(
+                self._pack, checked_key(key), box, shape, checksum
+            )
         except Exception as exc:
             return refuse(exc)
         finally:
             self._serving -= 1
-        return {"status": "ok", "data": to_serialize(region)}
+        return {"status": "ok", "data": to_serialize(region), **sums}
 
-    def _pack(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
+    def _pack(
+        self, key: Any, box: Box, shape: tuple[int, ...], checksum: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the region, and what goes with it."""
+        region = self._packed(key, box, shape)
+        if not checksum:
+            return region, {}
+        # By what is sent: the reader gets it in the same kind of memory.
+        algorithm = algorithm_for(region)
+        return region, {"checksum": (algorithm, region_sum(key, box, region, algorithm))}
+
+    def _packed(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
         block = find_block(self.host, key, shape)  # the box lies in the shape, and so in the block
         region = block[box_slices(box)]
         kind = kernel_for(block).name
@@ -117,13 +144,15 @@ class _CommBlock(RemoteBlock):
         host: Host,
         block: BlockSpec,
         boxes: Sequence[Box],
-        timeout_s: float,
+        options: Options,
         closed: Callable[[_CommBlock], None],
     ) -> None:
         self._host = host
         self._block = block
         self._boxes = iter(boxes)
-        self._timeout_s = timeout_s
+        self._timeout_s = options.request_timeout_s
+        # Objects are pickled: their bytes are others here than there.
+        self._with_sum = options.checksum and not block.dtype.hasobject
         self._requests: set[Future[Any]] = set()
         self._tell_closed = closed
 
@@ -145,10 +174,11 @@ class _CommBlock(RemoteBlock):
 
     async def _pull(self, box: Box) -> Any:
         block = self._block
+        more = {"checksum": True} if self._with_sum else {}
         reply = check_reply(
             await ask(
                 self._host, block.holder, _OP, self._timeout_s, f"block {block.key!r}",
-                key=block.key, box=box, shape=block.shape,
+                key=block.key, box=box, shape=block.shape, **more,
             ),
             block,
             "comm",
@@ -161,4 +191,19 @@ class _CommBlock(RemoteBlock):
             )
         if region.dtype != block.dtype:
             raise mismatch(block, block.dtype, region.dtype)
+        if self._with_sum:
+            await self._host.offload(self._check, region, box, reply.get("checksum"))
         return region
+
+    def _check(self, region: Any, box: Box, said: Any) -> None:
+        """Raise `TransferError` unless the region is what the holder sent, by its checksum."""
+        block = self._block
+        try:
+            name, there = said
+            algorithm = algorithm_of(name)
+        except (TypeError, ValueError):
+            raise TransferError(
+                f"comm: {block.holder} sent no checksum of {box} of {block}, but {said!r:.100}"
+            ) from None
+        here = region_sum(block.key, box, region, algorithm)
+        check_sum("comm", block, box, here, there, algorithm)

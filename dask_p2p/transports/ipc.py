@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import SLOTS
 from dask_p2p.layout import Box, box_slices
@@ -313,7 +313,9 @@ class _IpcBlock(RemoteBlock):
     def confirm(self) -> None:
         # What a mapping shows of a process that has ended is nowhere promised.
         if self._lease is not None and not is_tended(self._folder):
-            raise TransferError(f"ipc: {self._block.holder} ended while {self._block} was read")
+            raise BlockUnavailableError(
+                f"ipc: {self._block.holder} ended while {self._block} was read"
+            )
 
     def close(self) -> None:
         if self._lease is not None:

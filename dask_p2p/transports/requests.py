@@ -21,6 +21,7 @@ __all__ = [
     "checked_seconds",
     "checked_shape",
     "checked_text",
+    "checked_yes_or_no",
     "no_more",
 ]
 
@@ -98,6 +99,13 @@ def checked_text(name: str, value: Any) -> str:
     """Return a short text."""
     if type(value) is not str or len(value) > _LONGEST_TEXT:
         raise MalformedRequestError(f"{name}: expected a short text, got {_kind(value)}")
+    return value
+
+
+def checked_yes_or_no(name: str, value: Any) -> bool:
+    """Return a truth value."""
+    if type(value) is not bool:
+        raise MalformedRequestError(f"{name}: expected true or false, got {_kind(value)}")
     return value
 
 

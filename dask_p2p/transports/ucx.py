@@ -14,6 +14,9 @@ packed ones waiting::
 
 So control and errors go over Dask's connections, encrypted where those are, and data over the
 quickest link. What Dask's own messages go over does not matter.
+
+With ``p2p.checksum`` that reply holds the checksums of all messages too. A reader makes its own as
+messages come, and compares in the end.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from typing import Any, ClassVar
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
 from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels.checksum import ALGORITHMS
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
 from dask_p2p.transports import cuda_ipc
@@ -63,6 +67,7 @@ from dask_p2p.transports.requests import (
     checked_text,
     no_more,
 )
+from dask_p2p.transports.sums import algorithm_of, check_sum, region_sum
 
 __all__ = ["UcxTransport"]
 
@@ -124,11 +129,13 @@ class UcxTransport(Transport):
             opened.follow(asking)
         return opened
 
-    async def _ask(
-        self, block: BlockSpec, boxes: Sequence[Box], tag: int, options: Options
-    ) -> None:
-        """Have the holder send regions; return when it says that all have arrived."""
+    async def _ask(self, block: BlockSpec, boxes: Sequence[Box], tag: int, options: Options) -> Any:
+        """Have the holder send regions; return when it says that all have arrived.
+
+        What is returned is what it says to be their checksums, if they were asked for.
+        """
         wait_s = options.request_timeout_s
+        more = {"checksum": ALGORITHMS[block.kind]} if options.checksum else {}
         # Each message has a deadline of its own, and whoever waits for it gives up there.
         total_s = wait_s * (len(boxes) + 1)
         reply = check_reply(
@@ -136,7 +143,7 @@ class UcxTransport(Transport):
                 self.host, block.holder, _SEND_OP, total_s, f"block {block.key!r}",
                 key=block.key, boxes=boxes, shape=block.shape, dtype=dtype_text(block.dtype),
                 tag=tag, reader=self.host.address, ahead=options.ucx_parts_in_flight,
-                wait_s=wait_s,
+                wait_s=wait_s, **more,
             ),
             block,
             self.name,
@@ -146,6 +153,7 @@ class UcxTransport(Transport):
             raise TransferError(
                 f"ucx: {block.holder} sent {reply.get('nbytes')} bytes of {block}, not {expected}"
             )
+        return reply.get("checksums")
 
     # --- both sides ---
 
@@ -217,6 +225,7 @@ class UcxTransport(Transport):
         reader: Any = None,
         ahead: Any = None,
         wait_s: Any = None,
+        checksum: Any = None,
         **unknown: Any,
     ) -> dict[str, Any]:
         """Send regions, under this tag and those after it. The block is leased until they are."""
@@ -231,17 +240,19 @@ class UcxTransport(Transport):
             tag = checked_integer("tag", tag, 0, _TAGS - 1 - len(boxes))
             ahead = checked_integer("ahead", ahead, 1, _MOST_AHEAD)
             wait_s = checked_seconds("wait_s", wait_s)
+            algorithm = None if checksum is None else algorithm_of(checksum)
             messenger = await self.host.offload(self.messenger)
             address = await self._address_of(checked_text("reader", reader))
             outbox = _Outbox(messenger, address, tag, ahead, wait_s)
-            nbytes = await self.host.loop.run_in_executor(
-                self._threads, self._send, key, boxes, shape, dtype, outbox
+            nbytes, sums = await self.host.loop.run_in_executor(
+                self._threads, self._send, key, boxes, shape, dtype, outbox, algorithm
             )
         except Exception as exc:
             return refuse(exc)
         finally:
             self._serving -= 1
-        return {"status": "ok", "nbytes": nbytes}
+        more = {} if algorithm is None else {"checksums": sums}
+        return {"status": "ok", "nbytes": nbytes, **more}
 
     async def _address_of(self, reader: str) -> bytes:
         """Return where a worker's messages go to. It is asked itself, so that nobody else can say.
@@ -258,31 +269,41 @@ class UcxTransport(Transport):
         return address
 
     def _send(
-        self, key: Any, boxes: list[Box], shape: tuple[int, ...], dtype: str, outbox: _Outbox
-    ) -> int:
-        """Pack and send regions of a block; return how many bytes that were."""
+        self,
+        key: Any,
+        boxes: list[Box],
+        shape: tuple[int, ...],
+        dtype: str,
+        outbox: _Outbox,
+        algorithm: str | None,
+    ) -> tuple[int, list[int]]:
+        """Pack and send regions of a block; return how many bytes that were, and checksums."""
         block = find_block(self.host, key, shape)
         if dtype != dtype_text(block.dtype):
             raise mismatch(f"block {key!r}", dtype, dtype_text(block.dtype))
         kind = kernel_for(block).name
         queue = queue_for(kind, beside_copies=True)
-        packed: deque[tuple[Any, Callable[[], None]]] = deque()  # and how to wait for its values
+        # With its box, and how to wait for its values.
+        packed: deque[tuple[Any, Box, Callable[[], None]]] = deque()
         sent_bytes = 0
+        sums: list[int] = []
         try:
             for box in [*boxes, None]:
                 if box is not None:
                     array = self._buffers[kind].take(box_shape(box), block.dtype)
                     queue.permute(array, block[box_slices(box)], range(block.ndim))
-                    packed.append((array, queue.checkpoint()))
+                    packed.append((array, box, queue.checkpoint()))
                 if len(packed) > (box is not None):  # one is packed while another is sent
-                    array, wait = packed.popleft()
+                    array, sent, wait = packed.popleft()
                     wait()
+                    if algorithm is not None:
+                        sums.append(region_sum(key, sent, array, algorithm))
                     outbox.send(array)
                     sent_bytes += array.nbytes
         finally:
             queue.synchronize()  # only then may buffers be used again
             outbox.wait()
-        return sent_bytes
+        return sent_bytes, sums
 
 
 class _Outbox:
@@ -324,27 +345,33 @@ class _UcxBlock(RemoteBlock):
         options: Options,
     ) -> None:
         self._block = block
-        self._shapes = iter([box_shape(box) for box in boxes])
+        self._boxes = iter(boxes)
+        self._messages = sum(1 for box in boxes if box_size(box))
+        self._requested = 0  # of these messages
+        self._algorithm = ALGORITHMS[block.kind] if options.checksum else None
+        self._sums: dict[int, tuple[Box, int]] = {}  # of what came, by its number
         self._tag = tag
         self._messenger = messenger
         self._buffers = buffers
         self._timeout_s = options.request_timeout_s
-        self._asking: Future[None] | None = None
+        self._asking: Future[Any] | None = None
         self._pending: list[Message] = []
 
-    def follow(self, asking: Future[None]) -> None:
+    def follow(self, asking: Future[Any]) -> None:
         """Take note of the holder's answer, which comes when all have arrived."""
         self._asking = asking
 
     def request(self) -> Pending:
-        shape = next(self._shapes)
+        box = next(self._boxes)
+        shape = box_shape(box)
         region = self._buffers.take(shape, self._block.dtype)
         if not prod(shape):
             return Arrived(region)
         message = self._messenger.receive(_raw(region), self._tag)
         self._tag += 1
         self._pending.append(message)
-        return _Arriving(self, message, region)
+        self._requested += 1
+        return _Arriving(self, message, region, self._requested - 1, box)
 
     def wait(self, message: Message) -> None:
         """Wait for a message, or for the holder's word that there will be none."""
@@ -358,10 +385,27 @@ class _UcxBlock(RemoteBlock):
         finally:
             self._pending.remove(message)
 
+    def note(self, number: int, box: Box, region: Any) -> None:
+        """Make the checksum of a region that is here, to be compared in the end."""
+        if self._algorithm is not None:
+            self._sums[number] = box, region_sum(self._block.key, box, region, self._algorithm)
+
     def confirm(self) -> None:
         # UCX takes a message that is too short for a good one: only the holder knows.
-        if self._asking is not None:
-            self._asking.result(self._timeout_s + GRACE_S)
+        if self._asking is None:
+            return
+        try:
+            theirs = self._asking.result(self._timeout_s + GRACE_S)
+        except TimeoutError:
+            raise TransferError(
+                f"ucx: {self._block.holder} does not say that it has sent {self._block}"
+            ) from None
+        if self._algorithm is None:
+            return
+        if type(theirs) not in (list, tuple) or len(theirs) != self._messages:
+            raise TransferError(f"ucx: {self._block.holder} sent no checksums of {self._block}")
+        for number, (box, here) in self._sums.items():
+            check_sum("ucx", self._block, box, here, theirs[number], self._algorithm)
 
     def close(self) -> None:
         if self._asking is not None:
@@ -390,9 +434,12 @@ class _Arriving:
     block: _UcxBlock
     message: Message
     region: Any
+    number: int  # among those of the block
+    box: Box
 
     def result(self, timeout_s: float | None = None) -> Any:
         self.block.wait(self.message)
+        self.block.note(self.number, self.box, self.region)
         return self.region
 
 

@@ -125,6 +125,8 @@ def requests(draw):
         stop = draw(st.integers(0, length))
         box.append((draw(st.integers(0, stop)), stop))
     request = {"key": key, "box": tuple(box), "shape": shape}
+    if draw(st.integers(0, 3)) == 0:
+        request["checksum"] = draw(st.sampled_from([True, False, "crc32", "mixed64"]) | garbage)
     for _ in range(draw(st.integers(0, 2))):
         field = draw(st.sampled_from(sorted(request) or ["key"]))
         how = draw(st.sampled_from(["garbage", "garbage", "missing", "unknown", "inside"]))
@@ -205,11 +207,12 @@ def holder(tmp_path_factory):
     async def address_of(reader):
         return b"somewhere"
 
-    def send(key, boxes, shape, dtype, outbox):
+    def send(key, boxes, shape, dtype, outbox, algorithm):
         block = find_block(host, key, shape)
         assert (type(dtype), outbox._ahead > 0, outbox._timeout_s >= 0) == (str, True, True)
         assert 0 <= outbox._tag < 2**64
-        return sum(block[box_slices(box)].nbytes for box in boxes)
+        assert algorithm in (None, "crc32", "mixed64")
+        return sum(block[box_slices(box)].nbytes for box in boxes), []
 
     def ask(op, requests):
         async def all_of_them():
@@ -249,12 +252,21 @@ def some(requests):
     return st.lists(requests, min_size=REQUESTS_AN_EXAMPLE, max_size=REQUESTS_AN_EXAMPLE)
 
 
+def with_checksum(request, choices):
+    """Take the checksum out of a request; say whether it may be in there."""
+    rest = {name: value for name, value in request.items() if name != "checksum"}
+    said = request.get("checksum", choices[0])
+    return rest, any(type(said) is type(choice) and said == choice for choice in choices)
+
+
 @pytest.mark.usefixtures("unchanged")
 @settings(max_examples=EXAMPLES["p2p_region"])
 @given(asked=some(requests()))
 def test_regions(holder, asked):
     for request, reply in zip(asked, holder.ask("p2p_region", asked), strict=True):
-        if is_good(request, ("key", "box", "shape")):
+        rest, good_sum = with_checksum(request, (False, True))
+        if good_sum and is_good(rest, ("key", "box", "shape")):
+            assert ("checksum" in reply) == request.get("checksum", False)
             box = tuple(slice(*pair) for pair in request["box"])
             np.testing.assert_array_equal(reply["data"].data, BLOCKS[request["key"]][box])
         else:
@@ -315,8 +327,10 @@ def is_good_send(request):
 @given(asked=some(send_requests()))
 def test_sends(holder, asked):
     for request, reply in zip(asked, holder.ask("p2p_ucx_send", asked), strict=True):
-        if is_good_send(request):
-            assert set(reply) == {"status", "nbytes"}
+        rest, good_sum = with_checksum(request, (None, "crc32", "mixed64"))
+        if good_sum and is_good_send(rest):
+            asked = request.get("checksum") is not None
+            assert set(reply) == {"status", "nbytes"} | ({"checksums"} if asked else set())
         else:
             assert is_refusal(reply)
 

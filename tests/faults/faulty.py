@@ -1,0 +1,170 @@
+"""Faulty connections: what a worker hears from others comes late, twice, changed, or not at all.
+
+`install` and the rest are for `client.run`. Answers to RPCs are spoilt where they arrive, messages
+of UCX where they are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+from distributed.comm import CommClosedError
+
+from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.transports.messenger import Message, Messenger
+
+OPS = ("p2p_region", "p2p_ucx_send")
+
+#: Of answers to RPCs.
+ANSWERS = ("drop", "lose", "hang", "delay", "duplicate", "reorder", "truncate", "flip", "garble")
+#: Of messages over UCX.
+MESSAGES = ("message-flip", "message-swap", "message-truncate", "message-swallow")
+
+DELAY_S = 0.05  # within every deadline
+_PARTNER_S = 0.1  # for which an answer waits for another one to go before it
+
+
+def flipped(array, bit):
+    """Return a copy of an array with one bit of its memory flipped."""
+    changed = np.array(array, order="C")
+    changed.reshape(-1).view("u1")[bit // 8] ^= 1 << bit % 8
+    return changed
+
+
+class Faults:
+    """Which fault is next: at chosen places, or at random.
+
+    Parameters
+    ----------
+    seed
+        Of everything that is chosen at random.
+    faults
+        Names to choose from.
+    at
+        Numbers of the answers, or messages, that the faults are for, from 1 on; None: any.
+    share
+        Of them that get a fault.
+    """
+
+    def __init__(self, seed, faults, at, share):
+        self.random = random.Random(seed)
+        self.faults, self.at, self.share = faults, at, share
+        self.number = Counter()
+        self.done = Counter()  # by name
+
+    def next(self, names):
+        """Return the fault for the next answer, or message, or None."""
+        self.number[names] += 1
+        chosen = self.at is None or self.number[names] in self.at
+        possible = [fault for fault in self.faults if fault in names]
+        if not chosen or not possible or self.random.random() >= self.share:
+            return None
+        return self.random.choice(possible)
+
+
+class FaultyCalls:
+    """Stands for `WorkerHost.call`."""
+
+    def __init__(self, call, faults, deadline_s):
+        self.call, self.faults, self.deadline_s = call, faults, deadline_s
+        self._held = None  # event of the answer that waits for another one to overtake it
+
+    async def __call__(self, address, op, **kwargs):
+        fault = self.faults.next(ANSWERS) if op in OPS else None
+        if fault == "drop":  # on its way there
+            self.faults.done[fault] += 1
+            raise CommClosedError("dropped on purpose")
+        reply = await self.call(address, op, **kwargs)
+        if fault is None:
+            return reply
+        if fault in ("truncate", "flip") and not np.size(reply.get("data", ())):
+            return reply  # nothing to spoil
+        self.faults.done[fault] += 1
+        if fault == "lose":  # on its way back
+            raise CommClosedError("lost on purpose")
+        if fault == "hang":
+            await asyncio.sleep(2 * self.deadline_s)
+        elif fault == "delay":
+            await asyncio.sleep(DELAY_S)
+        elif fault == "duplicate":
+            reply = await self.call(address, op, **kwargs)
+        elif fault == "reorder":
+            await self._reorder()
+        elif fault == "garble":
+            reply = {"status": "ok"}
+        else:
+            data = reply["data"]
+            if fault == "truncate":
+                data = data[: data.shape[0] - 1]
+            else:
+                data = flipped(data, self.faults.random.randrange(8 * data.nbytes))
+            reply = {**reply, "data": data}
+        return reply
+
+    async def _reorder(self):
+        """Hold an answer until the next one that gets here has been given out."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            asyncio.get_running_loop().call_later(DELAY_S / 10, held.set)
+            return
+        self._held = held = asyncio.Event()
+        try:
+            await asyncio.wait_for(held.wait(), _PARTNER_S)
+        except TimeoutError:
+            if self._held is held:
+                self._held = None
+
+
+class FaultySends:
+    """Stands for `Messenger.send`."""
+
+    def __init__(self, send, faults):
+        self.send, self.faults = send, faults
+        self._swapping = 0  # what the next tag is off by
+
+    def __call__(self, messenger, address, array, tag):
+        off, self._swapping = self._swapping, 0
+        if off:
+            return self.send(messenger, address, array, tag + off)
+        fault = self.faults.next(MESSAGES)
+        if fault is None:
+            return self.send(messenger, address, array, tag)
+        self.faults.done[fault] += 1
+        if fault == "message-flip":
+            array = flipped(array, self.faults.random.randrange(8 * array.nbytes))
+        elif fault == "message-truncate":
+            array = np.array(array[: array.size // 2])
+        elif fault == "message-swap":  # each comes where the other one is waited for
+            self._swapping = -1
+            tag += 1
+        else:
+            sent = SimpleNamespace(completed=True, check_error=lambda: None)
+            return Message(sent, array, tag, lambda _: None)
+        return self.send(messenger, address, array, tag)
+
+
+_SEND = Messenger.send
+
+
+def install(seed, faults, deadline_s, at=None, share=1.0, *, dask_worker):
+    """Have this worker's connections go wrong; what it has learnt about others is forgotten."""
+    plugin = dask_worker.plugins[PLUGIN_NAME]
+    remove(dask_worker=dask_worker)
+    dask_worker.faults = Faults(f"{seed} {dask_worker.name}", faults, at, share)
+    host = plugin._host
+    host.call = FaultyCalls(type(host).call.__get__(host), dask_worker.faults, deadline_s)
+    sends = FaultySends(_SEND, dask_worker.faults)
+    Messenger.send = lambda messenger, *message: sends(messenger, *message)
+
+
+def remove(*, dask_worker):
+    """Have everything go right again; return how often each fault happened."""
+    plugin = dask_worker.plugins[PLUGIN_NAME]
+    plugin._host.__dict__.pop("call", None)
+    plugin.runtime.links._broken.clear()
+    Messenger.send = _SEND
+    return dict(getattr(dask_worker, "faults", SimpleNamespace(done={})).done)

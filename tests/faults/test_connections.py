@@ -1,0 +1,168 @@
+"""Connections that drop, delay, duplicate, reorder, truncate and change what they carry.
+
+Whatever happens to them, a transpose ends within its bound: right, or with an error that says what
+could not be brought, and from where.
+"""
+
+from __future__ import annotations
+
+import time
+
+import dask
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.errors import TransferError
+from tests.faults import faulty
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    one_block_each,
+    source,
+)
+
+SHAPE = (48, 60)
+WORKERS = 3
+DEADLINE_S = 0.3
+SETTINGS = {
+    "p2p.timeouts.request": f"{DEADLINE_S} s",
+    "p2p.timeouts.backoff": "1 ms",
+    "p2p.attempts": 6,
+    # Several parts for each region, so that faults can come between them.
+    "p2p.transports.comm.part-bytes": "512 B",
+    "p2p.transports.ucx.host-part-bytes": "512 B",
+}
+POSITIONS = (1, 2, 7)
+SEEDS = range(6)
+
+pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
+
+
+@pytest.fixture(scope="module")
+def client():
+    with cluster_of(WORKERS) as client:
+        yield client
+
+
+@pytest.fixture(params=["comm", "ucx"])
+def transport(request):
+    with dask.config.set(SETTINGS | {"p2p.transports.order": [request.param]}):
+        yield request.param
+
+
+@pytest.fixture
+def x(client):
+    x = one_block_each(client, source(SHAPE, (16, 60)), addresses(client))
+    wait(x)
+    return x
+
+
+def transposed(client, x, faults, *, seed=0, checksum=True, workers=None, **when):
+    """Transpose with faults; return the result, or the error, and how often which fault was."""
+    client.run(faulty.install, seed, faults, DEADLINE_S, workers=workers, **when)
+    start_s = time.monotonic()
+    with dask.config.set({"p2p.checksum": checksum}):
+        future = client.compute(dask_p2p.transpose(x))
+    try:
+        end = future.result(timeout=BOUND_S)
+    except TransferError as exc:
+        end = exc
+    took_s = time.monotonic() - start_s
+    future.release()
+    done = {}
+    for of in client.run(faulty.remove).values():
+        for name, count in of.items():
+            done[name] = done.get(name, 0) + count
+    assert took_s < BOUND_S / 2
+    return end, done
+
+
+def assert_right(end):
+    assert not isinstance(end, TransferError), end
+    np.testing.assert_array_equal(end, expected(SHAPE).T)
+
+
+def assert_named(error, client):
+    """The error says what could not be brought, from whom, by what, and how often."""
+    said = str(error)
+    assert any(holder in said for holder in addresses(client)), said
+    for word in ("block (", "failed 6 times", "comm"):
+        assert word in said, said
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("fault", faulty.ANSWERS)
+def test_one_fault_in_answers(client, x, fault, position):
+    """One fault for each worker: there are attempts enough for all of them."""
+    with dask.config.set(SETTINGS):
+        end, done = transposed(client, x, [fault], at=[position])
+    assert_right(end)
+    assert set(done) == {fault}
+    assert_nothing_is_held(client)
+
+
+@pytest.mark.parametrize("fault", ["drop", "lose", "hang", "delay", "duplicate", "reorder"])
+def test_one_fault_in_the_answers_of_ucx(client, x, fault):
+    with dask.config.set(SETTINGS | {"p2p.transports.order": ["ucx"]}):
+        end, done = transposed(client, x, [fault], at=[1])
+    assert_right(end)
+    assert set(done) == {fault}
+    assert_nothing_is_held(client)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("fault", faulty.MESSAGES)
+def test_one_fault_in_messages_of_ucx(client, x, fault, position):
+    with dask.config.set(SETTINGS | {"p2p.transports.order": ["ucx"]}):
+        end, done = transposed(client, x, [fault], at=[position])
+    assert_right(end)
+    assert set(done) == {fault}
+    assert_nothing_is_held(client)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_faults_of_all_kinds(client, transport, x, seed):
+    faults = faulty.ANSWERS + faulty.MESSAGES
+    end, done = transposed(client, x, faults, seed=seed, share=(0.1, 0.2, 0.4)[seed % 3])
+    assert done, "no fault happened"
+    if isinstance(end, TransferError):
+        assert_named(end, client)
+    else:
+        assert_right(end)
+    assert_nothing_is_held(client)
+    assert_right(transposed(client, x, [])[0])
+
+
+@pytest.mark.parametrize("fault", ["drop", "truncate", "flip", "garble"])
+def test_connections_that_are_always_faulty(client, x, fault):
+    with dask.config.set(SETTINGS):
+        end, done = transposed(client, x, [fault])
+        assert isinstance(end, TransferError)
+        assert_named(end, client)
+        assert done[fault] >= 6
+        assert_nothing_is_held(client)
+        assert_right(transposed(client, x, [])[0])
+
+
+def test_messages_of_ucx_that_always_come_changed_go_another_way(client, x):
+    with dask.config.set(SETTINGS | {"p2p.transports.order": ["ucx"], "p2p.attempts": 1}):
+        end, done = transposed(client, x, ["message-flip"])
+        assert_right(end)
+        assert done["message-flip"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "order"), [("flip", "comm"), ("message-flip", "ucx"), ("message-swap", "ucx")]
+)
+def test_without_checksums_changed_data_go_through(client, x, fault, order):
+    """So what finds them above are the checksums."""
+    with dask.config.set(SETTINGS | {"p2p.transports.order": [order]}):
+        end, done = transposed(client, x, [fault], at=[2], checksum=False)
+    assert done[fault] > 0
+    assert not isinstance(end, TransferError)
+    assert (end.view("u8") != expected(SHAPE).T.view("u8")).sum() >= done[fault]

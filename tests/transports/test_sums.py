@@ -1,0 +1,197 @@
+"""Flipped bits between two workers: with checksums each is found, without them none is."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from distributed.protocol import to_serialize
+
+from dask_p2p.config import options
+from dask_p2p.errors import TransferError
+from dask_p2p.transports import ucx as ucx_module
+from dask_p2p.transports.base import BlockSpec
+from dask_p2p.transports.comm import CommTransport
+from dask_p2p.transports.messenger import Messenger
+from dask_p2p.transports.ucx import UcxTransport
+from tests.faults.faulty import flipped
+from tests.transports.loopback import EventLoop, LoopbackHost
+from tests.transports.test_comm import TestComm as _TestComm
+from tests.transports.test_comm import setup as comm_setup  # noqa: F401
+from tests.transports.test_ucx import TestUcx as _TestUcx
+from tests.transports.test_ucx import setup as ucx_setup  # noqa: F401
+
+KEY = ("x", 0, 0)
+BLOCK = np.random.default_rng(0).integers(0, 2**63, (50, 40)).view("f8")
+BOX = ((3, 47), (5, 38))
+REGION = BLOCK[3:47, 5:38]
+BITS = 8 * REGION.nbytes
+POSITIONS = [
+    *(0, 1, 7, 8, 63, 64, BITS // 2 - 1, BITS // 2, BITS - 64, BITS - 2, BITS - 1),
+    *map(int, np.random.default_rng(1).integers(0, BITS, 200)),
+]
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+class TestCommWithSums(_TestComm):
+    options = replace(options(), checksum=True)
+
+    @pytest.fixture
+    def setup(self, comm_setup):  # noqa: F811
+        return comm_setup
+
+
+class TestUcxWithSums(_TestUcx):
+    options = replace(options(), checksum=True)
+
+    @pytest.fixture
+    def setup(self, ucx_setup):  # noqa: F811
+        return ucx_setup
+
+
+@pytest.fixture(params=["comm", "ucx"])
+def link(request, loop, tmp_path, monkeypatch):
+    """A reader and a holder; `link.change` is done to all data on their way."""
+    network = {}
+    hosts = [LoopbackHost(name, loop.loop, network, tmp_path) for name in ("reader", "holder")]
+    make = {"comm": CommTransport, "ucx": UcxTransport}[request.param]
+    reader, serving = (make(host, options()) for host in hosts)
+    for host, transport in zip(hosts, (reader, serving), strict=True):
+        host.handlers.update(transport.handlers())
+    hosts[1].blocks[KEY] = BLOCK
+    link = SimpleNamespace(
+        name=request.param, reader=reader, holder=hosts[1], change=lambda array: array
+    )
+    if link.name == "comm":
+        serve = hosts[1].handlers["p2p_region"]
+
+        async def changed(**kwargs):
+            reply = await serve(**kwargs)
+            if reply["status"] != "ok":
+                return reply
+            return {**reply, "data": to_serialize(link.change(reply["data"].data))}
+
+        hosts[1].handlers["p2p_region"] = changed
+    else:
+        send = Messenger.send
+        monkeypatch.setattr(
+            Messenger,
+            "send",
+            lambda self, address, array, tag: send(self, address, link.change(array), tag),
+        )
+    yield link
+    for transport in (reader, serving):
+        loop.run(transport.close())
+    for host in hosts:
+        host.close()
+
+
+def read(link, checksum, boxes=(BOX,)):
+    chosen = replace(options(), checksum=checksum, request_timeout_s=10.0)
+    spec = BlockSpec(KEY, "holder", BLOCK.shape, BLOCK.dtype, "numpy")
+    remote = link.reader.open(spec, boxes, chosen)
+    try:
+        regions = [remote.request() for _ in boxes]
+        regions = [np.array(region.result(10)) for region in regions]
+        remote.confirm()
+        return regions
+    finally:
+        remote.close()
+
+
+def test_every_flipped_bit_is_found(link):
+    np.testing.assert_array_equal(read(link, True)[0], REGION)
+    for bit in POSITIONS:
+        link.change = lambda array, bit=bit: flipped(array, bit)
+        with pytest.raises(TransferError, match="came changed") as caught:
+            read(link, True)
+        said = str(caught.value)
+        for named in (link.name, str(BOX), f"block {KEY!r}", "holder", "crc32"):
+            assert named in said
+    link.change = lambda array: array
+    np.testing.assert_array_equal(read(link, True)[0], REGION)
+
+
+def test_without_checksums_no_flipped_bit_is_found(link):
+    for bit in (0, BITS // 2, BITS - 1):
+        link.change = lambda array, bit=bit: flipped(array, bit)
+        (got,) = read(link, False)
+        np.testing.assert_array_equal(got, flipped(np.ascontiguousarray(REGION), bit))
+
+
+def test_the_part_that_is_flipped_is_named(link):
+    rows = [((i, i + 1), (0, 40)) for i in range(10)]
+    counter = iter(range(10))
+    link.change = lambda array: flipped(array, 5) if next(counter) == 7 else array
+    with pytest.raises(TransferError, match=r"\(\((\d), \d+\), \(0, 40\)\) of block .* came chan"):
+        read(link, True, rows)
+
+
+def test_an_answer_to_another_request_is_found(link):
+    """As large and as whole as the right one: what was asked for changed on its way."""
+    op = {"comm": "p2p_region", "ucx": "p2p_ucx_send"}[link.name]
+    serve = link.holder.handlers[op]
+    other = ((4, 48), (5, 38))
+
+    async def misheard(**kwargs):
+        asked = {"box": other} if link.name == "comm" else {"boxes": [other]}
+        return await serve(**{**kwargs, **asked})
+
+    link.holder.handlers[op] = misheard
+    np.testing.assert_array_equal(read(link, False)[0], BLOCK[4:48, 5:38])
+    with pytest.raises(TransferError, match="came changed"):
+        read(link, True)
+
+
+@pytest.mark.parametrize(
+    "said", [None, 5, "crc32", [], [-1], ["crc32", -1], ["crc32", True], ["md5", 1]], ids=str
+)
+def test_a_holder_that_sends_no_checksum(link, said):
+    op, field = {
+        "comm": ("p2p_region", "checksum"),
+        "ucx": ("p2p_ucx_send", "checksums"),
+    }[link.name]
+    serve = link.holder.handlers[op]
+
+    async def silent(**kwargs):
+        return {**await serve(**kwargs), field: said}
+
+    link.holder.handlers[op] = silent
+    with pytest.raises(TransferError, match=r"holder sent no checksums? of"):
+        read(link, True)
+
+
+def test_algorithms_that_nobody_knows_are_refused(link, loop):
+    if link.name == "comm":
+        request = {"key": KEY, "box": BOX, "shape": BLOCK.shape}
+        reply = loop.run(link.holder.handlers["p2p_region"](**request, checksum="crc32"))
+    else:
+        request = {"key": KEY, "boxes": [BOX], "shape": BLOCK.shape, "dtype": "float64 <f8"}
+        request |= {"tag": 1, "reader": "reader", "ahead": 1, "wait_s": 1.0, "checksum": "md5"}
+        reply = loop.run(link.holder.handlers["p2p_ucx_send"](**request))
+    assert reply["status"] == "error"
+    assert "checksum: expected" in reply["message"]
+
+
+@pytest.mark.parametrize("link", ["ucx"], indirect=True)
+def test_a_holder_that_does_not_say_that_it_has_sent(link, monkeypatch):
+    serve = link.holder.handlers["p2p_ucx_send"]
+
+    async def late(**kwargs):
+        reply = await serve(**kwargs)
+        await asyncio.sleep(5)
+        return reply
+
+    link.holder.handlers["p2p_ucx_send"] = late
+    monkeypatch.setattr(ucx_module, "GRACE_S", -9.8)
+    with pytest.raises(TransferError, match="holder does not say that it has sent block"):
+        read(link, False)
