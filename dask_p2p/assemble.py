@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dask_p2p.config import Options
@@ -25,7 +25,15 @@ from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import Queue, queue_for
 from dask_p2p.layout import Box, box_size, box_slices, split_box
 from dask_p2p.plan import BlockPlan, Piece, stage_order
-from dask_p2p.transports.base import GRACE_S, BlockSpec, Pacing, Pending, RemoteBlock, check_block
+from dask_p2p.transports.base import (
+    GRACE_S,
+    BlockSpec,
+    Pacing,
+    Pending,
+    RemoteBlock,
+    Transport,
+    check_block,
+)
 from dask_p2p.transports.links import BlockRef, Links, Way
 
 __all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
@@ -145,7 +153,7 @@ class Assembly:
         queue = queue_for(kind, beside_copies=bool(self._remote))
         out = queue.empty(self.plan.shape, self.output.dtype)
         try:
-            if self.options.mode == "sync":
+            if self._in_sync:
                 self._queue_local(queue, out)
                 queue.synchronize()
             self._bring_remote(queue, out)
@@ -189,6 +197,9 @@ class Assembly:
         failed: dict[int, Exception] = {}
         ahead: deque[_Part] = deque()
         for source, parts, in_flight in self._open_in_turn(todo, failed, queue.kind):
+            while ahead and ahead[-1].source.way.transport is not source.way.transport:
+                # Each may fill all that there is for staging.
+                self._place(ahead.popleft(), failed, queue, out)
             try:
                 for part in parts:
                     ahead.append(part)
@@ -215,10 +226,8 @@ class Assembly:
         """
         opened: deque[tuple[_Source, Iterator[_Part], int]] = deque()
         for source in todo:
-            pacing = source.way.transport.pacing(self.options, kind)
+            pacing = self._pacing(source.way.transport, kind)
             in_flight, blocks_ahead = pacing.parts_in_flight, pacing.blocks_ahead
-            if self.options.mode == "sync":
-                in_flight = blocks_ahead = 0
             try:
                 opened.append((source, self._open(source, pacing, kind), in_flight))
             except TransferError as exc:
@@ -226,6 +235,17 @@ class Assembly:
             while len(opened) > blocks_ahead:
                 yield opened.popleft()
         yield from opened
+
+    def _pacing(self, transport: Transport, kind: str) -> Pacing:
+        pacing = transport.pacing(self.options, kind)
+        if pacing.part_bytes is not None and pacing.part_bytes < self.output.dtype.itemsize:
+            # A part has one item at least, and so they go one at a time, or not through slots.
+            pacing = Pacing(None if transport.in_place else pacing.part_bytes, 0)
+        return replace(pacing, parts_in_flight=0, blocks_ahead=0) if self._in_sync else pacing
+
+    @property
+    def _in_sync(self) -> bool:
+        return self.options.mode == "sync"
 
     def _open(self, source: _Source, pacing: Pacing, kind: str) -> Iterator[_Part]:
         """Open a source, and return its parts."""
@@ -282,7 +302,7 @@ class Assembly:
             queue.permute_from_peer(dst, region, self.plan.axes, part.slot_bytes)
         else:
             queue.permute_and_drop(dst, region, self.plan.axes)
-        if self.options.mode == "sync":
+        if self._in_sync:
             queue.synchronize()
 
     def _sources(self, kind: str) -> list[_Source]:
@@ -312,7 +332,11 @@ class Assembly:
         said, name = str(error), way.transport.name
         source.causes.append(said if said.startswith(f"{name}: ") else f"{name}: {said}")
         if source.slot in self._opened:
-            self._given_up.append(self._opened.pop(source.slot))
+            remote = self._opened.pop(source.slot)
+            if way.transport.in_place:  # kernels that are queued may read there still
+                self._given_up.append(remote)
+            else:
+                remote.close()  # with the parts that it brought
         if isinstance(error, BlockUnavailableError):
             # The holder answers, it just lacks the block: no other transport would find it.
             source.ways = [other for other in source.ways if other.holder != way.holder]

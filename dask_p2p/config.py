@@ -36,6 +36,7 @@ class Options:
     mode: str
     low_latency: bool
     attempts: int
+    staging_limit_bytes: int
     transports: tuple[str, ...] | None
     comm_part_bytes: int
     comm_parts_in_flight: int
@@ -73,6 +74,7 @@ def options() -> Options:
         mode=_read("mode", _one_of(MODES)),
         low_latency=_read("low-latency", _yes_or_no),
         attempts=_read("attempts", _positive_int),
+        staging_limit_bytes=_read("memory.staging-limit", _positive_bytes),
         transports=_read("transports.order", _transports),
         comm_part_bytes=_read("transports.comm.part-bytes", _positive_bytes),
         comm_parts_in_flight=_read("transports.comm.parts-in-flight", _positive_int),

@@ -38,7 +38,7 @@ class FakeTransport(Transport):
     in_place = False
 
     def __init__(self, name, log, part_bytes=None, ahead=1):
-        super().__init__(host=None, options=None)
+        super().__init__(host=None, options=options())
         self.name = name
         self.log = log
         self.fails = {}

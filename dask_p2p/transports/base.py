@@ -43,6 +43,8 @@ from dask_p2p.errors import (
 )
 from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Box
+from dask_p2p.transports.budget import Budget
+from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 
 __all__ = [
@@ -88,15 +90,6 @@ class BlockSpec:
 
     def __str__(self) -> str:
         return f"block {self.key!r} of {self.holder}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pacing:
-    """How a reader asks for regions."""
-
-    part_bytes: int | None  # at most so many in one request; None: any number
-    parts_in_flight: int  # requests under way while the part before them is put into place
-    blocks_ahead: int = 0  # opened while the one before them is read
 
 
 class Host(Protocol):
@@ -183,6 +176,8 @@ class Transport(ABC):
     def __init__(self, host: Host, options: Options) -> None:
         self.host = host
         self.options = options
+        #: What is packed for readers; the transports of one worker share one.
+        self.packed = Budget(options.staging_limit_bytes)
 
     @abstractmethod
     def handlers(self) -> Mapping[str, Handler]:
