@@ -93,6 +93,7 @@ class FakeBlock(RemoteBlock):
 
 class FakePeers:
     address = "b"
+    memory = None
 
     def __init__(self, *transports):
         self.warnings = []
@@ -101,6 +102,9 @@ class FakePeers:
 
     def serving(self, blocks, kind, options):
         self.served += blocks
+
+    def memory_bytes(self, kind):
+        return self.memory
 
 
 @pytest.fixture

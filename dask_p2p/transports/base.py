@@ -252,6 +252,8 @@ async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **
         ) from None
     except OSError as exc:  # connections that break, or cannot be made
         raise BlockUnavailableError(f"{holder} cannot be reached about {about}: {exc}") from exc
+    except MemoryError:  # for the answer, here
+        raise
     except Exception as exc:  # of the holder's, which Dask raises here; or its answer is garbled
         why = f"{type(exc).__name__}: {exc}"
         raise TransferError(f"{holder} could not answer about {about}: {why}", why) from exc
@@ -306,7 +308,10 @@ def refuse(exc: Exception) -> dict[str, Any]:
         return {"status": "missing"}
     if isinstance(exc, (BlockMismatchError, UnsupportedArrayError)):
         return {"status": "mismatch", "message": str(exc)}
-    return {"status": "error", "message": f"{type(exc).__name__}: {exc}"}
+    said = f"{type(exc).__name__}: {exc}"
+    if isinstance(exc, MemoryError):
+        said = f"out of memory for packing what was asked for ({said})"
+    return {"status": "error", "message": said}
 
 
 def check_reply(reply: Any, block: BlockSpec, transport: str) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Pacing:
 
 
 def ipc_pacing(options: Options) -> Pacing:
-    """A part is what passes through a slot of the queue; what is requested is there at once."""
+    """Return parts as large as a slot of the queue; what is requested is there at once."""
     slot_bytes = _ipc_bytes(options) // SLOTS
     return Pacing(slot_bytes if slot_bytes >= _SMALLEST_SLOT_BYTES else None, parts_in_flight=0)
 
@@ -67,7 +67,9 @@ def comm_pacing(options: Options, kind: str) -> Pacing:
     return Pacing(part_bytes, options.comm_parts_in_flight)
 
 
-def staging_bytes(options: Options, kind: str, largest_bytes: int, remote_bytes: int) -> int:
+def staging_bytes(
+    options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+) -> int:
     """Return what one task holds at most beyond its inputs and its output.
 
     Parameters
@@ -78,6 +80,8 @@ def staging_bytes(options: Options, kind: str, largest_bytes: int, remote_bytes:
         Of the largest region that it reads from one block.
     remote_bytes
         All that comes from other workers.
+    item_bytes
+        Of one element: no part is smaller.
     """
     order = options.order(kind)
     slots_bytes = 0
@@ -85,9 +89,11 @@ def staging_bytes(options: Options, kind: str, largest_bytes: int, remote_bytes:
         slots_bytes = SLOTS * min(ipc_pacing(options).part_bytes or 0, largest_bytes)
     parts_bytes = 0
     if "ucx" in order:
-        part_bytes = buffer_bytes(min(ucx_pacing(options, kind).part_bytes or 0, largest_bytes))
+        part_bytes = max(item_bytes, ucx_pacing(options, kind).part_bytes or 0)
+        part_bytes = buffer_bytes(min(part_bytes, largest_bytes))
         parts_bytes = min(_held("ucx", options, kind) * part_bytes, 2 * remote_bytes)
-    part_bytes = min(comm_pacing(options, kind).part_bytes or 0, largest_bytes)
+    part_bytes = max(item_bytes, comm_pacing(options, kind).part_bytes or 0)
+    part_bytes = min(part_bytes, largest_bytes)
     copies = 2 if kind == "cupy" else 1  # in host and in device memory
     return slots_bytes + max(
         parts_bytes, min(_held("comm", options, kind) * part_bytes, copies * remote_bytes)
