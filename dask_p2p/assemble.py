@@ -14,19 +14,30 @@ blocks, and stage 0 is all there is.
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Protocol
 
 from dask_p2p.config import Options
-from dask_p2p.errors import BlockUnavailableError, TransferError
+from dask_p2p.errors import BlockUnavailableError, P2PError, TransferError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import Queue, queue_for
 from dask_p2p.layout import Box, box_size, box_slices, split_box
+from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.plan import BlockPlan, Piece, stage_order
-from dask_p2p.transports.base import GRACE_S, BlockSpec, Pacing, Pending, RemoteBlock, check_block
+from dask_p2p.transports.base import (
+    GRACE_S,
+    BlockSpec,
+    Pending,
+    RemoteBlock,
+    Transport,
+    check_block,
+)
 from dask_p2p.transports.links import BlockRef, Links, Way
+from dask_p2p.transports.pacing import Pacing, staging_bytes
 
 __all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
 
@@ -58,6 +69,9 @@ class Peers(Protocol):
 
     def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
         """Take note that other workers are about to read these blocks of this kind."""
+
+    def memory_bytes(self, kind: str) -> int | None:
+        """Return all memory for blocks of this kind; None if it is not bounded."""
 
 
 @dataclass(slots=True)
@@ -133,11 +147,26 @@ class Assembly:
             If an input block is not what its Dask array declares.
         TransferError
             If a remote block cannot be had by any way. It may be had later, or elsewhere.
+        MemoryLimitError
+            If it can never fit into the worker's memory, or an allocation fails.
         """
+        try:
+            return self._run()
+        except Exception as exc:
+            if not is_out_of_memory(exc) or isinstance(exc, P2PError):
+                raise
+            said = f"{type(exc).__name__}: {exc}"
+            # What the frames below hold, half an output perhaps, goes with them, not with `exc`.
+            traceback.clear_frames(exc.__traceback__)
+        raise self._need(self.output.kind).error(said, self._where)
+
+    def _run(self) -> Any:
         kind = self.output.kind
         for slot, block in self._local.items():
             kind = kernel_for(block).name
             check_block(block, self.key(slot), self.plan.source_shapes[slot], self.output.dtype)
+        if self.peers is not None:
+            self._need(kind).check(self.peers.memory_bytes(kind), self._where)
         if self._remote and self.peers is not None:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(slot): block for slot, block in self._local.items()}
@@ -145,7 +174,7 @@ class Assembly:
         queue = queue_for(kind, beside_copies=bool(self._remote))
         out = queue.empty(self.plan.shape, self.output.dtype)
         try:
-            if self.options.mode == "sync":
+            if self._in_sync:
                 self._queue_local(queue, out)
                 queue.synchronize()
             todo = self._sources(queue.kind)
@@ -159,6 +188,22 @@ class Assembly:
         finally:
             self._finish(queue)
         return out
+
+    def _need(self, kind: str) -> Need:
+        itemsize = self.output.dtype.itemsize
+        sizes = [box_size(p.src) * itemsize for p in self.plan.pieces if p.source in self._remote]
+        return Need(
+            output_bytes=prod(self.plan.shape) * itemsize,
+            staging_bytes=staging_bytes(
+                self.options, kind, max(sizes, default=0), sum(sizes), itemsize
+            ),
+            input_bytes=max(map(in_memory_bytes, self._local.values()), default=0),
+            staging_limit_bytes=self.options.staging_limit_bytes,
+        )
+
+    @property
+    def _where(self) -> str:
+        return "this process" if self.peers is None else f"worker {self.peers.address}"
 
     def _finish(self, queue: Queue) -> None:
         """Wait for all kernels, and only then end the leases: also where something failed."""
@@ -204,6 +249,9 @@ class Assembly:
         failed: dict[int, Exception] = {}
         ahead: deque[_Part] = deque()
         for source, parts, in_flight in self._open_in_turn(todo, failed, queue.kind):
+            while ahead and ahead[-1].source.way.transport is not source.way.transport:
+                # Each may fill all that there is for staging.
+                self._place(ahead.popleft(), failed, queue, out)
             try:
                 for part in parts:
                     ahead.append(part)
@@ -211,8 +259,10 @@ class Assembly:
                         self._queue_local(queue, out)
                     while len(ahead) > in_flight:
                         self._place(ahead.popleft(), failed, queue, out)
+                    if source.slot in failed:
+                        break  # nothing more of it
             except TransferError as exc:
-                failed[source.slot] = exc
+                self._fail(source, exc, failed)
         while ahead:
             self._place(ahead.popleft(), failed, queue, out)
         return failed
@@ -227,10 +277,8 @@ class Assembly:
         """
         opened: deque[tuple[_Source, Iterator[_Part], int]] = deque()
         for source in todo:
-            pacing = source.way.transport.pacing(self.options, kind)
+            pacing = self._pacing(source.way.transport, kind)
             in_flight, blocks_ahead = pacing.parts_in_flight, pacing.blocks_ahead
-            if self.options.mode == "sync":
-                in_flight = blocks_ahead = 0
             try:
                 opened.append((source, self._open(source, pacing, kind), in_flight))
             except TransferError as exc:
@@ -238,6 +286,17 @@ class Assembly:
             while len(opened) > blocks_ahead:
                 yield opened.popleft()
         yield from opened
+
+    def _pacing(self, transport: Transport, kind: str) -> Pacing:
+        pacing = transport.pacing(self.options, kind)
+        if pacing.part_bytes is not None and pacing.part_bytes < self.output.dtype.itemsize:
+            # A part has one item at least, and so they go one at a time, or not through slots.
+            pacing = Pacing(None if transport.in_place else pacing.part_bytes, 0)
+        return replace(pacing, parts_in_flight=0, blocks_ahead=0) if self._in_sync else pacing
+
+    @property
+    def _in_sync(self) -> bool:
+        return self.options.mode == "sync"
 
     def _open(self, source: _Source, pacing: Pacing, kind: str) -> Iterator[_Part]:
         """Open a source, and return its parts."""
@@ -282,20 +341,28 @@ class Assembly:
         try:
             region = part.pending.result(self.options.request_timeout_s + GRACE_S)
         except TransferError as exc:
-            failed[source.slot] = exc
+            self._fail(source, exc, failed)
             return
         except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
-            failed[source.slot] = TransferError(
-                f"no answer of {source.way.holder} in time, and no word of the event loop"
-            )
+            said = f"no answer of {source.way.holder} in time, and no word of the event loop"
+            self._fail(source, TransferError(said), failed)
             return
         dst = out[box_slices(part.dst)]
         if source.way.transport.in_place:
             queue.permute_from_peer(dst, region, self.plan.axes, part.slot_bytes)
         else:
             queue.permute_and_drop(dst, region, self.plan.axes)
-        if self.options.mode == "sync":
+        if self._in_sync:
             queue.synchronize()
+
+    def _fail(self, source: _Source, error: Exception, failed: dict[int, Exception]) -> None:
+        """Take note that a source does not come by its current way, and let go of what came."""
+        failed[source.slot] = error
+        remote = self._opened.pop(source.slot)
+        if source.way.transport.in_place:  # kernels that are queued may read there still
+            self._given_up.append(remote)
+        else:
+            remote.close()
 
     def _sources(self, kind: str) -> list[_Source]:
         """Return the remote sources in stage order."""
@@ -323,8 +390,6 @@ class Assembly:
         way = source.ways.pop(0)
         said, name = str(error), way.transport.name
         source.causes.append(said if said.startswith(f"{name}: ") else f"{name}: {said}")
-        if source.slot in self._opened:
-            self._given_up.append(self._opened.pop(source.slot))
         if isinstance(error, BlockUnavailableError):
             # The holder answers, it just lacks the block: no other transport would find it.
             source.ways = [other for other in source.ways if other.holder != way.holder]

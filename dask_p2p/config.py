@@ -37,6 +37,7 @@ class Options:
     low_latency: bool
     attempts: int
     checksum: bool
+    staging_limit_bytes: int
     transports: tuple[str, ...] | None
     comm_part_bytes: int
     comm_parts_in_flight: int
@@ -75,6 +76,7 @@ def options() -> Options:
         low_latency=_read("low-latency", _yes_or_no),
         attempts=_read("attempts", _positive_int),
         checksum=_read("checksum", _yes_or_no),
+        staging_limit_bytes=_read("memory.staging-limit", _positive_bytes),
         transports=_read("transports.order", _transports),
         comm_part_bytes=_read("transports.comm.part-bytes", _positive_bytes),
         comm_parts_in_flight=_read("transports.comm.parts-in-flight", _positive_int),

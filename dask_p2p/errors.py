@@ -10,6 +10,7 @@
     ├── BlockMismatchError              a block is not what the Dask array declares
     ├── TransferError                   a region could not be brought to its reader
     │   └── BlockUnavailableError       a holder no longer has, or never had, the block
+    ├── MemoryLimitError (MemoryError)  a block needs more memory than there is
     ├── ConfigError (ValueError)        an option has a value that it cannot have
     └── FileError (OSError)             a file cannot be read or written as asked
 
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "FileError",
     "InputError",
+    "MemoryLimitError",
     "P2PError",
     "P2PWarning",
     "TransferError",
@@ -78,6 +80,28 @@ class BlockUnavailableError(TransferError):
 
     Another transport would not help; another holder may.
     """
+
+
+class MemoryLimitError(P2PError, MemoryError):
+    """A block of a result needs more memory than its worker has, or than is free there.
+
+    Parameters
+    ----------
+    message : str
+        Says what needs how much, and what would make it fit.
+    needed_bytes : int
+        All that the task needs at the same time.
+    missing_bytes : int, optional
+        Of that, what there can never be. None if an allocation failed, since others may have
+        taken what is missing.
+    """
+
+    def __init__(
+        self, message: str, needed_bytes: int = 0, missing_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.missing_bytes = missing_bytes
 
 
 class ConfigError(P2PError, ValueError):

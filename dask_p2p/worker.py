@@ -30,7 +30,7 @@ from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options, options
 from dask_p2p.environment import on_gpu
 from dask_p2p.errors import P2PWarning
-from dask_p2p.kernels import warm_up
+from dask_p2p.kernels import device_memory_bytes, warm_up
 from dask_p2p.plan import BlockPlan, Piece, stage_order
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Attempts, Record, warn_client
 from dask_p2p.transports import make_transports
@@ -48,6 +48,7 @@ _SERVING_THREADS = 2  # that pack regions for other workers
 _LOOKS = 10  # for a block that is being spilled, or brought back
 _KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them was read
 _RECORDS = 1000  # of tasks that are kept
+_METRIC = "dask-p2p-leased-bytes"
 _COUNTED_TASKS = 10_000  # whose failed attempts are kept
 
 
@@ -166,6 +167,11 @@ class WorkerRuntime:
         for name in options.order(kind):
             self.links.transports[name].serving(blocks)
 
+    def memory_bytes(self, kind: str) -> int | None:
+        if kind == "cupy":
+            return device_memory_bytes()
+        return self._worker.memory_manager.memory_limit or None
+
     def meet(self, holders: Iterable[str], kind: str) -> None:
         """Prove the way that blocks of this kind will take from each of these workers."""
         for holder in holders:
@@ -238,6 +244,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self.runtime = WorkerRuntime(worker, self._host, self._transports, self.options)
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
+        worker.metrics[_METRIC] = lambda worker: self.leased_bytes
         self._warming = asyncio.ensure_future(self._warm_up())
         handlers = worker.stream_handlers
         self._originals = {op: handlers[op] for op in ("compute-task", "remove-worker")}
@@ -275,6 +282,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     async def teardown(self, worker: Worker) -> None:
         """Give the handlers back and end all leases."""
         worker.stream_handlers.update(self._originals)
+        worker.metrics.pop(_METRIC, None)
         for transport in self._transports.values():
             await transport.close()
             for op in transport.handlers():

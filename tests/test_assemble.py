@@ -38,7 +38,7 @@ class FakeTransport(Transport):
     in_place = False
 
     def __init__(self, name, log, part_bytes=None, ahead=1):
-        super().__init__(host=None, options=None)
+        super().__init__(host=None, options=options())
         self.name = name
         self.log = log
         self.fails = {}
@@ -93,6 +93,7 @@ class FakeBlock(RemoteBlock):
 
 class FakePeers:
     address = "b"
+    memory = None
 
     def __init__(self, *transports):
         self.warnings = []
@@ -101,6 +102,9 @@ class FakePeers:
 
     def serving(self, blocks, kind, options):
         self.served += blocks
+
+    def memory_bytes(self, kind):
+        return self.memory
 
 
 @pytest.fixture

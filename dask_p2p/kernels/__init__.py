@@ -31,7 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from dask_p2p.errors import UnsupportedArrayError
 
-__all__ = ["Kernel", "kernel_for", "kernel_named", "warm_up"]
+__all__ = ["Kernel", "device_memory_bytes", "kernel_for", "kernel_named", "warm_up"]
 
 KERNEL_NAMES = ("numpy", "cupy")
 
@@ -130,6 +130,13 @@ def warm_up(name: str) -> None:
         from dask_p2p.kernels.cupy import warm_up as compile_ahead
 
         compile_ahead()
+
+
+def device_memory_bytes() -> int | None:
+    """Return all memory of the current GPU; None where arrays can have more than that."""
+    from dask_p2p.kernels.cupy import memory_bytes
+
+    return memory_bytes()
 
 
 def _cupy_kernel() -> Kernel:

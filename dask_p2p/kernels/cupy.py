@@ -9,6 +9,7 @@ mapped into this process (`cupy.ndarray` over an `UnownedMemory`), and CuPy has 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ from dask_p2p.kernels._launch import (
     plan_launches,
 )
 
-__all__ = ["KERNEL", "CupyKernel", "LaunchGeometry", "launch_geometry", "warm_up"]
+__all__ = ["KERNEL", "CupyKernel", "LaunchGeometry", "launch_geometry", "memory_bytes", "warm_up"]
 
 COMPILER_OPTIONS = ("--std=c++17",)
 # Shared memory that a block reserves and does not use when it runs gently: with it two blocks of
@@ -163,6 +164,19 @@ def _gentle_too(function: Any) -> _Loaded:
     gentle_bytes = max(0, min(GENTLE_BYTES, room_bytes))
     function.max_dynamic_shared_size_bytes = gentle_bytes
     return _Loaded(function, gentle_bytes)
+
+
+def memory_bytes() -> int | None:
+    """Return all memory of the current GPU; None where arrays can have more than that."""
+    if "rmm" in sys.modules:
+        import rmm
+
+        resource = rmm.mr.get_current_device_resource()
+        while hasattr(resource, "get_upstream"):
+            resource = resource.get_upstream()
+        if type(resource).__name__ not in ("CudaMemoryResource", "CudaAsyncMemoryResource"):
+            return None  # managed memory, perhaps, which goes beyond the GPU's own
+    return int(cupy.cuda.runtime.memGetInfo()[1])
 
 
 def warm_up(

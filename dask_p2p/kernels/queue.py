@@ -19,10 +19,19 @@ import numpy as np
 from dask_p2p.kernels import kernel_named
 from dask_p2p.kernels._geometry import reduce_copy
 
-__all__ = ["SLOTS", "DeviceQueue", "HostQueue", "Pitch", "Queue", "pitched", "queue_for"]
+__all__ = [
+    "MOST_UNREAD",
+    "SLOTS",
+    "DeviceQueue",
+    "HostQueue",
+    "Pitch",
+    "Queue",
+    "pitched",
+    "queue_for",
+]
 
 SLOTS = 3  # one is filled, one is emptied, one waits for either
-_MOST_UNREAD = 2  # arrays that came from elsewhere, and are kept for kernels that are queued
+MOST_UNREAD = 2  # arrays that came from elsewhere, and are kept for kernels that are queued
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 
@@ -192,7 +201,7 @@ class DeviceQueue:
         read = self._cupy.cuda.Event(disable_timing=True)
         read.record(self._stream)
         self._unread.append((read, src))
-        while len(self._unread) > _MOST_UNREAD or (self._unread and self._unread[0][0].done):
+        while len(self._unread) > MOST_UNREAD or (self._unread and self._unread[0][0].done):
             self._unread.popleft()[0].synchronize()
 
     def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dask_p2p.config import Options
 from dask_p2p.transports.base import Host, Transport
+from dask_p2p.transports.budget import Budget
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.ucx import UcxTransport
@@ -18,4 +19,10 @@ _CLASSES = (IpcTransport, UcxTransport, CommTransport)
 
 def make_transports(host: Host, options: Options) -> dict[str, Transport]:
     """Make every transport of a worker, by name."""
-    return {transport.name: transport(host, options) for transport in _CLASSES}
+    made: dict[str, Transport] = {
+        transport.name: transport(host, options) for transport in _CLASSES
+    }
+    packed = Budget(options.staging_limit_bytes)
+    for transport in made.values():
+        transport.packed = packed
+    return made

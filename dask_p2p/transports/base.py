@@ -45,6 +45,8 @@ from dask_p2p.errors import (
 )
 from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Box
+from dask_p2p.transports.budget import Budget
+from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 
 __all__ = [
@@ -90,15 +92,6 @@ class BlockSpec:
 
     def __str__(self) -> str:
         return f"block {self.key!r} of {self.holder}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pacing:
-    """How a reader asks for regions."""
-
-    part_bytes: int | None  # at most so many in one request; None: any number
-    parts_in_flight: int  # requests under way while the part before them is put into place
-    blocks_ahead: int = 0  # opened while the one before them is read
 
 
 class Host(Protocol):
@@ -186,6 +179,8 @@ class Transport(ABC):
     def __init__(self, host: Host, options: Options) -> None:
         self.host = host
         self.options = options
+        #: What is packed for readers; the transports of one worker share one.
+        self.packed = Budget(options.staging_limit_bytes)
 
     @abstractmethod
     def handlers(self) -> Mapping[str, Handler]:
@@ -260,6 +255,8 @@ async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **
         ) from None
     except OSError as exc:  # connections that break, or cannot be made
         raise BlockUnavailableError(f"{holder} cannot be reached about {about}: {exc}") from exc
+    except MemoryError:  # for the answer, here
+        raise
     except Exception as exc:  # of the holder's, which Dask raises here; or its answer is garbled
         why = f"{type(exc).__name__}: {exc}"
         raise TransferError(f"{holder} could not answer about {about}: {why}", why) from exc
@@ -315,7 +312,10 @@ def refuse(exc: Exception) -> dict[str, Any]:
         return {"status": "missing"}
     if isinstance(exc, (BlockMismatchError, UnsupportedArrayError)):
         return {"status": "mismatch", "message": str(exc)}
-    return {"status": "error", "message": f"{type(exc).__name__}: {exc}"}
+    said = f"{type(exc).__name__}: {exc}"
+    if isinstance(exc, MemoryError):
+        said = f"out of memory for packing what was asked for ({said})"
+    return {"status": "error", "message": said}
 
 
 def check_reply(reply: Any, block: BlockSpec, transport: str) -> dict[str, Any]:

@@ -14,9 +14,18 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Buffers"]
+__all__ = ["Buffers", "buffer_bytes"]
 
-_GRANULE_BYTES = 2**16  # sizes are powers of two from here on, so that few differ
+_GRANULE_BYTES = 2**9  # sizes are powers of two from here on, so that few differ
+
+
+def buffer_bytes(nbytes: int) -> int:
+    """Return the size of the buffer that an array of `nbytes` is put into.
+
+    >>> buffer_bytes(70_000), buffer_bytes(1)
+    (131072, 512)
+    """
+    return max(_GRANULE_BYTES, 1 << max(0, nbytes - 1).bit_length())
 
 
 class Buffers:
@@ -47,13 +56,22 @@ class Buffers:
         """Return a C-ordered array whose values are undefined."""
         dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
-        size_bytes = max(_GRANULE_BYTES, 1 << (nbytes - 1).bit_length())
+        size_bytes = buffer_bytes(nbytes)
         try:
             memory = self._idle[size_bytes].pop()
         except IndexError:
-            memory = _allocate(self.kind, size_bytes)
+            memory = self._allocate(size_bytes)
         lent = _lend(self.kind, memory, self, size_bytes)
         return lent[:nbytes].view(dtype).reshape(shape)
+
+    def _allocate(self, size_bytes: int) -> Any:
+        try:
+            return _allocate(self.kind, size_bytes)
+        except MemoryError:
+            if not self.idle_bytes:
+                raise
+        self.clear()  # memory that nobody uses comes before an error
+        return _allocate(self.kind, size_bytes)
 
     def clear(self) -> None:
         """Let go of what is not in use."""

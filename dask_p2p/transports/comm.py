@@ -10,6 +10,8 @@ With ``p2p.checksum`` the answer holds a checksum too, of the packed bytes.
 from __future__ import annotations
 
 import asyncio
+import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
@@ -26,7 +28,6 @@ from dask_p2p.transports.base import (
     BlockSpec,
     Handler,
     Host,
-    Pacing,
     RemoteBlock,
     Transport,
     ask,
@@ -35,6 +36,7 @@ from dask_p2p.transports.base import (
     mismatch,
     refuse,
 )
+from dask_p2p.transports.pacing import Pacing, comm_pacing
 from dask_p2p.transports.requests import (
     checked_box,
     checked_key,
@@ -47,6 +49,7 @@ from dask_p2p.transports.sums import algorithm_of, check_sum, region_sum
 __all__ = ["CommTransport"]
 
 _OP = "p2p_region"
+_PAUSE_S = 1e-3  # while others have packed as much as may be
 
 
 class CommTransport(Transport):
@@ -70,7 +73,7 @@ class CommTransport(Transport):
         """Nothing to prove: it is the last resort, and what Dask itself uses all the time."""
 
     def pacing(self, options: Options, kind: str) -> Pacing:
-        return Pacing(options.comm_part_bytes, options.comm_parts_in_flight)
+        return comm_pacing(options, kind)
 
     def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
         opened = _CommBlock(self.host, block, boxes, options, self._opened.discard)
@@ -104,38 +107,55 @@ class CommTransport(Transport):
             shape = checked_shape(shape)
             box = checked_box(box, shape)
             checksum = checked_yes_or_no("checksum", checksum)
-            region, sums = await self.host.offload(
-                self._pack, checked_key(key), box, shape, checksum
-            )
+            region, sums = await self._packed(checked_key(key), box, shape, checksum)
         except Exception as exc:
             return refuse(exc)
         finally:
             self._serving -= 1
         return {"status": "ok", "data": to_serialize(region), **sums}
 
-    def _pack(
+    async def _packed(
         self, key: Any, box: Box, shape: tuple[int, ...], checksum: bool
     ) -> tuple[Any, dict[str, Any]]:
-        """Return the region, and what goes with it."""
-        region = self._packed(key, box, shape)
+        """Return a packed region, as soon as there is room for it, and what goes with it."""
+        deadline_s = time.monotonic() + self.options.request_timeout_s
+        while (region := await self.host.offload(self._pack, key, box, shape)) is None:
+            if time.monotonic() > deadline_s:
+                raise TransferError("it has packed as much for others as p2p.memory allows")
+            await asyncio.sleep(_PAUSE_S)
         if not checksum:
             return region, {}
         # By what is sent: the reader gets it in the same kind of memory.
         algorithm = algorithm_for(region)
-        return region, {"checksum": (algorithm, region_sum(key, box, region, algorithm))}
+        found = await self.host.offload(region_sum, key, box, region, algorithm)
+        return region, {"checksum": (algorithm, found)}
 
-    def _packed(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
+    def _pack(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
+        """Pack a region; return None if there is no room for it now."""
         block = find_block(self.host, key, shape)  # the box lies in the shape, and so in the block
         region = block[box_slices(box)]
         kind = kernel_for(block).name
         if kind == "numpy" and region.flags.c_contiguous:
             return region
-        queue = queue_for(kind)
-        packed = queue.empty(region.shape, region.dtype)
-        queue.permute(packed, region, range(region.ndim))
-        queue.synchronize()
         # Copying to the host here keeps Dask's serialisation from doing it on the event loop.
-        return packed if kind == "numpy" or self.host.address.startswith("ucx") else packed.get()
+        to_host = kind != "numpy" and not self.host.address.startswith("ucx")
+        room = self.packed.room()
+        if not room.take(region.nbytes * (2 if to_host else 1)):
+            return None
+        try:
+            queue = queue_for(kind)
+            packed = queue.empty(region.shape, region.dtype)
+            queue.permute(packed, region, range(region.ndim))
+            queue.synchronize()
+            packed = packed.get() if to_host else packed
+            if self.host.address.startswith("inproc"):  # it is the reader's own from now on
+                room.close()
+            else:  # Dask lets go of it when it is sent
+                weakref.finalize(packed, room.close).atexit = False
+        except BaseException:
+            room.close()
+            raise
+        return packed
 
 
 class _CommBlock(RemoteBlock):

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.kernels import kernel_for
-from dask_p2p.kernels.queue import SLOTS
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import (
@@ -32,7 +31,6 @@ from dask_p2p.transports.base import (
     BlockSpec,
     Handler,
     Host,
-    Pacing,
     Pending,
     RemoteBlock,
     Transport,
@@ -44,6 +42,7 @@ from dask_p2p.transports.base import (
     refuse,
 )
 from dask_p2p.transports.board import Board, Lease, is_tended, take
+from dask_p2p.transports.pacing import Pacing, ipc_pacing
 from dask_p2p.transports.requests import checked_key, checked_shape, no_more
 
 __all__ = ["IpcTransport"]
@@ -95,9 +94,7 @@ class IpcTransport(Transport):
             return str(exc)
 
     def pacing(self, options: Options, kind: str) -> Pacing:
-        # What is requested is there at once; a part is what passes through a slot of the queue.
-        part_bytes = options.ipc_staging_bytes // SLOTS
-        return Pacing(part_bytes or None, parts_in_flight=0)
+        return ipc_pacing(options)
 
     def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
         if 0 in block.shape:

@@ -82,6 +82,8 @@ class Message:
             self._request.check_error()
         except Exception as exc:  # ucxx has a class for each status of UCX
             raise TransferError(f"{type(exc).__name__}: {exc}") from exc
+        finally:
+            self.array = None  # UCX is done with it; the messenger forgets messages only later
 
 
 class Messenger:

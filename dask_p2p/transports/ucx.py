@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,7 +46,6 @@ from dask_p2p.transports.base import (
     BlockSpec,
     Handler,
     Host,
-    Pacing,
     Pending,
     RemoteBlock,
     Transport,
@@ -56,8 +56,10 @@ from dask_p2p.transports.base import (
     mismatch,
     refuse,
 )
-from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.budget import Room
+from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.messenger import Message, Messenger, ucxx_obstacle
+from dask_p2p.transports.pacing import Pacing, idle_bytes, ucx_pacing
 from dask_p2p.transports.requests import (
     checked_boxes,
     checked_integer,
@@ -77,7 +79,7 @@ _TAGS = 2**64
 _LONGEST_ADDRESS_BYTES = 2**16
 _MOST_AHEAD = 64
 _REST_S = 1.0  # without messages, after which nobody looks for any
-_IDLE_PARTS = 5  # buffers of one part each that are kept for later, of either kind
+_PAUSE_S = 1e-3  # while others have packed as much as may be
 # One a reader that is being sent to. Most of their time they wait, and no reader should have to
 # wait for another one.
 _SENDING_THREADS = 32
@@ -96,8 +98,7 @@ class UcxTransport(Transport):
         # A process may come to the place of one that died in the middle of a message.
         self._next_tag = secrets.randbits(62)
         self._buffers = {
-            kind: Buffers(kind, _IDLE_PARTS * _part_bytes(options, kind))
-            for kind in ("numpy", "cupy")
+            kind: Buffers(kind, idle_bytes(options, kind)) for kind in ("numpy", "cupy")
         }
         self._threads = ThreadPoolExecutor(_SENDING_THREADS, thread_name_prefix="p2p-ucx-send")
         self._resting: asyncio.TimerHandle | None = None
@@ -112,8 +113,7 @@ class UcxTransport(Transport):
         return self._own_obstacle()
 
     def pacing(self, options: Options, kind: str) -> Pacing:
-        # A holder is asked before its turn: an answer may take as long as a small block.
-        return Pacing(_part_bytes(options, kind), options.ucx_parts_in_flight, blocks_ahead=2)
+        return ucx_pacing(options, kind)
 
     def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
         messenger = self.messenger()
@@ -243,7 +243,7 @@ class UcxTransport(Transport):
             algorithm = None if checksum is None else algorithm_of(checksum)
             messenger = await self.host.offload(self.messenger)
             address = await self._address_of(checked_text("reader", reader))
-            outbox = _Outbox(messenger, address, tag, ahead, wait_s)
+            outbox = _Outbox(messenger, address, tag, ahead, wait_s, self.packed.room())
             nbytes, sums = await self.host.loop.run_in_executor(
                 self._threads, self._send, key, boxes, shape, dtype, outbox, algorithm
             )
@@ -285,51 +285,91 @@ class UcxTransport(Transport):
         queue = queue_for(kind, beside_copies=True)
         # With its box, and how to wait for its values.
         packed: deque[tuple[Any, Box, Callable[[], None]]] = deque()
-        sent_bytes = 0
         sums: list[int] = []
+
+        def send_packed(left: int) -> None:
+            while len(packed) > left:
+                array, box, wait = packed.popleft()
+                wait()
+                if algorithm is not None:
+                    sums.append(region_sum(key, box, array, algorithm))
+                outbox.send(array)
+
         try:
-            for box in [*boxes, None]:
-                if box is not None:
-                    array = self._buffers[kind].take(box_shape(box), block.dtype)
-                    queue.permute(array, block[box_slices(box)], range(block.ndim))
-                    packed.append((array, box, queue.checkpoint()))
-                if len(packed) > (box is not None):  # one is packed while another is sent
-                    array, sent, wait = packed.popleft()
-                    wait()
-                    if algorithm is not None:
-                        sums.append(region_sum(key, sent, array, algorithm))
-                    outbox.send(array)
-                    sent_bytes += array.nbytes
+            for box in boxes:
+                nbytes = box_size(box) * block.dtype.itemsize
+                if not outbox.has_room(nbytes):
+                    send_packed(0)
+                    outbox.make_room(nbytes)
+                array = self._buffers[kind].take(box_shape(box), block.dtype)
+                queue.permute(array, block[box_slices(box)], range(block.ndim))
+                packed.append((array, box, queue.checkpoint()))
+                del array
+                send_packed(1)  # one is packed while another is sent
+            send_packed(0)
         finally:
             queue.synchronize()  # only then may buffers be used again
-            outbox.wait()
-        return sent_bytes, sums
+            outbox.close()
+        return outbox.sent_bytes, sums
 
 
 class _Outbox:
     """Messages to one reader under consecutive tags, a few of them on their way at a time."""
 
     def __init__(
-        self, messenger: Messenger, address: bytes, tag: int, ahead: int, timeout_s: float
+        self,
+        messenger: Messenger,
+        address: bytes,
+        tag: int,
+        ahead: int,
+        timeout_s: float,
+        room: Room,
     ) -> None:
+        self.sent_bytes = 0
+        self._room = room
         self._messenger = messenger
         self._address = address
         self._tag = tag
         self._ahead = ahead
         self._timeout_s = timeout_s
-        self._sent: deque[Message] = deque()
+        self._sent: deque[tuple[Message, int]] = deque()  # with the size of its buffer
+
+    def has_room(self, nbytes: int) -> bool:
+        """Take room for an array that is to be packed, if there is room now."""
+        return self._room.take(buffer_bytes(nbytes))
+
+    def make_room(self, nbytes: int) -> None:
+        """Take room for an array that is to be packed, when what was sent has arrived."""
+        deadline_s = time.monotonic() + self._timeout_s
+        while not self.has_room(nbytes):
+            if self._sent:
+                self._wait_for_oldest()
+            elif time.monotonic() > deadline_s:
+                raise TransferError("it has packed as much for others as p2p.memory allows")
+            else:
+                time.sleep(_PAUSE_S)
 
     def send(self, array: Any) -> None:
         """Send an array; wait until there is room for another."""
-        self._sent.append(self._messenger.send(self._address, _raw(array), self._tag))
+        message = self._messenger.send(self._address, _raw(array), self._tag)
+        self._sent.append((message, buffer_bytes(array.nbytes)))
         self._tag += 1
+        self.sent_bytes += array.nbytes
         while len(self._sent) > self._ahead:
-            self._sent.popleft().result(self._timeout_s)
+            self._wait_for_oldest()
 
-    def wait(self) -> None:
+    def close(self) -> None:
         """Wait until everything has arrived."""
-        while self._sent:
-            self._sent.popleft().result(self._timeout_s)
+        try:
+            while self._sent:
+                self._wait_for_oldest()
+        finally:
+            self._room.close()
+
+    def _wait_for_oldest(self) -> None:
+        message, size_bytes = self._sent.popleft()
+        message.result(self._timeout_s)
+        self._room.give_back(size_bytes)
 
 
 class _UcxBlock(RemoteBlock):
@@ -446,7 +486,3 @@ class _Arriving:
 def _raw(array: Any) -> Any:
     """Return the bytes of a C-ordered array."""
     return array.reshape(-1).view("u1")
-
-
-def _part_bytes(options: Options, kind: str) -> int:
-    return options.ucx_part_bytes if kind == "cupy" else options.ucx_host_part_bytes

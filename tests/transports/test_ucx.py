@@ -88,7 +88,7 @@ class TestUcx(Conformance):
             self.read(setup, key, array, ((0, 6), (2, 10)))
         for side in (setup.reader, setup.serving):
             wait_until(lambda side=side: side.held()["messages"] == 0)
-            assert 2**16 <= side._buffers["numpy"].idle_bytes <= 3 * 2**16
+            assert 512 <= side._buffers["numpy"].idle_bytes <= 3 * 512
 
     @pytest.mark.parametrize(
         "change",

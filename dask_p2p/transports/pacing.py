@@ -1,0 +1,146 @@
+"""How a reader asks for regions, and how much memory that takes. Pure arithmetic.
+
+What an assembling task holds beside its inputs and its output are the parts of regions that are on
+their way. It stays below `Options.staging_limit_bytes`, since parts are cut to what then fits:
+
+==== =========================================================================================
+comm the parts in flight and the one that is put into place; with CuPy blocks they come to host
+     memory, and as many as kernels read are in device memory
+ucx  the same in buffers, whose sizes are powers of two
+ipc  the slots of the queue
+==== =========================================================================================
+
+A task that reads from some workers by ipc and from others by ucx or comm has slots and parts at the
+same time, but never parts of both of the latter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dask_p2p.config import Options
+from dask_p2p.kernels.queue import MOST_UNREAD, SLOTS
+from dask_p2p.transports.buffers import buffer_bytes
+
+__all__ = [
+    "Pacing",
+    "comm_pacing",
+    "idle_bytes",
+    "ipc_pacing",
+    "packed_bytes",
+    "staging_bytes",
+    "ucx_pacing",
+]
+
+_SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
+_IDLE_PARTS = 5  # buffers of one part each that ucx keeps for later
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """How a reader asks for regions."""
+
+    part_bytes: int | None  # at most so many in one request; None: any number
+    parts_in_flight: int  # requests under way while the part before them is put into place
+    blocks_ahead: int = 0  # opened while the one before them is read
+
+
+def ipc_pacing(options: Options) -> Pacing:
+    """Return parts as large as a slot of the queue; what is requested is there at once."""
+    slot_bytes = _ipc_bytes(options) // SLOTS
+    return Pacing(slot_bytes if slot_bytes >= _SMALLEST_SLOT_BYTES else None, parts_in_flight=0)
+
+
+def ucx_pacing(options: Options, kind: str) -> Pacing:
+    """Ask holders before their turn: an answer may take as long as a small block."""
+    part_bytes = options.ucx_part_bytes if kind == "cupy" else options.ucx_host_part_bytes
+    most_bytes = _left_bytes(options, kind) // _held("ucx", options, kind)
+    if buffer_bytes(part_bytes) > most_bytes:
+        part_bytes = 1 << max(0, most_bytes.bit_length() - 1)  # the power of two below
+    return Pacing(part_bytes, options.ucx_parts_in_flight, blocks_ahead=2)
+
+
+def comm_pacing(options: Options, kind: str) -> Pacing:
+    """Parts are as large as is configured, or as fits."""
+    most_bytes = _left_bytes(options, kind) // _held("comm", options, kind)
+    part_bytes = max(1, min(options.comm_part_bytes, most_bytes))
+    return Pacing(part_bytes, options.comm_parts_in_flight)
+
+
+def staging_bytes(
+    options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+) -> int:
+    """Return what one task holds at most beyond its inputs and its output.
+
+    Parameters
+    ----------
+    options, kind
+        The task's.
+    largest_bytes
+        Of the largest region that it reads from one block.
+    remote_bytes
+        All that comes from other workers.
+    item_bytes
+        Of one element: no part is smaller.
+    """
+    order = options.order(kind)
+    slots_bytes = 0
+    if "ipc" in order and kind == "cupy":
+        slots_bytes = SLOTS * min(ipc_pacing(options).part_bytes or 0, largest_bytes)
+    parts_bytes = 0
+    if "ucx" in order:
+        part_bytes = max(item_bytes, ucx_pacing(options, kind).part_bytes or 0)
+        part_bytes = buffer_bytes(min(part_bytes, largest_bytes))
+        parts_bytes = min(_held("ucx", options, kind) * part_bytes, 2 * remote_bytes)
+    part_bytes = max(item_bytes, comm_pacing(options, kind).part_bytes or 0)
+    part_bytes = min(part_bytes, largest_bytes)
+    copies = 2 if kind == "cupy" else 1  # in host and in device memory
+    return slots_bytes + max(
+        parts_bytes, min(_held("comm", options, kind) * part_bytes, copies * remote_bytes)
+    )
+
+
+def packed_bytes(options: Options, kind: str, readers: int, remote_bytes: int) -> int:
+    """Return what one worker has packed at most, for so many tasks that read from it at a time.
+
+    Parameters
+    ----------
+    options, kind
+        Of the tasks, and of the worker.
+    readers
+        Tasks that may read from it at a time.
+    remote_bytes
+        All that they ever read from it.
+    """
+    copies = 2 if kind == "cupy" else 1  # ucx packs into powers of two; comm copies to the host
+    part_bytes = comm_pacing(options, kind).part_bytes or 0
+    each_bytes = (options.comm_parts_in_flight + 1) * part_bytes
+    if "ucx" in options.order(kind):
+        copies = 2
+        part_bytes = buffer_bytes(ucx_pacing(options, kind).part_bytes or 0)
+        each_bytes = max(each_bytes, (options.ucx_parts_in_flight + 2) * part_bytes)
+    return min(options.staging_limit_bytes, readers * each_bytes, copies * remote_bytes)
+
+
+def idle_bytes(options: Options, kind: str) -> int:
+    """Return what ucx keeps in buffers for later at most."""
+    part_bytes = buffer_bytes(ucx_pacing(options, kind).part_bytes or 0)
+    return min(_IDLE_PARTS * part_bytes, options.staging_limit_bytes)
+
+
+def _held(transport: str, options: Options, kind: str) -> int:
+    """Return how many parts a task holds at a time: those in flight, and those being placed."""
+    if transport == "ucx":
+        return options.ucx_parts_in_flight + 1 + (MOST_UNREAD if kind == "cupy" else 0)
+    return options.comm_parts_in_flight + 1 + (MOST_UNREAD + 1 if kind == "cupy" else 0)
+
+
+def _ipc_bytes(options: Options) -> int:
+    """Return what the slots of a queue may take: at most half, since other ways must remain."""
+    return min(options.ipc_staging_bytes, options.staging_limit_bytes // 2)
+
+
+def _left_bytes(options: Options, kind: str) -> int:
+    """Return what parts of ucx or of comm may take."""
+    slots = kind == "cupy" and "ipc" in options.order(kind)
+    return options.staging_limit_bytes - (_ipc_bytes(options) if slots else 0)
