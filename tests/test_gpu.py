@@ -232,6 +232,55 @@ def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting)
     assert "rmm_pool_size" in ours[0]
 
 
+@pytest.mark.parametrize("order", [["ucx"], ["comm"]], ids=str)
+@pytest.mark.parametrize("dtype", ["f8", "f4", "i1", "c16"])
+def test_checksums(client, order, dtype):
+    x = np.arange(401 * 299).astype(dtype).reshape(401, 299)
+    a = persisted(client, on_gpu(x, (101, 299)))
+    with dask.config.set({"p2p.checksum": True, "p2p.transports.order": order}):
+        y = persisted(client, dask_p2p.transpose(a))
+    assert transports(client, y) == set(order)
+    assert y.compute().get().tobytes() == x.T.tobytes()
+
+
+def flip_messages(dask_worker):
+    """Flip a bit of each message that this worker sends over UCX."""
+    from dask_p2p.transports.messenger import Messenger
+
+    def send(messenger, address, array, tag):
+        changed = array.copy()
+        changed[changed.size // 2] ^= 16
+        np.asarray(changed[:1].get())  # it is there before UCX, which follows no stream, sends it
+        return original(messenger, address, changed, tag)
+
+    original = Messenger.send
+    Messenger.send = send
+    dask_worker.original_send = original
+
+
+def unflip_messages(dask_worker):
+    from dask_p2p.transports.messenger import Messenger
+
+    Messenger.send = dask_worker.original_send
+    dask_worker.plugins[PLUGIN_NAME].runtime.links._broken.clear()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_flipped_bits_of_device_memory_are_found_by_checksums(client, checksum):
+    x = np.arange(400 * 300.0).reshape(400, 300)
+    a = persisted(client, on_gpu(x, (100, 300)))
+    with dask.config.set({"p2p.transports.order": ["ucx"], "p2p.checksum": checksum}):
+        persisted(client, dask_p2p.transpose(a))  # the way is proved: what follows is found by sums
+        client.run(flip_messages)
+        try:
+            y = persisted(client, dask_p2p.transpose(a))
+        finally:
+            client.run(unflip_messages)
+    got = y.compute().get()
+    assert (got.tobytes() == x.T.tobytes()) == checksum
+    assert transports(client, y) == ({"comm"} if checksum else {"ucx"})
+
+
 def test_comm_over_ucx():
     from distributed import Client
 
