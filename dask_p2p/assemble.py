@@ -246,6 +246,7 @@ class Assembly:
                         self._place(ahead.popleft(), failed, queue, out)
                     if source.slot in failed:
                         break  # nothing more of it
+                    del part  # which may be placed already: the next one takes its room
             except TransferError as exc:
                 self._fail(source, exc, failed)
         while ahead:
