@@ -28,6 +28,7 @@ from dask_p2p.errors import (
 if TYPE_CHECKING:
     from dask_p2p.cluster import local_cluster
     from dask_p2p.diagnosis import check
+    from dask_p2p.ops.peak import MemoryEstimate, estimate
     from dask_p2p.ops.transpose import transpose
     from dask_p2p.registration import register
 
@@ -39,12 +40,14 @@ __all__ = [
     "ConfigError",
     "FileError",
     "InputError",
+    "MemoryEstimate",
     "MemoryLimitError",
     "P2PError",
     "P2PWarning",
     "TransferError",
     "UnsupportedArrayError",
     "check",
+    "estimate",
     "local_cluster",
     "register",
     "transpose",
@@ -52,9 +55,12 @@ __all__ = [
 
 ensure_defaults()
 
-# Where each function is. No module may have the name of a function: importing it would hide that.
+# Where each function and class is. No module may have the name of a function: importing it would
+# hide that.
 _FUNCTIONS = {
+    "MemoryEstimate": "dask_p2p.ops.peak",
     "check": "dask_p2p.diagnosis",
+    "estimate": "dask_p2p.ops.peak",
     "local_cluster": "dask_p2p.cluster",
     "register": "dask_p2p.registration",
     "transpose": "dask_p2p.ops.transpose",

@@ -238,6 +238,7 @@ class Assembly:
             try:
                 self._opened[source.slot].confirm()
             except TransferError as exc:
+                self._opened.pop(source.slot).close()
                 self._next_way(source, exc)
                 wrong.append(source)
             else:
@@ -261,6 +262,7 @@ class Assembly:
                         self._place(ahead.popleft(), failed, queue, out)
                     if source.slot in failed:
                         break  # nothing more of it
+                    del part  # which may be placed already: the next one takes its room
             except TransferError as exc:
                 self._fail(source, exc, failed)
         while ahead:

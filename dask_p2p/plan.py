@@ -39,6 +39,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 from dask_p2p.layout import (
@@ -106,6 +107,14 @@ class Plan:
             overlaps(self.src_chunks[axis], sizes)
             for axis, sizes in zip(self.axes, self.dst_chunks, strict=True)
         ]
+
+    @cached_property
+    def largest_piece(self) -> int:
+        """Elements of the largest piece of any block."""
+        return prod(
+            max((part.src[1] - part.src[0] for block in blocks for part in block), default=0)
+            for blocks in self._overlaps
+        )
 
     def indices(self) -> Iterable[Index]:
         """Return the indices of the output's blocks."""

@@ -1,6 +1,7 @@
-"""Run by a test in a process of its own: prints the bytes of a worker's blocks and its peak, MiB.
+"""Run by a test in a process of its own: prints a worker's blocks, its peak, the estimate; MiB.
 
-The peak is that of resident memory over what the worker used before it had any block.
+They are those of the worker that needs most beside its blocks. The peak is that of resident memory
+over what the worker used before it had any block.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def main(size: int, workers: int) -> None:
         before = client.run(reset_peak)
         chunks = (size // workers, size)
         x = place_blocks(client, lambda: indexed_array((size, size), chunks, "f8"))
+        estimated = dask_p2p.estimate(x).total_bytes
         client.run(reset_peak)  # making the values needs more than keeping them
         y = client.persist(dask_p2p.transpose(x))
         wait(y)
@@ -57,7 +59,8 @@ def main(size: int, workers: int) -> None:
             for address in before
         }
     worst = max(before, key=lambda address: peaks[address] - before[address] - held[address])
-    print(f"{held[worst] / MIB:.1f} {(peaks[worst] - before[worst]) / MIB:.1f}")
+    numbers = held[worst], peaks[worst] - before[worst], estimated
+    print(*(f"{nbytes / MIB:.1f}" for nbytes in numbers))
 
 
 if __name__ == "__main__":

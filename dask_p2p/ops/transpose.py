@@ -12,10 +12,10 @@ from dask_p2p.config import options
 from dask_p2p.errors import AxesError, ChunksError
 from dask_p2p.graph import check_array, planned_array
 from dask_p2p.layout import Chunks, normal_axes
-from dask_p2p.plan import slab_chunks, transpose_plan
+from dask_p2p.plan import Plan, slab_chunks, transpose_plan
 from dask_p2p.registration import register_if_possible
 
-__all__ = ["transpose"]
+__all__ = ["plan_of", "transpose"]
 
 
 def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) -> Any:
@@ -62,13 +62,19 @@ def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) 
     >>> y.compute()[2]
     array([ 2,  5,  8, 11])
     """
+    plan = plan_of(x, axes, chunks)
+    register_if_possible()
+    chosen = options()
+    name = f"p2p-transpose-{tokenize(x.name, plan.axes, plan.dst_chunks, chosen)}"
+    return planned_array(name, x, plan, chosen)
+
+
+def plan_of(x: Any, axes: Sequence[int] | None, chunks: Any) -> Plan:
+    """Return the plan of a transpose, given as `transpose` takes it."""
     check_array(x)
     order = _permutation(axes, x.ndim)
     dst_chunks = slab_chunks(x.chunks, order) if chunks is None else _rechunked(x, order, chunks)
-    register_if_possible()
-    chosen = options()
-    name = f"p2p-transpose-{tokenize(x.name, order, dst_chunks, chosen)}"
-    return planned_array(name, x, transpose_plan(x.chunks, order, dst_chunks), chosen)
+    return transpose_plan(x.chunks, order, dst_chunks)
 
 
 def _permutation(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:

@@ -54,17 +54,22 @@ def ipc_pacing(options: Options) -> Pacing:
 def ucx_pacing(options: Options, kind: str) -> Pacing:
     """Ask holders before their turn: an answer may take as long as a small block."""
     part_bytes = options.ucx_part_bytes if kind == "cupy" else options.ucx_host_part_bytes
-    most_bytes = _left_bytes(options, kind) // _held("ucx", options, kind)
+    smallest_bytes = buffer_bytes(1)
+    left_bytes = _left_bytes(options, kind)
+    in_flight, blocks_ahead = options.ucx_parts_in_flight, 2
+    if left_bytes // _held("ucx", in_flight, kind) < smallest_bytes:
+        in_flight = blocks_ahead = 0
+    most_bytes = max(smallest_bytes, left_bytes // _held("ucx", in_flight, kind))
     if buffer_bytes(part_bytes) > most_bytes:
-        part_bytes = 1 << max(0, most_bytes.bit_length() - 1)  # the power of two below
-    return Pacing(part_bytes, options.ucx_parts_in_flight, blocks_ahead=2)
+        part_bytes = 1 << (most_bytes.bit_length() - 1)  # the power of two below
+    return Pacing(part_bytes, in_flight, blocks_ahead)
 
 
 def comm_pacing(options: Options, kind: str) -> Pacing:
     """Parts are as large as is configured, or as fits."""
-    most_bytes = _left_bytes(options, kind) // _held("comm", options, kind)
-    part_bytes = max(1, min(options.comm_part_bytes, most_bytes))
-    return Pacing(part_bytes, options.comm_parts_in_flight)
+    in_flight = options.comm_parts_in_flight
+    most_bytes = _left_bytes(options, kind) // _held("comm", in_flight, kind)
+    return Pacing(max(1, min(options.comm_part_bytes, most_bytes)), in_flight)
 
 
 def staging_bytes(
@@ -89,15 +94,15 @@ def staging_bytes(
         slots_bytes = SLOTS * min(ipc_pacing(options).part_bytes or 0, largest_bytes)
     parts_bytes = 0
     if "ucx" in order:
-        part_bytes = max(item_bytes, ucx_pacing(options, kind).part_bytes or 0)
-        part_bytes = buffer_bytes(min(part_bytes, largest_bytes))
-        parts_bytes = min(_held("ucx", options, kind) * part_bytes, 2 * remote_bytes)
-    part_bytes = max(item_bytes, comm_pacing(options, kind).part_bytes or 0)
-    part_bytes = min(part_bytes, largest_bytes)
+        pacing = ucx_pacing(options, kind)
+        part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), largest_bytes))
+        held = _held("ucx", pacing.parts_in_flight, kind)
+        parts_bytes = min(held * part_bytes, 2 * remote_bytes)
+    pacing = comm_pacing(options, kind)
+    part_bytes = min(max(item_bytes, pacing.part_bytes or 0), largest_bytes)
+    held = _held("comm", pacing.parts_in_flight, kind)
     copies = 2 if kind == "cupy" else 1  # in host and in device memory
-    return slots_bytes + max(
-        parts_bytes, min(_held("comm", options, kind) * part_bytes, copies * remote_bytes)
-    )
+    return slots_bytes + max(parts_bytes, min(held * part_bytes, copies * remote_bytes))
 
 
 def packed_bytes(options: Options, kind: str, readers: int, remote_bytes: int) -> int:
@@ -128,11 +133,11 @@ def idle_bytes(options: Options, kind: str) -> int:
     return min(_IDLE_PARTS * part_bytes, options.staging_limit_bytes)
 
 
-def _held(transport: str, options: Options, kind: str) -> int:
+def _held(transport: str, in_flight: int, kind: str) -> int:
     """Return how many parts a task holds at a time: those in flight, and those being placed."""
-    if transport == "ucx":
-        return options.ucx_parts_in_flight + 1 + (MOST_UNREAD if kind == "cupy" else 0)
-    return options.comm_parts_in_flight + 1 + (MOST_UNREAD + 1 if kind == "cupy" else 0)
+    if kind != "cupy":
+        return in_flight + 1
+    return in_flight + 1 + MOST_UNREAD + (transport == "comm")  # which copies to the device
 
 
 def _ipc_bytes(options: Options) -> int:
