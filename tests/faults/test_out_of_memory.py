@@ -32,6 +32,7 @@ PARTS = {
     "p2p.transports.comm.part-bytes": "16 kiB",
     "p2p.transports.ucx.host-part-bytes": "16 kiB",
     "p2p.timeouts.backoff": "1 ms",
+    "p2p.timeouts.request": "3 s",  # after which a holder gives up a reader that takes nothing
     "p2p.attempts": 2,
 }
 
@@ -81,7 +82,7 @@ def lent_bytes(dask_worker):
 def forget(client, future):
     """Have the scheduler forget a task that failed: what has the same key would fail, too."""
     future.release()
-    wait_until(lambda: not client.run_on_scheduler(known, "p2p-transpose"), BOUND_S)
+    wait_until(lambda: not client.run_on_scheduler(known, "p2p-transpose"), 8)
 
 
 def check(client, x):
