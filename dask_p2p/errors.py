@@ -82,7 +82,9 @@ class BlockUnavailableError(TransferError):
     """
 
 
-class MemoryLimitError(P2PError, MemoryError):
+# MemoryError comes first, or the class would be made by the other's __new__ and not by its own;
+# whoever makes it again on another machine, by __new__ and its attributes, would be refused.
+class MemoryLimitError(MemoryError, P2PError):
     """A block of a result needs more memory than its worker has, or than is free there.
 
     Parameters

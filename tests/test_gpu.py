@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.errors import BlockMismatchError, P2PWarning
+from dask_p2p.errors import BlockMismatchError, MemoryLimitError, P2PWarning, TransferError
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.measure import collect
 from dask_p2p.task import PLUGIN_NAME
@@ -354,6 +354,130 @@ def test_a_killed_worker(moment_s, transport):
         os.kill(pid, signal.SIGKILL)
         wrong = client.compute(count_wrong(y, shape, (1, 0), kind="cupy"))
         assert int(wrong.result(timeout=120)) == 0
+
+
+def fill_pool(leave_bytes, dask_worker):
+    """Take what the worker's pool has, all but so much, in pieces as large as there are."""
+    import cupy
+
+    dask_worker.filling = []
+    piece_bytes = 2**30
+    while piece_bytes >= 2**20:
+        try:
+            dask_worker.filling.append(cupy.cuda.alloc(piece_bytes))
+        except MemoryError:
+            piece_bytes //= 2
+    freed_bytes = 0
+    while freed_bytes < leave_bytes and dask_worker.filling:
+        freed_bytes += dask_worker.filling.pop(0).mem.size
+
+
+def empty_pool(dask_worker):
+    del dask_worker.filling
+
+
+def forgotten(client, future):
+    """Wait until the scheduler has forgotten a task that failed, which would fail again."""
+    future.release()
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s and client.run_on_scheduler(
+        lambda dask_scheduler: any("p2p-transpose" in str(key) for key in dask_scheduler.tasks)
+    ):
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("transport", "leave_bytes"), [("ipc", 0), ("ipc", 2**29), ("ucx", 2**29), ("comm", 2**29)]
+)
+def test_a_reader_without_memory_says_so_and_works_again(transport, leave_bytes):
+    """With 512 MiB left the output (400 MB) fits, and what comes on its way does not."""
+    from distributed import Client
+
+    shape = (10000, 20000)
+    options = {
+        "p2p.transports.order": [transport],
+        "p2p.transports.ipc.staging-bytes": "768 MiB",
+        "p2p.transports.ucx.part-bytes": "256 MiB",
+        "p2p.transports.comm.part-bytes": "256 MiB",
+        "p2p.timeouts.request": "5 s",
+    }
+    with (
+        dask.config.set(options),
+        dask_p2p.local_cluster(2, gpus=True, rmm_pool_size=4 * 2**30) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
+        reader = sorted(client.scheduler_info(n_workers=-1)["workers"])[0]
+        client.run(fill_pool, leave_bytes, workers=[reader])
+        y = client.compute(dask_p2p.transpose(a).blocks[0], workers=[reader])
+        with pytest.raises(MemoryLimitError, match=f"out of memory on worker {reader}") as caught:
+            y.result(timeout=60)
+        assert caught.value.needed_bytes > shape[0] * shape[1] * 4 / 2
+        assert "chunks=" in str(caught.value)
+        client.run(empty_pool, workers=[reader])
+        forgotten(client, y)
+        y = persisted(client, dask_p2p.transpose(a))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+
+
+@pytest.mark.parametrize("transport", ["ucx", "comm"])
+def test_a_holder_without_memory_to_pack_in(transport):
+    """By ucx it is read in another way; when none is left the error says what it lacks."""
+    from distributed import Client
+
+    shape = (10000, 20000)
+    options = {
+        "p2p.transports.order": [transport],
+        "p2p.attempts": 2,
+        "p2p.transports.ucx.part-bytes": "256 MiB",
+        "p2p.transports.comm.part-bytes": "256 MiB",
+    }
+    with (
+        dask.config.set(options),
+        dask_p2p.local_cluster(2, gpus=True, rmm_pool_size=4 * 2**30) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
+        reader, holder = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        client.run(fill_pool, 0, workers=[holder])
+        y = client.compute(dask_p2p.transpose(a).blocks[0], workers=[reader])
+        with pytest.raises(TransferError, match=f"{holder} could not send .*out of memory"):
+            y.result(timeout=100)
+        client.run(empty_pool, workers=[holder])
+        forgotten(client, y)
+        y = persisted(client, dask_p2p.transpose(a))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+
+
+def test_what_no_gpu_has_is_refused_at_once(client):
+    import cupy
+
+    total_bytes = cupy.cuda.runtime.memGetInfo()[1]
+    rows = total_bytes // (1000 * 1000) + 1000
+    # Blocks that repeat one element take nothing; the transpose of them would.
+    x = da.ones((2 * rows, 1000 * 1000), chunks=(rows, 1000 * 1000), dtype="u1")
+    x = x.map_blocks(
+        lambda b: cupy.broadcast_to(cupy.ones((), "u1"), b.shape), meta=cupy.empty((0, 0), "u1")
+    )
+    y = dask_p2p.transpose(x, chunks=(1000 * 1000, rows)).blocks[0, 0]
+    with pytest.raises(MemoryLimitError, match=r"are missing.*chunks=") as caught:
+        client.compute(y).result(timeout=60)
+    assert caught.value.missing_bytes > 0
+
+
+@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+def test_a_small_staging_limit(client, transport):
+    """The pool has room for little more than blocks and the limit."""
+    shape = (8000, 8000)
+    options = {"p2p.memory.staging-limit": "8 MiB", "p2p.transports.order": [transport]}
+    with dask.config.set(options):
+        a = persisted(client, indexed_array(shape, (4000, 8000), "f4", kind="cupy"))
+        found = dask_p2p.estimate(a)
+        assert found.workers == 2
+        assert found.staging_bytes <= 2 * 8 * 2**20
+        y = persisted(client, dask_p2p.transpose(a))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        assert transports(client, y) == {transport}
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])

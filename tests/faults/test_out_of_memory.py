@@ -1,0 +1,240 @@
+"""Workers that run out of memory, or never have enough: a named error, and then all works again."""
+
+from __future__ import annotations
+
+import warnings
+
+import dask
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.errors import MemoryLimitError, P2PWarning, TransferError
+from dask_p2p.kernels.numpy import KERNEL
+from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.transports import buffers
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    one_block_each,
+    source,
+)
+from tests.faults.test_attempts import known
+from tests.faults.test_memory_pressure import BY_DASK_ALONE
+from tests.transports.loopback import wait_until
+
+SHAPE = (384, 384)
+PARTS = {
+    "p2p.transports.comm.part-bytes": "16 kiB",
+    "p2p.transports.ucx.host-part-bytes": "16 kiB",
+    "p2p.timeouts.backoff": "1 ms",
+    "p2p.timeouts.request": "3 s",  # after which a holder gives up a reader that takes nothing
+    "p2p.attempts": 2,
+}
+
+
+def run_out(what, number, dask_worker):
+    """Let an allocation fail, from the n-th on."""
+    owner, name = {"kernel": (KERNEL, "empty"), "buffer": (buffers, "_allocate")}[what]
+    dask_worker.allocate = allocate = getattr(owner, name)
+    count = 0
+
+    def fails(*args):
+        nonlocal count
+        count += 1
+        if count >= number:
+            raise MemoryError(f"no {args}")
+        return allocate(*args)
+
+    setattr(owner, name, fails)
+
+
+def have_enough(what, dask_worker):
+    owner, name = {"kernel": (KERNEL, "empty"), "buffer": (buffers, "_allocate")}[what]
+    setattr(owner, name, dask_worker.allocate)
+
+
+def refused_replies(dask_worker):
+    """Let answers that come here find no memory."""
+    host = dask_worker.plugins[PLUGIN_NAME]._host
+    dask_worker.call = host.call
+
+    async def call(address, op, **kwargs):
+        await dask_worker.call(address, op, **kwargs)
+        raise MemoryError("no room for an answer")
+
+    host.call = call
+
+
+def take_replies(dask_worker):
+    dask_worker.plugins[PLUGIN_NAME]._host.call = dask_worker.call
+
+
+def lent_bytes(dask_worker):
+    ucx = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ucx"]
+    return ucx.packed.taken_bytes
+
+
+def forget(client, future):
+    """Have the scheduler forget a task that failed: what has the same key would fail, too."""
+    future.release()
+    wait_until(lambda: not client.run_on_scheduler(known, "p2p-transpose"), 8)
+
+
+def check(client, x):
+    got = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
+    np.testing.assert_array_equal(got, expected(SHAPE).T)
+    assert_nothing_is_held(client)
+
+
+def attempts(dask_worker):
+    return dask_worker.plugins[PLUGIN_NAME].runtime._failed
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with cluster_of(2, PARTS) as client:
+        yield client
+
+
+@pytest.fixture
+def x(pair):
+    x = one_block_each(pair, source(SHAPE, (192, 384)), addresses(pair))
+    wait(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "order"),
+    [("kernel", 1, ["comm"]), ("buffer", 1, ["ucx"]), ("buffer", 3, ["ucx"])],
+    ids=["the output", "a first part", "a later part"],
+)
+def test_a_reader_runs_out(pair, x, what, number, order):
+    if order == ["ucx"]:
+        pytest.importorskip("ucxx")
+    reader, _ = addresses(pair)
+    with dask.config.set({"p2p.transports.order": order}):
+        check(pair, x)
+        y = dask_p2p.transpose(x)[:192]
+        # What is idle would do for a few parts.
+        pair.run(forget_buffers)
+        pair.run(run_out, what, number, workers=[reader])
+        future = pair.compute(y, workers=[reader])
+        with pytest.raises(MemoryLimitError, match=r"out of memory on worker .*no \(") as caught:
+            future.result(timeout=BOUND_S)
+        assert reader in str(caught.value)
+        assert "chunks=" in str(caught.value)
+        assert caught.value.needed_bytes > 192 * 384 * 8
+        assert pair.run(attempts, workers=[reader])[reader] == {}, "it is not tried again"
+        assert_nothing_is_held(pair)
+        pair.run(have_enough, what, workers=[reader])
+        forget(pair, future)
+        check(pair, x)
+
+
+def forget_buffers(dask_worker):
+    ucx = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ucx"]
+    for kept in ucx._buffers.values():
+        kept.clear()
+
+
+def test_a_reader_has_no_room_for_an_answer(pair, x):
+    reader, _ = addresses(pair)
+    pair.run(refused_replies, workers=[reader])
+    future = pair.compute(dask_p2p.transpose(x)[:192], workers=[reader])
+    with pytest.raises(MemoryLimitError, match=f"{reader}.*no room for an answer"):
+        future.result(timeout=BOUND_S)
+    pair.run(take_replies, workers=[reader])
+    forget(pair, future)
+    assert_nothing_is_held(pair)
+    check(pair, x)
+
+
+def test_a_holder_that_packs_runs_out(pair, x):
+    """After as many attempts as there may be the error names it, and why."""
+    reader, holder = addresses(pair)
+    pair.run(run_out, "kernel", 1, workers=[holder])
+    future = pair.compute(dask_p2p.transpose(x)[:192], workers=[reader])
+    with pytest.raises(TransferError, match=f"{holder} could not send .*out of memory for packing"):
+        future.result(timeout=BOUND_S)
+    pair.run(have_enough, "kernel", workers=[holder])
+    forget(pair, future)
+    check(pair, x)
+
+
+def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
+    pytest.importorskip("ucxx")
+    with (
+        cluster_of(2, PARTS | {"p2p.transports.order": ["ucx"]}) as client,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("default")
+        reader, holder = addresses(client)
+        x = one_block_each(client, source(SHAPE, (192, 384)), [reader, holder])
+        check(client, x)
+        client.run(forget_buffers)
+        client.run(run_out, "buffer", 2, workers=[holder])
+        future = client.compute(dask_p2p.transpose(x)[:192], workers=[reader])
+        np.testing.assert_array_equal(future.result(timeout=BOUND_S), expected(SHAPE).T[:192])
+        wait_until(lambda: any(issubclass(w.category, P2PWarning) for w in caught))
+        assert_nothing_is_held(client)
+        wait_until(lambda: set(client.run(lent_bytes).values()) == {0})
+        client.run(have_enough, "buffer", workers=[holder])
+    said = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
+    assert len(said) == 1
+    assert "out of memory for packing" in said[0]
+
+
+def test_what_can_never_fit_is_refused_at_once():
+    """Dask would let the worker try, again and again, until the operating system ends it."""
+    with cluster_of(2, PARTS | BY_DASK_ALONE, memory_limit=600_000) as client:
+        x = one_block_each(client, source(SHAPE, (24, 384)), [*addresses(client)] * 8)
+        wait(x)
+        y = dask_p2p.transpose(x, chunks=(192, 384))
+        with pytest.raises(
+            MemoryLimitError, match=r"fits into the 585\.94 kiB .*missing"
+        ) as caught:
+            client.compute(y).result(timeout=BOUND_S)
+        assert caught.value.needed_bytes > 192 * 384 * 8
+        assert all(failed == {} for failed in client.run(attempts).values())
+        assert_nothing_is_held(client)
+        # Inputs and outputs together are far more than the limit, but they can go to disk.
+        smaller = dask_p2p.transpose(x, chunks=(24, 384))
+        np.testing.assert_array_equal(
+            client.compute(smaller.sum(axis=1)).result(timeout=BOUND_S),
+            expected(SHAPE).T.sum(axis=1),
+        )
+
+
+def test_leased_bytes_are_among_a_workers_metrics(pair):
+    def lease(dask_worker):
+        board = dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._board
+        board.post("block", np.zeros(1000), b"{}")
+
+    def end(dask_worker):
+        dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._board.retract("block")
+
+    def shown():
+        info = pair.scheduler_info(n_workers=-1)["workers"]
+        return [info[address]["metrics"].get("dask-p2p-leased-bytes") for address in sorted(info)]
+
+    first, _ = addresses(pair)
+    wait_until(lambda: shown() == [0, 0])
+    pair.run(lease, workers=[first])
+    wait_until(lambda: shown() == [8000, 0])
+    pair.run(end, workers=[first])
+    wait_until(lambda: shown() == [0, 0])
+    plugins = pair.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.plugins])
+    assert not [name for name in plugins if "p2p" in name], "of ours, the scheduler has none"
+
+
+def test_the_metric_goes_with_the_plugin():
+    with cluster_of(1) as client:
+        named = "dask-p2p-leased-bytes"
+        assert all(client.run(lambda dask_worker: named in dask_worker.metrics).values())
+        client.unregister_worker_plugin(PLUGIN_NAME)
+        assert not any(client.run(lambda dask_worker: named in dask_worker.metrics).values())

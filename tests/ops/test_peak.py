@@ -1,0 +1,86 @@
+"""The estimate is arithmetic; what it is measured against is in test_worker.py."""
+
+from __future__ import annotations
+
+import doctest
+
+import dask
+import dask.array as da
+import pytest
+
+import dask_p2p
+from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+from dask_p2p.ops import peak as module
+
+MIB = 2**20
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks", "workers", "expected"),
+    [
+        # 128 MiB on each worker; parts of 16 MiB, of which a reader has three.
+        ((8192, 8192), (2048, 8192), 4, (128, 128, 48, 128)),
+        ((8192, 8192), (2048, 8192), 2, (256, 256, 48, 48)),
+        ((8192, 8192), (2048, 8192), 3, (256, 256, 48, 96)),  # four blocks on three workers
+        ((8192, 8192), (2048, 8192), 1, (512, 512, 0, 0)),
+        ((8192, 8192), (2048, 8192), None, (128, 128, 48, 128)),  # as many as there are slabs
+        ((1024, 1024), (256, 1024), 4, (2, 2, 1.5, 2)),  # regions are smaller than parts
+    ],
+)
+def test_what_is_added_up(shape, chunks, workers, expected):
+    found = dask_p2p.estimate(da.ones(shape, chunks=chunks), workers=workers)
+    got = (found.input_bytes, found.output_bytes, found.staging_bytes, found.packed_bytes)
+    assert tuple(nbytes / MIB for nbytes in got) == expected
+    assert found.total_bytes == sum(expected) * MIB
+
+
+def test_blocks_that_are_not_even():
+    x = da.ones((100, 10), chunks=((50, 30, 20), (10,)))
+    found = dask_p2p.estimate(x, workers=2, chunks=((10,), (60, 40)))
+    assert found.input_bytes == 80 * 10 * 8, "the two largest of three"
+    assert found.output_bytes == 60 * 10 * 8
+
+
+def test_the_options_that_count():
+    x = da.ones((8192, 8192), chunks=(2048, 8192))
+    with dask.config.set({"p2p.memory.staging-limit": "10 MiB"}):
+        found = dask_p2p.estimate(x, workers=4)
+    assert found.staging_bytes <= 10 * MIB
+    assert found.staging_bytes > 9 * MIB
+    assert found.packed_bytes == 10 * MIB
+    with dask.config.set({"p2p.transports.order": ["ucx"]}):
+        with_ucx = dask_p2p.estimate(x, workers=4)
+    assert with_ucx.staging_bytes == (48 + 80) * MIB, "buffers are kept for later"
+    # GPUs: slots of ipc, and what ucx would have in flight.
+    assert dask_p2p.estimate(da.ones((), chunks=()), workers=4).total_bytes >= 16
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True, "four"])
+def test_workers_must_be_a_number_of_them(workers):
+    with pytest.raises(InputError, match="at least 1"):
+        dask_p2p.estimate(da.ones((4, 4)), workers=workers)
+
+
+def test_it_takes_what_transpose_takes():
+    x = da.ones((4, 6), chunks=2)
+    with pytest.raises(AxesError):
+        dask_p2p.estimate(x, (0, 0))
+    with pytest.raises(UnsupportedArrayError):
+        dask_p2p.estimate([1])
+    assert dask_p2p.estimate(x, (0, 1), chunks=3).workers == 3
+
+
+def test_nothing_is_allowed_to_be_changed():
+    with pytest.raises(AttributeError):
+        dask_p2p.estimate(da.ones((4, 4)), workers=2).workers = 3
+
+
+def test_the_workers_of_the_current_client(client):
+    x = da.ones((800, 800), chunks=(100, 800))
+    found = dask_p2p.estimate(x)
+    assert found.workers == 4
+    assert found == dask_p2p.estimate(x, workers=4), "of one thread each"
