@@ -277,7 +277,7 @@ def _gpu_status() -> dict[str, Any]:
         "kind": "cupy",
         "gpu": name,
         "mig": "MIG" in name,
-        "cupy_uses_rmm": getattr(allocator, "__module__", "").partition(".")[0] == "rmm",
+        "cupy_uses_rmm": str(getattr(allocator, "__module__", "")).partition(".")[0] == "rmm",
         "link_gbs": link_gbs(uuid),
         **_rmm_status(),
     }

@@ -18,6 +18,8 @@ from distributed.utils import get_mp_context
 import dask_p2p
 from dask_p2p.assemble import Assembly
 from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.ucx import _Outbox
 from dask_p2p.worker import WorkerRuntime
 from tests.transports.loopback import wait_until
 
@@ -146,7 +148,8 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
     Parameters
     ----------
     moment
-        ``asked``: for a region, before it answers. ``started``: a task, before its first pull.
+        ``asked``: for a region of comm, before it answers. ``posting``: a block on the board of
+        ipc. ``sending``: a message of ucx. ``started``: a task, before its first pull.
         ``placed``: a part of a region, in its output. ``complete``: all parts of a task are placed.
     number
         The first time is 1.
@@ -172,6 +175,8 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
         dask_worker.handlers["p2p_region"] = asked
         return
     owner, name = {
+        "posting": (IpcTransport, "_post"),
+        "sending": (_Outbox, "send"),
         "started": (WorkerRuntime, "serving"),
         "placed": (Assembly, "_place"),
         "complete": (Assembly, "_finish"),

@@ -1,0 +1,29 @@
+"""One cluster on two GPUs for all tests of a module that do it no harm."""
+
+from __future__ import annotations
+
+import pytest
+
+import dask_p2p
+from tests.faults.support import Gate
+from tests.gpu.support import POOL
+
+
+@pytest.fixture(scope="module")
+def gpu_cluster():
+    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(gpu_cluster):
+    from distributed import Client
+
+    with Client(gpu_cluster) as client:
+        yield client
+
+
+@pytest.fixture
+def gate(tmp_path):
+    with Gate(tmp_path) as gate:
+        yield gate

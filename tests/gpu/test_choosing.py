@@ -1,0 +1,113 @@
+"""Which way blocks take between GPUs, and what `check` says about it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.errors import P2PWarning
+from dask_p2p.indexed import count_wrong, indexed_array
+from tests.gpu.support import POOL, on_gpu, persisted, transports
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+
+def test_check_finds_nothing_in_the_way(client):
+    dask_p2p.register(client)
+    report = dask_p2p.check(client)
+    assert [link.transport for link in report.links] == ["ipc", "ipc"]
+    assert all(link.gbs > 20 and link.latency_s < 0.1 for link in report.links)
+    assert report.problems == []
+    for worker in report.workers:
+        assert (worker.kind, worker.cupy_uses_rmm) == ("cupy", True)
+        assert worker.pool_bytes % 2**21 == 0
+        assert worker.link_gbs is None or worker.link_gbs > 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rmm_pool_size": 2**30 + 256}, "no multiple of 2 MiB"),
+        ({"rmm_pool_size": 2**30, "rmm_allocator_external_lib_list": None}, "another pool"),
+        ({"rmm_async": True, "rmm_allocator_external_lib_list": ["cupy"]}, "cannot share memory"),
+        ({"rmm_managed_memory": True}, "cannot share memory"),
+    ],
+    ids=["odd pool", "two pools", "async", "managed"],
+)
+def test_check_names_what_is_in_the_way(settings, words):
+    from distributed import Client
+
+    with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster) as client:
+        report = dask_p2p.check(client)
+    said = [problem for problem in report.problems if words in problem.what]
+    assert len(said) == 1, str(report)
+    assert len(said[0].workers) == 2
+    assert "rmm_pool_size" in said[0].cure
+    assert all(link.error is None for link in report.links)
+
+
+@pytest.mark.parametrize("setting", ["rmm_async", "rmm_managed_memory"])
+def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting):
+    from distributed import Client
+
+    x = np.arange(400 * 300.0).reshape(400, 300)
+    options = {setting: True, "rmm_allocator_external_lib_list": ["cupy"]}
+    with (
+        dask_p2p.local_cluster(2, gpus=True, **options) as cluster,
+        Client(cluster) as client,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("default")
+        a = persisted(client, on_gpu(x, (100, 300)))
+        for _ in range(2):
+            y = persisted(client, dask_p2p.transpose(a))
+            np.testing.assert_array_equal(y.compute().get(), x.T)
+            assert transports(client, y) <= {"ucx", "comm"}
+            del y
+        time.sleep(0.5)  # for warnings on their way
+    ours = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
+    assert len(ours) == 1
+    assert "cannot be shared by CUDA IPC" in ours[0]
+    assert "rmm_pool_size" in ours[0]
+
+
+def uuid(dask_worker):
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    return bytes(runtime.getDeviceProperties(runtime.getDevice())["uuid"]).hex()
+
+
+def devices(dask_worker):
+    return {block.device.id for block in dask_worker.data.values()}
+
+
+def test_permuted_devices(monkeypatch):
+    """To each worker its own GPU is number 0, whatever the order of the others is."""
+    import pynvml
+    from distributed import Client
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    shape = (1030, 770)
+    with dask_p2p.local_cluster(gpus=True, **POOL) as cluster, Client(cluster) as client:
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        pynvml.nvmlInit()
+        for worker, found in client.run(uuid).items():
+            number = int(workers[worker]["name"])  # dask-cuda names workers after their GPUs
+            handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+            named = pynvml.nvmlDeviceGetUUID(handle).removeprefix("GPU-").replace("-", "")
+            assert found == named
+        x = persisted(client, indexed_array(shape, (300, 770), "f4", kind="cupy"))
+        y = persisted(client, dask_p2p.transpose(x))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        assert transports(client, y) == {"ipc"}
+        # Where a block says that it is, it is, also one that is made of another GPU's.
+        assert client.run(devices) == {worker: {0} for worker in workers}

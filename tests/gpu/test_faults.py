@@ -1,0 +1,229 @@
+"""Faults on GPUs: bits that flip, workers that die, and a few hundred runs in one cluster."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from contextlib import contextmanager
+
+import dask
+import numpy as np
+import psutil
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.indexed import count_wrong, indexed_array
+from dask_p2p.task import PLUGIN_NAME
+from tests.faults.support import BOUND_S, addresses, held, one_block_each, set_trap
+from tests.gpu.support import POOL, on_gpu, persisted, transports
+from tests.transports.loopback import wait_until
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.mark.parametrize("order", [["ucx"], ["comm"]], ids=str)
+@pytest.mark.parametrize("dtype", ["f8", "f4", "i1", "c16"])
+def test_checksums(client, order, dtype):
+    x = np.arange(401 * 299).astype(dtype).reshape(401, 299)
+    a = persisted(client, on_gpu(x, (101, 299)))
+    with dask.config.set({"p2p.checksum": True, "p2p.transports.order": order}):
+        y = persisted(client, dask_p2p.transpose(a))
+    assert transports(client, y) == set(order)
+    assert y.compute().get().tobytes() == x.T.tobytes()
+
+
+def flip_messages(dask_worker):
+    """Flip a bit of each message that this worker sends over UCX."""
+    from dask_p2p.transports.messenger import Messenger
+
+    def send(messenger, address, array, tag):
+        changed = array.copy()
+        changed[changed.size // 2] ^= 16
+        np.asarray(changed[:1].get())  # it is there before UCX, which follows no stream, sends it
+        return original(messenger, address, changed, tag)
+
+    original = Messenger.send
+    Messenger.send = send
+    dask_worker.original_send = original
+
+
+def unflip_messages(dask_worker):
+    from dask_p2p.transports.messenger import Messenger
+
+    Messenger.send = dask_worker.original_send
+    dask_worker.plugins[PLUGIN_NAME].runtime.links._broken.clear()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_flipped_bits_of_device_memory_are_found_by_checksums(client, checksum):
+    x = np.arange(400 * 300.0).reshape(400, 300)
+    a = persisted(client, on_gpu(x, (100, 300)))
+    with dask.config.set({"p2p.transports.order": ["ucx"], "p2p.checksum": checksum}):
+        # The way is proved first, so that what follows is found by sums.
+        persisted(client, dask_p2p.transpose(a, chunks=(100, -1)))
+        client.run(flip_messages)
+        try:
+            y = persisted(client, dask_p2p.transpose(a))
+        finally:
+            client.run(unflip_messages)
+    got = y.compute().get()
+    assert (got.tobytes() == x.T.tobytes()) == checksum
+    assert transports(client, y) == ({"comm"} if checksum else {"ucx"})
+
+
+SHAPE = (4000, 4000)
+PARTS = {  # of 4 MiB: four of each region
+    "p2p.transports.ipc.staging-bytes": "12 MiB",
+    "p2p.transports.ucx.part-bytes": "4 MiB",
+}
+HOLDER = {
+    "ipc": {"posting": ("posting", 1)},
+    "ucx": {"sending the first part": ("sending", 1), "sending the last part": ("sending", 4)},
+}
+READER = {
+    "before its first pull": ("started", 1),
+    "with the first part": ("placed", 1),
+    "with the third part": ("placed", 3),
+    "with all parts": ("complete", 1),
+}
+MOMENTS = [
+    pytest.param(transport, *moment, id=f"{transport}, {name}")
+    for transport, of_holder in HOLDER.items()
+    for name, moment in {**of_holder, **READER}.items()
+]
+
+
+@contextmanager
+def three_workers(transport):
+    """Two that hold and make a block each, and a bystander."""
+    from distributed import Client
+
+    settings = PARTS | {"p2p.transports.order": [transport]}
+    settings |= {"distributed.scheduler.work-stealing": False}
+    with (
+        dask.config.set(settings),
+        dask_p2p.local_cluster(3, gpus=True, **POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        *workers, bystander = addresses(client)
+        x = indexed_array(SHAPE, (2000, 4000), "f4", kind="cupy")
+        x = one_block_each(client, x, workers)
+        wait(x)
+        yield client, x, workers, bystander
+
+
+def assert_right(client, y):
+    wrong = client.compute(count_wrong(y, SHAPE, (1, 0), kind="cupy"))
+    assert int(wrong.result(timeout=BOUND_S)) == 0
+
+
+def assert_flat(client):
+    """Nothing is kept for anybody, except mappings, for as long as their holders live."""
+    mapped = len(addresses(client)) - 1
+    wait_until(
+        lambda: all(
+            of.pop("ipc.mapped") <= mapped and not any(of.values()) for of in held(client).values()
+        ),
+        BOUND_S,
+    )
+
+
+@pytest.mark.gpu(3)
+@pytest.mark.parametrize("how", ["kill", "close"])
+@pytest.mark.parametrize(("transport", "moment", "number"), MOMENTS)
+def test_a_holder_or_a_reader_ends(transport, moment, number, how):
+    with three_workers(transport) as (client, x, workers, _):
+        victim = workers[1]
+        client.run(set_trap, moment, number, how, workers=[victim])
+        y = client.persist(dask_p2p.transpose(x), workers=workers, allow_other_workers=True)
+        assert_right(client, y)
+        wait_until(lambda: victim not in addresses(client), BOUND_S)
+        assert_right(client, y)  # also what was in memory when it was lost
+        del x, y
+        assert_flat(client)
+
+
+@pytest.mark.gpu(3)
+@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+def test_a_bystander_is_killed(transport):
+    with three_workers(transport) as (client, x, workers, bystander):
+        (pid,) = client.run(os.getpid, workers=[bystander]).values()
+        client.run(set_trap, "placed", 1, "kill", pid, workers=workers[:1])
+        y = client.persist(dask_p2p.transpose(x), workers=workers, allow_other_workers=True)
+        assert_right(client, y)
+        wait_until(lambda: bystander not in addresses(client), BOUND_S)
+        del x, y
+        assert_flat(client)
+
+
+@pytest.mark.gpu(3)
+@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+def test_killed_after_the_result_is_done(transport):
+    with three_workers(transport) as (client, x, workers, _):
+        y = client.persist(dask_p2p.transpose(x), workers=workers)
+        wait(y)
+        assert {worker for who in client.who_has(y).values() for worker in who} == set(workers)
+        (pid,) = client.run(os.getpid, workers=workers[1:]).values()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: workers[1] not in addresses(client), BOUND_S)
+        assert_right(client, y)
+        del x, y
+        assert_flat(client)
+
+
+RUNS, WARM_UP = 300, 60
+MIB = 2**20
+
+
+def measure(dask_worker):
+    import cupy
+
+    gc.collect()
+    free_bytes, total_bytes = cupy.cuda.runtime.memGetInfo()
+    process = psutil.Process()
+    return {
+        "device memory": total_bytes - free_bytes,
+        "memory": process.memory_info().rss,
+        "files": process.num_fds(),
+        "threads": threading.active_count(),
+    }
+
+
+@pytest.mark.parametrize("order", [["ipc"], ["ucx"]], ids=str)
+def test_nothing_grows(order):
+    from distributed import Client
+
+    def run(x, number):
+        for i in range(number):
+            y = client.persist(dask_p2p.transpose(x, chunks=(1000 + i % 50, -1)))
+            assert_right(client, y)
+
+    with (
+        dask.config.set(PARTS | {"p2p.transports.order": order}),
+        # A pool that had to grow would be seen as device memory.
+        dask_p2p.local_cluster(2, gpus=True, rmm_pool_size=2**30) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        x = persisted(client, indexed_array(SHAPE, (2000, 4000), "f4", kind="cupy"))
+        run(x, WARM_UP)
+        before = client.run(measure)
+        run(x, RUNS - WARM_UP)
+        after = client.run(measure)
+        del x
+        assert_flat(client)
+    for worker in before:
+        grown = {what: after[worker][what] - before[worker][what] for what in before[worker]}
+        # Dask's own logs grow; a leak of one block a run would be 32 MB times 240.
+        assert grown.pop("memory") < 64 * MIB, grown
+        assert grown["device memory"] <= 0, grown
+        assert grown["files"] <= 0, grown
+        assert grown["threads"] <= 2, grown

@@ -1,0 +1,213 @@
+"""Memory of GPUs: whose allocator it is of, where it spills to, when there is too little."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import pytest
+
+import dask_p2p
+from dask_p2p.errors import MemoryLimitError, TransferError
+from dask_p2p.indexed import count_wrong, indexed_array
+from tests.faults.support import addresses, one_block_each, set_trap
+from tests.gpu.support import POOL, forgotten, persisted, transports
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+
+def test_cupys_own_pool():
+    from distributed import Client
+
+    shape = (3000, 2000)
+    with (
+        dask_p2p.local_cluster(
+            2, gpus=True, rmm_pool_size=None, rmm_allocator_external_lib_list=None
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        for _ in range(3):
+            a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
+            y = persisted(client, dask_p2p.transpose(a))
+            assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+            assert transports(client, y) == {"ipc"}
+            del a, y
+            client.run(give_memory_back)
+
+
+# One that could grow would take the whole GPU, and leave nothing for CUDA itself.
+SMALL_POOL = {"rmm_pool_size": 4 * 2**30, "rmm_maximum_pool_size": 4 * 2**30}
+
+
+def give_memory_back():
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def test_spilled_inputs():
+    from distributed import Client
+
+    shape = (8000, 8000)  # 256 MB: more than the limit on device memory allows on two GPUs
+    with (
+        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="80 MB", **POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, indexed_array(shape, (1000, 8000), "f4", kind="cupy"))
+        spilled = client.run(lambda dask_worker: len(dask_worker.data.host))
+        assert any(spilled.values())
+        y = persisted(client, dask_p2p.transpose(a))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+
+
+def on_host(dask_worker):
+    """Blocks that were spilled to host memory."""
+    return len(dask_worker.data.host)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+def test_blocks_are_spilled_while_they_are_read(gate, transport):
+    """The lease keeps a block where it is read, whatever else the holder does with it."""
+    from distributed import Client, wait
+
+    shape = (4000, 4000)  # in two blocks of 32 MB
+    options = {
+        "p2p.transports.order": [transport],
+        "p2p.transports.ipc.staging-bytes": "12 MiB",
+        "p2p.transports.ucx.part-bytes": "4 MiB",
+    }
+    with (
+        dask.config.set(options),
+        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="80 MB", **POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        reader, holder = workers = addresses(client)
+        x = one_block_each(client, indexed_array(shape, (2000, 4000), "f4", kind="cupy"), workers)
+        wait(x)
+        client.run(set_trap, "placed", 1, "wait", gate.path, workers=[reader])
+        y = client.persist(dask_p2p.transpose(x).blocks[0], workers=[reader])
+        gate.wait_until_reached()
+        more = indexed_array((8000, 4000), (2000, 4000), "f4", kind="cupy")
+        more = client.persist(more, workers=[holder])
+        wait(more)
+        assert client.run(on_host, workers=[holder])[holder] > 0
+        gate.open()
+        y = da.concatenate([y, dask_p2p.transpose(x).blocks[1]])
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        del x, y, more
+
+
+def fill_pool(leave_bytes, dask_worker):
+    """Take what the worker's pool has, all but so much, in pieces as large as there are."""
+    import cupy
+
+    left = cupy.cuda.alloc(leave_bytes)
+    dask_worker.filling = []
+    piece_bytes = 2**30
+    while piece_bytes >= 2**20:
+        try:
+            dask_worker.filling.append(cupy.cuda.alloc(piece_bytes))
+        except MemoryError:
+            piece_bytes //= 2
+    del left
+
+
+def empty_pool(dask_worker):
+    del dask_worker.filling
+
+
+@pytest.mark.parametrize(
+    ("transport", "leave_bytes"), [("ipc", 0), ("ipc", 2**29), ("ucx", 2**29), ("comm", 2**29)]
+)
+def test_a_reader_without_memory_says_so_and_works_again(transport, leave_bytes):
+    """With 512 MiB left the output (400 MB) fits, and what comes on its way does not."""
+    from distributed import Client
+
+    shape = (10000, 20000)
+    options = {
+        "p2p.transports.order": [transport],
+        "p2p.transports.ipc.staging-bytes": "768 MiB",
+        "p2p.transports.ucx.part-bytes": "256 MiB",
+        "p2p.transports.comm.part-bytes": "256 MiB",
+        "p2p.timeouts.request": "5 s",
+    }
+    with (
+        dask.config.set(options),
+        dask_p2p.local_cluster(2, gpus=True, **SMALL_POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
+        reader = sorted(client.scheduler_info(n_workers=-1)["workers"])[0]
+        client.run(fill_pool, leave_bytes, workers=[reader])
+        y = client.compute(dask_p2p.transpose(a).blocks[0], workers=[reader])
+        with pytest.raises(MemoryLimitError, match=f"out of memory on worker {reader}") as caught:
+            y.result(timeout=60)
+        assert caught.value.needed_bytes > shape[0] * shape[1] * 4 / 2
+        assert "chunks=" in str(caught.value)
+        client.run(empty_pool, workers=[reader])
+        forgotten(client, y)
+        y = persisted(client, dask_p2p.transpose(a))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+
+
+@pytest.mark.parametrize("transport", ["ucx", "comm"])
+def test_a_holder_without_memory_to_pack_in(transport):
+    """By ucx it is read in another way; when none is left the error says what it lacks."""
+    from distributed import Client
+
+    shape = (10000, 20000)
+    options = {
+        "p2p.transports.order": [transport],
+        "p2p.attempts": 2,
+        "p2p.transports.ucx.part-bytes": "256 MiB",
+        "p2p.transports.comm.part-bytes": "256 MiB",
+    }
+    with (
+        dask.config.set(options),
+        dask_p2p.local_cluster(2, gpus=True, **SMALL_POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
+        reader, holder = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        client.run(fill_pool, 0, workers=[holder])
+        y = client.compute(dask_p2p.transpose(a).blocks[0], workers=[reader])
+        with pytest.raises(TransferError, match=f"{holder} could not send .*out of memory"):
+            y.result(timeout=100)
+        client.run(empty_pool, workers=[holder])
+        forgotten(client, y)
+        y = persisted(client, dask_p2p.transpose(a))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+
+
+def test_what_no_gpu_has_is_refused_at_once(client):
+    import cupy
+
+    rows = cupy.cuda.runtime.memGetInfo()[1] // (40 * 1000 * 1000) + 100
+    # Blocks that repeat one element take nothing; the transpose of them would.
+    x = da.ones((40 * rows, 1000 * 1000), chunks=(rows, 1000 * 1000), dtype="u1")
+    x = x.map_blocks(
+        lambda b: cupy.broadcast_to(cupy.ones((), "u1"), b.shape), meta=cupy.empty((0, 0), "u1")
+    )
+    y = dask_p2p.transpose(x, chunks=-1)
+    with pytest.raises(MemoryLimitError, match=r"are missing.*chunks=") as caught:
+        client.compute(y).result(timeout=60)
+    assert caught.value.missing_bytes > 0
+
+
+@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+def test_a_small_staging_limit(client, transport):
+    """The pool has room for little more than blocks and the limit."""
+    shape = (8000, 8000)
+    options = {"p2p.memory.staging-limit": "8 MiB", "p2p.transports.order": [transport]}
+    with dask.config.set(options):
+        a = persisted(client, indexed_array(shape, (4000, 8000), "f4", kind="cupy"))
+        found = dask_p2p.estimate(a)
+        assert found.workers == 2
+        assert found.staging_bytes <= 2 * 8 * 2**20
+        y = persisted(client, dask_p2p.transpose(a))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        assert transports(client, y) == {transport}
