@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import dask
 import dask.array as da
 import numpy as np
@@ -35,6 +37,7 @@ def test_all_streams_also_later_ones():
             assert intervals(client) == {INTERVAL_S}
             cluster.scale(2)
             client.wait_for_workers(2)
+            assert set(client.run(sys.getswitchinterval).values()) == {INTERVAL_S}
             with Client(cluster) as other:
                 dask_p2p.register(other)
                 assert intervals(other) == {INTERVAL_S}

@@ -74,3 +74,23 @@ def test_device_buffers_come_back():
     assert buffers.idle_bytes == 16 * 2**20
     assert buffers.take((10, 10), "f4").data.ptr != where
     assert buffers.take((2**24,), "u1").data.ptr == where
+
+
+@pytest.mark.gpu
+def test_what_the_last_owner_queued_is_over():
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    side = 8192
+    last = cupy.zeros((side, side), "f8")
+    where = last.data.ptr
+    for _ in range(20):  # on the null stream
+        last += 1
+    del last
+    array = Buffers("cupy", 0).take((side, side), "f8")
+    assert array.data.ptr == where
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        array[...] = -1
+        stream.synchronize()
+    cupy.cuda.runtime.deviceSynchronize()
+    assert (array == -1).all()
