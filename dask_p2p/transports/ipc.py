@@ -214,8 +214,6 @@ class IpcTransport(Transport):
     async def _answer_post(
         self, key: Any = None, shape: Any = None, **unknown: Any
     ) -> dict[str, Any]:
-        if self._closed:
-            return {"status": "error", "message": "the worker is closing"}
         try:
             no_more(unknown)
             checked = checked_key(key), checked_shape(shape)

@@ -235,8 +235,6 @@ class UcxTransport(Transport):
         **unknown: Any,
     ) -> dict[str, Any]:
         """Send regions, under this tag and those after it. The block is leased until they are."""
-        if self._closed:
-            return {"status": "error", "message": "the worker is closing"}
         self._serving += 1
         try:
             no_more(unknown)

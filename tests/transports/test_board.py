@@ -131,12 +131,24 @@ def test_only_this_user_can_look(board):
 def test_nobody_can_guess_where_it_is(tmp_path):
     """Or another user could make the folder first, where a parent lets everybody in."""
     boards = [Board(str(tmp_path)) for _ in range(20)]
-    names = {os.path.basename(board.folder) for board in boards}
-    assert len(names) == 20
-    assert all(len(name) >= len("p2p-") + 8 for name in names)
+    names = [os.path.basename(board.folder).removeprefix("p2p-") for board in boards]
+    assert all(len(name) >= 8 for name in names)
+    for characters in zip(*names, strict=True):
+        assert len({*characters}) > 5, "they are not drawn at random"
     for board in boards:
         board.close()
-    assert not os.path.exists(os.path.join(tmp_path, "p2p-"))
+
+
+def test_links_are_not_followed(board, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("whole")
+    board.post("key", Block(), b"text")
+    (name,) = {*os.listdir(board.folder)} - {"tended"}
+    board.retract("key")
+    os.symlink(victim, os.path.join(board.folder, f"{name}.draft"))
+    with pytest.raises(FileExistsError):
+        board.post("key", Block(), b"text")
+    assert victim.read_text() == "whole"
 
 
 def test_a_notice_that_somebody_else_removed(board):

@@ -202,6 +202,69 @@ class TestIpcEmulated(Conformance):
         wait_until(lambda: setup.device.runtime.open == {})
         assert setup.reader.held()["mapped"] == 0
 
+    def test_a_worker_that_left_is_not_known_any_more(self, setup, block, loop):
+        key, array = block
+
+        async def forget():
+            setup.reader.forget(setup.holder)
+
+        for _ in range(2):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+            assert setup.reader.held()["mapped"] == 1
+            loop.run(forget())
+            wait_until(lambda: setup.reader.held()["mapped"] == 0)
+        assert setup.device.runtime.open == {}
+        assert setup.host.calls.count("p2p_ipc_peer") == 2
+
+    def test_a_reader_that_closes_twice_is_counted_once(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array)
+        remote.close()
+        remote.close()
+        remote = self.open(setup, key, array)
+        assert remote._mapping.users == 1
+        remote.close()
+
+    def test_nothing_is_posted_before_its_values_are_there(self, setup, block, monkeypatch):
+        key, array = block
+        posted = []
+        monkeypatch.setattr(
+            cuda_ipc, "synchronize_producers", lambda _: posted.append(len(setup.serving._board))
+        )
+        self.read(setup, key, array, ((0, 6), (0, 10)))
+        assert posted == [0]
+
+    def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
+        setup.serving.options = replace(options(), ipc_retain_s=0.05)
+        setup.serving.serving(setup.host.blocks)
+        assert setup.serving.held()["posted"] == 1
+        wait_until(lambda: setup.serving.held()["posted"] == 0)
+
+    @pytest.mark.parametrize("error", [OSError("full"), ValueError("closed"), TransferError("no")])
+    def test_what_cannot_be_posted_does_not_keep_a_task_from_its_work(
+        self, setup, block, monkeypatch, error
+    ):
+        def fail(block):
+            raise error
+
+        key, array = block
+        monkeypatch.setattr(cuda_ipc, "export", fail)
+        setup.serving.serving(setup.host.blocks)
+        with pytest.raises(TransferError, match=f"holder could not send .*{error}"):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+
+    def test_a_board_that_cannot_be_read(self, setup, block, monkeypatch):
+        def take(folder, key):
+            raise PermissionError("not yours")
+
+        key, array = block
+        monkeypatch.setattr(module, "take", take)
+        with pytest.raises(TransferError, match="the board of holder cannot be read: not yours"):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+
+    def test_numpy_blocks_are_not_for_ipc(self, setup):
+        assert "not numpy" in setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
+
     @pytest.mark.parametrize("said", [{}, {"peer": None}, {"peer": {"pid": 1}}, None], ids=str)
     def test_a_holder_that_does_not_say_where_it_runs(self, setup, block, said):
         real = setup.host.handlers["p2p_ipc_peer"]

@@ -90,6 +90,38 @@ class TestUcx(Conformance):
         setup.put("block", np.ones((2, 2), aligned))
         self.read(setup, "block", np.ones((2, 2), equal), ((0, 1), (0, 1)))
 
+    def test_ucx_rests_when_there_is_nothing_to_do(self, setup, block, monkeypatch):
+        monkeypatch.setattr(ucx_module, "_REST_S", 0.05)
+        key, array = block
+        for _ in range(2):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+            for transport in (setup.reader, setup.serving):
+                messenger = transport.messenger()
+                wait_until(lambda messenger=messenger: not messenger._driven)
+
+    def test_closing_takes_back_what_was_asked(self, setup, block):
+        asked, ended = threading.Event(), threading.Event()
+
+        async def answer(**kwargs):
+            asked.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+
+        setup.host.handlers["p2p_ucx_send"] = answer
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 1), (0, 1)))
+        assert asked.wait(10)
+        remote.close()
+        assert ended.wait(10)
+
+    def test_tags_do_not_start_at_the_same_place(self, setup):
+        """What was meant for a process that died must not come for the right thing here."""
+        places = {UcxTransport(setup.host, options())._next_tag for _ in range(10)}
+        assert len(places) == 10
+        assert max(places) > 2**40
+
     def test_room_is_given_back_whatever_fails(self, setup, block, monkeypatch):
         def fail(queue):
             raise RuntimeError("the device is lost")
