@@ -5,13 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
     TransferError,
     UnsupportedArrayError,
 )
-from dask_p2p.transports.base import BlockSpec, check_block, check_reply, dtype_text, refuse
+from dask_p2p.transports.base import (
+    BlockSpec,
+    RemoteBlock,
+    Transport,
+    check_block,
+    check_reply,
+    dtype_text,
+    refuse,
+)
 
 F8 = np.dtype("f8")
 
@@ -84,3 +93,40 @@ def test_what_a_holder_raises_reaches_the_reader_as_text(raised, error, words):
 def test_what_is_no_reply(reply):
     with pytest.raises(TransferError, match="there could not send block 'x'"):
         check_reply(reply, BlockSpec("x", "there", (2,), F8, "numpy"), "comm")
+
+
+class Failing(RemoteBlock):
+    """A block whose region does not come."""
+
+    def __init__(self, error):
+        self.error, self.closed = error, False
+
+    def request(self):
+        return self
+
+    def result(self, timeout_s):
+        raise self.error
+
+    def close(self):
+        self.closed = True
+
+
+class FailingTransport(Transport):
+    name = "failing"
+
+    def __init__(self, error):
+        self.block = Failing(error)
+
+    def open(self, block, boxes, options):
+        return self.block
+
+    handlers = obstacle = pacing = close = None
+
+
+@pytest.mark.parametrize("error", [TransferError("trouble"), TimeoutError()], ids=repr)
+def test_a_probe_that_fails_says_so_and_leaves_nothing_open(error):
+    transport = FailingTransport(error)
+    transport.options = options()
+    with pytest.raises(TransferError, match=r"trouble|failing: no word of the event loop"):
+        transport.probe("there", "numpy")
+    assert transport.block.closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -253,6 +254,17 @@ class TestIpcEmulated(Conformance):
         with pytest.raises(TransferError, match=f"holder could not send .*{error}"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
+    def test_what_is_not_as_declared_is_not_posted(self, setup, block):
+        key, array = block
+        with pytest.raises(BlockMismatchError):
+            self.open(setup, key, array.T)
+        assert setup.serving.held()["posted"] == 0
+
+    def test_an_event_loop_that_is_stuck(self, setup, loop):
+        loop.loop.call_soon_threadsafe(time.sleep, 1)
+        with pytest.raises(TransferError, match="ipc: no word of the event loop"):
+            setup.reader._ask("holder", "p2p_ipc_peer", -4.8, "where it runs")
+
     def test_a_board_that_cannot_be_read(self, setup, block, monkeypatch):
         def take(folder, key):
             raise PermissionError("not yours")
@@ -292,5 +304,6 @@ class TestIpcEmulated(Conformance):
         assert setup.serving.leased_bytes == array.nbytes
         loop.run(setup.reader.close())
         loop.run(setup.serving.close())
+        assert setup.serving._sweeping.cancelled()
         assert setup.device.runtime.open == {}
         assert setup.serving.held()["posted"] == setup.serving.leased_bytes == 0

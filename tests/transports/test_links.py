@@ -8,6 +8,7 @@ import pytest
 
 from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.transports.links import BlockRef, Links
+from tests.transports.loopback import wait_until
 
 DTYPE = np.dtype("f4")
 
@@ -80,11 +81,14 @@ def test_a_failure_is_reported_once_and_kept_to_its_holder(links, said):
     assert ways(links, ("a",)) == [("a", "ipc"), ("a", "comm")]
 
 
-def test_the_last_way_is_always_tried_again(links):
+def test_the_last_way_is_always_tried_again(links, said):
     for name in ("ipc", "comm"):
         way = next(w for w in found(links, ("a",), order=(name,)) if w.holder == "a")
         links.report_failure(way, TransferError("why"), last=name == "comm")
     assert ways(links, ("a",)) == [("a", "comm")]
+    assert links.failure("a", "comm") is None
+    assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
+    assert ways(links, ("a",), order=("ipc",)) == [("a", "ipc")], "there is nothing else"
 
 
 def test_a_way_is_proved_once_for_each_holder_and_kind(links, ipc):
@@ -120,7 +124,7 @@ def test_workers_leave_while_others_are_met(links):
         while not stop.is_set():
             number += 1
             try:
-                ways(links, (f"{name} {number % 500}",))
+                ways(links, (f"{name} {number}",))
             except RuntimeError as exc:
                 errors.append(exc)
 
@@ -130,8 +134,9 @@ def test_workers_leave_while_others_are_met(links):
     try:
         for thread in threads:
             thread.start()
-        for number in range(2000):
-            links.forget(f"a {number % 500}")
+        for number in range(100):
+            wait_until(lambda least=10 * number: len(links._proved) > least)
+            links.forget(f"a {number}")
     finally:
         stop.set()
         sys.setswitchinterval(interval_s)

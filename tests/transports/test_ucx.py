@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -139,6 +140,14 @@ class TestUcx(Conformance):
                 transport.messenger()
             assert transport._messenger is None
 
+    def test_no_thread_and_no_timer_is_left(self, setup, loop, block):
+        key, array = block
+        self.read(setup, key, array, ((0, 1), (0, 1)))
+        for transport in (setup.reader, setup.serving):
+            loop.run(transport.close())
+            assert transport._resting.cancelled()
+        wait_until(lambda: not [t for t in threading.enumerate() if "p2p-ucx-send" in t.name])
+
     def test_closing_waits_for_what_is_being_started(self, setup, loop, monkeypatch):
         starting, go_on = threading.Event(), threading.Event()
         closed = []
@@ -154,6 +163,7 @@ class TestUcx(Conformance):
             assert starting.wait(10)
             closing = asyncio.run_coroutine_threadsafe(setup.reader.close(), loop.loop)
             wait_until(lambda: setup.reader._closed)
+            time.sleep(0.1)  # for it to get to where it waits
             go_on.set()
             started.result(10)
             closing.result(10)
@@ -293,7 +303,11 @@ class TestUcx(Conformance):
 
     def test_a_worker_that_left_and_came_back(self, setup, block):
         key, array = block
-        for _ in range(2):
+        asked = setup.reader.host.calls
+        for times in (1, 2):
             self.read(setup, key, array, ((0, 1), (0, 10)))
+            assert len(setup.serving._messenger._endpoints) == 1
             setup.reader.forget("holder")
             setup.serving.forget("reader")
+            assert setup.serving._messenger._endpoints == {}
+            assert asked.count("p2p_ucx_peer") == times, "its address is another one, perhaps"
