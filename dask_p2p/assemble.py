@@ -17,6 +17,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
@@ -207,11 +208,10 @@ class Assembly:
 
     def _finish(self, queue: Queue) -> None:
         """Wait for all kernels, and only then end the leases: also where something failed."""
-        try:
-            queue.synchronize()
-        finally:
+        with ExitStack() as leases:
             for remote in [*self._opened.values(), *self._given_up]:
-                remote.close()
+                leases.callback(remote.close)
+            queue.synchronize()
 
     def _queue_local(self, queue: Queue, out: Any) -> None:
         """Queue stage 0, once: in async mode when the first regions are on their way."""

@@ -19,7 +19,7 @@ from asyncio import AbstractEventLoop
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,6 +47,7 @@ _T = TypeVar("_T")
 _SERVING_THREADS = 2  # that pack regions for other workers
 _LOOKS = 10  # for a block that is being spilled, or brought back
 _KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them was read
+_ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
 _RECORDS = 1000  # of tasks that are kept
 _METRIC = "dask-p2p-leased-bytes"
 _COUNTED_TASKS = 10_000  # whose failed attempts are kept
@@ -59,7 +60,10 @@ class WorkerHost:
         self.address: str = worker.address
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
         self.folder: str = worker.local_directory
-        self.encrypted_only: bool = bool(worker.security.require_encryption)
+        # Credentials from a configuration file do not make Dask require what they are used for.
+        self.encrypted_only: bool = bool(worker.security.require_encryption) or (
+            worker.address.startswith(_ENCRYPTED)
+        )
         self.probes = Probes()
         self._worker = worker
         self._gone: set[str] = set()
@@ -118,6 +122,8 @@ class WorkerHost:
             raise
         finally:
             self._calls[address].discard(call)
+            if not self._calls[address]:
+                del self._calls[address]
         return reply
 
     def gone(self, address: str) -> None:
@@ -283,11 +289,12 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         """Give the handlers back and end all leases."""
         worker.stream_handlers.update(self._originals)
         worker.metrics.pop(_METRIC, None)
-        for transport in self._transports.values():
-            await transport.close()
-            for op in transport.handlers():
-                worker.handlers.pop(op, None)
-        self._host.close()
+        async with AsyncExitStack() as ending:  # each, whatever becomes of the others
+            ending.callback(self._host.close)
+            for transport in self._transports.values():
+                for op in transport.handlers():
+                    ending.callback(worker.handlers.pop, op, None)
+                ending.push_async_callback(transport.close)
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         """Tell the transports of blocks that the worker no longer holds."""
@@ -303,9 +310,11 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self._originals["compute-task"](**message)
 
     def _on_remove_worker(self, **message: Any) -> None:
-        self._host.gone(message["worker"])
-        self.runtime.links.forget(message["worker"])
-        self._originals["remove-worker"](**message)
+        try:
+            self._host.gone(message["worker"])
+            self.runtime.links.forget(message["worker"])
+        finally:
+            self._originals["remove-worker"](**message)
 
 
 def by_reference(

@@ -276,6 +276,26 @@ def test_nothing_stays_open_after_an_error_that_is_not_retried(quick, peers):
     assert quick.open_now == []
 
 
+@pytest.mark.parametrize("what", ["the kernels", "a lease"])
+def test_all_leases_end_whatever_else_fails(quick, peers, monkeypatch, what):
+    from dask_p2p.kernels.queue import HostQueue
+
+    def fail(*args):
+        raise RuntimeError("the device is lost")
+
+    def close(self):
+        quick.open_now.remove(self)
+        fail()
+
+    if what == "the kernels":
+        monkeypatch.setattr(HostQueue, "synchronize", fail)
+    else:
+        monkeypatch.setattr(FakeBlock, "close", close)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        assembly(peers).run()
+    assert quick.open_now == []
+
+
 def test_what_may_be_wrong_is_not_returned(quick, peers, monkeypatch):
     def confirm(self):
         raise TransferError("the holder died under the reader")

@@ -122,7 +122,84 @@ def test_calls_to_a_worker_that_leaves_end_at_once():
     asyncio.run(main())
 
 
+def test_nothing_is_kept_of_calls_that_ended():
+    async def main():
+        host = WorkerHost(DeafWorker())
+        for address in ("a", "b"):
+            call = asyncio.ensure_future(host.call(address, "op"))
+            await asyncio.sleep(0.01)
+            assert host.held()["calls"] == 1
+            if address == "a":
+                host.gone(address)
+            else:
+                call.cancel()
+            await asyncio.wait([call])
+            assert not call.cancelled() or address == "b"
+        assert host.held()["calls"] == len(host._calls) == 0
+        host.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("address", "required", "expected"),
+    [
+        ("tcp://here", False, False),
+        ("tcp://here", None, False),
+        ("tcp://here", True, True),
+        ("tls://here", False, True),
+        ("wss://here", None, True),
+    ],
+)
+def test_where_nothing_may_leave_unencrypted(address, required, expected):
+    async def main():
+        worker = DeafWorker()
+        worker.address, worker.security.require_encryption = address, required
+        return WorkerHost(worker).encrypted_only
+
+    assert asyncio.run(main()) is expected
+
+
 # --- clusters ---
+
+
+def test_trouble_of_ours_keeps_nothing_from_dask():
+    """Neither that a worker left, nor the rest of the plugin's end."""
+
+    async def main():
+        async with (
+            LocalCluster(
+                n_workers=1, processes=False, asynchronous=True, dashboard_address=":0"
+            ) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await dask_p2p.register(client)
+            (worker,) = cluster.workers.values()
+            plugin = worker.plugins[PLUGIN_NAME]
+            told = []
+            plugin._originals["remove-worker"] = lambda **message: told.append(message)
+
+            def fail(*args):
+                raise RuntimeError("trouble")
+
+            async def fail_to_close():
+                fail()
+
+            plugin.runtime.links.forget = fail
+            message = {"worker": "tcp://gone", "stimulus_id": "test"}
+            with pytest.raises(RuntimeError, match="trouble"):
+                worker.stream_handlers["remove-worker"](**message)
+            assert told == [message]
+            transports = plugin.runtime.links.transports
+            closed = [transport for transport in transports.values() if transport.name != "ucx"]
+            transports["ucx"].close = fail_to_close
+            reply = await worker.plugin_remove(name=PLUGIN_NAME)
+            assert reply["exception_text"] == "RuntimeError('trouble')"
+            assert all(transport._closed for transport in closed)
+            assert plugin._host._threads._shutdown
+            assert not [op for op in worker.handlers if op.startswith("p2p_")]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

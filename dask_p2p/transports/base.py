@@ -291,11 +291,19 @@ def find_block(host: Host, key: Any, shape: tuple[int, ...]) -> Any:
 
 @lru_cache(maxsize=64)  # NumPy makes the name anew each time, which takes longer than the rest
 def dtype_text(dtype: Any) -> str:
-    """Return a dtype as text that is the same for equal ones.
+    """Return a dtype as text that is the same for equal ones, and for no others.
 
     It is for comparing: NumPy's dtypes cannot all be made from text again.
     """
-    return f"{dtype.name} {dtype.str}"
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return f"{shape} of {dtype_text(base)}"
+    text = f"{dtype.name} {dtype.str}"
+    if dtype.names is None:
+        return text
+    # Of its fields NumPy's own text says no more than how many bytes they are.
+    fields = ((name, *dtype.fields[name][:2]) for name in dtype.names)
+    return f"{text} {[(name, offset, dtype_text(field)) for name, field, offset in fields]}"
 
 
 def mismatch(block: Any, declared: Any, real: Any) -> BlockMismatchError:

@@ -50,7 +50,8 @@ class _Notice:
     def retract(self) -> None:
         if self.linked:
             self.linked = False
-            os.unlink(self.path)
+            with suppress(FileNotFoundError):  # somebody tidied up: its readers are there still
+                os.unlink(self.path)
 
     def is_read(self) -> bool:
         """Whether a reader holds a lease; only meaningful once retracted."""
@@ -104,6 +105,7 @@ class Board:
                 os.rename(draft, path)  # readers never see half a notice
             except BaseException:
                 os.close(fd)
+                os.unlink(draft)  # or there could never be another one
                 raise
             self._notices[key] = _Notice(path, fd, owner, time.monotonic())
 

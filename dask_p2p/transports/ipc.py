@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -102,16 +103,16 @@ class IpcTransport(Transport):
         peer, obstacle = self._known(block.holder)
         if obstacle is not None:
             raise TransferError(f"ipc: {block.holder} cannot be read in place: {obstacle}")
-        lease = self._lease(peer, block, options)
-        try:
+        with ExitStack() as undo:
+            lease = self._lease(peer, block, options)
+            undo.callback(lease.close)
             posted = _Posted.parse(lease.text, block)
             mapping = self._mappings.acquire(peer.folder, posted.buffer_id, posted.handle)
-        except BaseException:
-            lease.close()
-            raise
-        array = cuda_ipc.array_at(
-            mapping.address + posted.offset_bytes, posted.shape, posted.strides, block.dtype
-        )
+            undo.callback(mapping.release)
+            array = cuda_ipc.array_at(
+                mapping.address + posted.offset_bytes, posted.shape, posted.strides, block.dtype
+            )
+            undo.pop_all()
         return _IpcBlock(array, boxes, block, peer.folder, lease, mapping)
 
     def _known(self, holder: str) -> tuple[_Peer, str | None]:
@@ -213,8 +214,6 @@ class IpcTransport(Transport):
     async def _answer_post(
         self, key: Any = None, shape: Any = None, **unknown: Any
     ) -> dict[str, Any]:
-        if self._closed:
-            return {"status": "error", "message": "the worker is closing"}
         try:
             no_more(unknown)
             checked = checked_key(key), checked_shape(shape)

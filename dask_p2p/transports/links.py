@@ -88,11 +88,14 @@ class Links:
         """Tell whether a way works: the first time by trying it."""
         proof = (way.holder, way.transport.name, kind)
         if proof not in self._proved:
-            with self._proving[proof]:
+            with self._lock:
+                proving = self._proving[proof]
+            with proving:
                 if proof not in self._proved and not self._is_broken(way):
                     try:
                         way.transport.probe(way.holder, kind)
-                        self._proved.add(proof)
+                        with self._lock:
+                            self._proved.add(proof)
                     except BlockUnavailableError:
                         return True  # it does not answer: no word about the way
                     except TransferError as exc:
@@ -127,5 +130,7 @@ class Links:
             for pair in [pair for pair in self._broken if pair[0] == holder]:
                 del self._broken[pair]
             self._proved = {proof for proof in self._proved if proof[0] != holder}
+            for proof in [proof for proof in self._proving if proof[0] == holder]:
+                del self._proving[proof]
         for transport in self.transports.values():
             transport.forget(holder)

@@ -160,6 +160,8 @@ class UcxTransport(Transport):
     def messenger(self) -> Messenger:
         """Return this process' messenger, started when it is first needed; not for event loops."""
         with self._lock:
+            if self._closed:
+                raise TransferError("ucx: the worker is closing")
             if self._messenger is None:
                 if (obstacle := self._own_obstacle()) is not None:
                     raise TransferError(f"ucx: {obstacle}", reason=obstacle)
@@ -190,9 +192,13 @@ class UcxTransport(Transport):
         self._closed = True
         if self._resting is not None:
             self._resting.cancel()
-        if self._messenger is not None:
-            await self.host.offload(self._messenger.close)
+        await self.host.offload(self._close_messenger)
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _close_messenger(self) -> None:
+        with self._lock:  # one that is just being started is waited for
+            if self._messenger is not None:
+                self._messenger.close()
 
     def _own_obstacle(self) -> str | None:
         if self.host.encrypted_only and not self.options.ucx_allow_unencrypted:
@@ -229,8 +235,6 @@ class UcxTransport(Transport):
         **unknown: Any,
     ) -> dict[str, Any]:
         """Send regions, under this tag and those after it. The block is leased until they are."""
-        if self._closed:
-            return {"status": "error", "message": "the worker is closing"}
         self._serving += 1
         try:
             no_more(unknown)
@@ -308,8 +312,10 @@ class UcxTransport(Transport):
                 send_packed(1)  # one is packed while another is sent
             send_packed(0)
         finally:
-            queue.synchronize()  # only then may buffers be used again
-            outbox.close()
+            try:
+                queue.synchronize()  # only then may buffers be used again
+            finally:
+                outbox.close()
         return outbox.sent_bytes, sums
 
 

@@ -382,6 +382,33 @@ def test_what_is_nearly_right(holder, change):
     assert reply["status"] != "missing", "it was not even looked for"
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"key": ["x", 0, 0]}, "key: expected"),
+        ({"shape": "66"}, "shape: expected"),
+        ({"boxes": [((0, 1), (0, 11))]}, "does not lie in"),
+        ({"dtype": b"float64 <f8"}, "dtype: expected a short text"),
+        ({"tag": 2**64 - 2}, "tag: expected"),
+        ({"reader": b"tcp://a:1"}, "reader: expected a short text"),
+        ({"ahead": 65}, "ahead: expected 1 to 64"),
+        ({"wait_s": 3601}, "wait_s: expected"),
+        ({"checksum": "md5"}, "checksum: expected one of"),
+        ({"unheard-of": 1}, "unknown arguments"),
+    ],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.usefixtures("unchanged")
+def test_sends_that_are_nearly_right(holder, change, words):
+    good = {"key": ("x", 0, 0), "boxes": [((0, 1), (0, 1))] * 2, "shape": (6, 10)}
+    good |= {"dtype": "float64 <f8", "tag": 2**64 - 3, "reader": "tcp://a:1", "ahead": 64}
+    good |= {"wait_s": 3600, "checksum": "crc32"}
+    assert holder.ask("p2p_ucx_send", [good])[0]["status"] == "ok"
+    (reply,) = holder.ask("p2p_ucx_send", [{**good, **change}])
+    assert is_refusal(reply)
+    assert words in reply["message"]
+
+
 def test_a_raw_client_of_a_worker(caplog):
     """The same over a connection: the worker answers each, says nothing of it in its log."""
     good = {"key": ("x", 0, 0), "box": ((0, 1), (0, 2)), "shape": (6, 10)}

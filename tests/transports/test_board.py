@@ -128,6 +128,66 @@ def test_only_this_user_can_look(board):
         assert stat.S_IMODE(os.stat(os.path.join(board.folder, name)).st_mode) == 0o600
 
 
+def test_nobody_can_guess_where_it_is(tmp_path):
+    """Or another user could make the folder first, where a parent lets everybody in."""
+    boards = [Board(str(tmp_path)) for _ in range(20)]
+    names = [os.path.basename(board.folder).removeprefix("p2p-") for board in boards]
+    assert all(len(name) >= 8 for name in names)
+    for characters in zip(*names, strict=True):
+        assert len({*characters}) > 5, "they are not drawn at random"
+    for board in boards:
+        board.close()
+
+
+def test_links_are_not_followed(board, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("whole")
+    board.post("key", Block(), b"text")
+    (name,) = {*os.listdir(board.folder)} - {"tended"}
+    board.retract("key")
+    os.symlink(victim, os.path.join(board.folder, f"{name}.draft"))
+    with pytest.raises(FileExistsError):
+        board.post("key", Block(), b"text")
+    assert victim.read_text() == "whole"
+
+
+def test_a_notice_that_somebody_else_removed(board):
+    """What its readers still read is kept all the same."""
+    block = Block()
+    alive = weakref.ref(block)
+    board.post("key", block, b"text")
+    del block
+    lease = take(board.folder, "key")
+    for name in os.listdir(board.folder):
+        if name != "tended":
+            os.unlink(os.path.join(board.folder, name))
+    board.retract("key")
+    gc.collect()
+    assert alive() is not None
+    lease.close()
+    assert board.sweep(60) == 0
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_notice_that_cannot_be_written_can_be_later(board, monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+
+        def write(fd, text):
+            raise OSError("no space left on device")
+
+        patch.setattr(os, "write", write)
+        with pytest.raises(OSError, match="no space"):
+            board.post("key", Block(), b"text")
+    assert len(board) == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+    board.post("key", Block(), b"text")
+    lease = take(board.folder, "key")
+    assert lease.text == b"text"
+    lease.close()
+
+
 def test_no_file_descriptor_is_left(board):
     before = len(os.listdir("/proc/self/fd"))
     for i in range(50):

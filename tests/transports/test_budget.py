@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -46,16 +47,21 @@ def test_by_many_threads():
     seen_bytes = []
 
     def work():
-        for _ in range(300):
+        for _ in range(1000):
             room = budget.room()
             if room.take(30):
                 seen_bytes.append(budget.taken_bytes)
             room.close()
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
     assert max(seen_bytes) <= 100
     assert budget.taken_bytes == 0

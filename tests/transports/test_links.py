@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import threading
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.transports.links import BlockRef, Links
+from tests.transports.loopback import wait_until
 
 DTYPE = np.dtype("f4")
 
@@ -79,11 +81,14 @@ def test_a_failure_is_reported_once_and_kept_to_its_holder(links, said):
     assert ways(links, ("a",)) == [("a", "ipc"), ("a", "comm")]
 
 
-def test_the_last_way_is_always_tried_again(links):
+def test_the_last_way_is_always_tried_again(links, said):
     for name in ("ipc", "comm"):
         way = next(w for w in found(links, ("a",), order=(name,)) if w.holder == "a")
         links.report_failure(way, TransferError("why"), last=name == "comm")
     assert ways(links, ("a",)) == [("a", "comm")]
+    assert links.failure("a", "comm") is None
+    assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
+    assert ways(links, ("a",), order=("ipc",)) == [("a", "ipc")], "there is nothing else"
 
 
 def test_a_way_is_proved_once_for_each_holder_and_kind(links, ipc):
@@ -96,6 +101,48 @@ def test_a_way_is_proved_once_for_each_holder_and_kind(links, ipc):
     ways(links, ("a", "b"))
     assert ipc.probed[3:] == [("b", "cupy")]
     assert ipc.forgotten == ["b"]
+
+
+def test_nothing_is_kept_of_workers_that_left(links):
+    for i in range(100):
+        way, _ = found(links, (f"worker {i}",))
+        links.report_failure(way, TransferError("why"), last=False)
+    ways(links, ("stays",))
+    for i in range(100):
+        links.forget(f"worker {i}")
+    assert set(links._proving) == links._proved == {("stays", "ipc", "cupy")}
+    assert links._broken == {}
+
+
+def test_workers_leave_while_others_are_met(links):
+    """Each learns something new, while what was learnt of others is dropped."""
+    stop = threading.Event()
+    errors = []
+
+    def meet(name):
+        number = 0
+        while not stop.is_set():
+            number += 1
+            try:
+                ways(links, (f"{name} {number}",))
+            except RuntimeError as exc:
+                errors.append(exc)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=meet, args=(name,)) for name in "ab"]
+    try:
+        for thread in threads:
+            thread.start()
+        for number in range(100):
+            wait_until(lambda least=10 * number: len(links._proved) > least)
+            links.forget(f"a {number}")
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval_s)
+        for thread in threads:
+            thread.join()
+    assert errors == []
 
 
 def test_threads_that_need_a_way_at_once_prove_it_once(links, ipc):

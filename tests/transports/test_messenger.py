@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -160,6 +162,46 @@ def test_closing_ends_what_is_on_its_way():
     messenger.close()
 
 
+def test_closing_stops_its_threads():
+    def used():
+        messenger = Messenger(None)
+        received = messenger.receive(np.zeros(10, "u1"), 1)
+        messenger.send(messenger.address, numbers(10), 1).result(20)
+        received.result(20)
+        return messenger
+
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    used().close()  # UCX has threads of its own, which it keeps
+    before = threads()
+    messengers = [used() for _ in range(3)]
+    assert threads() > before
+    for messenger in messengers:
+        messenger.close()
+    wait_until(lambda: threads() <= before)
+
+
+def test_an_endpoint_that_the_other_one_closed(pair):
+    """The next message may fail, if nobody has noticed yet, but not those after it."""
+
+    def exchange(sender, receiver, tag):
+        target = np.zeros(2**20, "u1")
+        received = receiver.receive(target, tag)
+        sender.send(receiver.address, numbers(2**20), tag).result(20)
+        received.result(20)
+        np.testing.assert_array_equal(target, numbers(2**20))
+
+    here, there = pair
+    for tag in range(0, 30, 10):
+        exchange(here, there, tag)
+        exchange(there, here, tag + 1)
+        here.forget(there.address)
+        with suppress(TransferError):
+            exchange(there, here, tag + 2)
+        exchange(there, here, tag + 3)
+
+
 def test_without_ucxx(monkeypatch):
     assert ucxx_obstacle() is None
     monkeypatch.setitem(sys.modules, "ucxx", None)
@@ -189,6 +231,38 @@ def other_process():
         os.kill(process.pid, signal.SIGCONT)
         process.kill()
     process.join()
+
+
+def take_nothing(connection):
+    """Close with a message that nobody took, and end: a process of its own."""
+    messenger = Messenger(None)
+    messenger.receive(np.zeros(10, "u1"), 1)  # UCX is driven from now on
+    connection.send_bytes(messenger.address)
+    connection.recv()
+    messenger.close()
+    del messenger
+    gc.collect()
+    connection.send("closed")
+
+
+def test_closing_does_not_wait_for_a_sender_that_is_dead(other_process):
+    sender, theirs = other_process
+    theirs.recv_bytes()
+    context = multiprocessing.get_context("spawn")
+    connection, end = context.Pipe()
+    process = context.Process(target=take_nothing, args=(end,), daemon=True)
+    process.start()
+    theirs.send((connection.recv_bytes(), 5, 2**25))
+    time.sleep(0.5)  # for word of it to get there
+    sender.kill()
+    sender.join()
+    connection.send("close")
+    try:
+        assert connection.poll(20), "it hangs"
+        process.join(20)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("nbytes", [100, 2**25])

@@ -136,18 +136,23 @@ def test_the_part_that_is_flipped_is_named(link):
         read(link, True, rows)
 
 
-def test_an_answer_to_another_request_is_found(link):
+@pytest.mark.parametrize("what", ["box", "block"])
+def test_an_answer_to_another_request_is_found(link, what):
     """As large and as whole as the right one: what was asked for changed on its way."""
     op = {"comm": "p2p_region", "ucx": "p2p_ucx_send"}[link.name]
     serve = link.holder.handlers[op]
-    other = ((4, 48), (5, 38))
+    box, link.holder.blocks["other"] = ((4, 48), (5, 38)), BLOCK + 1
 
     async def misheard(**kwargs):
-        asked = {"box": other} if link.name == "comm" else {"boxes": [other]}
+        if what == "block":
+            asked = {"key": "other"}
+        else:
+            asked = {"box": box} if link.name == "comm" else {"boxes": [box]}
         return await serve(**{**kwargs, **asked})
 
     link.holder.handlers[op] = misheard
-    np.testing.assert_array_equal(read(link, False)[0], BLOCK[4:48, 5:38])
+    came = REGION + 1 if what == "block" else BLOCK[4:48, 5:38]
+    np.testing.assert_array_equal(read(link, False)[0], came)
     with pytest.raises(TransferError, match="came changed"):
         read(link, True)
 

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dask_p2p.config import options
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.kernels.queue import HostQueue
+from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports.ucx import UcxTransport
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
@@ -61,6 +67,107 @@ class TestUcx(Conformance):
         got = self.read(setup, "block", array, ((0, 3), (1, 4)))
         assert got.dtype == array.dtype
         assert got.tobytes() == array[:, 1:].tobytes()
+
+    def test_a_structured_block_with_other_fields(self, setup):
+        """Of the same sizes at the same places: its bytes would do, its values would not."""
+        real = np.ones((2, 2), [("a", "i1"), ("b", ">f8")])
+        setup.put("block", real)
+        for other in (
+            [("a", "u1"), ("b", ">f8")],
+            [("a", "i1"), ("b", "<f8")],
+            [("b", "i1"), ("a", ">f8")],
+            [("a", "i1"), ("b", "V8")],
+            [("b", ">f8"), ("a", "i1")],
+            [("a", "i1"), ("b", "i1", (8,))],
+            [("a", "i1"), ("b", [("c", "f4"), ("d", "f4")])],
+            "V9",
+        ):
+            declared = real.view("V9") if other == "V9" else np.ones((2, 2), other)
+            with pytest.raises(BlockMismatchError, match="declared as"):
+                self.read(setup, "block", declared, ((0, 1), (0, 1)))
+        aligned = np.dtype([("a", "i1"), ("b", "f8")], align=True)
+        equal = np.dtype({"names": "ab", "formats": ["i1", "f8"], "offsets": [0, 8]})
+        assert aligned == equal
+        setup.put("block", np.ones((2, 2), aligned))
+        self.read(setup, "block", np.ones((2, 2), equal), ((0, 1), (0, 1)))
+
+    def test_ucx_rests_when_there_is_nothing_to_do(self, setup, block, monkeypatch):
+        monkeypatch.setattr(ucx_module, "_REST_S", 0.05)
+        key, array = block
+        for _ in range(2):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+            for transport in (setup.reader, setup.serving):
+                messenger = transport.messenger()
+                wait_until(lambda messenger=messenger: not messenger._driven)
+
+    def test_closing_takes_back_what_was_asked(self, setup, block):
+        asked, ended = threading.Event(), threading.Event()
+
+        async def answer(**kwargs):
+            asked.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+
+        setup.host.handlers["p2p_ucx_send"] = answer
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 1), (0, 1)))
+        assert asked.wait(10)
+        remote.close()
+        assert ended.wait(10)
+
+    def test_tags_do_not_start_at_the_same_place(self, setup):
+        """What was meant for a process that died must not come for the right thing here."""
+        places = {UcxTransport(setup.host, options())._next_tag for _ in range(10)}
+        assert len(places) == 10
+        assert max(places) > 2**40
+
+    def test_room_is_given_back_whatever_fails(self, setup, block, monkeypatch):
+        def fail(queue):
+            raise RuntimeError("the device is lost")
+
+        key, array = block
+        monkeypatch.setattr(HostQueue, "synchronize", fail)
+        with pytest.raises(TransferError, match="the device is lost"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+        assert setup.serving.packed.taken_bytes == 0
+
+    def test_after_it_is_closed_nothing_is_started(self, setup, loop):
+        for transport in (setup.reader, setup.serving):
+            loop.run(transport.close())
+            with pytest.raises(TransferError, match="the worker is closing"):
+                transport.messenger()
+            assert transport._messenger is None
+
+    def test_no_thread_and_no_timer_is_left(self, setup, loop, block):
+        key, array = block
+        self.read(setup, key, array, ((0, 1), (0, 1)))
+        for transport in (setup.reader, setup.serving):
+            loop.run(transport.close())
+            assert transport._resting.cancelled()
+        wait_until(lambda: not [t for t in threading.enumerate() if "p2p-ucx-send" in t.name])
+
+    def test_closing_waits_for_what_is_being_started(self, setup, loop, monkeypatch):
+        starting, go_on = threading.Event(), threading.Event()
+        closed = []
+
+        def start(device):
+            starting.set()
+            assert go_on.wait(10)
+            return SimpleNamespace(close=lambda: closed.append(True), under_way=0)
+
+        monkeypatch.setattr(ucx_module, "Messenger", start)
+        with ThreadPoolExecutor(1) as threads:
+            started = threads.submit(setup.reader.messenger)
+            assert starting.wait(10)
+            closing = asyncio.run_coroutine_threadsafe(setup.reader.close(), loop.loop)
+            wait_until(lambda: setup.reader._closed)
+            time.sleep(0.1)  # for it to get to where it waits
+            go_on.set()
+            started.result(10)
+            closing.result(10)
+        assert closed == [True]
 
     def test_objects_and_encryption_are_obstacles(self, setup):
         assert "not Python objects" in setup.reader.obstacle("holder", "numpy", np.dtype(object))
@@ -196,7 +303,11 @@ class TestUcx(Conformance):
 
     def test_a_worker_that_left_and_came_back(self, setup, block):
         key, array = block
-        for _ in range(2):
+        asked = setup.reader.host.calls
+        for times in (1, 2):
             self.read(setup, key, array, ((0, 1), (0, 10)))
+            assert len(setup.serving._messenger._endpoints) == 1
             setup.reader.forget("holder")
             setup.serving.forget("reader")
+            assert setup.serving._messenger._endpoints == {}
+            assert asked.count("p2p_ucx_peer") == times, "its address is another one, perhaps"

@@ -1,0 +1,130 @@
+"""Workers that are halted: who reads from them goes another way, or ends in time; others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import dask
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.errors import TransferError
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    one_block_each,
+    set_trap,
+    source,
+)
+from tests.faults.test_moved_blocks import read_from, replicate
+
+SHAPE = (64, 64)
+LARGE = (2048, 2048)  # a holder sends no part of it before a reader asks, or looks out for it
+DEADLINE_S = 1.0
+SETTINGS = {
+    "p2p.timeouts.request": f"{DEADLINE_S} s",
+    "p2p.timeouts.backoff": "1 ms",
+    "p2p.attempts": 2,
+    "p2p.transports.comm.part-bytes": "128 kiB",
+    "p2p.transports.ucx.host-part-bytes": "128 kiB",
+    "distributed.scheduler.active-memory-manager.start": False,  # it would drop replicas
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
+
+
+@pytest.fixture(params=["comm", "ucx"])
+def client(request):
+    order = {"p2p.transports.order": [request.param]}
+    with dask.config.set(SETTINGS | order), cluster_of(4, SETTINGS | order) as client:
+        yield client
+
+
+@pytest.fixture
+def x(client):
+    """One block on each worker; all workers have met."""
+    x = one_block_each(client, source(SHAPE, (16, 64)), addresses(client))
+    wait(x)
+    check(client, dask_p2p.transpose(x, chunks=(32, -1)))
+    return x
+
+
+def check(client, y):
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+    assert_nothing_is_held(client)
+
+
+@contextmanager
+def halted(client, worker):
+    (pid,) = client.run(os.getpid, workers=[worker]).values()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_another_holder_is_asked(client, x):
+    reader, holder, _, other = addresses(client)
+    replicate(client, x, 1, [holder, other])
+    y = client.persist(dask_p2p.transpose(x)[:16], workers=[reader])
+    wait(y)
+    assert holder in read_from(client, reader), "it is the first that is asked"
+    del y
+    with halted(client, holder):
+        start_s = time.monotonic()
+        y = dask_p2p.transpose(x, chunks=((16, 48), (64,)))[:16]
+        got = client.compute(y, workers=[reader]).result(timeout=BOUND_S)
+        took_s = time.monotonic() - start_s
+        np.testing.assert_array_equal(got, expected(SHAPE).T[:16])
+        assert holder not in read_from(client, reader)
+    assert DEADLINE_S <= took_s < 4 * DEADLINE_S
+    check(client, dask_p2p.transpose(x))
+
+
+def test_others_go_on_and_the_reader_ends_in_time(client, x):
+    reader, *free, holder = addresses(client)
+    z = one_block_each(client, source(SHAPE, (16, 64)) + 1, [reader, *free, reader])
+    wait(z)
+    with halted(client, holder):
+        start_s = time.monotonic()
+        late = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
+        others = client.compute(dask_p2p.transpose(z), workers=free)
+        np.testing.assert_array_equal(others.result(timeout=BOUND_S), expected(SHAPE).T + 1)
+        assert not late.done()
+        with pytest.raises(TransferError, match=f"failed 2 times on {reader}") as caught:
+            late.result(timeout=BOUND_S)
+        # By ucx the first attempt is followed by one over comm.
+        assert time.monotonic() - start_s < 3 * DEADLINE_S + 3
+    said = str(caught.value)
+    for words in (f"block ('{x.name}', 3, 0)", f"no answer of {holder}", "comm: ", "p2p.timeouts"):
+        assert words in said
+    del late
+    check(client, dask_p2p.transpose(x, chunks=(8, -1)))
+
+
+def test_a_holder_that_is_halted_in_the_middle(client, gate):
+    reader, holder, *_ = addresses(client)
+    x = one_block_each(client, source(LARGE, (512, 2048)), addresses(client))
+    wait(x)
+    client.run(set_trap, "placed", 2, "wait", gate.path, workers=[reader])
+    y = client.compute(dask_p2p.transpose(x)[:512], workers=[reader])
+    gate.wait_until_reached()
+    with halted(client, holder):
+        start_s = time.monotonic()
+        gate.open()
+        with pytest.raises(TransferError, match=f"failed 2 times on {reader}.*{holder}"):
+            y.result(timeout=BOUND_S)
+        assert time.monotonic() - start_s < 3 * DEADLINE_S + 3
+    del y
+    got = client.compute(dask_p2p.transpose(x, chunks=(256, -1))).result(timeout=BOUND_S)
+    np.testing.assert_array_equal(got, expected(LARGE).T)
+    assert_nothing_is_held(client)

@@ -1,0 +1,132 @@
+"""What all transports share: blocks are what they are declared to be, refusals are plain."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dask_p2p.config import options
+from dask_p2p.errors import (
+    BlockMismatchError,
+    BlockUnavailableError,
+    TransferError,
+    UnsupportedArrayError,
+)
+from dask_p2p.transports.base import (
+    BlockSpec,
+    RemoteBlock,
+    Transport,
+    check_block,
+    check_reply,
+    dtype_text,
+    refuse,
+)
+
+F8 = np.dtype("f8")
+
+
+@pytest.mark.parametrize(
+    ("block", "error", "words"),
+    [
+        (np.ones((2, 4)), BlockMismatchError, r"float64 \(2, 3\).*it is float64 \(2, 4\)"),
+        (np.ones((3, 2)), BlockMismatchError, r"it is float64 \(3, 2\)"),
+        (np.ones((2, 3), "f4"), BlockMismatchError, r"it is float32 \(2, 3\)"),
+        (np.ones((2, 3), ">f8"), BlockMismatchError, r"it is >f8 \(2, 3\)"),
+        (np.ma.masked_array(np.ones((2, 3))), UnsupportedArrayError, "(?i)masked"),
+        ([[1.0] * 3] * 2, UnsupportedArrayError, "list"),
+    ],
+    ids=["length", "order", "dtype", "byte order", "masked", "list"],
+)
+def test_a_block_that_is_not_as_declared(block, error, words):
+    check_block(np.ones((2, 3)), "key", (2, 3), F8)
+    with pytest.raises(error, match=words):
+        check_block(block, "key", (2, 3), F8)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("f8", ">f8"),
+        ("i8", "M8[ns]"),
+        ("M8[s]", "M8[ns]"),
+        ("S4", "V4"),
+        ("u1", "?"),
+        ([("a", "i1"), ("b", "f8")], [("a", "i1"), ("b", "i8")]),
+        ([("a", "i4"), ("b", "f4")], [("b", "i4"), ("a", "f4")]),
+        ([("a", "i4", (2,))], [("a", "i4", (2, 1))]),
+        ([("a", [("b", "i4")])], [("a", [("b", "f4")])]),
+        (
+            {"names": "ab", "formats": ["i1", "i1"], "offsets": [0, 1], "itemsize": 4},
+            {"names": "ab", "formats": ["i1", "i1"], "offsets": [0, 2], "itemsize": 4},
+        ),
+    ],
+    ids=str,
+)
+def test_text_of_dtypes_tells_them_apart(one, other):
+    one, other = np.dtype(one), np.dtype(other)
+    assert one.itemsize == other.itemsize
+    assert one != other
+    assert dtype_text(one) != dtype_text(other)
+    assert dtype_text(one) == dtype_text(one.newbyteorder().newbyteorder())
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "words"),
+    [
+        (KeyError("x"), BlockUnavailableError, "comm: block 'x' of there is not there any more"),
+        (BlockMismatchError("of (2,)"), BlockMismatchError, r"of \(2,\) \(held by there\)"),
+        (UnsupportedArrayError("masked"), BlockMismatchError, "masked .*held by there"),
+        (MemoryError("1 GiB"), TransferError, "there could not send .*out of memory .*1 GiB"),
+        (RuntimeError("trouble"), TransferError, "there could not send .*RuntimeError: trouble"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_holder_raises_reaches_the_reader_as_text(raised, error, words):
+    reply = refuse(raised)
+    assert all(type(said) is str for said in reply.values())
+    with pytest.raises(error, match=words) as caught:
+        check_reply(reply, BlockSpec("x", "there", (2,), F8, "numpy"), "comm")
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("reply", [None, "ok", {}, {"status": "OK"}, [("status", "ok")]], ids=str)
+def test_what_is_no_reply(reply):
+    with pytest.raises(TransferError, match="there could not send block 'x'"):
+        check_reply(reply, BlockSpec("x", "there", (2,), F8, "numpy"), "comm")
+
+
+class Failing(RemoteBlock):
+    """A block whose region does not come."""
+
+    def __init__(self, error):
+        self.error, self.closed = error, False
+
+    def request(self):
+        return self
+
+    def result(self, timeout_s):
+        raise self.error
+
+    def close(self):
+        self.closed = True
+
+
+class FailingTransport(Transport):
+    name = "failing"
+
+    def __init__(self, error):
+        self.block = Failing(error)
+
+    def open(self, block, boxes, options):
+        return self.block
+
+    handlers = obstacle = pacing = close = None
+
+
+@pytest.mark.parametrize("error", [TransferError("trouble"), TimeoutError()], ids=repr)
+def test_a_probe_that_fails_says_so_and_leaves_nothing_open(error):
+    transport = FailingTransport(error)
+    transport.options = options()
+    with pytest.raises(TransferError, match=r"trouble|failing: no word of the event loop"):
+        transport.probe("there", "numpy")
+    assert transport.block.closed

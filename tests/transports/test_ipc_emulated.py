@@ -1,0 +1,309 @@
+"""``ipc`` without GPUs: what is mapped is the holder's own NumPy arrays, while they are there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dask_p2p.config import options
+from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
+from dask_p2p.transports import cuda_ipc
+from dask_p2p.transports import ipc as module
+from dask_p2p.transports.ipc import IpcTransport
+from tests.transports.conformance import Conformance
+from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
+from tests.transports.test_cuda_ipc import FakeRuntime
+
+
+class Device:
+    """Allocations of a GPU, known by their handles."""
+
+    def __init__(self):
+        self.runtime = FakeRuntime()
+        self.allocations = {}  # handle -> weak reference to the array in it
+        self.fails = False
+
+    def export(self, block):
+        number = len(self.allocations)
+        handle = number.to_bytes(4, "big")
+        self.allocations[handle] = weakref.ref(block)
+        return cuda_ipc.Place(handle.hex(), number, 0)
+
+    def array_at(self, address, shape, strides, dtype):
+        if self.fails:
+            raise RuntimeError("the device is lost")
+        block = self.allocations[self.runtime.open[address]]()
+        assert block is not None, "the holder has let go of what is mapped"
+        assert (block.shape, block.strides, block.dtype) == (shape, strides, dtype)
+        return block
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=device.runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda_ipc, "export", device.export)
+    monkeypatch.setattr(cuda_ipc, "array_at", device.array_at)
+    monkeypatch.setattr(cuda_ipc, "empty", np.empty)
+    monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda: "aa")
+    monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda uuid: None)
+    monkeypatch.setattr(cuda_ipc, "synchronize_producers", lambda block: None)
+    monkeypatch.setattr(module, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
+    describe = module._describe
+    pids = {"reader": 1, "holder": 2}
+    monkeypatch.setattr(
+        module,
+        "_describe",
+        lambda folder: replace(
+            describe(folder), pid=pids[os.path.basename(os.path.dirname(folder))]
+        ),
+    )
+    return device
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def setup(device, loop, tmp_path):
+    network, hosts, transports = {}, [], []
+    chosen = replace(options(), ipc_retain_s=60.0)
+    for name in ("reader", "holder"):
+        (tmp_path / name).mkdir()
+        hosts.append(LoopbackHost(name, loop.loop, network, tmp_path / name))
+        transports.append(IpcTransport(hosts[-1], chosen))
+        hosts[-1].handlers.update(transports[-1].handlers())
+    there, serving = hosts[1], transports[1]
+
+    def put(key, array):
+        there.blocks[key] = array.copy(order="K")
+
+    def drop(key):
+        del there.blocks[key]
+        serving.released(key)
+
+    yield SimpleNamespace(
+        reader=transports[0],
+        holder="holder",
+        kind="cupy",
+        put=put,
+        drop=drop,
+        close_holder=lambda: loop.run(serving.close()),
+        to_numpy=np.asarray,
+        host=there,
+        serving=serving,
+        device=device,
+    )
+    for transport in transports:
+        loop.run(transport.close())
+    for host in hosts:
+        host.close()
+
+
+def nothing_is_kept(setup, key):
+    """No lease and no user of a mapping."""
+    setup.drop(key)
+    return len(setup.serving._board) == 0 and not any(
+        mapping.users for mapping in setup.reader._mappings._open.values()
+    )
+
+
+class TestIpcEmulated(Conformance):
+    def test_what_is_posted_need_not_be_asked_for(self, setup, block):
+        key, array = block
+        setup.serving.serving(setup.host.blocks)
+        self.read(setup, key, array, ((0, 6), (0, 10)))
+        assert "p2p_ipc_post" not in setup.host.calls
+        assert nothing_is_kept(setup, key)
+
+    def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array)
+        setup.drop(key)
+        assert len(setup.serving._board) == 1, "it is being read"
+        remote.close()
+        setup.serving._board.sweep(60)
+        assert len(setup.serving._board) == 0
+
+    def test_a_holder_that_ended_while_it_was_read(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        remote.request()
+        remote.confirm()
+        os.close(setup.serving._board._tended)  # as the kernel does for the dead
+        with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
+            remote.confirm()
+        remote.close()
+        with pytest.raises(TransferError, match=r"posted block .*, but took it back at once"):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+        setup.serving._board._tended = os.open(os.devnull, os.O_RDONLY)
+
+    @pytest.mark.parametrize(
+        ("change", "error", "words"),
+        [
+            ({"key": "('x-1', 1, 0)"}, TransferError, r"is that of \('x-1', 1, 0\)"),
+            ({"shape": (10, 6)}, BlockMismatchError, r"it is .*\(10, 6\)"),
+            ({"dtype": "int64 <i8"}, BlockMismatchError, "it is int64"),
+            ({"shape": None}, TransferError, "cannot be read"),
+            ({"more": 1}, TransferError, "cannot be read"),
+            (None, TransferError, "cannot be read"),
+        ],
+        ids=str,
+    )
+    def test_a_notice_that_is_not_of_the_block(
+        self, setup, block, monkeypatch, change, error, words
+    ):
+        key, array = block
+        real = module._Posted.text
+
+        def text(posted):
+            if change is None:
+                return real(posted)[:-1]
+            return module.json.dumps({**module.asdict(posted), **change}).encode()
+
+        monkeypatch.setattr(module._Posted, "text", text)
+        with pytest.raises(error, match=words):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+        assert setup.device.runtime.open == {}, "nothing was mapped"
+        assert nothing_is_kept(setup, key)
+
+    @pytest.mark.parametrize("what", ["it is not mapped", "it is not made an array"])
+    def test_memory_that_cannot_be_had_leaves_nothing_behind(self, setup, block, what):
+        key, array = block
+        if what == "it is not mapped":
+            setup.device.runtime.refused.add(bytes(4))
+        else:
+            setup.device.fails = True
+        with pytest.raises((TransferError, RuntimeError), match=r"cannot be mapped|device is lost"):
+            self.open(setup, key, array)
+        assert nothing_is_kept(setup, key)
+
+    def test_leaving_closes_mappings_that_are_not_used(self, setup, block, loop):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+
+        async def forget():
+            setup.reader.forget(setup.holder)
+
+        loop.run(forget())
+        assert len(setup.device.runtime.open) == 1, "it is being read"
+        remote.close()
+        wait_until(lambda: setup.device.runtime.open == {})
+        assert setup.reader.held()["mapped"] == 0
+
+    def test_a_worker_that_left_is_not_known_any_more(self, setup, block, loop):
+        key, array = block
+
+        async def forget():
+            setup.reader.forget(setup.holder)
+
+        for _ in range(2):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+            assert setup.reader.held()["mapped"] == 1
+            loop.run(forget())
+            wait_until(lambda: setup.reader.held()["mapped"] == 0)
+        assert setup.device.runtime.open == {}
+        assert setup.host.calls.count("p2p_ipc_peer") == 2
+
+    def test_a_reader_that_closes_twice_is_counted_once(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array)
+        remote.close()
+        remote.close()
+        remote = self.open(setup, key, array)
+        assert remote._mapping.users == 1
+        remote.close()
+
+    def test_nothing_is_posted_before_its_values_are_there(self, setup, block, monkeypatch):
+        key, array = block
+        posted = []
+        monkeypatch.setattr(
+            cuda_ipc, "synchronize_producers", lambda _: posted.append(len(setup.serving._board))
+        )
+        self.read(setup, key, array, ((0, 6), (0, 10)))
+        assert posted == [0]
+
+    def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
+        setup.serving.options = replace(options(), ipc_retain_s=0.05)
+        setup.serving.serving(setup.host.blocks)
+        assert setup.serving.held()["posted"] == 1
+        wait_until(lambda: setup.serving.held()["posted"] == 0)
+
+    @pytest.mark.parametrize("error", [OSError("full"), ValueError("closed"), TransferError("no")])
+    def test_what_cannot_be_posted_does_not_keep_a_task_from_its_work(
+        self, setup, block, monkeypatch, error
+    ):
+        def fail(block):
+            raise error
+
+        key, array = block
+        monkeypatch.setattr(cuda_ipc, "export", fail)
+        setup.serving.serving(setup.host.blocks)
+        with pytest.raises(TransferError, match=f"holder could not send .*{error}"):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+
+    def test_what_is_not_as_declared_is_not_posted(self, setup, block):
+        key, array = block
+        with pytest.raises(BlockMismatchError):
+            self.open(setup, key, array.T)
+        assert setup.serving.held()["posted"] == 0
+
+    def test_an_event_loop_that_is_stuck(self, setup, loop):
+        loop.loop.call_soon_threadsafe(time.sleep, 1)
+        with pytest.raises(TransferError, match="ipc: no word of the event loop"):
+            setup.reader._ask("holder", "p2p_ipc_peer", -4.8, "where it runs")
+
+    def test_a_board_that_cannot_be_read(self, setup, block, monkeypatch):
+        def take(folder, key):
+            raise PermissionError("not yours")
+
+        key, array = block
+        monkeypatch.setattr(module, "take", take)
+        with pytest.raises(TransferError, match="the board of holder cannot be read: not yours"):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+
+    def test_numpy_blocks_are_not_for_ipc(self, setup):
+        assert "not numpy" in setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
+
+    @pytest.mark.parametrize("said", [{}, {"peer": None}, {"peer": {"pid": 1}}, None], ids=str)
+    def test_a_holder_that_does_not_say_where_it_runs(self, setup, block, said):
+        real = setup.host.handlers["p2p_ipc_peer"]
+
+        async def answer():
+            return said
+
+        setup.host.handlers["p2p_ipc_peer"] = answer
+        assert "does not say where it runs" in setup.reader.obstacle("holder", "cupy", None)
+        setup.host.handlers["p2p_ipc_peer"] = real
+        assert setup.reader.obstacle("holder", "cupy", None) is None, "it is asked again"
+
+    def test_a_holder_that_may_not_be_mapped_is_not(self, setup, block, monkeypatch):
+        key, array = block
+        monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda uuid: "too far apart")
+        assert setup.reader.obstacle("holder", "cupy", None) == "too far apart"
+        with pytest.raises(TransferError, match="holder cannot be read in place: too far apart"):
+            self.open(setup, key, array)
+        assert setup.device.runtime.open == {}
+
+    def test_closing_lets_go_of_everything(self, setup, block, loop):
+        key, array = block
+        self.read(setup, key, array, ((0, 6), (0, 10)))
+        assert setup.reader.held()["mapped"] == setup.serving.held()["posted"] == 1
+        assert setup.serving.leased_bytes == array.nbytes
+        loop.run(setup.reader.close())
+        loop.run(setup.serving.close())
+        assert setup.serving._sweeping.cancelled()
+        assert setup.device.runtime.open == {}
+        assert setup.serving.held()["posted"] == setup.serving.leased_bytes == 0
