@@ -164,6 +164,33 @@ def test_what_blocks_does_not_block_the_event_loop():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("order", "expected"), [("auto", ["ipc", "ucx", "comm"]), (["comm"], ["comm"])]
+)
+def test_what_others_are_about_to_read_is_posted_unless_ipc_is_off(order, expected):
+    """One setting turns it off: nothing is posted by itself, nothing is mapped."""
+    told = []
+    transports = {
+        name: SimpleNamespace(
+            name=name,
+            serving=lambda blocks, name=name: told.append((name, blocks)),
+            obstacle=lambda holder, kind, dtype: None,
+            probe=lambda holder, kind: None,
+        )
+        for name in ("ipc", "ucx", "comm")
+    }
+    runtime = worker_module.WorkerRuntime(SimpleNamespace(address="a"), None, transports, options())
+    with dask.config.set({"p2p.transports.order": order}):
+        chosen = options()
+    blocks = {"key": np.ones(3)}
+    runtime.serving(blocks, "cupy", chosen)
+    assert [name for name, _ in told] == expected
+    assert all(of is blocks for _, of in told)
+    ref = BlockRef("key", ("b",))
+    ways = runtime.links.ways(ref, "cupy", np.dtype("f8"), chosen.order("cupy"))
+    assert [way.transport.name for way in ways] == expected
+
+
 def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
     monkeypatch.setattr(worker_module, "_COUNTED_TASKS", 3)
     worker = SimpleNamespace(address="tcp://here")

@@ -113,23 +113,33 @@ def test_nothing_is_kept_of_workers_that_left(links):
 
 
 @pytest.mark.parametrize("name", ["_proved", "_proving"])
-def test_a_worker_leaves_while_another_is_met(links, name):
+def test_a_worker_leaves_while_another_is_met(links, ipc, name):
     """What is learnt of one is noted just when what was learnt of the other is looked for."""
     kind = type(getattr(links, name))
     meeting = threading.Thread(target=ways, args=(links, ("new",)))
+    probing, go_on = threading.Event(), threading.Event()
+
+    def probe(holder, kind):
+        probing.set()
+        assert go_on.wait(10)
 
     class Watched(kind):
         def __iter__(self):
             for proof in super().__iter__():
                 if meeting.ident is None:
                     meeting.start()
-                    meeting.join(0.2)
+                go_on.set()
+                meeting.join(0.2)
                 yield proof
 
     ways(links, ("gone", "stays"))
     watched = Watched() if kind is set else Watched(threading.Lock)
     watched.update(getattr(links, name))
     setattr(links, name, watched)
+    ipc.probe = probe
+    if name == "_proved":  # of which it is about to make a note
+        meeting.start()
+        assert probing.wait(10)
     links.forget("gone")
     meeting.join(10)
     assert {holder for holder, *_ in links._proved} == {"stays", "new"}
