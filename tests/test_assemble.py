@@ -16,6 +16,7 @@ from dask_p2p.errors import (
     TransferError,
     UnsupportedArrayError,
 )
+from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.layout import box_slices
 from dask_p2p.plan import slab_chunks, transpose_plan
 from dask_p2p.transports.base import Pacing, RemoteBlock, Transport
@@ -173,8 +174,6 @@ def test_all_blocks_here():
 
 def test_async_asks_ahead_and_sync_does_not(quick, peers, log, monkeypatch):
     quick.part_bytes, quick.ahead = 24, 2  # three parts a piece
-    from dask_p2p.kernels.queue import HostQueue
-
     real = HostQueue.permute
 
     def permute(self, *args, **kwargs):
@@ -231,6 +230,58 @@ def test_a_failure_in_the_middle_of_a_block(quick, slow, peers, log):
     assert quick.open_now == slow.open_now == []
 
 
+def test_nothing_more_is_asked_for_of_what_failed(quick, slow, peers, log):
+    quick.part_bytes = 8  # 9 parts
+    quick.fails["c", ("x", 2, 0)] = TransferError("broke off")
+    quick.late.add(("x", 2, 0))
+    check(assembly(peers).run())
+    by_quick = log[: log.index(("open", "slow", "c", ("x", 2, 0)))]
+    asked = by_quick.count(("request", ("x", 2, 0)))
+    assert asked == 2 + quick.ahead
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_lies_elsewhere_is_let_go_of_only_when_nothing_reads_it(
+    quick, slow, peers, log, monkeypatch, late
+):
+    """Also where it failed: kernels that read what came before may still be queued."""
+    synchronize, close = HostQueue.synchronize, FakeBlock.close
+
+    def logged(what, function):
+        return lambda self: (log.append((what,)), function(self))[1]
+
+    monkeypatch.setattr(HostQueue, "synchronize", logged("synchronize", synchronize))
+    monkeypatch.setattr(FakeBlock, "close", logged("close", close))
+    monkeypatch.setattr(FakeBlock, "confirm", logged("confirm", FakeBlock.confirm), raising=False)
+    quick.in_place, quick.part_bytes = True, 24
+    if late:
+        quick.fails["c", ("x", 2, 0)] = TransferError("broke off")
+        quick.late.add(("x", 2, 0))
+    check(assembly(peers).run())
+    assert quick.open_now == slow.open_now == []
+    kinds = [entry[0] for entry in log]
+    last_request = len(kinds) - kinds[::-1].index("request")
+    assert kinds[last_request:].index("synchronize") < kinds[last_request:].index("confirm")
+    assert "close" not in kinds[:last_request], "what was read in place"
+    assert kinds.count("close") == (3 if late else 2)
+
+
+def test_an_answer_that_nobody_gives_in_time(quick, slow, peers, log, monkeypatch):
+    """Where the event loop that keeps the deadlines is stuck."""
+    request = FakeBlock.request
+    monkeypatch.setattr(
+        FakeBlock,
+        "request",
+        lambda self: Future() if self.transport is quick else request(self),
+    )
+    monkeypatch.setattr("dask_p2p.assemble.GRACE_S", 0.0)
+    check(assembly(peers, request_timeout_s=0.05).run())
+    assert opened(log)[-2:] == [("slow", "c"), ("slow", "a")]
+    for holder in "ac":
+        said = peers.links.failure(holder, "quick")
+        assert said == f"no answer of {holder} in time, and no word of the event loop"
+
+
 def test_an_obstacle_is_no_failure(peers, log):
     check(assembly(peers, ("a", "b", "far")).run())
     assert ("slow", "far") in opened(log)
@@ -278,8 +329,6 @@ def test_nothing_stays_open_after_an_error_that_is_not_retried(quick, peers):
 
 @pytest.mark.parametrize("what", ["the kernels", "a lease"])
 def test_all_leases_end_whatever_else_fails(quick, peers, monkeypatch, what):
-    from dask_p2p.kernels.queue import HostQueue
-
     def fail(*args):
         raise RuntimeError("the device is lost")
 

@@ -149,6 +149,22 @@ def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, mo
     check(assembly(peers).run())
 
 
+def test_no_memory_for_an_answer_leaves_nothing_behind(peers, quick, monkeypatch):
+    """An error that a future brings refers to the future, and so to itself."""
+    outputs = NthFails(KERNEL.empty, 2)
+    monkeypatch.setattr(KERNEL, "empty", outputs, raising=False)
+    quick.fails["c", ("x", 2, 0)] = MemoryError("no 1.00 GiB")
+    quick.late.add(("x", 2, 0))
+    gc.disable()  # what goes must go without it
+    try:
+        with pytest.raises(MemoryLimitError, match=r"on worker b \(MemoryError: no 1\.00 GiB\)"):
+            assembly(peers).run()
+        assert quick.open_now == []
+        assert [kept() for kept in outputs.given] == [None]
+    finally:
+        gc.enable()
+
+
 def test_an_answer_that_there_is_no_memory_for():
     class Host:
         async def call(self, address, op, **kwargs):

@@ -256,7 +256,7 @@ class FillingBlock(RemoteBlock):
         self.kept.clear()
 
 
-@pytest.mark.parametrize("holders", [("4", "1", "4b"), ("1", "4", "1b"), ("2", "3", "2b")], ids=str)
+@pytest.mark.parametrize("holders", [("4", "1", "4b"), ("1", "4", "1b"), ("2", "4", "2b")], ids=str)
 def test_transports_do_not_add_up(holders):
     meter = Meter()
     made = {str(n): Filling(n, 256, meter) for n in (1, 2, 3, 4)}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from types import SimpleNamespace
@@ -18,15 +19,19 @@ import pytest
 from distributed import Client, LocalCluster, Security, wait
 
 import dask_p2p
+from dask_p2p import worker as worker_module
+from dask_p2p.assemble import OutputSpec
+from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
     P2PWarning,
     TransferError,
     UnsupportedArrayError,
 )
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.plan import transpose_plan
+from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
 from dask_p2p.transports.links import BlockRef
-from dask_p2p.worker import WorkerHost, by_reference
+from dask_p2p.worker import P2PPlugin, WorkerHost, by_reference
 from tests.support import indexed
 
 
@@ -74,6 +79,26 @@ def test_by_reference_leaves_alone_what_it_cannot_replace():
     assert by_reference(sent, {"here"}.__contains__, "a") is sent
 
 
+def test_holders_that_a_message_names_are_in_the_cluster():
+    """Again perhaps: a new worker may have the address of one that left."""
+    plan = transpose_plan(((2, 2), (4,)), (1, 0), ((4,), (4,)))
+    output = OutputSpec("x", np.dtype("f8"), "numpy", options())
+    keys = [("x", 0, 0), ("x", 1, 0)]
+    back, sent = [], []
+    plugin = P2PPlugin(options())
+    plugin._host = SimpleNamespace(back=back.extend)
+    plugin._worker = SimpleNamespace(data={keys[0]: None}, address="a")
+    plugin._originals = {"compute-task": lambda **message: sent.append(message)}
+    plugin._on_compute_task(
+        run_spec=AssembleTask.of("y", plan, (0, 0), output, keys),
+        who_has={keys[0]: ["a", "b"], keys[1]: ["b", "c"]},
+        nbytes=dict.fromkeys(keys, 64),
+    )
+    assert set(back) == {"a", "b", "c"}
+    assert [message["who_has"] for message in sent] == [{keys[0]: ["a", "b"]}]
+    assert sent[0]["run_spec"].dependencies == {keys[0]}, "the other is given as a reference"
+
+
 # --- calls to workers that leave ---
 
 
@@ -104,8 +129,10 @@ def test_calls_to_a_worker_that_leaves_end_at_once():
         other = asyncio.ensure_future(host.call("b", "op"))
         await asyncio.sleep(0.01)
         host.gone("a")
+        done, _ = await asyncio.wait([waiting], timeout=5)
+        assert done == {waiting}
         with pytest.raises(ConnectionAbortedError, match="left the cluster"):
-            await asyncio.wait_for(waiting, 5)
+            await waiting
         with pytest.raises(ConnectionAbortedError, match="left the cluster"):
             await asyncio.wait_for(host.call("a", "op"), 5)
         assert worker.called == ["a", "b"], "it was not even tried"
@@ -120,6 +147,66 @@ def test_calls_to_a_worker_that_leaves_end_at_once():
         host.close()
 
     asyncio.run(main())
+
+
+def test_what_blocks_does_not_block_the_event_loop():
+    async def main():
+        host = WorkerHost(DeafWorker())
+        event = threading.Event()
+        host.loop.call_later(0.05, event.set)
+        assert await host.offload(event.wait, 10), "the loop could not set it"
+        threads = [thread for thread in threading.enumerate() if "p2p-serve" in thread.name]
+        host.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"), [("auto", ["ipc", "ucx", "comm"]), (["comm"], ["comm"])]
+)
+def test_what_others_are_about_to_read_is_posted_unless_ipc_is_off(order, expected):
+    """One setting turns it off: nothing is posted by itself, nothing is mapped."""
+    told = []
+    transports = {
+        name: SimpleNamespace(
+            name=name,
+            serving=lambda blocks, name=name: told.append((name, blocks)),
+            obstacle=lambda holder, kind, dtype: None,
+            probe=lambda holder, kind: None,
+        )
+        for name in ("ipc", "ucx", "comm")
+    }
+    runtime = worker_module.WorkerRuntime(SimpleNamespace(address="a"), None, transports, options())
+    with dask.config.set({"p2p.transports.order": order}):
+        chosen = options()
+    blocks = {"key": np.ones(3)}
+    runtime.serving(blocks, "cupy", chosen)
+    assert [name for name, _ in told] == expected
+    assert all(of is blocks for _, of in told)
+    ref = BlockRef("key", ("b",))
+    ways = runtime.links.ways(ref, "cupy", np.dtype("f8"), chosen.order("cupy"))
+    assert [way.transport.name for way in ways] == expected
+
+
+def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
+    monkeypatch.setattr(worker_module, "_COUNTED_TASKS", 3)
+    worker = SimpleNamespace(address="tcp://here")
+    runtime = worker_module.WorkerRuntime(worker, None, {}, options())
+    for key in range(10):
+        assert runtime.failed(key, "why").count == 1
+    assert list(runtime._failed) == [7, 8, 9]
+    assert runtime.failed(7, "again").count == 2
+    assert list(runtime._failed) == [8, 9, 7]
+    runtime.done(Record(7, 0.0, 1.0, ()))
+    runtime.gave_up(8)
+    assert list(runtime._failed) == [9]
+    for key in range(2000):
+        runtime.done(Record(key, 0.0, 1.0, ()))
+    assert [record.key for record in runtime.records] == [*range(1000, 2000)]
+    assert runtime._failed == {}
 
 
 def test_nothing_is_kept_of_calls_that_ended():
@@ -190,6 +277,8 @@ def test_trouble_of_ours_keeps_nothing_from_dask():
             with pytest.raises(RuntimeError, match="trouble"):
                 worker.stream_handlers["remove-worker"](**message)
             assert told == [message]
+            with pytest.raises(ConnectionAbortedError, match="left the cluster"):
+                await plugin._host.call("tcp://gone", "identity")
             transports = plugin.runtime.links.transports
             closed = [transport for transport in transports.values() if transport.name != "ucx"]
             transports["ucx"].close = fail_to_close

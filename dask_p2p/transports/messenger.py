@@ -198,7 +198,6 @@ class Messenger:
             self._closed = True
             for address in list(self._endpoints):
                 self.forget(address)
-            self._worker.cancel_inflight_requests(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)
             if self._driven:
                 self._driven = False
                 self._worker.stop_progress_thread()

@@ -139,6 +139,32 @@ def test_a_block_on_disk_stays_there_and_is_not_read_for_each_region(spilled, mo
     assert read == ["x", "x"], "the first one is not in memory any more"
 
 
+def test_a_block_that_comes_back_just_when_it_is_looked_for(spilled, monkeypatch):
+    host, buffer = spilled
+    read = Slow.__getitem__
+
+    def moved(slow, key):
+        monkeypatch.undo()
+        buffer[key]
+        return read(slow, key)
+
+    monkeypatch.setattr(Slow, "__getitem__", moved)
+    assert host.block("x").tobytes() == expected(SHAPE).tobytes()
+    assert list(buffer.memory) == ["x"]
+
+
+def test_of_blocks_on_disk_only_the_last_are_kept(spilled):
+    host, buffer = spilled
+    for key in range(5):
+        buffer[key] = expected((10, 10)) + key
+        while buffer.memory:
+            buffer.evict()
+    for key in range(5):
+        np.testing.assert_array_equal(host.block(key), expected((10, 10)) + key)
+        assert host.held()["from disk"] <= 2
+    assert len(buffer.disk) == 6
+
+
 def test_a_block_that_is_nowhere(spilled):
     host, _ = spilled
     with pytest.raises(KeyError, match="y"):

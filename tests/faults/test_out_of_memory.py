@@ -232,6 +232,25 @@ def test_leased_bytes_are_among_a_workers_metrics(pair):
     assert not [name for name in plugins if "p2p" in name], "of ours, the scheduler has none"
 
 
+def test_what_dask_releases_is_not_kept_for_readers(pair):
+    def board(dask_worker):
+        return dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._board
+
+    def post(key, dask_worker):
+        board(dask_worker).post(key, dask_worker.data[key], b"{}")
+
+    def posted(dask_worker):
+        return len(board(dask_worker))
+
+    first, _ = addresses(pair)
+    x = pair.persist(source((8, 8), (8, 8)), workers=[first])
+    wait(x)
+    pair.run(post, (x.name, 0, 0), workers=[first])
+    assert pair.run(posted, workers=[first]) == {first: 1}
+    del x
+    wait_until(lambda: pair.run(posted, workers=[first]) == {first: 0})
+
+
 def test_the_metric_goes_with_the_plugin():
     with cluster_of(1) as client:
         named = "dask-p2p-leased-bytes"

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -47,21 +48,33 @@ def test_by_many_threads():
     seen_bytes = []
 
     def work():
-        for _ in range(1000):
+        for _ in range(300):
             room = budget.room()
             if room.take(30):
                 seen_bytes.append(budget.taken_bytes)
             room.close()
 
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval_s)
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert max(seen_bytes) <= 100
     assert budget.taken_bytes == 0
+
+
+def test_two_that_look_at_the_same_time():
+    both_look = threading.Barrier(2)
+
+    class Watched(Budget):
+        @property
+        def taken_bytes(self):
+            found_bytes = super().taken_bytes
+            with suppress(threading.BrokenBarrierError):
+                both_look.wait(0.2)
+            return found_bytes
+
+    budget = Watched(100)
+    with ThreadPoolExecutor(2) as threads:
+        taken = [threads.submit(budget.room().take, 60) for _ in range(2)]
+    assert sorted(future.result() for future in taken) == [False, True]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 import threading
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.transports.links import BlockRef, Links
-from tests.transports.loopback import wait_until
 
 DTYPE = np.dtype("f4")
 
@@ -114,35 +112,38 @@ def test_nothing_is_kept_of_workers_that_left(links):
     assert links._broken == {}
 
 
-def test_workers_leave_while_others_are_met(links):
-    """Each learns something new, while what was learnt of others is dropped."""
-    stop = threading.Event()
-    errors = []
+@pytest.mark.parametrize("name", ["_proved", "_proving"])
+def test_a_worker_leaves_while_another_is_met(links, ipc, name):
+    """What is learnt of one is noted just when what was learnt of the other is looked for."""
+    kind = type(getattr(links, name))
+    meeting = threading.Thread(target=ways, args=(links, ("new",)))
+    probing, go_on = threading.Event(), threading.Event()
 
-    def meet(name):
-        number = 0
-        while not stop.is_set():
-            number += 1
-            try:
-                ways(links, (f"{name} {number}",))
-            except RuntimeError as exc:
-                errors.append(exc)
+    def probe(holder, kind):
+        probing.set()
+        assert go_on.wait(10)
 
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    threads = [threading.Thread(target=meet, args=(name,)) for name in "ab"]
-    try:
-        for thread in threads:
-            thread.start()
-        for number in range(100):
-            wait_until(lambda least=10 * number: len(links._proved) > least)
-            links.forget(f"a {number}")
-    finally:
-        stop.set()
-        sys.setswitchinterval(interval_s)
-        for thread in threads:
-            thread.join()
-    assert errors == []
+    class Watched(kind):
+        def __iter__(self):
+            for proof in super().__iter__():
+                if meeting.ident is None:
+                    meeting.start()
+                go_on.set()
+                meeting.join(0.2)
+                yield proof
+
+    ways(links, ("gone", "stays"))
+    watched = Watched() if kind is set else Watched(threading.Lock)
+    watched.update(getattr(links, name))
+    setattr(links, name, watched)
+    ipc.probe = probe
+    if name == "_proved":  # of which it is about to make a note
+        meeting.start()
+        assert probing.wait(10)
+    links.forget("gone")
+    meeting.join(10)
+    assert {holder for holder, *_ in links._proved} == {"stays", "new"}
+    assert {holder for holder, *_ in links._proving} == {"stays", "new"}
 
 
 def test_threads_that_need_a_way_at_once_prove_it_once(links, ipc):

@@ -245,7 +245,8 @@ def take_nothing(connection):
     connection.send("closed")
 
 
-def test_closing_does_not_wait_for_a_sender_that_is_dead(other_process):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+def test_closing_does_not_wait_for_a_sender_that_is_stopped(other_process, how):
     sender, theirs = other_process
     theirs.recv_bytes()
     context = multiprocessing.get_context("spawn")
@@ -254,8 +255,7 @@ def test_closing_does_not_wait_for_a_sender_that_is_dead(other_process):
     process.start()
     theirs.send((connection.recv_bytes(), 5, 2**25))
     time.sleep(0.5)  # for word of it to get there
-    sender.kill()
-    sender.join()
+    os.kill(sender.pid, how)
     connection.send("close")
     try:
         assert connection.poll(20), "it hangs"
