@@ -1,0 +1,630 @@
+"""Workers without processes: the real plugin and transports, on made-up GPUs and a made-up network.
+
+Everything happens in one process, one thing at a time, and in the order that a test says. What runs
+in threads (tasks, and what answers requests) is an `Actor`: it halts wherever real threads can be
+overtaken, and goes on when it is told to. Messages between workers lie about until they are
+delivered. Time passes when somebody waits for it.
+
+A worker is killed by doing what the kernel does: its file descriptors are closed, and so its locks
+end; its files stay. Its memory is filled with something else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import itertools
+import os
+import sys
+import threading
+import weakref
+from contextvars import ContextVar
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from distributed.protocol import dumps, loads
+
+import dask_p2p.kernels
+import dask_p2p.kernels.queue
+import dask_p2p.task
+import dask_p2p.worker
+from dask_p2p.transports import board, comm, cuda_ipc, ipc
+from dask_p2p.transports.base import Pacing, RemoteBlock
+
+POISON = 2**63
+CELLS = 8  # of a block, and of a place in memory
+_PLACES = 32
+_SPAN = 2**20  # between addresses of mappings
+_actor: ContextVar[Actor | None] = ContextVar("actor", default=None)
+
+
+class KilledError(BaseException):
+    """Ends the threads of a worker that is killed; nothing in the package may stop it."""
+
+
+class GaveUpError(Exception):
+    """What may happen to a reader in the middle of its work: an error, a cancellation."""
+
+
+def halt(trouble=False):
+    """Let others go on first; with `trouble` something may be raised here."""
+    actor = _actor.get()
+    if actor is not None:
+        actor.halt(trouble)
+
+
+class Actor:
+    """A thread of a worker that runs when it is told to."""
+
+    def __init__(self, worker, function, *args):
+        self.worker, self.world = worker, worker.world
+        self.done = False
+        self.result = self.error = None
+        self.leases = []
+        self.running = False
+        self.asking = False  # waits for the answer to a message
+        self.awaited = None  # a future that it waits for
+        self.trouble = None  # to be raised at the next place for it
+        self.ended = None  # a future that gets the result
+        self._go = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, args=(function, args), daemon=True)
+        self._thread.start()
+        self.world.actors.append(self)
+
+    def _run(self, function, args):
+        _actor.set(self)
+        self._go.acquire()
+        try:
+            if self.worker.dead:
+                raise KilledError
+            self.result = function(*args)
+        except BaseException as exc:
+            self.error = exc
+            _strip(exc)
+        del function, args
+        self.done = True
+        self._tell()
+
+    def _tell(self):
+        self.running = False
+        self.world.loop.call_soon_threadsafe(self.world.loop.stop)
+
+    def halt(self, trouble):
+        if not self.worker.dead:
+            self._tell()
+            self._go.acquire()
+        if self.worker.dead:
+            raise KilledError
+        if trouble and self.trouble is not None:
+            trouble, self.trouble = self.trouble, None
+            raise trouble
+
+    @property
+    def ready(self):
+        waits = self.asking or (self.awaited is not None and not self.awaited.done())
+        return not (self.done or waits)
+
+    def go_on(self):
+        self.running = True
+        self._go.release()
+        self.world.settle()
+
+    def join(self):
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+def _strip(exc):
+    """Let go of the frames in which an error was raised, which would keep blocks alive."""
+    if exc is not None and exc.__traceback__ is not None:
+        exc.__traceback__ = None
+        _strip(exc.__cause__)
+        _strip(exc.__context__)
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop that runs when it is told to, in a time of its own."""
+
+    now_s = 0.0
+
+    def time(self):
+        return self.now_s
+
+
+# --- a GPU for each worker ---
+
+
+class DeviceArray(np.ndarray):
+    """Stands for `cupy.ndarray`."""
+
+    __module__ = "cupy"
+    place = mapped = None
+
+    def __array_finalize__(self, other):
+        self.mapped = getattr(other, "mapped", None)
+
+    def get(self):
+        return np.array(self, subok=False)
+
+
+class Memory:
+    """One allocation, from which all blocks of a process are cut. What is given back is reused."""
+
+    def __init__(self):
+        self.alive = True
+        self.cells = np.full((_PLACES, CELLS), POISON, "u8")
+        self.tenants = [None] * _PLACES
+        self._free = list(range(_PLACES))
+        self._serials = itertools.count()
+
+    def put(self, values):
+        place = self._free.pop()
+        self.cells[place] = values.ravel()
+        self.tenants[place] = next(self._serials)
+        block = self.cells[place].reshape(values.shape).view(DeviceArray)
+        block.place = (self, place)
+        weakref.finalize(block, self._give_back, place).atexit = False
+        return block
+
+    def _give_back(self, place):
+        self.cells[place] = POISON
+        self.tenants[place] = None
+        self._free.append(place)
+
+    def die(self):
+        self.alive = False
+        self.cells[...] = POISON
+
+    @property
+    def used(self):
+        return _PLACES - len(self._free)
+
+
+class Driver:
+    """CUDA's part in this: what is mapped where, and whether it may be read."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def __init__(self, world):
+        self.world = world
+        self.memories = {}  # by handle
+        self.mapped = {}  # by address
+        self._addresses = itertools.count(_SPAN, _SPAN)
+
+    def ipcOpenMemHandle(self, handle):  # noqa: N802
+        memory = self.memories[handle]
+        if not memory.alive:
+            raise self.CUDARuntimeError("cudaErrorInvalidValue")
+        address = next(self._addresses)
+        self.mapped[address] = memory
+        return address
+
+    def ipcCloseMemHandle(self, address):  # noqa: N802
+        del self.mapped[address]
+
+    def export(self, block):
+        memory, place = block.place
+        handle = next(handle for handle, m in self.memories.items() if m is memory)
+        # Other processes have the same ids of buffers.
+        return cuda_ipc.Place(handle.hex(), 1, place * memory.cells.strides[0])
+
+    def array_at(self, address, shape, strides, dtype):
+        base, offset = address // _SPAN * _SPAN, address % _SPAN
+        memory = self.mapped[base]
+        place = offset // memory.cells.strides[0]
+        array = memory.cells[place].reshape(shape).view(DeviceArray)
+        assert (array.strides, array.dtype) == (strides, dtype)
+        array.mapped = (base, memory, place, memory.tenants[place])
+        return array
+
+    def check_read(self, array):
+        """Note it if a kernel may not read this."""
+        if array.mapped is None:
+            return
+        base, memory, place, tenant = array.mapped
+        if base not in self.mapped:
+            self.world.wrong("read by a mapping that is closed")
+        if not memory.alive:
+            return  # the reader finds out in the end
+        if tenant is None or memory.tenants[place] != tenant:
+            self.world.wrong("read memory that was freed")
+        if not any(lease.fd >= 0 and lease.place == (memory, place) for lease in _leases_here()):
+            self.world.wrong("read without a lease")
+
+
+class Queue:
+    """Stands for `DeviceQueue`. As late as may be: all is done when somebody waits for it."""
+
+    kind = "cupy"
+
+    def __init__(self, driver, beside_copies=False):
+        self._driver = driver
+        self._work = []
+
+    def empty(self, shape, dtype):
+        return np.full(shape, POISON, dtype).view(DeviceArray)
+
+    def permute(self, dst, src, axes, aside=False):
+        self._work.append((dst, src, axes))
+
+    def permute_and_drop(self, dst, src, axes):
+        self.permute(dst, src, axes)
+
+    def permute_from_peer(self, dst, src, axes, slot_bytes):
+        self.permute(dst, src, axes)
+
+    def synchronize(self):
+        while self._work:
+            halt()
+            dst, src, axes = self._work.pop(0)
+            if isinstance(src, DeviceArray):
+                self._driver.check_read(src)
+            dst[...] = src.transpose(axes)
+
+
+# --- transports that halt ---
+
+
+class _Halting:
+    def probe(self, holder, kind):
+        """Proving ways is tested with `Links`."""
+
+    def pacing(self, options, kind):
+        return Pacing(16, 1)  # a region is two parts
+
+    def open(self, block, boxes, options):
+        halt(trouble=True)
+        return _HaltingBlock(super().open(block, boxes, options))
+
+
+class HaltingIpc(_Halting, ipc.IpcTransport):
+    pass
+
+
+class HaltingComm(_Halting, comm.CommTransport):
+    pass
+
+
+class _HaltingBlock(RemoteBlock):
+    def __init__(self, block):
+        self._block = block
+        self.confirm, self.close = block.confirm, block.close
+
+    def request(self):
+        pending = self._block.request()
+        return SimpleNamespace(result=partial(self._result, pending))
+
+    def _result(self, pending, timeout_s):
+        actor = _actor.get()
+        actor.awaited = pending if hasattr(pending, "done") else None
+        try:
+            halt(trouble=True)
+        finally:
+            actor.awaited = None
+        return pending.result(10)
+
+    def close(self):
+        """Replaced by the block's own."""
+
+
+class Lease:
+    """What the test knows of a lease: whose notice it is of."""
+
+    def __init__(self, lease, holder, notice):
+        self.lease, self.holder, self.notice = lease, holder, notice
+        self.place = None if notice is None else notice.owner.place
+
+    @property
+    def fd(self):
+        return self.lease._fd
+
+
+def _leases_here():
+    actor = _actor.get()
+    return () if actor is None else actor.leases
+
+
+# --- workers, and what is between them ---
+
+
+class Host(dask_p2p.worker.WorkerHost):
+    def block(self, key):
+        block = super().block(key)
+        halt()
+        return block
+
+    async def offload(self, function, *args):
+        actor = Actor(self._worker, function, *args)
+        actor.ended = self.loop.create_future()
+        return await actor.ended
+
+
+class SimulatedWorker:
+    """What the plugin sees of a Dask worker."""
+
+    def __init__(self, world, address):
+        self.world, self.address = world, address
+        self.dead = False
+        self.memory = Memory()
+        world.driver.memories[b"%d" % len(world.driver.memories)] = self.memory
+        self.data, self.handlers, self.metrics = {}, {}, {}
+        self.loop = SimpleNamespace(asyncio_loop=world.loop)
+        self.local_directory = world.folder  # that of all there were at this address
+        self.security = SimpleNamespace(require_encryption=False)
+        self.rpc = partial(_Rpc, world, self)
+        self.stream_handlers = {"compute-task": self._compute, "remove-worker": lambda **_: None}
+        self.news = []  # that the scheduler has sent, and that have not arrived
+        self.plugin = dask_p2p.worker.P2PPlugin(world.options)
+        world.wait_for(self._set_up)
+        self.board = self.plugin._transports["ipc"]._board
+
+    async def _set_up(self):
+        self.plugin.setup(self)
+
+    def log_event(self, topic, event):
+        pass
+
+    def _compute(self, key, run_spec, **_):
+        values = {name: self.data.get(name) for name in run_spec.dependencies}
+        lacks = any(value is None for value in values.values())  # Dask would fetch it first
+        self.started = None if lacks else Actor(self, run_spec, values)
+
+    def hear(self):
+        """Let the scheduler's oldest news arrive."""
+        self.stream_handlers["remove-worker"](worker=self.news.pop(0))
+        self.world.settle()
+
+    def put(self, key, values):
+        self.data[key] = self.memory.put(values)
+
+    def release(self, key):
+        if self.data.pop(key, None) is not None:
+            self.plugin.transition(key, "memory", "released")
+
+    def kill(self):
+        """End as a killed process does: locks end, files stay, memory is somebody else's."""
+        self.dead = True
+        self.memory.die()
+        self.data.clear()
+        for notice in [*self.board._notices.values(), *self.board._retracted]:
+            os.close(notice.fd)
+        os.close(self.board._tended)
+        self.board._notices.clear()
+        self.board._retracted.clear()
+        self.board._closed = True
+        transport = self.plugin._transports["ipc"]
+        transport._closed = True
+        if transport._sweeping is not None:
+            transport._sweeping.cancel()
+        self.world.buried(self)
+
+
+class _Rpc:
+    def __init__(self, world, sender, address):
+        self._call = partial(world.call, sender, address)
+
+    def __getattr__(self, op):
+        return partial(self._call, op)
+
+
+class Message:
+    """A request that lies about until it is delivered; then its answer does."""
+
+    def __init__(self, world, sender, address, op, kwargs):
+        self.world, self.sender, self.address = world, sender, address
+        self.op, self.kwargs = op, kwargs
+        self.target = self.reply = None
+        self.answer = world.loop.create_future()
+
+    @property
+    def ready(self):
+        return not self.answer.done() and (self.reply is None or self.reply.done())
+
+    def serve(self):
+        """Have it answered: once more, if it was before."""
+        target = self.world.alive.get(self.address)
+        if target is None:
+            self.fail(ConnectionRefusedError("nobody is there"))
+            return None
+        return self.world.start(target.handlers[self.op], **loads(dumps(self.kwargs)))
+
+    def go_on(self):
+        if self.reply is None:
+            self.target = self.world.alive.get(self.address)
+            self.reply = self.serve()
+        elif not self.answer.done():
+            self.answer.set_result(loads(dumps(self.reply.result())))
+        self.world.settle()
+
+    def fail(self, error):
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class World:
+    """All of it. Whatever `wrong` is told is a violation of the protocol."""
+
+    def __init__(self, folder, options):
+        self.folder, self.options = folder, options
+        self.loop = Loop()
+        self.driver = Driver(self)
+        self.alive = {}  # workers by address
+        self.workers = []  # all there ever were
+        self.messages, self.actors, self.violations = [], [], []
+        self._serving = set()
+        self._patch = pytest.MonkeyPatch()
+        self._make_up()
+
+    def _make_up(self):
+        """Put what is made up in the place of what is real."""
+        put = self._patch.setattr
+        kernel = SimpleNamespace(name="cupy", check=lambda block: None)
+        put(dask_p2p.kernels, "_cupy_kernel", lambda: kernel)
+        put(dask_p2p.kernels.queue, "DeviceQueue", partial(Queue, self.driver))
+        self._patch.setitem(
+            sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=self.driver))
+        )
+        put(cuda_ipc, "export", self.driver.export)
+        put(cuda_ipc, "array_at", self.driver.array_at)
+        put(cuda_ipc, "synchronize_producers", lambda block: halt())
+        put(dask_p2p.worker, "on_gpu", lambda: False)
+        put(dask_p2p.worker, "device_memory_bytes", lambda: None)
+        put(dask_p2p.worker, "WorkerHost", Host)
+        put(dask_p2p.worker, "make_transports", self._make_transports)
+        put(dask_p2p.task, "_whereabouts", self._whereabouts)
+        put(ipc, "_describe", self._describe)
+        put(ipc, "_obstacle", lambda here, there: None)
+        put(ipc, "take", self._take)
+        clock = SimpleNamespace(monotonic=self.loop.time, time=self.loop.time, sleep=self._sleep)
+        for module in (ipc, board, comm, dask_p2p.task):
+            put(module, "time", clock)
+        locks = {name: getattr(fcntl, name) for name in ("LOCK_SH", "LOCK_EX", "LOCK_NB")}
+        put(board, "fcntl", SimpleNamespace(flock=_flock, **locks))
+
+    def _make_transports(self, host, options):
+        return {"ipc": HaltingIpc(host, options), "comm": HaltingComm(host, options)}
+
+    def _whereabouts(self):
+        worker = _actor.get().worker
+        return worker, worker.plugin.runtime
+
+    def _describe(self, folder):
+        return ipc._Peer("boot", "namespace", 0, 0, folder, "gpu")
+
+    def _sleep(self, pause_s):
+        self.loop.now_s += 0.002
+        halt()
+
+    def _take(self, folder, key):
+        """Take a lease as a reader does, and note whether that was right."""
+        (holder,) = (worker for worker in self.workers if worker.board.folder == folder)
+        dead = holder.dead
+        lease = board.take(folder, key)
+        if lease is None:
+            return None
+        if dead:
+            self.wrong("took a notice that a killed worker left behind")
+        notice = None
+        if not holder.dead:
+            inode = os.fstat(lease._fd).st_ino
+            notice = holder.board._notices.get(key)
+            if notice is None or os.fstat(notice.fd).st_ino != inode:
+                self.wrong("took a notice that was taken down")
+            elif notice.owner is not holder.data.get(key):
+                self.wrong("took the notice of a block that was released")
+        _actor.get().leases.append(Lease(lease, holder, notice))
+        return lease
+
+    def wrong(self, what):
+        self.violations.append(what)
+
+    # --- what a test does ---
+
+    def join(self, address):
+        self.alive[address] = SimulatedWorker(self, address)
+        self.workers.append(self.alive[address])
+
+    def buried(self, worker):
+        """Take note that a worker was killed: its threads and connections are gone."""
+        del self.alive[worker.address]
+        for actor in self.actors:
+            if actor.worker is worker:
+                for lease in actor.leases:
+                    lease.lease.close()
+        for message in self.messages:
+            gone = message.sender is worker or (
+                message.target is worker and not message.reply.done()  # else it is on its way
+            )
+            if gone:
+                message.fail(ConnectionAbortedError("it was killed"))
+        self.settle()
+        for actor in self.actors:
+            if actor.worker is worker and not actor.done:
+                actor.go_on()
+                assert actor.done
+        for other in self.alive.values():
+            other.news.append(worker.address)
+
+    async def call(self, sender, address, op, **kwargs):
+        """Send a message, and wait for its answer."""
+        if sender.dead:
+            raise ConnectionAbortedError("the sender was killed")
+        actor = _actor.get()
+        # Others send several, and wait for them elsewhere.
+        asking = actor is not None and op.startswith("p2p_ipc")
+        message = Message(self, sender, address, op, kwargs)
+        self.messages.append(message)
+        try:
+            if asking:
+                actor.asking, actor.running = True, False
+                self.loop.stop()
+            return await message.answer
+        finally:
+            message.answer.cancel()
+            self.messages.remove(message)
+            if asking:
+                actor.asking, actor.running = False, True
+
+    def start(self, function, **kwargs):
+        task = self.loop.create_task(function(**kwargs))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        return task
+
+    def wait_for(self, function):
+        self.loop.run_until_complete(function())
+        self.settle()
+
+    def settle(self):
+        """Wait until nobody runs any more."""
+        while True:
+            while any(actor.running for actor in self.actors):
+                self.loop.run_forever()
+            for actor in self.actors:
+                if actor.done and actor.ended is not None and not actor.ended.done():
+                    _hand_over(actor)
+            if not self.loop._ready:
+                break
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+
+    def pass_time(self, seconds):
+        self.loop.now_s += seconds
+        for _ in range(2):  # timers that are due first become ready
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+            self.settle()
+
+    def ready(self):
+        """Return all that can go on."""
+        return [one for one in (*self.actors, *self.messages) if one.ready]
+
+    def close(self):
+        for worker in list(self.alive.values()):
+            worker.kill()
+        for task in self._serving:
+            task.cancel()
+        self.settle()
+        for actor in self.actors:
+            actor.join()
+        self.loop.close()
+        self._patch.undo()
+
+
+def _hand_over(actor):
+    if isinstance(actor.error, KilledError):
+        actor.ended.cancel()
+    elif actor.error is not None:
+        actor.ended.set_exception(actor.error)
+    else:
+        actor.ended.set_result(actor.result)
+
+
+def _flock(fd, how):
+    """Lock a file; readers may be overtaken just before."""
+    if how == fcntl.LOCK_SH | fcntl.LOCK_NB:
+        halt()
+    fcntl.flock(fd, how)

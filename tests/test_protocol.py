@@ -1,0 +1,313 @@
+"""The protocol of leases and references, in any order of events, on several workers.
+
+Modelled is everything around the package: Dask's scheduler and workers, the network, the GPUs, and
+when each thread goes on (`tests.simulation`). What runs is the package itself: tasks, assemblies,
+links, `ipc` with its board, `comm`, and the plugin. Whatever happens to them, in any order:
+
+* nobody reads memory that was freed, or is another block's by now; nobody takes a notice of a block
+  that was released or moved, of an earlier run, or of a dead process;
+* no lease outlives its reader, and nothing is kept that nobody has a lease on;
+* every task ends: with the right bits, or with an error that has a name, within its attempts.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from dataclasses import replace
+
+import numpy as np
+from distributed import Reschedule
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from dask_p2p.assemble import OutputSpec
+from dask_p2p.config import options
+from dask_p2p.errors import P2PError, TransferError
+from dask_p2p.plan import transpose_plan
+from dask_p2p.task import AssembleTask
+from tests.simulation import CELLS, GaveUpError, KilledError, World
+
+ADDRESSES = ("a", "b", "c")
+KEYS = (("x", 0, 0), ("x", 1, 0))  # two blocks of 2 x 4
+PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
+ATTEMPTS = 3
+OPTIONS = replace(
+    options(), transports=("ipc", "comm"), attempts=ATTEMPTS, ipc_wait_s=0.003, ipc_retain_s=2.0
+)
+
+addresses = st.sampled_from(ADDRESSES)
+keys = st.sampled_from(KEYS)
+
+
+def values(key, run):
+    """What a block holds: each cell says which block it is of, in which run, and where."""
+    return (run * 64 + key[1] * CELLS + np.arange(CELLS, dtype="u8")).reshape(2, 4)
+
+
+class Running:
+    """A task that runs: what it may return, as far as is known."""
+
+    def __init__(self, actor, index, runs):
+        self.actor, self.index = actor, index
+        self.runs = runs  # by key: all that there were since it was started
+        self.cancelled = False
+
+
+class Protocol(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.world = World(self.folder.name, OPTIONS)
+        self.tasks = []
+        self.runs = {}  # the current one of each key that somebody holds
+        self.run = 0
+        self.attempts = {}  # by worker and task: those that failed one after the other
+
+    # --- blocks ---
+
+    @initialize()
+    def begin(self):
+        for address in ADDRESSES:
+            self.world.join(address)
+        for address, key in zip(ADDRESSES, KEYS, strict=False):
+            self.make(address, key)
+
+    @rule(address=addresses, key=keys)
+    def make(self, address, key):
+        """Make a block: anew, if there was one."""
+        if address in self.world.alive:
+            for worker in self.world.alive.values():
+                worker.release(key)
+            self.run += 1
+            self.runs[key] = self.run
+            self.world.alive[address].put(key, values(key, self.run))
+            for task in self.tasks:
+                task.runs[key].add(self.run)
+
+    @rule(key=keys, to=addresses, moved=st.booleans())
+    def copy(self, key, to, moved):
+        if key in self.runs and to in self.world.alive:
+            if key not in self.world.alive[to].data:
+                self.world.alive[to].put(key, values(key, self.runs[key]))
+            for address in self.holders(key) - {to}:
+                if moved:
+                    self.world.alive[address].release(key)
+
+    @rule(address=addresses, key=keys)
+    def release(self, address, key):
+        if address in self.world.alive:
+            self.world.alive[address].release(key)
+            self.look_who_holds()
+
+    def holders(self, key):
+        return {a for a, worker in self.world.alive.items() if key in worker.data}
+
+    def look_who_holds(self):
+        self.runs = {key: run for key, run in self.runs.items() if self.holders(key)}
+
+    # --- workers ---
+
+    @precondition(lambda self: len(self.world.alive) > 1)
+    @rule(address=addresses)
+    def kill(self, address):
+        if address in self.world.alive:
+            self.world.alive[address].kill()
+            self.look_who_holds()
+            self.settle()
+
+    @rule(address=addresses)
+    def join(self, address):
+        if address not in self.world.alive:
+            self.world.join(address)
+
+    @rule(address=addresses)
+    def hear_of_the_dead(self, address):
+        if address in self.world.alive and self.world.alive[address].news:
+            self.world.alive[address].hear()
+
+    # --- tasks ---
+
+    @rule(
+        address=addresses,
+        column=st.integers(0, 1),
+        stale=st.sets(addresses),
+        transports=st.sampled_from([("ipc", "comm"), ("ipc", "comm"), ("comm",)]),
+    )
+    def start(self, address, column, stale, transports):
+        """Send a worker a task. That others run it does not matter, nor that some hold nothing."""
+        if address in self.world.alive:
+            self.send(address, column, stale, transports)
+
+    def send(self, address, column, stale, transports):
+        worker, index = self.world.alive[address], (column, 0)
+        while worker.news:  # comes before what the scheduler sends after it
+            worker.hear()
+        output = OutputSpec("x", np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
+        spec = AssembleTask.of(("y", *index), PLAN, index, output, list(KEYS))
+        who_has = {key: sorted(self.holders(key) | stale) for key in KEYS}
+        worker.stream_handlers["compute-task"](
+            key=spec.key, run_spec=spec, who_has=who_has, nbytes=dict.fromkeys(KEYS, 64)
+        )
+        if worker.started is None:
+            return None
+        runs = {key: {self.runs[key]} if key in self.runs else set() for key in KEYS}
+        self.tasks.append(Running(worker.started, index, runs))
+        return self.tasks[-1]
+
+    @precondition(lambda self: self.world.ready())
+    @rule(which=st.integers(0, 9), steps=st.integers(1, 6))
+    def go_on(self, which, steps):
+        """Let a thread run to its next halts, or a message arrive."""
+        ready = self.world.ready()
+        one = ready[which % len(ready)]
+        for _ in range(steps):
+            if one.ready:
+                one.go_on()
+        self.settle()
+
+    @precondition(lambda self: self.tasks)
+    @rule(which=st.integers(0, 3))
+    def finish(self, which):
+        self.run_to_the_end(self.tasks[which % len(self.tasks)])
+
+    @precondition(lambda self: self.tasks)
+    @rule(which=st.integers(0, 3), raises=st.booleans())
+    def cancel(self, which, raises):
+        """Cancel a task. Its thread goes on for a while, or gives up in the middle."""
+        task = self.tasks[which % len(self.tasks)]
+        task.cancelled = True
+        if raises:
+            task.actor.trouble = GaveUpError()
+
+    @precondition(lambda self: self.tasks)
+    @rule(which=st.integers(0, 3))
+    def break_off(self, which):
+        """Have a transport fail a task, wherever that is."""
+        self.tasks[which % len(self.tasks)].actor.trouble = TransferError("broke off")
+
+    @precondition(lambda self: self.world.messages)
+    @rule(which=st.integers(0, 3))
+    def duplicate(self, which):
+        message = self.world.messages[which % len(self.world.messages)]
+        message.serve()
+        self.world.settle()
+
+    @rule(seconds=st.sampled_from([0.2, 3.0, 40.0]))
+    def pass_time(self, seconds):
+        self.world.pass_time(seconds)
+        self.settle()
+
+    # --- what must hold ---
+
+    def run_to_the_end(self, task):
+        steps = 0
+        while not task.actor.done:
+            others = [one for one in self.world.ready() if one is not task.actor]
+            helpful = [one for one in others if one not in [t.actor for t in self.tasks]]
+            for one in [task.actor, *helpful]:
+                if one.ready:
+                    one.go_on()
+            steps += 1
+            assert steps < 1000, "it does not end"
+        self.settle()
+
+    def settle(self):
+        """See how tasks have ended."""
+        self.nobody_does_wrong()
+        for task in [task for task in self.tasks if task.actor.done]:
+            self.tasks.remove(task)
+            self.check_end(task)
+
+    def check_end(self, task):
+        actor, error = task.actor, task.actor.error
+        assert all(lease.fd < 0 for lease in actor.leases), "a lease outlives its reader"
+        actor.leases.clear()
+        if isinstance(error, KilledError):
+            assert actor.worker.dead
+            return
+        failed = (actor.worker, task.index)
+        if isinstance(error, Reschedule):
+            self.attempts[failed] = self.attempts.get(failed, 0) + 1
+            assert self.attempts[failed] < ATTEMPTS
+            return
+        if isinstance(error, GaveUpError):
+            return
+        if error is not None:
+            assert isinstance(error, P2PError), repr(error)
+            assert self.attempts[failed] == ATTEMPTS - 1
+        elif not task.cancelled:
+            self.check_result(task)
+        self.attempts[failed] = 0
+
+    def check_result(self, task):
+        for key in KEYS:
+            block = task.actor.result[:, 2 * key[1] : 2 * key[1] + 2].T
+            columns = slice(2 * task.index[0], 2 * task.index[0] + 2)
+            fits = [block == values(key, run)[:, columns] for run in task.runs[key]]
+            # Messages are for a part each; a lease is for all of a block.
+            assert np.any(fits, axis=0).all() if len(fits) else False, (key, block, task.runs)
+
+    def nobody_does_wrong(self):
+        assert self.world.violations == []
+
+    @invariant()
+    def what_is_leased_is_kept_and_nothing_else(self):
+        self.nobody_does_wrong()
+        for task in self.tasks:
+            for lease in task.actor.leases:
+                if lease.fd >= 0 and not lease.holder.dead:
+                    board = lease.holder.board
+                    assert lease.notice in [*board._notices.values(), *board._retracted]
+
+        leased = [lease.notice for t in self.tasks for lease in t.actor.leases if lease.fd >= 0]
+        for worker in self.world.alive.values():
+            worker.board.sweep(OPTIONS.ipc_retain_s)
+            assert all(notice in leased for notice in worker.board._retracted)
+
+    def teardown(self):
+        try:
+            if not self.world.violations:
+                self.end_well()
+        finally:
+            self.tasks.clear()
+            self.world.close()
+            self.folder.cleanup()
+
+    def end_well(self):
+        """Without further trouble all tasks end, and those that are started now end well."""
+        for task in self.tasks:
+            task.actor.trouble = None
+        while self.tasks:
+            self.run_to_the_end(self.tasks[0])
+        for key in KEYS:
+            if key not in self.runs:
+                self.make(min(self.world.alive), key)
+        for address in sorted(self.world.alive):
+            task = self.send(address, 0, set(), ("ipc", "comm"))
+            if task is not None:
+                self.run_to_the_end(task)
+                assert task.actor.error is None, repr(task.actor.error)
+                self.nobody_does_wrong()
+        while ready := self.world.ready():
+            ready[0].go_on()
+        self.world.pass_time(10.0)
+        self.world.pass_time(10.0)
+        for worker in self.world.alive.values():
+            held = worker.plugin.runtime.held()
+            assert {what for what, count in held.items() if count} <= {"ipc.mapped"}, held
+        if any(worker.memory.used > len(worker.data) for worker in self.world.alive.values()):
+            gc.collect()
+        for worker in self.world.alive.values():
+            assert worker.memory.used == len(worker.data), "memory is kept that nobody needs"
+
+
+TestProtocol = Protocol.TestCase
+TestProtocol.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
