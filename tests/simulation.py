@@ -106,6 +106,10 @@ class Actor:
         waits = self.asking or (self.awaited is not None and not self.awaited.done())
         return not (self.done or waits)
 
+    @property
+    def open_leases(self):
+        return [lease for lease in self.leases if lease.fd >= 0]
+
     def go_on(self):
         self.running = True
         self._go.release()
@@ -231,7 +235,7 @@ class Driver:
             return  # the reader finds out in the end
         if tenant is None or memory.tenants[place] != tenant:
             self.world.wrong("read memory that was freed")
-        if not any(lease.fd >= 0 and lease.place == (memory, place) for lease in _leases_here()):
+        if (memory, place) not in [lease.place for lease in _actor.get().open_leases]:
             self.world.wrong("read without a lease")
 
 
@@ -320,11 +324,6 @@ class Lease:
     @property
     def fd(self):
         return self.lease._fd
-
-
-def _leases_here():
-    actor = _actor.get()
-    return () if actor is None else actor.leases
 
 
 # --- workers, and what is between them ---

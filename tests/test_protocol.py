@@ -43,8 +43,10 @@ OPTIONS = replace(
     options(), transports=("ipc", "comm"), attempts=ATTEMPTS, ipc_wait_s=0.003, ipc_retain_s=2.0
 )
 
-addresses = st.sampled_from(ADDRESSES)
+whiches = st.integers(0, 5)  # of those that there are
 keys = st.sampled_from(KEYS)
+# When something happens: as soon as a task has so many leases, and a bit later.
+moments = st.none() | st.tuples(whiches, st.integers(0, 2), st.integers(0, 8))
 
 
 def values(key, run):
@@ -71,44 +73,65 @@ class Protocol(RuleBasedStateMachine):
         self.run = 0
         self.attempts = {}  # by worker and task: those that failed one after the other
 
+    def worker(self, which):
+        """One of those that live."""
+        alive = sorted(self.world.alive)
+        return self.world.alive[alive[which % len(alive)]]
+
+    def reach(self, moment):
+        """Bring a task on to some moment of its work."""
+        which, leases, steps = moment or (0, 0, 0)
+        for task in self.task(which) if moment else ():
+            self.bring_on(task, leases)
+            for _ in range(steps):
+                self.step(task)
+        self.settle()
+
     # --- blocks ---
 
-    @initialize()
-    def begin(self):
+    @initialize(columns=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def begin(self, columns):
         for address in ADDRESSES:
             self.world.join(address)
-        for address, key in zip(ADDRESSES, KEYS, strict=False):
-            self.make(address, key)
+        for which, key in enumerate(KEYS):
+            self.make(which, key)
+        for which, column in enumerate(columns):
+            self.send(self.worker(which), column, set(), OPTIONS.transports)
 
-    @rule(address=addresses, key=keys)
-    def make(self, address, key):
+    @rule(which=whiches, key=keys, at=moments)
+    def make(self, which, key, at=None):
         """Make a block: anew, if there was one."""
-        if address in self.world.alive:
-            for worker in self.world.alive.values():
+        self.reach(at)
+        for worker in self.world.alive.values():
+            worker.release(key)
+        self.run += 1
+        self.runs[key] = self.run
+        self.worker(which).put(key, values(key, self.run))
+        for task in self.tasks:
+            task.runs[key].add(self.run)
+
+    @rule(key=keys, which=whiches, moved=st.booleans(), at=moments)
+    def copy(self, key, which, moved, at):
+        self.reach(at)
+        if key not in self.runs:
+            return
+        to = self.worker(which)
+        if key not in to.data:
+            to.put(key, values(key, self.runs[key]))
+        for worker in self.holders(key) if moved else ():
+            if worker is not to:
                 worker.release(key)
-            self.run += 1
-            self.runs[key] = self.run
-            self.world.alive[address].put(key, values(key, self.run))
-            for task in self.tasks:
-                task.runs[key].add(self.run)
 
-    @rule(key=keys, to=addresses, moved=st.booleans())
-    def copy(self, key, to, moved):
-        if key in self.runs and to in self.world.alive:
-            if key not in self.world.alive[to].data:
-                self.world.alive[to].put(key, values(key, self.runs[key]))
-            for address in self.holders(key) - {to}:
-                if moved:
-                    self.world.alive[address].release(key)
-
-    @rule(address=addresses, key=keys)
-    def release(self, address, key):
-        if address in self.world.alive:
-            self.world.alive[address].release(key)
+    @rule(key=keys, which=whiches, at=moments)
+    def release(self, key, which, at):
+        self.reach(at)
+        holders = self.holders(key)
+        if holders:
+            holders[which % len(holders)].release(key)
             self.look_who_holds()
 
     def holders(self, key):
-        return {a for a, worker in self.world.alive.items() if key in worker.data}
+        return [worker for worker in self.world.alive.values() if key in worker.data]
 
     def look_who_holds(self):
         self.runs = {key: run for key, run in self.runs.items() if self.holders(key)}
@@ -116,43 +139,47 @@ class Protocol(RuleBasedStateMachine):
     # --- workers ---
 
     @precondition(lambda self: len(self.world.alive) > 1)
-    @rule(address=addresses)
-    def kill(self, address):
-        if address in self.world.alive:
-            self.world.alive[address].kill()
-            self.look_who_holds()
-            self.settle()
+    @rule(which=whiches, at=moments)
+    def kill(self, which, at):
+        self.reach(at)
+        self.worker(which).kill()
+        self.look_who_holds()
+        self.settle()
 
-    @rule(address=addresses)
-    def join(self, address):
-        if address not in self.world.alive:
-            self.world.join(address)
+    @precondition(lambda self: len(self.world.alive) < len(ADDRESSES))
+    @rule()
+    def join(self):
+        """A new worker, at the address and in the folder of one that was killed."""
+        self.world.join(min(set(ADDRESSES) - set(self.world.alive)))
 
-    @rule(address=addresses)
-    def hear_of_the_dead(self, address):
-        if address in self.world.alive and self.world.alive[address].news:
-            self.world.alive[address].hear()
+    @precondition(lambda self: any(worker.news for worker in self.world.alive.values()))
+    @rule(which=whiches)
+    def hear_of_the_dead(self, which):
+        if self.worker(which).news:
+            self.worker(which).hear()
 
     # --- tasks ---
 
+    @precondition(lambda self: len(self.tasks) < 4)
     @rule(
-        address=addresses,
+        which=whiches,
         column=st.integers(0, 1),
-        stale=st.sets(addresses),
+        stale=st.sets(st.sampled_from(ADDRESSES)),
         transports=st.sampled_from([("ipc", "comm"), ("ipc", "comm"), ("comm",)]),
     )
-    def start(self, address, column, stale, transports):
+    def start(self, which, column, stale, transports):
         """Send a worker a task. That others run it does not matter, nor that some hold nothing."""
-        if address in self.world.alive:
-            self.send(address, column, stale, transports)
+        for key in [key for key in KEYS if key not in self.runs]:  # Dask would compute it first
+            self.make(which + 1, key)
+        self.send(self.worker(which), column, stale, transports)
 
-    def send(self, address, column, stale, transports):
-        worker, index = self.world.alive[address], (column, 0)
+    def send(self, worker, column, stale, transports):
         while worker.news:  # comes before what the scheduler sends after it
             worker.hear()
+        index = (column, 0)
         output = OutputSpec("x", np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
         spec = AssembleTask.of(("y", *index), PLAN, index, output, list(KEYS))
-        who_has = {key: sorted(self.holders(key) | stale) for key in KEYS}
+        who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
         worker.stream_handlers["compute-task"](
             key=spec.key, run_spec=spec, who_has=who_has, nbytes=dict.fromkeys(KEYS, 64)
         )
@@ -162,10 +189,14 @@ class Protocol(RuleBasedStateMachine):
         self.tasks.append(Running(worker.started, index, runs))
         return self.tasks[-1]
 
+    def task(self, which):
+        """One of those that run, if there is any."""
+        return self.tasks[which % len(self.tasks) :][:1] if self.tasks else []
+
     @precondition(lambda self: self.world.ready())
-    @rule(which=st.integers(0, 9), steps=st.integers(1, 6))
+    @rule(which=whiches, steps=st.integers(1, 6))
     def go_on(self, which, steps):
-        """Let a thread run to its next halts, or a message arrive."""
+        """Let a thread run to one of its next halts, or a message arrive."""
         ready = self.world.ready()
         one = ready[which % len(ready)]
         for _ in range(steps):
@@ -174,49 +205,55 @@ class Protocol(RuleBasedStateMachine):
         self.settle()
 
     @precondition(lambda self: self.tasks)
-    @rule(which=st.integers(0, 3))
-    def finish(self, which):
-        self.run_to_the_end(self.tasks[which % len(self.tasks)])
-
-    @precondition(lambda self: self.tasks)
-    @rule(which=st.integers(0, 3), raises=st.booleans())
-    def cancel(self, which, raises):
+    @rule(which=whiches, raises=st.booleans(), at=moments)
+    def cancel(self, which, raises, at):
         """Cancel a task. Its thread goes on for a while, or gives up in the middle."""
-        task = self.tasks[which % len(self.tasks)]
-        task.cancelled = True
-        if raises:
-            task.actor.trouble = GaveUpError()
+        self.reach(at)
+        for task in self.task(which):
+            task.cancelled = True
+            task.actor.trouble = GaveUpError() if raises else None
 
     @precondition(lambda self: self.tasks)
-    @rule(which=st.integers(0, 3))
-    def break_off(self, which):
+    @rule(which=whiches, at=moments)
+    def break_off(self, which, at):
         """Have a transport fail a task, wherever that is."""
-        self.tasks[which % len(self.tasks)].actor.trouble = TransferError("broke off")
+        self.reach(at)
+        for task in self.task(which):
+            task.actor.trouble = TransferError("broke off")
 
     @precondition(lambda self: self.world.messages)
-    @rule(which=st.integers(0, 3))
+    @rule(which=whiches)
     def duplicate(self, which):
-        message = self.world.messages[which % len(self.world.messages)]
-        message.serve()
+        self.world.messages[which % len(self.world.messages)].serve()
         self.world.settle()
 
-    @rule(seconds=st.sampled_from([0.2, 3.0, 40.0]))
-    def pass_time(self, seconds):
+    @rule(seconds=st.sampled_from([0.2, 3.0, 40.0]), at=moments)
+    def pass_time(self, seconds, at):
+        self.reach(at)
         self.world.pass_time(seconds)
         self.settle()
 
     # --- what must hold ---
 
-    def run_to_the_end(self, task):
+    def step(self, task):
+        """Let a task go on, or else what it may wait for."""
+        others = [other.actor for other in self.tasks if other is not task]
+        ready = self.world.ready()
+        helpful = [one for one in ready if one not in others]
+        for one in [task.actor] if task.actor in ready else helpful:
+            if one.ready:
+                one.go_on()
+
+    def bring_on(self, task, leases):
+        """Bring a task on until it has so many leases, or has ended."""
         steps = 0
-        while not task.actor.done:
-            others = [one for one in self.world.ready() if one is not task.actor]
-            helpful = [one for one in others if one not in [t.actor for t in self.tasks]]
-            for one in [task.actor, *helpful]:
-                if one.ready:
-                    one.go_on()
+        while not task.actor.done and len(task.actor.open_leases) < leases:
+            self.step(task)
             steps += 1
             assert steps < 1000, "it does not end"
+
+    def run_to_the_end(self, task):
+        self.bring_on(task, leases=10)  # more than it ever has
         self.settle()
 
     def settle(self):
@@ -228,7 +265,7 @@ class Protocol(RuleBasedStateMachine):
 
     def check_end(self, task):
         actor, error = task.actor, task.actor.error
-        assert all(lease.fd < 0 for lease in actor.leases), "a lease outlives its reader"
+        assert not actor.open_leases, "a lease outlives its reader"
         actor.leases.clear()
         if isinstance(error, KilledError):
             assert actor.worker.dead
@@ -262,12 +299,12 @@ class Protocol(RuleBasedStateMachine):
     def what_is_leased_is_kept_and_nothing_else(self):
         self.nobody_does_wrong()
         for task in self.tasks:
-            for lease in task.actor.leases:
-                if lease.fd >= 0 and not lease.holder.dead:
+            for lease in task.actor.open_leases:
+                if not lease.holder.dead:
                     board = lease.holder.board
                     assert lease.notice in [*board._notices.values(), *board._retracted]
 
-        leased = [lease.notice for t in self.tasks for lease in t.actor.leases if lease.fd >= 0]
+        leased = [lease.notice for task in self.tasks for lease in task.actor.open_leases]
         for worker in self.world.alive.values():
             worker.board.sweep(OPTIONS.ipc_retain_s)
             assert all(notice in leased for notice in worker.board._retracted)
@@ -289,9 +326,9 @@ class Protocol(RuleBasedStateMachine):
             self.run_to_the_end(self.tasks[0])
         for key in KEYS:
             if key not in self.runs:
-                self.make(min(self.world.alive), key)
-        for address in sorted(self.world.alive):
-            task = self.send(address, 0, set(), ("ipc", "comm"))
+                self.make(0, key)
+        for worker in self.world.alive.values():
+            task = self.send(worker, 0, set(), OPTIONS.transports)
             if task is not None:
                 self.run_to_the_end(task)
                 assert task.actor.error is None, repr(task.actor.error)
