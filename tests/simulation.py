@@ -515,6 +515,7 @@ class World:
             elif notice.owner is not holder.data.get(key):
                 self.wrong("took the notice of a block that was released")
         _actor.get().leases.append(Lease(lease, holder, notice))
+        halt()
         return lease
 
     def wrong(self, what):

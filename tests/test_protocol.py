@@ -71,6 +71,7 @@ class Protocol(RuleBasedStateMachine):
         self.tasks = []
         self.runs = {}  # the current one of each key that somebody holds
         self.run = 0
+        self.rescheduled = []  # columns
         self.attempts = {}  # by worker and task: those that failed one after the other
 
     def worker(self, which):
@@ -171,6 +172,8 @@ class Protocol(RuleBasedStateMachine):
         """Send a worker a task. That others run it does not matter, nor that some hold nothing."""
         for key in [key for key in KEYS if key not in self.runs]:  # Dask would compute it first
             self.make(which + 1, key)
+        if self.rescheduled:
+            column = self.rescheduled.pop(0)
         self.send(self.worker(which), column, stale, transports)
 
     def send(self, worker, column, stale, transports):
@@ -274,6 +277,7 @@ class Protocol(RuleBasedStateMachine):
         if isinstance(error, Reschedule):
             self.attempts[failed] = self.attempts.get(failed, 0) + 1
             assert self.attempts[failed] < ATTEMPTS
+            self.rescheduled.append(task.index[0])
             return
         if isinstance(error, GaveUpError):
             return
@@ -322,8 +326,11 @@ class Protocol(RuleBasedStateMachine):
         """Without further trouble all tasks end, and those that are started now end well."""
         for task in self.tasks:
             task.actor.trouble = None
-        while self.tasks:
-            self.run_to_the_end(self.tasks[0])
+        while self.tasks or self.rescheduled:
+            if not self.tasks:  # and with all that ever were holders
+                self.send(self.worker(0), self.rescheduled.pop(0), {*ADDRESSES}, OPTIONS.transports)
+            for task in self.tasks[:1]:
+                self.run_to_the_end(task)
         for key in KEYS:
             if key not in self.runs:
                 self.make(0, key)
@@ -347,4 +354,4 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestProtocol.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
