@@ -1,7 +1,7 @@
 """The protocol of leases and references, in any order of events, on several workers.
 
 Modelled is everything around the package: Dask's scheduler and workers, the network, the GPUs, and
-when each thread goes on (`tests.simulation`). What runs is the package itself: tasks, assemblies,
+when each thread goes on (`tests/simulation`). What runs is the package itself: tasks, assemblies,
 links, `ipc` with its board, `comm`, and the plugin. Whatever happens to them, in any order:
 
 * nobody reads memory that was freed, or is another block's by now; nobody takes a notice of a block
@@ -33,7 +33,9 @@ from dask_p2p.config import options
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.plan import transpose_plan
 from dask_p2p.task import AssembleTask
-from tests.simulation import CELLS, GaveUpError, KilledError, World
+from tests.simulation.actors import GaveUpError, KilledError
+from tests.simulation.gpu import CELLS
+from tests.simulation.workers import World
 
 ADDRESSES = ("a", "b", "c")
 KEYS = (("x", 0, 0), ("x", 1, 0))  # two blocks of 2 x 4
@@ -294,7 +296,8 @@ class Protocol(RuleBasedStateMachine):
             columns = slice(2 * task.index[0], 2 * task.index[0] + 2)
             fits = [block == values(key, run)[:, columns] for run in task.runs[key]]
             # Messages are for a part each; a lease is for all of a block.
-            assert np.any(fits, axis=0).all() if len(fits) else False, (key, block, task.runs)
+            assert fits, (key, block, task.runs)
+            assert np.any(fits, axis=0).all(), (key, block, task.runs)
 
     def nobody_does_wrong(self):
         assert self.world.violations == []
@@ -307,7 +310,6 @@ class Protocol(RuleBasedStateMachine):
                 if not lease.holder.dead:
                     board = lease.holder.board
                     assert lease.notice in [*board._notices.values(), *board._retracted]
-
         leased = [lease.notice for task in self.tasks for lease in task.actor.open_leases]
         for worker in self.world.alive.values():
             worker.board.sweep(OPTIONS.ipc_retain_s)

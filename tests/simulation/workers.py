@@ -11,18 +11,12 @@ end; its files stay. Its memory is filled with something else.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
-import itertools
 import os
 import sys
-import threading
-import weakref
-from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from distributed.protocol import dumps, loads
 
@@ -32,244 +26,8 @@ import dask_p2p.task
 import dask_p2p.worker
 from dask_p2p.transports import board, comm, cuda_ipc, ipc
 from dask_p2p.transports.base import Pacing, RemoteBlock
-
-POISON = 2**63
-CELLS = 8  # of a block, and of a place in memory
-_PLACES = 32
-_SPAN = 2**20  # between addresses of mappings
-_actor: ContextVar[Actor | None] = ContextVar("actor", default=None)
-
-
-class KilledError(BaseException):
-    """Ends the threads of a worker that is killed; nothing in the package may stop it."""
-
-
-class GaveUpError(Exception):
-    """What may happen to a reader in the middle of its work: an error, a cancellation."""
-
-
-def halt(trouble=False):
-    """Let others go on first; with `trouble` something may be raised here."""
-    actor = _actor.get()
-    if actor is not None:
-        actor.halt(trouble)
-
-
-class Actor:
-    """A thread of a worker that runs when it is told to."""
-
-    def __init__(self, worker, function, *args):
-        self.worker, self.world = worker, worker.world
-        self.done = False
-        self.result = self.error = None
-        self.leases = []
-        self.running = False
-        self.asking = False  # waits for the answer to a message
-        self.awaited = None  # a future that it waits for
-        self.trouble = None  # to be raised at the next place for it
-        self.ended = None  # a future that gets the result
-        self._go = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, args=(function, args), daemon=True)
-        self._thread.start()
-        self.world.actors.append(self)
-
-    def _run(self, function, args):
-        _actor.set(self)
-        self._go.acquire()
-        try:
-            if self.worker.dead:
-                raise KilledError
-            self.result = function(*args)
-        except BaseException as exc:
-            self.error = exc
-            _strip(exc)
-        del function, args
-        self.done = True
-        self._tell()
-
-    def _tell(self):
-        self.running = False
-        self.world.loop.call_soon_threadsafe(self.world.loop.stop)
-
-    def halt(self, trouble):
-        if not self.worker.dead:
-            self._tell()
-            self._go.acquire()
-        if self.worker.dead:
-            raise KilledError
-        if trouble and self.trouble is not None:
-            trouble, self.trouble = self.trouble, None
-            raise trouble
-
-    @property
-    def ready(self):
-        waits = self.asking or (self.awaited is not None and not self.awaited.done())
-        return not (self.done or waits)
-
-    @property
-    def open_leases(self):
-        return [lease for lease in self.leases if lease.fd >= 0]
-
-    def go_on(self):
-        self.running = True
-        self._go.release()
-        self.world.settle()
-
-    def join(self):
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-
-def _strip(exc):
-    """Let go of the frames in which an error was raised, which would keep blocks alive."""
-    if exc is not None and exc.__traceback__ is not None:
-        exc.__traceback__ = None
-        _strip(exc.__cause__)
-        _strip(exc.__context__)
-
-
-class Loop(asyncio.SelectorEventLoop):
-    """An event loop that runs when it is told to, in a time of its own."""
-
-    now_s = 0.0
-
-    def time(self):
-        return self.now_s
-
-
-# --- a GPU for each worker ---
-
-
-class DeviceArray(np.ndarray):
-    """Stands for `cupy.ndarray`."""
-
-    __module__ = "cupy"
-    place = mapped = None
-
-    def __array_finalize__(self, other):
-        self.mapped = getattr(other, "mapped", None)
-
-    def get(self):
-        return np.array(self, subok=False)
-
-
-class Memory:
-    """One allocation, from which all blocks of a process are cut. What is given back is reused."""
-
-    def __init__(self):
-        self.alive = True
-        self.cells = np.full((_PLACES, CELLS), POISON, "u8")
-        self.tenants = [None] * _PLACES
-        self._free = list(range(_PLACES))
-        self._serials = itertools.count()
-
-    def put(self, values):
-        place = self._free.pop()
-        self.cells[place] = values.ravel()
-        self.tenants[place] = next(self._serials)
-        block = self.cells[place].reshape(values.shape).view(DeviceArray)
-        block.place = (self, place)
-        weakref.finalize(block, self._give_back, place).atexit = False
-        return block
-
-    def _give_back(self, place):
-        self.cells[place] = POISON
-        self.tenants[place] = None
-        self._free.append(place)
-
-    def die(self):
-        self.alive = False
-        self.cells[...] = POISON
-
-    @property
-    def used(self):
-        return _PLACES - len(self._free)
-
-
-class Driver:
-    """CUDA's part in this: what is mapped where, and whether it may be read."""
-
-    class CUDARuntimeError(RuntimeError):
-        pass
-
-    def __init__(self, world):
-        self.world = world
-        self.memories = {}  # by handle
-        self.mapped = {}  # by address
-        self._addresses = itertools.count(_SPAN, _SPAN)
-
-    def ipcOpenMemHandle(self, handle):  # noqa: N802
-        memory = self.memories[handle]
-        if not memory.alive:
-            raise self.CUDARuntimeError("cudaErrorInvalidValue")
-        address = next(self._addresses)
-        self.mapped[address] = memory
-        return address
-
-    def ipcCloseMemHandle(self, address):  # noqa: N802
-        del self.mapped[address]
-
-    def export(self, block):
-        memory, place = block.place
-        handle = next(handle for handle, m in self.memories.items() if m is memory)
-        # Other processes have the same ids of buffers.
-        return cuda_ipc.Place(handle.hex(), 1, place * memory.cells.strides[0])
-
-    def array_at(self, address, shape, strides, dtype):
-        base, offset = address // _SPAN * _SPAN, address % _SPAN
-        memory = self.mapped[base]
-        place = offset // memory.cells.strides[0]
-        array = memory.cells[place].reshape(shape).view(DeviceArray)
-        assert (array.strides, array.dtype) == (strides, dtype)
-        array.mapped = (base, memory, place, memory.tenants[place])
-        return array
-
-    def check_read(self, array):
-        """Note it if a kernel may not read this."""
-        if array.mapped is None:
-            return
-        base, memory, place, tenant = array.mapped
-        if base not in self.mapped:
-            self.world.wrong("read by a mapping that is closed")
-        if not memory.alive:
-            return  # the reader finds out in the end
-        if tenant is None or memory.tenants[place] != tenant:
-            self.world.wrong("read memory that was freed")
-        if (memory, place) not in [lease.place for lease in _actor.get().open_leases]:
-            self.world.wrong("read without a lease")
-
-
-class Queue:
-    """Stands for `DeviceQueue`. As late as may be: all is done when somebody waits for it."""
-
-    kind = "cupy"
-
-    def __init__(self, driver, beside_copies=False):
-        self._driver = driver
-        self._work = []
-
-    def empty(self, shape, dtype):
-        return np.full(shape, POISON, dtype).view(DeviceArray)
-
-    def permute(self, dst, src, axes, aside=False):
-        self._work.append((dst, src, axes))
-
-    def permute_and_drop(self, dst, src, axes):
-        self.permute(dst, src, axes)
-
-    def permute_from_peer(self, dst, src, axes, slot_bytes):
-        self.permute(dst, src, axes)
-
-    def synchronize(self):
-        while self._work:
-            halt()
-            dst, src, axes = self._work.pop(0)
-            if isinstance(src, DeviceArray):
-                self._driver.check_read(src)
-            dst[...] = src.transpose(axes)
-
-
-# --- transports that halt ---
+from tests.simulation.actors import Actor, KilledError, Loop, current, halt
+from tests.simulation.gpu import Driver, Memory, Queue
 
 
 class _Halting:
@@ -302,7 +60,7 @@ class _HaltingBlock(RemoteBlock):
         return SimpleNamespace(result=partial(self._result, pending))
 
     def _result(self, pending, timeout_s):
-        actor = _actor.get()
+        actor = current()
         actor.awaited = pending if hasattr(pending, "done") else None
         try:
             halt(trouble=True)
@@ -487,7 +245,7 @@ class World:
         return {"ipc": HaltingIpc(host, options), "comm": HaltingComm(host, options)}
 
     def _whereabouts(self):
-        worker = _actor.get().worker
+        worker = current().worker
         return worker, worker.plugin.runtime
 
     def _describe(self, folder):
@@ -514,7 +272,7 @@ class World:
                 self.wrong("took a notice that was taken down")
             elif notice.owner is not holder.data.get(key):
                 self.wrong("took the notice of a block that was released")
-        _actor.get().leases.append(Lease(lease, holder, notice))
+        current().leases.append(Lease(lease, holder, notice))
         halt()
         return lease
 
@@ -552,7 +310,7 @@ class World:
         """Send a message, and wait for its answer."""
         if sender.dead:
             raise ConnectionAbortedError("the sender was killed")
-        actor = _actor.get()
+        actor = current()
         # Others send several, and wait for them elsewhere.
         asking = actor is not None and op.startswith("p2p_ipc")
         message = Message(self, sender, address, op, kwargs)
