@@ -182,6 +182,8 @@ class Protocol(RuleBasedStateMachine):
         while worker.news:  # comes before what the scheduler sends after it
             worker.hear()
         index = (column, 0)
+        if (worker, index) in [(task.actor.worker, task.index) for task in self.tasks]:
+            return None  # no worker runs a task twice at a time
         output = OutputSpec("x", np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
         spec = AssembleTask.of(("y", *index), PLAN, index, output, list(KEYS))
         who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
