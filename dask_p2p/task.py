@@ -163,7 +163,7 @@ def _try_again(key: Any, error: TransferError, runtime: Runtime, options: Option
             f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "
             f"set how long to try."
         ) from error
-    logger.info("attempt %d at %r failed, rescheduling: %s", attempts.count, key, error)
+    logger.info("attempt %d at %r failed, rescheduling: %s", attempts.count, key, str(error))
     time.sleep(min(_LONGEST_BACKOFF_S, options.backoff_s * 2 ** (attempts.count - 1)))
     raise Reschedule() from error
 

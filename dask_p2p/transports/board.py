@@ -31,8 +31,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
+from weakref import WeakSet
 
-__all__ = ["Board", "Lease", "is_tended", "take"]
+__all__ = ["Board", "Intent", "Lease", "is_tended", "take"]
 
 _TENDED = "tended"
 
@@ -62,6 +63,16 @@ class _Notice:
         return False
 
 
+class Intent:
+    """That a block is about to be looked up and posted: void once its key is retracted."""
+
+    __slots__ = ("__weakref__", "key", "void")
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        self.void = False
+
+
 class Board:
     """The holder's side.
 
@@ -77,10 +88,21 @@ class Board:
         fcntl.flock(self._tended, fcntl.LOCK_EX)
         self._notices: dict[Any, _Notice] = {}  # by key
         self._retracted: list[_Notice] = []  # still leased when last looked at
+        self._intents: WeakSet[Intent] = WeakSet()
         self._closed = False
         self._lock = threading.Lock()
 
-    def post(self, key: Any, owner: Any, text: bytes) -> None:
+    def intend(self, key: Any) -> Intent:
+        """Say that a block is about to be looked up, to be posted then.
+
+        Between the two it may be released by another thread, which does not wait for it.
+        """
+        intent = Intent(key)
+        with self._lock:
+            self._intents.add(intent)
+        return intent
+
+    def post(self, key: Any, owner: Any, text: bytes, intent: Intent | None = None) -> None:
         """Post a block, replacing an earlier one with the same key.
 
         Parameters
@@ -92,10 +114,19 @@ class Board:
             lease is left.
         text
             The description that readers get.
+        intent
+            From before the block was looked up.
+
+        Raises
+        ------
+        KeyError
+            If the key was retracted since then.
         """
         with self._lock:
             if self._closed:
                 raise ValueError("the board is closed")
+            if intent is not None and intent.void:
+                raise KeyError(key)
             self._retract(key)
             path = _path(self.folder, key)
             draft = f"{path}.draft"
@@ -121,6 +152,8 @@ class Board:
     def retract(self, key: Any) -> None:
         """Take a notice down; the block is dropped as soon as no lease is left."""
         with self._lock:
+            for intent in self._intents:
+                intent.void |= intent.key == key
             self._retract(key)
             self._drop_unread()
 

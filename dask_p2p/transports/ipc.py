@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
-from dask_p2p.errors import BlockUnavailableError, TransferError
+from dask_p2p.errors import BlockUnavailableError, P2PError, TransferError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
@@ -42,7 +42,7 @@ from dask_p2p.transports.base import (
     mismatch,
     refuse,
 )
-from dask_p2p.transports.board import Board, Lease, is_tended, take
+from dask_p2p.transports.board import Board, Intent, Lease, is_tended, take
 from dask_p2p.transports.pacing import Pacing, ipc_pacing
 from dask_p2p.transports.requests import checked_key, checked_shape, no_more
 
@@ -173,8 +173,9 @@ class IpcTransport(Transport):
         for key, block in blocks.items():
             if kernel_for(block).name == "cupy" and not self._closed:
                 try:
-                    self._post(key, block)
-                except (OSError, ValueError, TransferError) as exc:
+                    # What is held by now: the task may have been cancelled, its block released.
+                    self._find_and_post(key, block.shape)
+                except (KeyError, OSError, ValueError, P2PError) as exc:
                     # Readers will ask, and be told why.
                     logger.debug("block %r is not posted: %s", key, exc)
 
@@ -223,9 +224,10 @@ class IpcTransport(Transport):
         return {"status": "ok"}
 
     def _find_and_post(self, key: Any, shape: Any) -> None:
-        self._post(key, find_block(self.host, key, shape))
+        intent = self._board.intend(key)
+        self._post(key, find_block(self.host, key, shape), intent)
 
-    def _post(self, key: Any, block: Any) -> None:
+    def _post(self, key: Any, block: Any, intent: Intent) -> None:
         """Describe a block on the board, once all its values are there."""
         cuda_ipc.synchronize_producers(block)
         if self._board.renew(key, block):
@@ -240,7 +242,7 @@ class IpcTransport(Transport):
             buffer_id=place.buffer_id,
             offset_bytes=place.offset_bytes,
         )
-        self._board.post(key, block, posted.text())
+        self._board.post(key, block, posted.text(), intent)
         self.host.loop.call_soon_threadsafe(self._sweep_later)
 
     def _sweep_later(self) -> None:

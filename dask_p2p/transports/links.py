@@ -111,8 +111,9 @@ class Links:
         with self._lock:
             if last or (way.holder, name) in self._broken:
                 return
-            self._broken[way.holder, name] = str(error)
-            logger.warning("%s from %s failed: %s", name, way.holder, error)
+            self._broken[way.holder, name] = said = str(error)
+            # A log may keep what it is given, and the error keeps the frames that it passed.
+            logger.warning("%s from %s failed: %s", name, way.holder, said)
             reason = getattr(error, "reason", str(error))
             text = f"dask_p2p: {name} fails, another transport is used instead: {reason}"
             if text in self._warned:

@@ -98,6 +98,18 @@ def test_renewing_is_for_the_same_block(board):
     assert not board.renew("key", Block())
 
 
+def test_a_block_released_while_it_is_being_posted_is_not_posted(board):
+    late, other, again = board.intend("key"), board.intend("other"), Block()
+    board.retract("key")
+    board.retract("nothing")
+    with pytest.raises(KeyError):
+        board.post("key", Block(), b"text", late)
+    assert take(board.folder, "key") is None
+    board.post("other", Block(), b"text", other)
+    board.post("key", again, b"text", board.intend("key"))
+    assert len(board) == 2
+
+
 def test_notices_grow_old(board):
     board.post("key", Block(), b"text")
     assert board.sweep(60) == 1
@@ -242,6 +254,35 @@ def test_a_killed_holders_notices_are_not_taken(tmp_path):
     assert not is_tended(folder), "who has a lease finds out"
     assert take(folder, "key") is None
     lease.close()
+
+
+def _post_run(parent, run, connection):
+    board = Board(parent)
+    board.post("key", Block(), b"run %d" % run)
+    connection.send(board.folder)
+    signal.pause()
+
+
+def test_a_worker_in_the_place_of_a_killed_one(tmp_path):
+    """At the same address, in the same folder, with the same key: of another run."""
+    context = multiprocessing.get_context("spawn")
+    folders = []
+    for run in (1, 2, 3):
+        here, there = context.Pipe()
+        holder = context.Process(target=_post_run, args=(str(tmp_path), run, there))
+        holder.start()
+        assert here.poll(30)
+        folders.append(here.recv())
+        left_behind = folders[:-1]
+        assert all(len(os.listdir(folder)) == 2 for folder in left_behind)
+        assert [take(folder, "key") for folder in left_behind] == [None] * (run - 1)
+        lease = take(folders[-1], "key")
+        assert lease.text == b"run %d" % run
+        holder.kill()
+        holder.join()
+        assert not is_tended(folders[-1])
+        lease.close()
+    assert len(set(folders)) == 3
 
 
 class Protocol(RuleBasedStateMachine):

@@ -1,0 +1,388 @@
+"""Workers without processes: the real plugin and transports, on made-up GPUs and a made-up network.
+
+Everything happens in one process, one thing at a time, and in the order that a test says. What runs
+in threads (tasks, and what answers requests) is an `Actor`: it halts wherever real threads can be
+overtaken, and goes on when it is told to. Messages between workers lie about until they are
+delivered. Time passes when somebody waits for it.
+
+A worker is killed by doing what the kernel does: its file descriptors are closed, and so its locks
+end; its files stay. Its memory is filled with something else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from distributed.protocol import dumps, loads
+
+import dask_p2p.kernels
+import dask_p2p.kernels.queue
+import dask_p2p.task
+import dask_p2p.worker
+from dask_p2p.transports import board, comm, cuda_ipc, ipc
+from dask_p2p.transports.base import Pacing, RemoteBlock
+from tests.simulation.actors import Actor, KilledError, Loop, current, halt
+from tests.simulation.gpu import Driver, Memory, Queue
+
+
+class _Halting:
+    def probe(self, holder, kind):
+        """Proving ways is tested with `Links`."""
+
+    def pacing(self, options, kind):
+        return Pacing(16, 1)  # a region is two parts
+
+    def open(self, block, boxes, options):
+        halt(trouble=True)
+        return _HaltingBlock(super().open(block, boxes, options))
+
+
+class HaltingIpc(_Halting, ipc.IpcTransport):
+    pass
+
+
+class HaltingComm(_Halting, comm.CommTransport):
+    pass
+
+
+class _HaltingBlock(RemoteBlock):
+    def __init__(self, block):
+        self._block = block
+        self.confirm, self.close = block.confirm, block.close
+
+    def request(self):
+        pending = self._block.request()
+        return SimpleNamespace(result=partial(self._result, pending))
+
+    def _result(self, pending, timeout_s):
+        actor = current()
+        actor.awaited = pending if hasattr(pending, "done") else None
+        try:
+            halt(trouble=True)
+        finally:
+            actor.awaited = None
+        return pending.result(10)
+
+    def close(self):
+        """Replaced by the block's own."""
+
+
+class Lease:
+    """What the test knows of a lease: whose notice it is of."""
+
+    def __init__(self, lease, holder, notice):
+        self.lease, self.holder, self.notice = lease, holder, notice
+        self.place = None if notice is None else notice.owner.place
+
+    @property
+    def fd(self):
+        return self.lease._fd
+
+
+# --- workers, and what is between them ---
+
+
+class Host(dask_p2p.worker.WorkerHost):
+    def block(self, key):
+        block = super().block(key)
+        halt()
+        return block
+
+    async def offload(self, function, *args):
+        actor = Actor(self._worker, function, *args)
+        actor.ended = self.loop.create_future()
+        return await actor.ended
+
+
+class SimulatedWorker:
+    """What the plugin sees of a Dask worker."""
+
+    def __init__(self, world, address):
+        self.world, self.address = world, address
+        self.dead = False
+        self.memory = Memory()
+        world.driver.memories[b"%d" % len(world.driver.memories)] = self.memory
+        self.data, self.handlers, self.metrics = {}, {}, {}
+        self.loop = SimpleNamespace(asyncio_loop=world.loop)
+        self.local_directory = world.folder  # that of all there were at this address
+        self.security = SimpleNamespace(require_encryption=False)
+        self.rpc = partial(_Rpc, world, self)
+        self.stream_handlers = {"compute-task": self._compute, "remove-worker": lambda **_: None}
+        self.news = []  # that the scheduler has sent, and that have not arrived
+        self.plugin = dask_p2p.worker.P2PPlugin(world.options)
+        world.wait_for(self._set_up)
+        self.board = self.plugin._transports["ipc"]._board
+
+    async def _set_up(self):
+        self.plugin.setup(self)
+
+    def log_event(self, topic, event):
+        pass
+
+    def _compute(self, key, run_spec, **_):
+        values = {name: self.data.get(name) for name in run_spec.dependencies}
+        lacks = any(value is None for value in values.values())  # Dask would fetch it first
+        self.started = None if lacks else Actor(self, run_spec, values)
+
+    def hear(self):
+        """Let the scheduler's oldest news arrive."""
+        self.stream_handlers["remove-worker"](worker=self.news.pop(0))
+        self.world.settle()
+
+    def put(self, key, values):
+        self.data[key] = self.memory.put(values)
+
+    def release(self, key):
+        if self.data.pop(key, None) is not None:
+            self.plugin.transition(key, "memory", "released")
+
+    def kill(self):
+        """End as a killed process does: locks end, files stay, memory is somebody else's."""
+        self.dead = True
+        self.memory.die()
+        self.data.clear()
+        for notice in [*self.board._notices.values(), *self.board._retracted]:
+            os.close(notice.fd)
+        os.close(self.board._tended)
+        self.board._notices.clear()
+        self.board._retracted.clear()
+        self.board._closed = True
+        transport = self.plugin._transports["ipc"]
+        transport._closed = True
+        if transport._sweeping is not None:
+            transport._sweeping.cancel()
+        self.world.buried(self)
+
+
+class _Rpc:
+    def __init__(self, world, sender, address):
+        self._call = partial(world.call, sender, address)
+
+    def __getattr__(self, op):
+        return partial(self._call, op)
+
+
+class Message:
+    """A request that lies about until it is delivered; then its answer does."""
+
+    def __init__(self, world, sender, address, op, kwargs):
+        self.world, self.sender, self.address = world, sender, address
+        self.op, self.kwargs = op, kwargs
+        self.target = self.reply = None
+        self.answer = world.loop.create_future()
+
+    @property
+    def ready(self):
+        return not self.answer.done() and (self.reply is None or self.reply.done())
+
+    def serve(self):
+        """Have it answered: once more, if it was before."""
+        target = self.world.alive.get(self.address)
+        if target is None:
+            self.fail(ConnectionRefusedError("nobody is there"))
+            return None
+        return self.world.start(target.handlers[self.op], **loads(dumps(self.kwargs)))
+
+    def go_on(self):
+        if self.reply is None:
+            self.target = self.world.alive.get(self.address)
+            self.reply = self.serve()
+        elif not self.answer.done():
+            self.answer.set_result(loads(dumps(self.reply.result())))
+        self.world.settle()
+
+    def fail(self, error):
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class World:
+    """All of it. Whatever `wrong` is told is a violation of the protocol."""
+
+    def __init__(self, folder, options):
+        self.folder, self.options = folder, options
+        self.loop = Loop()
+        self.driver = Driver(self)
+        self.alive = {}  # workers by address
+        self.workers = []  # all there ever were
+        self.messages, self.actors, self.violations = [], [], []
+        self._serving = set()
+        self._patch = pytest.MonkeyPatch()
+        self._make_up()
+
+    def _make_up(self):
+        """Put what is made up in the place of what is real."""
+        put = self._patch.setattr
+        kernel = SimpleNamespace(name="cupy", check=lambda block: None)
+        put(dask_p2p.kernels, "_cupy_kernel", lambda: kernel)
+        put(dask_p2p.kernels.queue, "DeviceQueue", partial(Queue, self.driver))
+        self._patch.setitem(
+            sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=self.driver))
+        )
+        put(cuda_ipc, "export", self.driver.export)
+        put(cuda_ipc, "array_at", self.driver.array_at)
+        put(cuda_ipc, "synchronize_producers", lambda block: halt())
+        put(dask_p2p.worker, "on_gpu", lambda: False)
+        put(dask_p2p.worker, "device_memory_bytes", lambda: None)
+        put(dask_p2p.worker, "WorkerHost", Host)
+        put(dask_p2p.worker, "make_transports", self._make_transports)
+        put(dask_p2p.task, "_whereabouts", self._whereabouts)
+        put(ipc, "_describe", self._describe)
+        put(ipc, "_obstacle", lambda here, there: None)
+        put(ipc, "take", self._take)
+        clock = SimpleNamespace(monotonic=self.loop.time, time=self.loop.time, sleep=self._sleep)
+        for module in (ipc, board, comm, dask_p2p.task):
+            put(module, "time", clock)
+        locks = {name: getattr(fcntl, name) for name in ("LOCK_SH", "LOCK_EX", "LOCK_NB")}
+        put(board, "fcntl", SimpleNamespace(flock=_flock, **locks))
+
+    def _make_transports(self, host, options):
+        return {"ipc": HaltingIpc(host, options), "comm": HaltingComm(host, options)}
+
+    def _whereabouts(self):
+        worker = current().worker
+        return worker, worker.plugin.runtime
+
+    def _describe(self, folder):
+        return ipc._Peer("boot", "namespace", 0, 0, folder, "gpu")
+
+    def _sleep(self, pause_s):
+        self.loop.now_s += 0.002
+        halt()
+
+    def _take(self, folder, key):
+        """Take a lease as a reader does, and note whether that was right."""
+        (holder,) = (worker for worker in self.workers if worker.board.folder == folder)
+        dead = holder.dead
+        lease = board.take(folder, key)
+        if lease is None:
+            return None
+        if dead:
+            self.wrong("took a notice that a killed worker left behind")
+        notice = None
+        if not holder.dead:
+            inode = os.fstat(lease._fd).st_ino
+            notice = holder.board._notices.get(key)
+            if notice is None or os.fstat(notice.fd).st_ino != inode:
+                self.wrong("took a notice that was taken down")
+            elif notice.owner is not holder.data.get(key):
+                self.wrong("took the notice of a block that was released")
+        current().leases.append(Lease(lease, holder, notice))
+        halt()
+        return lease
+
+    def wrong(self, what):
+        self.violations.append(what)
+
+    # --- what a test does ---
+
+    def join(self, address):
+        self.alive[address] = SimulatedWorker(self, address)
+        self.workers.append(self.alive[address])
+
+    def buried(self, worker):
+        """Take note that a worker was killed: its threads and connections are gone."""
+        del self.alive[worker.address]
+        for actor in self.actors:
+            if actor.worker is worker:
+                for lease in actor.leases:
+                    lease.lease.close()
+        for message in self.messages:
+            gone = message.sender is worker or (
+                message.target is worker and not message.reply.done()  # else it is on its way
+            )
+            if gone:
+                message.fail(ConnectionAbortedError("it was killed"))
+        self.settle()
+        for actor in self.actors:
+            if actor.worker is worker and not actor.done:
+                actor.go_on()
+                assert actor.done
+        for other in self.alive.values():
+            other.news.append(worker.address)
+
+    async def call(self, sender, address, op, **kwargs):
+        """Send a message, and wait for its answer."""
+        if sender.dead:
+            raise ConnectionAbortedError("the sender was killed")
+        actor = current()
+        # Others send several, and wait for them elsewhere.
+        asking = actor is not None and op.startswith("p2p_ipc")
+        message = Message(self, sender, address, op, kwargs)
+        self.messages.append(message)
+        try:
+            if asking:
+                actor.asking, actor.running = True, False
+                self.loop.stop()
+            return await message.answer
+        finally:
+            message.answer.cancel()
+            self.messages.remove(message)
+            if asking:
+                actor.asking, actor.running = False, True
+
+    def start(self, function, **kwargs):
+        task = self.loop.create_task(function(**kwargs))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        return task
+
+    def wait_for(self, function):
+        self.loop.run_until_complete(function())
+        self.settle()
+
+    def settle(self):
+        """Wait until nobody runs any more."""
+        while True:
+            while any(actor.running for actor in self.actors):
+                self.loop.run_forever()
+            for actor in self.actors:
+                if actor.done and actor.ended is not None and not actor.ended.done():
+                    _hand_over(actor)
+            if not self.loop._ready:
+                break
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+
+    def pass_time(self, seconds):
+        self.loop.now_s += seconds
+        for _ in range(2):  # timers that are due first become ready
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+            self.settle()
+
+    def ready(self):
+        """Return all that can go on."""
+        return [one for one in (*self.actors, *self.messages) if one.ready]
+
+    def close(self):
+        for worker in list(self.alive.values()):
+            worker.kill()
+        for task in self._serving:
+            task.cancel()
+        self.settle()
+        for actor in self.actors:
+            actor.join()
+        self.loop.close()
+        self._patch.undo()
+
+
+def _hand_over(actor):
+    if isinstance(actor.error, KilledError):
+        actor.ended.cancel()
+    elif actor.error is not None:
+        actor.ended.set_exception(actor.error)
+    else:
+        actor.ended.set_result(actor.result)
+
+
+def _flock(fd, how):
+    """Lock a file; readers may be overtaken just before."""
+    if how == fcntl.LOCK_SH | fcntl.LOCK_NB:
+        halt()
+    fcntl.flock(fd, how)

@@ -1,0 +1,361 @@
+"""The protocol of leases and references, in any order of events, on several workers.
+
+Modelled is everything around the package: Dask's scheduler and workers, the network, the GPUs, and
+when each thread goes on (`tests/simulation`). What runs is the package itself: tasks, assemblies,
+links, `ipc` with its board, `comm`, and the plugin. Whatever happens to them, in any order:
+
+* nobody reads memory that was freed, or is another block's by now; nobody takes a notice of a block
+  that was released or moved, of an earlier run, or of a dead process;
+* no lease outlives its reader, and nothing is kept that nobody has a lease on;
+* every task ends: with the right bits, or with an error that has a name, within its attempts.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from dataclasses import replace
+
+import numpy as np
+from distributed import Reschedule
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from dask_p2p.assemble import OutputSpec
+from dask_p2p.config import options
+from dask_p2p.errors import P2PError, TransferError
+from dask_p2p.plan import transpose_plan
+from dask_p2p.task import AssembleTask
+from tests.simulation.actors import GaveUpError, KilledError
+from tests.simulation.gpu import CELLS
+from tests.simulation.workers import World
+
+ADDRESSES = ("a", "b", "c")
+KEYS = (("x", 0, 0), ("x", 1, 0))  # two blocks of 2 x 4
+PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
+ATTEMPTS = 3
+OPTIONS = replace(
+    options(), transports=("ipc", "comm"), attempts=ATTEMPTS, ipc_wait_s=0.003, ipc_retain_s=2.0
+)
+
+whiches = st.integers(0, 5)  # of those that there are
+keys = st.sampled_from(KEYS)
+# When something happens: as soon as a task has so many leases, and a bit later.
+moments = st.none() | st.tuples(whiches, st.integers(0, 2), st.integers(0, 8))
+
+
+def values(key, run):
+    """What a block holds: each cell says which block it is of, in which run, and where."""
+    return (run * 64 + key[1] * CELLS + np.arange(CELLS, dtype="u8")).reshape(2, 4)
+
+
+class Running:
+    """A task that runs: what it may return, as far as is known."""
+
+    def __init__(self, actor, index, runs):
+        self.actor, self.index = actor, index
+        self.runs = runs  # by key: all that there were since it was started
+        self.cancelled = False
+
+
+class Protocol(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.world = World(self.folder.name, OPTIONS)
+        self.tasks = []
+        self.runs = {}  # the current one of each key that somebody holds
+        self.run = 0
+        self.rescheduled = []  # columns
+        self.attempts = {}  # by worker and task: those that failed one after the other
+
+    def worker(self, which):
+        """One of those that live."""
+        alive = sorted(self.world.alive)
+        return self.world.alive[alive[which % len(alive)]]
+
+    def reach(self, moment):
+        """Bring a task on to some moment of its work."""
+        which, leases, steps = moment or (0, 0, 0)
+        for task in self.task(which) if moment else ():
+            self.bring_on(task, leases)
+            for _ in range(steps):
+                self.step(task)
+        self.settle()
+
+    # --- blocks ---
+
+    @initialize(columns=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def begin(self, columns):
+        for address in ADDRESSES:
+            self.world.join(address)
+        for which, key in enumerate(KEYS):
+            self.make(which, key)
+        for which, column in enumerate(columns):
+            self.send(self.worker(which), column, set(), OPTIONS.transports)
+
+    @rule(which=whiches, key=keys, at=moments)
+    def make(self, which, key, at=None):
+        """Make a block: anew, if there was one."""
+        self.reach(at)
+        for worker in self.world.alive.values():
+            worker.release(key)
+        self.run += 1
+        self.runs[key] = self.run
+        self.worker(which).put(key, values(key, self.run))
+        for task in self.tasks:
+            task.runs[key].add(self.run)
+
+    @rule(key=keys, which=whiches, moved=st.booleans(), at=moments)
+    def copy(self, key, which, moved, at):
+        self.reach(at)
+        if key not in self.runs:
+            return
+        to = self.worker(which)
+        if key not in to.data:
+            to.put(key, values(key, self.runs[key]))
+        for worker in self.holders(key) if moved else ():
+            if worker is not to:
+                worker.release(key)
+
+    @rule(key=keys, which=whiches, at=moments)
+    def release(self, key, which, at):
+        self.reach(at)
+        holders = self.holders(key)
+        if holders:
+            holders[which % len(holders)].release(key)
+            self.look_who_holds()
+
+    def holders(self, key):
+        return [worker for worker in self.world.alive.values() if key in worker.data]
+
+    def look_who_holds(self):
+        self.runs = {key: run for key, run in self.runs.items() if self.holders(key)}
+
+    # --- workers ---
+
+    @precondition(lambda self: len(self.world.alive) > 1)
+    @rule(which=whiches, at=moments)
+    def kill(self, which, at):
+        self.reach(at)
+        self.worker(which).kill()
+        self.look_who_holds()
+        self.settle()
+
+    @precondition(lambda self: len(self.world.alive) < len(ADDRESSES))
+    @rule()
+    def join(self):
+        """A new worker, at the address and in the folder of one that was killed."""
+        self.world.join(min(set(ADDRESSES) - set(self.world.alive)))
+
+    @precondition(lambda self: any(worker.news for worker in self.world.alive.values()))
+    @rule(which=whiches)
+    def hear_of_the_dead(self, which):
+        if self.worker(which).news:
+            self.worker(which).hear()
+
+    # --- tasks ---
+
+    @precondition(lambda self: len(self.tasks) < 4)
+    @rule(
+        which=whiches,
+        column=st.integers(0, 1),
+        stale=st.sets(st.sampled_from(ADDRESSES)),
+        transports=st.sampled_from([("ipc", "comm"), ("ipc", "comm"), ("comm",)]),
+    )
+    def start(self, which, column, stale, transports):
+        """Send a worker a task. That others run it does not matter, nor that some hold nothing."""
+        for key in [key for key in KEYS if key not in self.runs]:  # Dask would compute it first
+            self.make(which + 1, key)
+        if self.rescheduled:
+            column = self.rescheduled.pop(0)
+        self.send(self.worker(which), column, stale, transports)
+
+    def send(self, worker, column, stale, transports):
+        while worker.news:  # comes before what the scheduler sends after it
+            worker.hear()
+        index = (column, 0)
+        if (worker, index) in [(task.actor.worker, task.index) for task in self.tasks]:
+            return None  # no worker runs a task twice at a time
+        output = OutputSpec("x", np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
+        spec = AssembleTask.of(("y", *index), PLAN, index, output, list(KEYS))
+        who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
+        worker.stream_handlers["compute-task"](
+            key=spec.key, run_spec=spec, who_has=who_has, nbytes=dict.fromkeys(KEYS, 64)
+        )
+        if worker.started is None:
+            return None
+        runs = {key: {self.runs[key]} if key in self.runs else set() for key in KEYS}
+        self.tasks.append(Running(worker.started, index, runs))
+        return self.tasks[-1]
+
+    def task(self, which):
+        """One of those that run, if there is any."""
+        return self.tasks[which % len(self.tasks) :][:1] if self.tasks else []
+
+    @precondition(lambda self: self.world.ready())
+    @rule(which=whiches, steps=st.integers(1, 6))
+    def go_on(self, which, steps):
+        """Let a thread run to one of its next halts, or a message arrive."""
+        ready = self.world.ready()
+        one = ready[which % len(ready)]
+        for _ in range(steps):
+            if one.ready:
+                one.go_on()
+        self.settle()
+
+    @precondition(lambda self: self.tasks)
+    @rule(which=whiches, raises=st.booleans(), at=moments)
+    def cancel(self, which, raises, at):
+        """Cancel a task. Its thread goes on for a while, or gives up in the middle."""
+        self.reach(at)
+        for task in self.task(which):
+            task.cancelled = True
+            task.actor.trouble = GaveUpError() if raises else None
+
+    @precondition(lambda self: self.tasks)
+    @rule(which=whiches, at=moments)
+    def break_off(self, which, at):
+        """Have a transport fail a task, wherever that is."""
+        self.reach(at)
+        for task in self.task(which):
+            task.actor.trouble = TransferError("broke off")
+
+    @precondition(lambda self: self.world.messages)
+    @rule(which=whiches)
+    def duplicate(self, which):
+        self.world.messages[which % len(self.world.messages)].serve()
+        self.world.settle()
+
+    @rule(seconds=st.sampled_from([0.2, 3.0, 40.0]), at=moments)
+    def pass_time(self, seconds, at):
+        self.reach(at)
+        self.world.pass_time(seconds)
+        self.settle()
+
+    # --- what must hold ---
+
+    def step(self, task):
+        """Let a task go on, or else what it may wait for."""
+        others = [other.actor for other in self.tasks if other is not task]
+        ready = self.world.ready()
+        helpful = [one for one in ready if one not in others]
+        for one in [task.actor] if task.actor in ready else helpful:
+            if one.ready:
+                one.go_on()
+
+    def bring_on(self, task, leases):
+        """Bring a task on until it has so many leases, or has ended."""
+        steps = 0
+        while not task.actor.done and len(task.actor.open_leases) < leases:
+            self.step(task)
+            steps += 1
+            assert steps < 1000, "it does not end"
+
+    def run_to_the_end(self, task):
+        self.bring_on(task, leases=10)  # more than it ever has
+        self.settle()
+
+    def settle(self):
+        """See how tasks have ended."""
+        self.nobody_does_wrong()
+        for task in [task for task in self.tasks if task.actor.done]:
+            self.tasks.remove(task)
+            self.check_end(task)
+
+    def check_end(self, task):
+        actor, error = task.actor, task.actor.error
+        assert not actor.open_leases, "a lease outlives its reader"
+        actor.leases.clear()
+        if isinstance(error, KilledError):
+            assert actor.worker.dead
+            return
+        failed = (actor.worker, task.index)
+        if isinstance(error, Reschedule):
+            self.attempts[failed] = self.attempts.get(failed, 0) + 1
+            assert self.attempts[failed] < ATTEMPTS
+            self.rescheduled.append(task.index[0])
+            return
+        if isinstance(error, GaveUpError):
+            return
+        if error is not None:
+            assert isinstance(error, P2PError), repr(error)
+            assert self.attempts[failed] == ATTEMPTS - 1
+        elif not task.cancelled:
+            self.check_result(task)
+        self.attempts[failed] = 0
+
+    def check_result(self, task):
+        for key in KEYS:
+            block = task.actor.result[:, 2 * key[1] : 2 * key[1] + 2].T
+            columns = slice(2 * task.index[0], 2 * task.index[0] + 2)
+            fits = [block == values(key, run)[:, columns] for run in task.runs[key]]
+            # Messages are for a part each; a lease is for all of a block.
+            assert fits, (key, block, task.runs)
+            assert np.any(fits, axis=0).all(), (key, block, task.runs)
+
+    def nobody_does_wrong(self):
+        assert self.world.violations == []
+
+    @invariant()
+    def what_is_leased_is_kept_and_nothing_else(self):
+        self.nobody_does_wrong()
+        for task in self.tasks:
+            for lease in task.actor.open_leases:
+                if not lease.holder.dead:
+                    board = lease.holder.board
+                    assert lease.notice in [*board._notices.values(), *board._retracted]
+        leased = [lease.notice for task in self.tasks for lease in task.actor.open_leases]
+        for worker in self.world.alive.values():
+            worker.board.sweep(OPTIONS.ipc_retain_s)
+            assert all(notice in leased for notice in worker.board._retracted)
+
+    def teardown(self):
+        try:
+            if not self.world.violations:
+                self.end_well()
+        finally:
+            self.tasks.clear()
+            self.world.close()
+            self.folder.cleanup()
+
+    def end_well(self):
+        """Without further trouble all tasks end, and those that are started now end well."""
+        for task in self.tasks:
+            task.actor.trouble = None
+        while self.tasks or self.rescheduled:
+            if not self.tasks:  # and with all that ever were holders
+                self.send(self.worker(0), self.rescheduled.pop(0), {*ADDRESSES}, OPTIONS.transports)
+            for task in self.tasks[:1]:
+                self.run_to_the_end(task)
+        for key in KEYS:
+            if key not in self.runs:
+                self.make(0, key)
+        for worker in self.world.alive.values():
+            task = self.send(worker, 0, set(), OPTIONS.transports)
+            if task is not None:
+                self.run_to_the_end(task)
+                assert task.actor.error is None, repr(task.actor.error)
+                self.nobody_does_wrong()
+        while ready := self.world.ready():
+            ready[0].go_on()
+        self.world.pass_time(10.0)
+        self.world.pass_time(10.0)
+        for worker in self.world.alive.values():
+            held = worker.plugin.runtime.held()
+            assert {what for what, count in held.items() if count} <= {"ipc.mapped"}, held
+        if any(worker.memory.used > len(worker.data) for worker in self.world.alive.values()):
+            gc.collect()
+        for worker in self.world.alive.values():
+            assert worker.memory.used == len(worker.data), "memory is kept that nobody needs"
+
+
+TestProtocol = Protocol.TestCase
+TestProtocol.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
