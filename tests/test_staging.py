@@ -365,3 +365,22 @@ def test_a_holder_that_never_has_room_says_so(workers, cls):
     wait_until(lambda: serving.packed.taken_bytes == 0)
     assert read(times=1) == [EXPECTED]
     assert box_shape(BOXES[0]) == (24, 4)
+
+
+def test_a_holder_gives_up_by_itself(workers, loop):
+    """Not only because the reader does, of which its thread would hear nothing."""
+    pytest.importorskip("ucxx")
+    make, network = workers
+    make(UcxTransport, "reader", options())
+    serving = make(UcxTransport, "holder", replace(options(), staging_limit_bytes=1000))
+    network["holder"].blocks = {"x": X}
+    taken = serving.packed.room()
+    assert taken.take(1000)
+    request = {"key": "x", "boxes": BOXES, "shape": X.shape, "dtype": "float64 <f8"}
+    request |= {"tag": 1, "reader": "reader", "ahead": 2, "wait_s": 0.2}
+    answering = serving.handlers()["p2p_ucx_send"](**request)
+    try:
+        reply = loop.run(answering, timeout_s=10)
+    finally:
+        taken.close()
+    assert "packed as much for others" in reply["message"]
