@@ -181,6 +181,7 @@ class Transport(ABC):
         self.options = options
         #: What is packed for readers; the transports of one worker share one.
         self.packed = Budget(options.staging_limit_bytes)
+        self._in_background: set[asyncio.Future[Any]] = set()
 
     @abstractmethod
     def handlers(self) -> Mapping[str, Handler]:
@@ -227,6 +228,12 @@ class Transport(ABC):
 
     def forget(self, holder: str) -> None:  # noqa: B027  # optional
         """Take note that a worker has left. Called on the event loop."""
+
+    def offload(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have a thread run a blocking function, and go on. Called on the event loop."""
+        running = asyncio.ensure_future(self.host.offload(function, *args))
+        self._in_background.add(running)  # the loop itself keeps only a weak reference
+        running.add_done_callback(self._in_background.discard)
 
     def held(self) -> dict[str, int]:
         """Count what is kept for others, or of others: all zero when nobody reads or is read."""

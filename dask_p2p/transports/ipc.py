@@ -81,7 +81,6 @@ class IpcTransport(Transport):
         self._mappings = cuda_ipc.Mappings()
         self._peers: dict[str, tuple[_Peer, str | None]] = {}  # by holder, with the obstacle
         self._sweeping: asyncio.TimerHandle | None = None
-        self._closing: set[asyncio.Future[None]] = set()
         self._closed = False
 
     # --- the reader's side, in task threads ---
@@ -187,9 +186,7 @@ class IpcTransport(Transport):
         if known is None:
             return
         self._mappings.retire(known[0].folder)
-        closing = asyncio.ensure_future(self.host.offload(self._mappings.close_retired))
-        self._closing.add(closing)  # the loop itself keeps only a weak reference
-        closing.add_done_callback(self._closing.discard)
+        self.offload(self._mappings.close_retired)
 
     def held(self) -> dict[str, int]:
         return {"posted": len(self._board), "mapped": len(self._mappings)}

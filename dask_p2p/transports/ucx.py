@@ -186,7 +186,7 @@ class UcxTransport(Transport):
     def forget(self, holder: str) -> None:
         address = self._addresses.pop(holder, None)
         if address is not None and self._messenger is not None:
-            self._messenger.forget(address)
+            self.offload(self._messenger.forget, address)  # which waits for a last word
 
     async def close(self) -> None:
         self._closed = True
