@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from distributed import Reschedule
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -187,9 +188,7 @@ class Protocol(RuleBasedStateMachine):
         output = OutputSpec("x", np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
         spec = AssembleTask.of(("y", *index), PLAN, index, output, list(KEYS))
         who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
-        worker.stream_handlers["compute-task"](
-            key=spec.key, run_spec=spec, who_has=who_has, nbytes=dict.fromkeys(KEYS, 64)
-        )
+        worker.compute(spec, who_has)
         if worker.started is None:
             return None
         runs = {key: {self.runs[key]} if key in self.runs else set() for key in KEYS}
@@ -358,4 +357,5 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestProtocol = Protocol.TestCase
+TestProtocol.pytestmark = [pytest.mark.timeout(600)]  # a failure is made smaller before it is told
 TestProtocol.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

@@ -65,6 +65,10 @@ class Faults:
             return None
         return self.random.choice(possible)
 
+    def was_none(self, names):
+        """Give the next one the fault: there is nothing to spoil in this one's place."""
+        self.number[names] -= 1
+
 
 class FaultyCalls:
     """Stands for `WorkerHost.call`."""
@@ -78,7 +82,11 @@ class FaultyCalls:
         if fault == "drop":  # on its way there
             self.faults.done[fault] += 1
             raise CommClosedError("dropped on purpose")
-        reply = await self.call(address, op, **kwargs)
+        try:
+            reply = await self.call(address, op, **kwargs)
+        except BaseException:  # given up, for one
+            self.faults.was_none(ANSWERS)
+            raise
         if fault is None:
             return reply
         if fault in ("truncate", "flip") and not np.size(reply.get("data", ())):

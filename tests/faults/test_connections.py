@@ -63,6 +63,15 @@ def x(client):
     return x
 
 
+@pytest.fixture(scope="module", autouse=True)
+def connected(client):
+    """What takes a while the first time, ucx's context above all, is not to end in a deadline."""
+    x = one_block_each(client, source(SHAPE, (16, 60)), addresses(client))
+    for transport in ("comm", "ucx"):
+        with dask.config.set({"p2p.transports.order": [transport]}):
+            dask_p2p.transpose(x).compute()
+
+
 def transposed(client, x, faults, *, seed=0, checksum=True, workers=None, **when):
     """Transpose with faults; return the result, or the error, and how often which fault was."""
     client.run(faulty.install, seed, faults, DEADLINE_S, workers=workers, **when)

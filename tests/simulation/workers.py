@@ -115,11 +115,8 @@ class SimulatedWorker:
         self.stream_handlers = {"compute-task": self._compute, "remove-worker": lambda **_: None}
         self.news = []  # that the scheduler has sent, and that have not arrived
         self.plugin = dask_p2p.worker.P2PPlugin(world.options)
-        world.wait_for(self._set_up)
+        world.on_loop(self.plugin.setup, self)
         self.board = self.plugin._transports["ipc"]._board
-
-    async def _set_up(self):
-        self.plugin.setup(self)
 
     def log_event(self, topic, event):
         pass
@@ -129,17 +126,25 @@ class SimulatedWorker:
         lacks = any(value is None for value in values.values())  # Dask would fetch it first
         self.started = None if lacks else Actor(self, run_spec, values)
 
+    def compute(self, spec, who_has):
+        """Let the scheduler send a task."""
+        compute = self.stream_handlers["compute-task"]
+        nbytes = dict.fromkeys(who_has, 64)
+        self.world.on_loop(
+            partial(compute, key=spec.key, run_spec=spec, who_has=who_has, nbytes=nbytes)
+        )
+
     def hear(self):
         """Let the scheduler's oldest news arrive."""
-        self.stream_handlers["remove-worker"](worker=self.news.pop(0))
-        self.world.settle()
+        forget = self.stream_handlers["remove-worker"]
+        self.world.on_loop(partial(forget, worker=self.news.pop(0)))
 
     def put(self, key, values):
         self.data[key] = self.memory.put(values)
 
     def release(self, key):
         if self.data.pop(key, None) is not None:
-            self.plugin.transition(key, "memory", "released")
+            self.world.on_loop(self.plugin.transition, key, "memory", "released")
 
     def kill(self):
         """End as a killed process does: locks end, files stay, memory is somebody else's."""
@@ -332,8 +337,13 @@ class World:
         task.add_done_callback(self._serving.discard)
         return task
 
-    def wait_for(self, function):
-        self.loop.run_until_complete(function())
+    def on_loop(self, function, *args):
+        """Call what Dask calls on the event loop."""
+
+        async def call():
+            function(*args)
+
+        self.loop.run_until_complete(call())
         self.settle()
 
     def settle(self):
