@@ -50,10 +50,14 @@ def client(request):
 
 @pytest.fixture
 def x(client):
-    """One block on each worker; all workers have met."""
+    """One block on each worker; each worker has read from all others."""
     x = one_block_each(client, source(SHAPE, (16, 64)), addresses(client))
-    wait(x)
-    check(client, dask_p2p.transpose(x, chunks=(32, -1)))
+    y = dask_p2p.transpose(x)
+    read = [
+        client.compute(y[16 * place : 16 * place + 16], workers=[worker])
+        for place, worker in enumerate(addresses(client))
+    ]
+    wait([x, *read])
     return x
 
 
