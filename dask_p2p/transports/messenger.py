@@ -14,7 +14,7 @@ import ctypes
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +127,8 @@ class Messenger:
         self._poll = device is not None
         self._driven = False
         self._endpoints: dict[bytes, Any] = {}
+        self._closings: Counter[bytes] = Counter()  # of endpoints, by address
+        self._renewed: dict[bytes, int] = {}  # up to which closing of the other side's
         self._messages: deque[Message] = deque()  # that UCX may not be done with
         self._used_s = time.monotonic()
         self._closed = False
@@ -166,9 +168,30 @@ class Messenger:
     def forget(self, address: bytes) -> None:
         """Close the endpoint to an address, if there is one; what is sent there fails."""
         with self._lock:
-            endpoint = self._endpoints.pop(address, None)
-            if endpoint is not None:
-                endpoint.close_blocking(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)
+            if address in self._endpoints:
+                self._closings[address] += 1
+                self._close_endpoint(address)
+
+    def closings(self, address: bytes | None) -> int:
+        """Count how often the endpoint to an address was closed by `forget`."""
+        with self._lock:
+            return 0 if address is None else self._closings[address]
+
+    def renew(self, address: bytes, closings: int) -> None:
+        """Make a new endpoint if the other side has closed its own since the last word of it.
+
+        Between two processes UCX has one connection for both ways. If one side is closed, what
+        is sent from the other one gets lost, which UCX notices only after a while, if at all.
+        """
+        with self._lock:
+            if closings > self._renewed.get(address, 0):
+                self._renewed[address] = closings
+                self._close_endpoint(address)
+
+    def _close_endpoint(self, address: bytes) -> None:
+        endpoint = self._endpoints.pop(address, None)
+        if endpoint is not None:
+            endpoint.close_blocking(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)
 
     @property
     def under_way(self) -> int:

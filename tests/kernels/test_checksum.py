@@ -97,30 +97,35 @@ def test_signs_and_words_that_change_places_are_found(algorithm):
     assert good not in {checksum(other, algorithm) for other in (negative, swapped, rolled)}
 
 
+def on_gpu(array):
+    """Copy an array to the GPU, and wait until it is there: small copies go on by themselves."""
+    import cupy
+
+    near = cupy.asarray(array)
+    cupy.cuda.Stream.null.synchronize()
+    return near
+
+
 @pytest.mark.gpu
 class TestOnGpu:
     @both
     @pytest.mark.parametrize("length", [*LENGTHS, 2**24, 2**24 + 5, 3 * 2**24 - 3])
     def test_equal_to_numpy(self, algorithm, length):
-        import cupy
-
         array = random_bits((length,), "u1")
-        near = cupy.asarray(array)
+        near = on_gpu(array)
         assert checksum(near, algorithm, 7) == checksum(array, algorithm, 7)
         assert checksum(near) == checksum(array, "mixed64")
 
     def test_strided_and_misaligned_arrays(self):
-        import cupy
-
         array = random_bits((65, 33), "u1")
-        near = cupy.asarray(array)
+        near = on_gpu(array)
         for cut in (np.s_[1:, :], np.s_[:, 3:], np.s_[::-1, ::2], np.s_[3:3]):
             assert checksum(near[cut]) == checksum(array[cut], "mixed64")
 
     def test_every_flipped_bit_is_found(self):
         import cupy
 
-        near = cupy.asarray(random_bits((2**24 + 13,), "u1"))
+        near = on_gpu(random_bits((2**24 + 13,), "u1"))
         good = checksum(near)
         bits = 8 * near.size
         rng = np.random.default_rng(0)

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -182,24 +181,42 @@ def test_closing_stops_its_threads():
     wait_until(lambda: threads() <= before)
 
 
-def test_an_endpoint_that_the_other_one_closed(pair):
-    """The next message may fail, if nobody has noticed yet, but not those after it."""
+@pytest.mark.parametrize("nbytes", [100, 2**20])
+@pytest.mark.parametrize("first", ["who closed", "the other one"])
+def test_an_endpoint_that_the_other_one_closed(pair, first, nbytes):
+    """Once that is known, messages arrive: whoever sends first."""
 
     def exchange(sender, receiver, tag):
-        target = np.zeros(2**20, "u1")
+        target = np.zeros(nbytes, "u1")
         received = receiver.receive(target, tag)
-        sender.send(receiver.address, numbers(2**20), tag).result(20)
+        sender.renew(receiver.address, receiver.closings(sender.address))
+        sender.send(receiver.address, numbers(nbytes), tag).result(20)
         received.result(20)
-        np.testing.assert_array_equal(target, numbers(2**20))
+        np.testing.assert_array_equal(target, numbers(nbytes))
 
     here, there = pair
-    for tag in range(0, 30, 10):
+    start_s = time.monotonic()
+    for tag in range(0, 100, 10):
         exchange(here, there, tag)
         exchange(there, here, tag + 1)
         here.forget(there.address)
-        with suppress(TransferError):
-            exchange(there, here, tag + 2)
-        exchange(there, here, tag + 3)
+        assert here.closings(there.address) == tag // 10 + 1
+        ways = [(here, there), (there, here)]
+        for number, way in enumerate(ways if first == "who closed" else ways[::-1]):
+            exchange(*way, tag + 2 + number)
+    assert time.monotonic() - start_s < 20
+    assert there.closings(here.address) == 0  # or they would never be done with it
+
+
+def test_an_older_word_about_endpoints_changes_nothing(pair):
+    here, there = pair
+    here.send(there.address, numbers(10), 1)
+    here.renew(there.address, 2)
+    assert there.address not in here._endpoints
+    here.send(there.address, numbers(10), 2)
+    for old in (0, 1, 2):
+        here.renew(there.address, old)
+    assert there.address in here._endpoints
 
 
 def test_without_ucxx(monkeypatch):
