@@ -377,7 +377,7 @@ def test_a_holder_gives_up_by_itself(workers, loop):
     taken = serving.packed.room()
     assert taken.take(1000)
     request = {"key": "x", "boxes": BOXES, "shape": X.shape, "dtype": "float64 <f8"}
-    request |= {"tag": 1, "reader": "reader", "closings": 0, "ahead": 2}
+    request |= {"tag": 1, "reader": "reader", "closed": 0, "ahead": 2}
     request["wait_s"] = 0.2
     answering = serving.handlers()["p2p_ucx_send"](**request)
     try:

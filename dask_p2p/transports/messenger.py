@@ -28,6 +28,7 @@ _NAP_S = 20e-6
 _EPOLL_MS = 1
 _CLOSE_ROUND_NS = 50_000_000
 _CLOSE_ROUNDS = 20
+_MOST_BEHIND = 1000  # endpoints that another process had, and this one has not
 
 
 def ucxx_obstacle() -> str | None:
@@ -127,8 +128,8 @@ class Messenger:
         self._poll = device is not None
         self._driven = False
         self._endpoints: dict[bytes, Any] = {}
-        self._closings: Counter[bytes] = Counter()  # of endpoints, by address
-        self._renewed: dict[bytes, int] = {}  # up to which closing of the other side's
+        self._made: Counter[bytes] = Counter()  # endpoints that there ever were, by address
+        self._closed_first: dict[bytes, int] = {}  # how many of them were closed, by address
         self._messages: deque[Message] = deque()  # that UCX may not be done with
         self._used_s = time.monotonic()
         self._closed = False
@@ -169,23 +170,40 @@ class Messenger:
         """Close the endpoint to an address, if there is one; what is sent there fails."""
         with self._lock:
             if address in self._endpoints:
-                self._closings[address] += 1
+                self._closed_first[address] = self._made[address]
                 self._close_endpoint(address)
 
-    def closings(self, address: bytes | None) -> int:
-        """Count how often the endpoint to an address was closed by `forget`."""
+    def closed(self, address: bytes) -> int:
+        """Return which of the endpoints to an address was the last to be closed: 1 is the first."""
         with self._lock:
-            return 0 if address is None else self._closings[address]
+            return self._closed_first.get(address, 0)
 
-    def renew(self, address: bytes, closings: int) -> None:
-        """Make a new endpoint if the other side has closed its own since the last word of it.
+    def renew(self, address: bytes, closed: int) -> None:
+        """Leave endpoints behind whose other side is closed.
 
-        Between two processes UCX has one connection for both ways. If one side is closed, what
-        is sent from the other one gets lost, which UCX notices only after a while, if at all.
+        UCX makes a pair of the n-th endpoint of one process to another and the n-th of the other
+        one to the first. If one side is closed, what is sent from the other one gets lost, and
+        UCX notices that only after a while, if at all.
+
+        Parameters
+        ----------
+        address
+            Of the other side.
+        closed
+            What `closed` says there of the endpoints to here.
+
+        Raises
+        ------
+        TransferError
+            If that is more than can be.
         """
         with self._lock:
-            if closings > self._renewed.get(address, 0):
-                self._renewed[address] = closings
+            if closed - self._made[address] > _MOST_BEHIND:
+                raise TransferError(f"the reader has closed endpoint {closed}, unheard of here")
+            while self._made[address] < closed:
+                self._close_endpoint(address)
+                self._make_endpoint(address)
+            if self._made[address] == closed:
                 self._close_endpoint(address)
 
     def _close_endpoint(self, address: bytes) -> None:
@@ -232,10 +250,16 @@ class Messenger:
 
     def _endpoint(self, address: bytes) -> Any:
         endpoint = self._endpoints.get(address)
-        if endpoint is None or not endpoint.alive:
-            there = self._lib.UCXAddress.create_from_buffer(address)
-            endpoint = self._worker.create_endpoint_from_worker_address(there, True)
-            self._endpoints[address] = endpoint
+        if endpoint is not None and endpoint.alive:
+            return endpoint
+        self._closed_first[address] = self._made[address]
+        return self._make_endpoint(address)
+
+    def _make_endpoint(self, address: bytes) -> Any:
+        there = self._lib.UCXAddress.create_from_buffer(address)
+        endpoint = self._worker.create_endpoint_from_worker_address(there, True)
+        self._endpoints[address] = endpoint
+        self._made[address] += 1
         return endpoint
 
     def _drive(self) -> None:

@@ -78,7 +78,7 @@ _SEND_OP = "p2p_ucx_send"
 _TAGS = 2**64
 _LONGEST_ADDRESS_BYTES = 2**16
 _MOST_AHEAD = 64
-_MOST_CLOSINGS = 2**31
+_MOST_CLOSED = 2**31
 _REST_S = 1.0  # without messages, after which nobody looks for any
 _PAUSE_S = 1e-3  # while others have packed as much as may be
 # One a reader that is being sent to. Most of their time they wait, and no reader should have to
@@ -124,15 +124,15 @@ class UcxTransport(Transport):
             self._next_tag = (tag + len(full)) % 2**62
         opened = _UcxBlock(block, boxes, tag, messenger, self._buffers[block.kind], options)
         if full:
-            closings = messenger.closings(self._addresses.get(block.holder))
+            closed = messenger.closed(self._addresses.get(block.holder, b""))
             asking = asyncio.run_coroutine_threadsafe(
-                self._ask(block, full, tag, closings, options), self.host.loop
+                self._ask(block, full, tag, closed, options), self.host.loop
             )
             opened.follow(asking)
         return opened
 
     async def _ask(
-        self, block: BlockSpec, boxes: Sequence[Box], tag: int, closings: int, options: Options
+        self, block: BlockSpec, boxes: Sequence[Box], tag: int, closed: int, options: Options
     ) -> Any:
         """Have the holder send regions; return when it says that all have arrived.
 
@@ -146,7 +146,7 @@ class UcxTransport(Transport):
             await ask(
                 self.host, block.holder, _SEND_OP, total_s, f"block {block.key!r}",
                 key=block.key, boxes=boxes, shape=block.shape, dtype=dtype_text(block.dtype),
-                tag=tag, reader=self.host.address, closings=closings,
+                tag=tag, reader=self.host.address, closed=closed,
                 ahead=options.ucx_parts_in_flight, wait_s=wait_s, **more,
             ),
             block,
@@ -233,7 +233,7 @@ class UcxTransport(Transport):
         dtype: Any = None,
         tag: Any = None,
         reader: Any = None,
-        closings: Any = None,
+        closed: Any = None,
         ahead: Any = None,
         wait_s: Any = None,
         checksum: Any = None,
@@ -247,14 +247,14 @@ class UcxTransport(Transport):
             boxes = checked_boxes(boxes, shape)
             key, dtype = checked_key(key), checked_text("dtype", dtype)
             tag = checked_integer("tag", tag, 0, _TAGS - 1 - len(boxes))
-            closings = checked_integer("closings", closings, 0, _MOST_CLOSINGS)
+            closed = checked_integer("closed", closed, 0, _MOST_CLOSED)
             ahead = checked_integer("ahead", ahead, 1, _MOST_AHEAD)
             wait_s = checked_seconds("wait_s", wait_s)
             algorithm = None if checksum is None else algorithm_of(checksum)
             messenger = await self.host.offload(self.messenger)
             address = await self._address_of(checked_text("reader", reader))
             room = self.packed.room()
-            outbox = _Outbox(messenger, address, closings, tag, ahead, wait_s, room)
+            outbox = _Outbox(messenger, address, closed, tag, ahead, wait_s, room)
             nbytes, sums = await self.host.loop.run_in_executor(
                 self._threads, self._send, key, boxes, shape, dtype, outbox, algorithm
             )
@@ -333,7 +333,7 @@ class _Outbox:
         self,
         messenger: Messenger,
         address: bytes,
-        closings: int,
+        closed: int,
         tag: int,
         ahead: int,
         timeout_s: float,
@@ -343,7 +343,7 @@ class _Outbox:
         self._room = room
         self._messenger = messenger
         self._address = address
-        self._closings = closings  # by the reader, of its endpoint to here
+        self._closed_there = closed  # of the reader's endpoints to here
         self._tag = tag
         self._ahead = ahead
         self._timeout_s = timeout_s
@@ -366,7 +366,7 @@ class _Outbox:
 
     def send(self, array: Any) -> None:
         """Send an array; wait until there is room for another."""
-        self._messenger.renew(self._address, self._closings)
+        self._messenger.renew(self._address, self._closed_there)
         message = self._messenger.send(self._address, _raw(array), self._tag)
         self._sent.append((message, buffer_bytes(array.nbytes)))
         self._tag += 1

@@ -298,14 +298,14 @@ def send_requests(draw):
         how = draw(st.sampled_from([*boxes, "garbage"]))  # by name: values may be bombs
         request["boxes"] = boxes[how] if how in boxes else draw(garbage)
     rest = {"dtype": "float64 <f8", "tag": 7, "reader": "tcp://a:1", "ahead": 2, "wait_s": 1.0}
-    rest["closings"] = 0
+    rest["closed"] = 0
     for field in draw(st.lists(st.sampled_from(sorted(rest)), max_size=1)):
         rest[field] = draw(garbage)
     return {**request, **rest}
 
 
 def is_good_send(request):
-    fields = ("key", "shape", "dtype", "tag", "reader", "closings", "ahead", "wait_s", "boxes")
+    fields = ("key", "shape", "dtype", "tag", "reader", "closed", "ahead", "wait_s", "boxes")
     if set(request) != set(fields) or type(request["boxes"]) not in (tuple, list):
         return False
     of_block = {"key": request["key"], "shape": request["shape"]}
@@ -315,10 +315,10 @@ def is_good_send(request):
             is_good({**of_block, "box": box}, ("key", "shape", "box")) for box in request["boxes"]
         )
         and type(request["dtype"]) is type(request["reader"]) is str
-        and type(request["tag"]) is type(request["ahead"]) is type(request["closings"]) is int
+        and type(request["tag"]) is type(request["ahead"]) is type(request["closed"]) is int
         and request["tag"] in range(2**64 - len(request["boxes"]))
         and request["ahead"] in range(1, 65)
-        and request["closings"] in range(2**31 + 1)
+        and request["closed"] in range(2**31 + 1)
         and type(request["wait_s"]) in (int, float)
         and 0 <= request["wait_s"] <= 3600
     )
@@ -393,7 +393,7 @@ def test_what_is_nearly_right(holder, change):
         ({"dtype": b"float64 <f8"}, "dtype: expected a short text"),
         ({"tag": 2**64 - 2}, "tag: expected"),
         ({"reader": b"tcp://a:1"}, "reader: expected a short text"),
-        ({"closings": -1}, "closings: expected"),
+        ({"closed": -1}, "closed: expected"),
         ({"ahead": 65}, "ahead: expected 1 to 64"),
         ({"wait_s": 3601}, "wait_s: expected"),
         ({"checksum": "md5"}, "checksum: expected one of"),
@@ -405,7 +405,7 @@ def test_what_is_nearly_right(holder, change):
 def test_sends_that_are_nearly_right(holder, change, words):
     good = {"key": ("x", 0, 0), "boxes": [((0, 1), (0, 1))] * 2, "shape": (6, 10)}
     good |= {"dtype": "float64 <f8", "tag": 2**64 - 3, "reader": "tcp://a:1", "ahead": 64}
-    good |= {"closings": 2**31, "wait_s": 3600, "checksum": "crc32"}
+    good |= {"closed": 2**31, "wait_s": 3600, "checksum": "crc32"}
     assert holder.ask("p2p_ucx_send", [good])[0]["status"] == "ok"
     (reply,) = holder.ask("p2p_ucx_send", [{**good, **change}])
     assert is_refusal(reply)

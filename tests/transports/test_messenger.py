@@ -182,14 +182,15 @@ def test_closing_stops_its_threads():
 
 
 @pytest.mark.parametrize("nbytes", [100, 2**20])
+@pytest.mark.parametrize("both_ways", [True, False])
 @pytest.mark.parametrize("first", ["who closed", "the other one"])
-def test_an_endpoint_that_the_other_one_closed(pair, first, nbytes):
-    """Once that is known, messages arrive: whoever sends first."""
+def test_an_endpoint_that_the_other_one_closed(pair, first, both_ways, nbytes):
+    """Once that is known, messages arrive: whoever sends first, and whoever did before."""
 
     def exchange(sender, receiver, tag):
         target = np.zeros(nbytes, "u1")
         received = receiver.receive(target, tag)
-        sender.renew(receiver.address, receiver.closings(sender.address))
+        sender.renew(receiver.address, receiver.closed(sender.address))
         sender.send(receiver.address, numbers(nbytes), tag).result(20)
         received.result(20)
         np.testing.assert_array_equal(target, numbers(nbytes))
@@ -198,25 +199,37 @@ def test_an_endpoint_that_the_other_one_closed(pair, first, nbytes):
     start_s = time.monotonic()
     for tag in range(0, 100, 10):
         exchange(here, there, tag)
-        exchange(there, here, tag + 1)
+        if both_ways:
+            exchange(there, here, tag + 1)
         here.forget(there.address)
-        assert here.closings(there.address) == tag // 10 + 1
         ways = [(here, there), (there, here)]
-        for number, way in enumerate(ways if first == "who closed" else ways[::-1]):
-            exchange(*way, tag + 2 + number)
+        if both_ways:
+            for number, way in enumerate(ways if first == "who closed" else ways[::-1]):
+                exchange(*way, tag + 2 + number)
+        elif first == "the other one" or tag % 20:
+            exchange(there, here, tag + 2)
+            there.forget(here.address)
+            exchange(here, there, tag + 3)
     assert time.monotonic() - start_s < 20
-    assert there.closings(here.address) == 0  # or they would never be done with it
 
 
 def test_an_older_word_about_endpoints_changes_nothing(pair):
     here, there = pair
     here.send(there.address, numbers(10), 1)
-    here.renew(there.address, 2)
+    here.renew(there.address, 2)  # the second, which here has not been yet
     assert there.address not in here._endpoints
     here.send(there.address, numbers(10), 2)
     for old in (0, 1, 2):
         here.renew(there.address, old)
     assert there.address in here._endpoints
+    assert here.closed(there.address) == 2
+
+
+def test_endpoints_that_cannot_have_been_are_not_made(pair):
+    here, there = pair
+    with pytest.raises(TransferError, match="has closed endpoint 2147483648"):
+        here.renew(there.address, 2**31)
+    assert not here._endpoints
 
 
 def test_without_ucxx(monkeypatch):

@@ -181,7 +181,7 @@ def test_algorithms_that_nobody_knows_are_refused(link, loop):
         reply = loop.run(link.holder.handlers["p2p_region"](**request, checksum="crc32"))
     else:
         request = {"key": KEY, "boxes": [BOX], "shape": BLOCK.shape, "dtype": "float64 <f8"}
-        request |= {"tag": 1, "reader": "reader", "closings": 0, "ahead": 1}
+        request |= {"tag": 1, "reader": "reader", "closed": 0, "ahead": 1}
         request |= {"wait_s": 1.0, "checksum": "md5"}
         reply = loop.run(link.holder.handlers["p2p_ucx_send"](**request))
     assert reply["status"] == "error"

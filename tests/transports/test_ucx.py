@@ -208,8 +208,8 @@ class TestUcx(Conformance):
             {"boxes": [((0, 1),)]},
             {"boxes": [5]},
             {"boxes": None},
-            {"closings": -1},
-            {"closings": None},
+            {"closed": -1},
+            {"closed": None},
             {"ahead": 0},
             {"ahead": 1e9},
             {"shape": (6,)},
@@ -232,7 +232,7 @@ class TestUcx(Conformance):
             "dtype": "float64 <f8",
             "tag": 1,
             "reader": "reader",
-            "closings": 0,
+            "closed": 0,
             "wait_s": 1.0,
         }
         reply = loop.run(setup.host.handlers["p2p_ucx_send"](**{**request, **change}))
