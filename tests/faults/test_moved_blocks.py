@@ -71,10 +71,15 @@ def client():
 
 
 def start(client, gate, x, reader):
-    """Start a transpose; return its rows when the reader has been told where the blocks are."""
+    """Start a transpose; return its rows when the reader has been told where the blocks are.
+
+    The others are done by then: a task that is about to run fails in Dask if its input is dropped.
+    """
     client.run(set_trap, "started", 1, "wait", gate.path, workers=[reader])
-    rows = one_block_each(client, dask_p2p.transpose(x, chunks=(16, -1)), addresses(client)[:3])
+    workers = addresses(client)[:3]
+    rows = one_block_each(client, dask_p2p.transpose(x, chunks=(16, -1)), workers)
     gate.wait_until_reached()
+    wait([of for of in futures_of(rows) if workers[of.key[1]] != reader], timeout=BOUND_S)
     return rows
 
 
