@@ -34,7 +34,7 @@ from dask_p2p.config import options
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.plan import transpose_plan
 from dask_p2p.task import AssembleTask
-from tests.simulation.actors import GaveUpError, KilledError
+from tests.simulation.actors import PLACES, GaveUpError, KilledError
 from tests.simulation.gpu import CELLS
 from tests.simulation.workers import World
 
@@ -48,8 +48,8 @@ OPTIONS = replace(
 
 whiches = st.integers(0, 5)  # of those that there are
 keys = st.sampled_from(KEYS)
-# When something happens: as soon as a task has so many leases, and a bit later.
-moments = st.none() | st.tuples(whiches, st.integers(0, 2), st.integers(0, 8))
+# When something happens: when a task, or what it waits for, halts somewhere for the n-th time.
+moments = st.none() | st.tuples(whiches, st.sampled_from(PLACES), st.integers(1, 2))
 
 
 def values(key, run):
@@ -84,11 +84,12 @@ class Protocol(RuleBasedStateMachine):
 
     def reach(self, moment):
         """Bring a task on to some moment of its work."""
-        which, leases, steps = moment or (0, 0, 0)
-        for task in self.task(which) if moment else ():
-            self.bring_on(task, leases)
-            for _ in range(steps):
-                self.step(task)
+        if moment is not None:
+            which, *place = moment
+            if not self.tasks:
+                self.send(self.worker(which), which % 2, set(), OPTIONS.transports)
+            for task in self.task(which):
+                self.bring_on(task, *place)
         self.settle()
 
     # --- blocks ---
@@ -241,25 +242,24 @@ class Protocol(RuleBasedStateMachine):
 
     # --- what must hold ---
 
-    def step(self, task):
-        """Let a task go on, or else what it may wait for."""
-        others = [other.actor for other in self.tasks if other is not task]
-        ready = self.world.ready()
-        helpful = [one for one in ready if one not in others]
-        for one in [task.actor] if task.actor in ready else helpful:
-            if one.ready:
-                one.go_on()
-
-    def bring_on(self, task, leases):
-        """Bring a task on until it has so many leases, or has ended."""
-        steps = 0
-        while not task.actor.done and len(task.actor.open_leases) < leases:
-            self.step(task)
-            steps += 1
-            assert steps < 1000, "it does not end"
+    def bring_on(self, task, place=None, count=1):
+        """Let a task go on, or else what it waits for, until it ends, or one halts there again."""
+        if task.actor.done:
+            return
+        for _ in range(1000):
+            others = [other.actor for other in self.tasks if other is not task]
+            ready = self.world.ready()
+            helpful = [one for one in ready if one not in others]
+            for one in [task.actor] if task.actor in ready else helpful:
+                if one.ready:
+                    one.go_on()
+                    count -= place is not None and one.place == place
+                if task.actor.done or not count:
+                    return
+        raise AssertionError("it does not end")
 
     def run_to_the_end(self, task):
-        self.bring_on(task, leases=10)  # more than it ever has
+        self.bring_on(task)
         self.settle()
 
     def settle(self):

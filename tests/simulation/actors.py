@@ -22,11 +22,16 @@ class GaveUpError(Exception):
     """What may happen to a reader in the middle of its work: an error, a cancellation."""
 
 
-def halt(trouble=False):
+#: Where threads halt: before they do this, but `leased` and `found`, which is when it is done.
+PLACES = ("open", "wait", "look again", "is tended", "lock", "leased", "found", "export", "copy")
+
+
+def halt(place, trouble=False):
     """Let others go on first; with `trouble` something may be raised here."""
+    assert place in PLACES
     actor = current()
     if actor is not None:
-        actor.halt(trouble)
+        actor.halt(place, trouble)
 
 
 class Actor:
@@ -38,6 +43,7 @@ class Actor:
         self.result = self.error = None
         self.leases = []
         self.running = False
+        self.place = None  # where it halts
         self.asking = False  # waits for the answer to a message
         self.awaited = None  # a future that it waits for
         self.trouble = None  # to be raised at the next place for it
@@ -65,10 +71,12 @@ class Actor:
         self.running = False
         self.world.loop.call_soon_threadsafe(self.world.loop.stop)
 
-    def halt(self, trouble):
+    def halt(self, place, trouble):
         if not self.worker.dead:
+            self.place = place
             self._tell()
             self._go.acquire()
+            self.place = None
         if self.worker.dead:
             raise KilledError
         if trouble and self.trouble is not None:

@@ -138,7 +138,7 @@ class Queue:
 
     def synchronize(self):
         while self._work:
-            halt()
+            halt("copy")
             dst, src, axes = self._work.pop(0)
             if isinstance(src, DeviceArray):
                 self._driver.check_read(src)

@@ -38,7 +38,7 @@ class _Halting:
         return Pacing(16, 1)  # a region is two parts
 
     def open(self, block, boxes, options):
-        halt(trouble=True)
+        halt("open", trouble=True)
         return _HaltingBlock(super().open(block, boxes, options))
 
 
@@ -63,7 +63,7 @@ class _HaltingBlock(RemoteBlock):
         actor = current()
         actor.awaited = pending if hasattr(pending, "done") else None
         try:
-            halt(trouble=True)
+            halt("wait", trouble=True)
         finally:
             actor.awaited = None
         return pending.result(10)
@@ -90,7 +90,7 @@ class Lease:
 class Host(dask_p2p.worker.WorkerHost):
     def block(self, key):
         block = super().block(key)
-        halt()
+        halt("found")
         return block
 
     async def offload(self, function, *args):
@@ -175,6 +175,8 @@ class _Rpc:
 class Message:
     """A request that lies about until it is delivered; then its answer does."""
 
+    place = None
+
     def __init__(self, world, sender, address, op, kwargs):
         self.world, self.sender, self.address = world, sender, address
         self.op, self.kwargs = op, kwargs
@@ -231,7 +233,7 @@ class World:
         )
         put(cuda_ipc, "export", self.driver.export)
         put(cuda_ipc, "array_at", self.driver.array_at)
-        put(cuda_ipc, "synchronize_producers", lambda block: halt())
+        put(cuda_ipc, "synchronize_producers", lambda block: halt("export"))
         put(dask_p2p.worker, "on_gpu", lambda: False)
         put(dask_p2p.worker, "device_memory_bytes", lambda: None)
         put(dask_p2p.worker, "WorkerHost", Host)
@@ -258,7 +260,7 @@ class World:
 
     def _sleep(self, pause_s):
         self.loop.now_s += 0.002
-        halt()
+        halt("look again")
 
     def _take(self, folder, key):
         """Take a lease as a reader does, and note whether that was right."""
@@ -278,7 +280,7 @@ class World:
             elif notice.owner is not holder.data.get(key):
                 self.wrong("took the notice of a block that was released")
         current().leases.append(Lease(lease, holder, notice))
-        halt()
+        halt("leased")
         return lease
 
     def wrong(self, what):
@@ -394,5 +396,5 @@ def _hand_over(actor):
 def _flock(fd, how):
     """Lock a file; readers may be overtaken just before."""
     if how == fcntl.LOCK_SH | fcntl.LOCK_NB:
-        halt()
+        halt("is tended" if os.readlink(f"/proc/self/fd/{fd}").endswith("tended") else "lock")
     fcntl.flock(fd, how)
