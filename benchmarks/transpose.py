@@ -403,7 +403,7 @@ def main(
     gpus = False if cpu else len(usable_gpus()) > 1
     sizes_of = sizes_by_dtype(dtypes, sizes, all_bytes)
     with_floor = {OURS: p2p_transpose, NO_OP: no_op}
-    ours = {**with_floor}
+    ours = dict(with_floor)
     theirs = {f"dask {method}": dask_rechunk(method) for method in ("tasks", "p2p")}
     plans = [(protocol, False, ours if gpus or not rivals else {**ours, **theirs})]
     if gpus:
@@ -434,8 +434,8 @@ def main(
                 if cases and OURS in ways:
                     for case in cliffs(size, session.workers, dtype):
                         row, floor = session.run(case, with_floor, memory=False)
+                        row["no_op_s"] = floor.get("median_s")
                         special.append(compare_with_even(case, row, measured[0]))
-                        special[-1]["no_op_s"] = floor.get("median_s")
                 write(report, path)  # what comes next may end in an error
     if gpus and rivals:
         for dtype, found in sizes_of.items():

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import dask
@@ -250,16 +251,23 @@ def test_where_nothing_may_leave_unencrypted(address, required, expected):
 # --- clusters ---
 
 
+@asynccontextmanager
+async def in_one_process(n_workers):
+    """A cluster whose workers live here, and an asynchronous client of it."""
+    async with (
+        LocalCluster(
+            n_workers=n_workers, processes=False, asynchronous=True, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        yield cluster, client
+
+
 def test_trouble_of_ours_keeps_nothing_from_dask():
     """Neither that a worker left, nor the rest of the plugin's end."""
 
     async def main():
-        async with (
-            LocalCluster(
-                n_workers=1, processes=False, asynchronous=True, dashboard_address=":0"
-            ) as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
+        async with in_one_process(1) as (cluster, client):
             await dask_p2p.register(client)
             (worker,) = cluster.workers.values()
             plugin = worker.plugins[PLUGIN_NAME]
@@ -407,12 +415,7 @@ def test_register_without_a_client():
 
 def test_async_client_awaits():
     async def main():
-        async with (
-            LocalCluster(
-                n_workers=2, processes=False, asynchronous=True, dashboard_address=":0"
-            ) as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
+        async with in_one_process(2) as (_, client):
             await dask_p2p.register(client)
             x = indexed((8, 6))
             y = dask_p2p.transpose(da.from_array(x, chunks=(2, 6)))

@@ -129,7 +129,6 @@ class Messenger:
         self._driven = False
         self._endpoints: dict[bytes, Any] = {}
         self._made: Counter[bytes] = Counter()  # endpoints that there ever were, by address
-        self._closed_first: dict[bytes, int] = {}  # how many of them were closed, by address
         self._messages: deque[Message] = deque()  # that UCX may not be done with
         self._used_s = time.monotonic()
         self._closed = False
@@ -169,14 +168,14 @@ class Messenger:
     def forget(self, address: bytes) -> None:
         """Close the endpoint to an address, if there is one; what is sent there fails."""
         with self._lock:
-            if address in self._endpoints:
-                self._closed_first[address] = self._made[address]
-                self._close_endpoint(address)
+            endpoint = self._endpoints.pop(address, None)
+            if endpoint is not None:
+                endpoint.close_blocking(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)
 
     def closed(self, address: bytes) -> int:
         """Return which of the endpoints to an address was the last to be closed: 1 is the first."""
-        with self._lock:
-            return self._closed_first.get(address, 0)
+        with self._lock:  # all but the one that there is, if there is one
+            return self._made[address] - (address in self._endpoints)
 
     def renew(self, address: bytes, closed: int) -> None:
         """Leave endpoints behind whose other side is closed.
@@ -201,15 +200,10 @@ class Messenger:
             if closed - self._made[address] > _MOST_BEHIND:
                 raise TransferError(f"the reader has closed endpoint {closed}, unheard of here")
             while self._made[address] < closed:
-                self._close_endpoint(address)
+                self.forget(address)
                 self._make_endpoint(address)
             if self._made[address] == closed:
-                self._close_endpoint(address)
-
-    def _close_endpoint(self, address: bytes) -> None:
-        endpoint = self._endpoints.pop(address, None)
-        if endpoint is not None:
-            endpoint.close_blocking(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)
+                self.forget(address)
 
     @property
     def under_way(self) -> int:
@@ -250,10 +244,9 @@ class Messenger:
 
     def _endpoint(self, address: bytes) -> Any:
         endpoint = self._endpoints.get(address)
-        if endpoint is not None and endpoint.alive:
-            return endpoint
-        self._closed_first[address] = self._made[address]
-        return self._make_endpoint(address)
+        if endpoint is None or not endpoint.alive:
+            endpoint = self._make_endpoint(address)
+        return endpoint
 
     def _make_endpoint(self, address: bytes) -> Any:
         there = self._lib.UCXAddress.create_from_buffer(address)

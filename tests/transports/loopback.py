@@ -6,7 +6,10 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
 
+import numpy as np
 from distributed.protocol import dumps, loads
 
 from dask_p2p.transports.probe import Probes, is_probe
@@ -74,6 +77,51 @@ class LoopbackHost:
 
     def close(self):
         self._threads.shutdown()
+
+
+@contextmanager
+def linked(make, loop, folder, options):
+    """A reader and a holder, each with a transport of its own, as `Conformance` wants them.
+
+    Parameters
+    ----------
+    make
+        Class of the transports.
+    loop : EventLoop
+        That of both.
+    folder : pathlib.Path
+        In which each gets one of its own.
+    options
+        Of both transports.
+    """
+    network, hosts, transports = {}, [], []
+    for name in ("reader", "holder"):
+        (folder / name).mkdir()
+        hosts.append(LoopbackHost(name, loop.loop, network, folder / name))
+        transports.append(make(hosts[-1], options))
+        hosts[-1].handlers.update(transports[-1].handlers())
+    (_, there), (reader, serving) = hosts, transports
+
+    def drop(key):
+        del there.blocks[key]
+        serving.released(key)
+
+    yield SimpleNamespace(
+        reader=reader,
+        holder="holder",
+        kind="numpy",
+        put=there.blocks.__setitem__,
+        drop=drop,
+        close_holder=lambda: loop.run(serving.close()),
+        to_numpy=np.asarray,
+        host=there,
+        serving=serving,
+        network=network,
+    )
+    for transport in transports:
+        loop.run(transport.close())
+    for host in hosts:
+        host.close()
 
 
 def wait_until(condition, timeout_s=10.0):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,42 +11,13 @@ from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.transports.comm import CommTransport
 from tests.transports.conformance import Conformance
-from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = EventLoop()
-    yield loop
-    loop.close()
+from tests.transports.loopback import linked, wait_until
 
 
 @pytest.fixture
 def setup(loop, tmp_path):
-    network = {}
-    here = LoopbackHost("reader", loop.loop, network, tmp_path)
-    there = LoopbackHost("holder", loop.loop, network, tmp_path)
-    reader, serving = CommTransport(here, options()), CommTransport(there, options())
-    there.handlers.update(serving.handlers())
-
-    def drop(key):
-        del there.blocks[key]
-        serving.released(key)
-
-    yield SimpleNamespace(
-        reader=reader,
-        holder="holder",
-        kind="numpy",
-        put=there.blocks.__setitem__,
-        drop=drop,
-        close_holder=lambda: loop.run(serving.close()),
-        to_numpy=np.asarray,
-        host=there,
-        serving=serving,
-        network=network,
-    )
-    here.close()
-    there.close()
+    with linked(CommTransport, loop, tmp_path, options()) as setup:
+        yield setup
 
 
 class TestComm(Conformance):

@@ -106,13 +106,6 @@ class Host(LoopbackHost):
 
 
 @pytest.fixture(scope="module")
-def loop():
-    loop = EventLoop()
-    yield loop
-    loop.close()
-
-
-@pytest.fixture(scope="module")
 def pair(loop, tmp_path_factory):
     network = {}
     here = Host("reader", loop.loop, network, tmp_path_factory.mktemp("reader"))

@@ -18,7 +18,7 @@ from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports import ipc as module
 from dask_p2p.transports.ipc import IpcTransport
 from tests.transports.conformance import Conformance
-from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
+from tests.transports.loopback import linked, wait_until
 from tests.transports.test_cuda_ipc import FakeRuntime
 
 
@@ -69,47 +69,13 @@ def device(monkeypatch):
     return device
 
 
-@pytest.fixture(scope="module")
-def loop():
-    loop = EventLoop()
-    yield loop
-    loop.close()
-
-
 @pytest.fixture
 def setup(device, loop, tmp_path):
-    network, hosts, transports = {}, [], []
     chosen = replace(options(), ipc_retain_s=60.0)
-    for name in ("reader", "holder"):
-        (tmp_path / name).mkdir()
-        hosts.append(LoopbackHost(name, loop.loop, network, tmp_path / name))
-        transports.append(IpcTransport(hosts[-1], chosen))
-        hosts[-1].handlers.update(transports[-1].handlers())
-    there, serving = hosts[1], transports[1]
-
-    def put(key, array):
-        there.blocks[key] = array.copy(order="K")
-
-    def drop(key):
-        del there.blocks[key]
-        serving.released(key)
-
-    yield SimpleNamespace(
-        reader=transports[0],
-        holder="holder",
-        kind="cupy",
-        put=put,
-        drop=drop,
-        close_holder=lambda: loop.run(serving.close()),
-        to_numpy=np.asarray,
-        host=there,
-        serving=serving,
-        device=device,
-    )
-    for transport in transports:
-        loop.run(transport.close())
-    for host in hosts:
-        host.close()
+    with linked(IpcTransport, loop, tmp_path, chosen) as setup:
+        setup.kind, setup.device = "cupy", device
+        setup.put = lambda key, array: setup.host.blocks.update({key: array.copy(order="K")})
+        yield setup
 
 
 def nothing_is_kept(setup, key):

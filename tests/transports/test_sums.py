@@ -18,7 +18,7 @@ from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.messenger import Messenger
 from dask_p2p.transports.ucx import UcxTransport
 from tests.faults.faulty import flipped
-from tests.transports.loopback import EventLoop, LoopbackHost
+from tests.transports.loopback import linked
 from tests.transports.test_comm import TestComm as _TestComm
 from tests.transports.test_comm import setup as comm_setup  # noqa: F401
 from tests.transports.test_ucx import TestUcx as _TestUcx
@@ -33,13 +33,6 @@ POSITIONS = [
     *(0, 1, 7, 8, 63, 64, BITS // 2 - 1, BITS // 2, BITS - 64, BITS - 2, BITS - 1),
     *map(int, np.random.default_rng(1).integers(0, BITS, 200)),
 ]
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = EventLoop()
-    yield loop
-    loop.close()
 
 
 class TestCommWithSums(_TestComm):
@@ -61,38 +54,31 @@ class TestUcxWithSums(_TestUcx):
 @pytest.fixture(params=["comm", "ucx"])
 def link(request, loop, tmp_path, monkeypatch):
     """A reader and a holder; `link.change` is done to all data on their way."""
-    network = {}
-    hosts = [LoopbackHost(name, loop.loop, network, tmp_path) for name in ("reader", "holder")]
     make = {"comm": CommTransport, "ucx": UcxTransport}[request.param]
-    reader, serving = (make(host, options()) for host in hosts)
-    for host, transport in zip(hosts, (reader, serving), strict=True):
-        host.handlers.update(transport.handlers())
-    hosts[1].blocks[KEY] = BLOCK
-    link = SimpleNamespace(
-        name=request.param, reader=reader, holder=hosts[1], change=lambda array: array
-    )
-    if link.name == "comm":
-        serve = hosts[1].handlers["p2p_region"]
-
-        async def changed(**kwargs):
-            reply = await serve(**kwargs)
-            if reply["status"] != "ok":
-                return reply
-            return {**reply, "data": to_serialize(link.change(reply["data"].data))}
-
-        hosts[1].handlers["p2p_region"] = changed
-    else:
-        send = Messenger.send
-        monkeypatch.setattr(
-            Messenger,
-            "send",
-            lambda self, address, array, tag: send(self, address, link.change(array), tag),
+    with linked(make, loop, tmp_path, options()) as setup:
+        there = setup.host
+        there.blocks[KEY] = BLOCK
+        link = SimpleNamespace(
+            name=request.param, reader=setup.reader, holder=there, change=lambda array: array
         )
-    yield link
-    for transport in (reader, serving):
-        loop.run(transport.close())
-    for host in hosts:
-        host.close()
+        if link.name == "comm":
+            serve = there.handlers["p2p_region"]
+
+            async def changed(**kwargs):
+                reply = await serve(**kwargs)
+                if reply["status"] != "ok":
+                    return reply
+                return {**reply, "data": to_serialize(link.change(reply["data"].data))}
+
+            there.handlers["p2p_region"] = changed
+        else:
+            send = Messenger.send
+            monkeypatch.setattr(
+                Messenger,
+                "send",
+                lambda self, address, array, tag: send(self, address, link.change(array), tag),
+            )
+        yield link
 
 
 def read(link, checksum, boxes=(BOX,)):

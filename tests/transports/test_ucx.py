@@ -15,45 +15,13 @@ from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports.ucx import UcxTransport
 from tests.transports.conformance import Conformance
-from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = EventLoop()
-    yield loop
-    loop.close()
+from tests.transports.loopback import linked, wait_until
 
 
 @pytest.fixture
 def setup(loop, tmp_path):
-    network = {}
-    here = LoopbackHost("reader", loop.loop, network, tmp_path)
-    there = LoopbackHost("holder", loop.loop, network, tmp_path)
-    reader, serving = UcxTransport(here, options()), UcxTransport(there, options())
-    here.handlers.update(reader.handlers())
-    there.handlers.update(serving.handlers())
-
-    def drop(key):
-        del there.blocks[key]
-        serving.released(key)
-
-    yield SimpleNamespace(
-        reader=reader,
-        holder="holder",
-        kind="numpy",
-        put=there.blocks.__setitem__,
-        drop=drop,
-        close_holder=lambda: loop.run(serving.close()),
-        to_numpy=np.asarray,
-        host=there,
-        serving=serving,
-        network=network,
-    )
-    loop.run(reader.close())
-    loop.run(serving.close())
-    here.close()
-    there.close()
+    with linked(UcxTransport, loop, tmp_path, options()) as setup:
+        yield setup
 
 
 class TestUcx(Conformance):
