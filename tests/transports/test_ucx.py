@@ -272,6 +272,22 @@ class TestUcx(Conformance):
         remote.confirm()
         assert setup.serving._buffers["numpy"].idle_bytes <= 5 * 2**17
 
+    def test_an_endpoint_that_the_reader_closed(self, setup):
+        """As after a message that nobody took: the holder leaves the other half of it behind."""
+        key, array = "block", np.arange(2.0**17).reshape(256, 512)  # what is small gets through
+        setup.put(key, array)
+        setup.reader.host.blocks[key] = array
+        back = SimpleNamespace(
+            reader=setup.serving, holder="reader", kind="numpy", to_numpy=np.asarray
+        )
+        whole = ((0, 256), (0, 512))
+        for ways in ((back, setup), (setup, back)):
+            for way in ways:
+                self.read(way, key, array, whole)
+            setup.reader.messenger().forget(setup.serving.messenger().address)
+            got = self.read(setup, key, array, whole, request_timeout_s=5.0)
+            np.testing.assert_array_equal(got, array)
+
     def test_a_worker_that_left_and_came_back(self, setup, block):
         key, array = block
         asked = setup.reader.host.calls
