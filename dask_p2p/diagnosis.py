@@ -331,7 +331,7 @@ def _time(runtime: Any, holder: str, kind: str, nbytes: int, chosen: Options) ->
         start_s = time.perf_counter()
         region, transport = runtime.bring_probe(holder, kind, nbytes, chosen)
         best_s = min(best_s, time.perf_counter() - start_s)
-    check_probe(region, kind)
+    check_probe(region)
     return best_s, transport
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, product
-from math import prod
 from operator import index as as_int
 from types import EllipsisType
 from typing import NamedTuple, TypeAlias
@@ -100,7 +99,10 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 def box_size(box: Box) -> int:
     """Elements in a box."""
-    return prod(box_shape(box))
+    size = 1  # a task asks a hundred times, and `prod` of a generator takes thrice as long
+    for start, stop in box:
+        size *= stop - start
+    return size
 
 
 def box_slices(box: Box) -> tuple[slice | EllipsisType, ...]:

@@ -8,11 +8,12 @@ mapped into this process (`cupy.ndarray` over an `UnownedMemory`), and CuPy has 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -97,38 +98,31 @@ class CupyKernel:
         )
         if not launches:
             return
-        with _current(dst.data.device_id, stream) as stream_ptr:
+        device_id = dst.data.device_id
+        is_current = cupy.cuda.runtime.getDevice() == device_id
+        with nullcontext() if is_current else cupy.cuda.Device(device_id):
+            chosen = cupy.cuda.get_current_stream() if stream is None else stream
             for launch in launches:
-                self._run(launch, stream_ptr, gently)
+                self._run(launch, device_id, chosen, gently)
 
-    def _run(self, launch: Launch, stream_ptr: int, gently: bool) -> None:
+    def _run(self, launch: Launch, device_id: int, stream: Any, gently: bool) -> None:
         if launch.entry == "memcpy":
             cupy.cuda.runtime.memcpyAsync(
-                launch.dst, launch.src, launch.i.extent, MEMCPY_DEFAULT, stream_ptr
+                launch.dst, launch.src, launch.i.extent, MEMCPY_DEFAULT, stream.ptr
             )
             return
         word_bytes = int(launch.entry.rpartition("_")[2])
-        loaded = _compiled(cupy.cuda.runtime.getDevice(), word_bytes)[launch.entry]
+        loaded = _compiled(device_id, word_bytes)[launch.entry]
         arguments = (launch.pack(self.group_tiles),)
         unused_bytes = loaded.gentle_bytes if gently else 0
-        loaded.function((launch.grid,), launch.threads, arguments, shared_mem=unused_bytes)
-
-
-@contextlib.contextmanager
-def _current(device_id: int, stream: Any | None) -> Iterator[int]:
-    """Make a device and one of its streams the current ones; yield the stream's address."""
-    with contextlib.ExitStack() as stack:
-        if cupy.cuda.runtime.getDevice() != device_id:
-            stack.enter_context(cupy.cuda.Device(device_id))
-        if stream is not None:
-            stack.enter_context(stream)
-        yield cupy.cuda.get_current_stream().ptr
+        # With the stream as an argument: making it the current one takes as long as a launch.
+        loaded.function((launch.grid,), launch.threads, arguments, unused_bytes, stream=stream)
 
 
 class _Loaded(NamedTuple):
     """A kernel on a device."""
 
-    function: Any
+    function: Any  # cupy.cuda.Function
     gentle_bytes: int  # of shared memory to reserve where it is to run gently
 
 
@@ -157,13 +151,13 @@ def _load(word_bytes: int) -> dict[str, _Loaded]:
     return {name: _gentle_too(module.get_function(name)) for name in names}
 
 
-def _gentle_too(function: Any) -> _Loaded:
+def _gentle_too(kernel: Any) -> _Loaded:
     """Allow a kernel the shared memory with which it runs gently."""
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
-    room_bytes = device["sharedMemPerBlockOptin"] - function.shared_size_bytes
+    room_bytes = device["sharedMemPerBlockOptin"] - kernel.shared_size_bytes
     gentle_bytes = max(0, min(GENTLE_BYTES, room_bytes))
-    function.max_dynamic_shared_size_bytes = gentle_bytes
-    return _Loaded(function, gentle_bytes)
+    kernel.max_dynamic_shared_size_bytes = gentle_bytes
+    return _Loaded(kernel.kernel, gentle_bytes)
 
 
 def memory_bytes() -> int | None:
@@ -176,7 +170,13 @@ def memory_bytes() -> int | None:
             resource = resource.get_upstream()
         if type(resource).__name__ not in ("CudaMemoryResource", "CudaAsyncMemoryResource"):
             return None  # managed memory, perhaps, which goes beyond the GPU's own
-    return int(cupy.cuda.runtime.memGetInfo()[1])
+    return _total_bytes(cupy.cuda.runtime.getDevice())
+
+
+@cache  # it asks the driver, and each task wants to know
+def _total_bytes(device_id: int) -> int:
+    with cupy.cuda.Device(device_id):
+        return int(cupy.cuda.runtime.memGetInfo()[1])
 
 
 def warm_up(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -32,6 +32,7 @@ __all__ = [
 
 SLOTS = 3  # one is filled, one is emptied, one waits for either
 MOST_UNREAD = 2  # arrays that came from elsewhere, and are kept for kernels that are queued
+_ALIGNMENT_BYTES = 256  # of allocations on a GPU
 _FIRST = -1  # a stream's priority: lower numbers go first
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
@@ -240,15 +241,21 @@ class DeviceQueue:
 
     def _next_slot(self, slot_bytes: int) -> _Slot:
         """Return a slot that can be filled after what the copies' stream waits for."""
-        if len(self._slots) < SLOTS:
-            memory = self.empty((slot_bytes,), np.uint8)
-            event = self._cupy.cuda.Event
-            slot = _Slot(memory, event(disable_timing=True), event(disable_timing=True))
-        else:
-            slot = self._slots.popleft()
-            self._copies.wait_event(slot.free)
+        if not self._slots:
+            self._slots.extend(self._new_slots(slot_bytes))
+        slot = self._slots.popleft()
+        self._copies.wait_event(slot.free)  # of a new one nothing is recorded, nor waited for
         self._slots.append(slot)
         return slot
+
+    def _new_slots(self, slot_bytes: int) -> Iterator[_Slot]:
+        """Allocate all slots at once: each allocation takes as long as a part is on its way."""
+        step_bytes = -(-slot_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        memory = self.empty((SLOTS * step_bytes,), np.uint8)
+        event = self._cupy.cuda.Event
+        for start in range(0, memory.nbytes, step_bytes):
+            part = memory[start : start + slot_bytes]
+            yield _Slot(part, event(disable_timing=True), event(disable_timing=True))
 
     def _wait_for_null_stream(self) -> None:
         event = self._cupy.cuda.Stream.null.record()

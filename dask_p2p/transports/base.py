@@ -201,7 +201,7 @@ class Transport(ABC):
         remote = self.open(block, [((0, PROBE_BYTES),)], timeouts)
         try:
             region = remote.request().result(MEET_S + GRACE_S)
-            check_probe(region, kind)
+            check_probe(region)
         except TimeoutError:
             raise TransferError(f"{self.name}: no word of the event loop") from None
         finally:

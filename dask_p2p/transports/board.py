@@ -232,7 +232,7 @@ class Lease:
 def is_tended(folder: str) -> bool:
     """Tell whether the process that made the board in this folder lives."""
     try:
-        fd = os.open(os.path.join(folder, _TENDED), os.O_RDONLY)
+        fd = os.open(f"{folder}/{_TENDED}", os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -254,8 +254,9 @@ def take(folder: str, key: Any) -> Lease | None:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if os.fstat(fd).st_nlink:
-            return Lease(fd, os.read(fd, os.fstat(fd).st_size))
+        status = os.fstat(fd)
+        if status.st_nlink:
+            return Lease(fd, os.read(fd, status.st_size))
     except BlockingIOError:  # the holder is just dropping it
         pass
     os.close(fd)
@@ -263,4 +264,4 @@ def take(folder: str, key: Any) -> Lease | None:
 
 
 def _path(folder: str, key: Any) -> str:
-    return os.path.join(folder, blake2b(repr(key).encode(), digest_size=16).hexdigest())
+    return f"{folder}/{blake2b(repr(key).encode(), digest_size=16).hexdigest()}"

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ _CLOSE_ROUNDS = 20
 _MOST_BEHIND = 1000  # endpoints that another process had, and this one has not
 
 
+@cache  # the search goes through folders, and each source of a block would wait for it
 def ucxx_obstacle() -> str | None:
     """Say why ucxx cannot be used in this process; None if it can, as far as is known."""
     from importlib.util import find_spec

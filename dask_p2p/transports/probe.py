@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels import kernel_named
+from dask_p2p.kernels import kernel_for, kernel_named
 
 __all__ = ["PROBE_BYTES", "Probes", "check_probe", "is_probe", "probe_key"]
 
@@ -71,24 +72,35 @@ class Probes:
             self._blocks.clear()
 
 
+# Nothing here computes with CuPy: it would compile a kernel for each operation, and the first
+# transpose on a machine would wait for that.
+
+
 def _content(kind: str, nbytes: int) -> Any:
-    made = kernel_named(kind).empty((nbytes,), "u1")
-    made[:] = _pattern(kind, nbytes)
+    pattern = _pattern(nbytes)
+    if kind == "numpy":
+        return pattern
+    made = kernel_named(kind).empty(pattern.shape, pattern.dtype)
+    made.set(pattern)
     return made
 
 
-def _pattern(kind: str, nbytes: int) -> Any:
+def _pattern(nbytes: int) -> np.ndarray[Any, Any]:
     """Return bytes of a period that is no power of two, so that a shifted copy is seen."""
-    xp = import_module(kind)
-    return xp.resize(xp.arange(251, dtype="u1"), nbytes)
+    return np.resize(np.arange(251, dtype="u1"), nbytes)
 
 
-def check_probe(region: Any, kind: str) -> None:
-    """Raise `TransferError` unless this is a whole probe block of the kind, or a copy of it."""
-    if kind == "cupy":
-        import cupy
+def check_probe(region: Any) -> None:
+    """Raise `TransferError` unless this is a whole probe block, or a copy of it.
 
-        region = cupy.asarray(region)
-    wrong = int((region != _pattern(kind, region.shape[0])).sum())
+    It may lie in a peer's memory, and is read by a kernel then, as blocks are: that a copy engine
+    can is not enough.
+    """
+    if not isinstance(region, np.ndarray):
+        kernel = kernel_for(region)
+        near = kernel.empty(region.shape, region.dtype)
+        kernel.permute_into(near, region[::-1], (0,))  # as it is, it would be a copy engine's
+        region = near.get()[::-1]
+    wrong = int((region != _pattern(region.shape[0])).sum())
     if wrong:
         raise TransferError(f"{wrong} of {region.shape[0]} bytes of a probe came changed")

@@ -183,8 +183,9 @@ def test_a_holder_without_memory_to_pack_in(transport):
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
 
 
-def test_what_no_gpu_has_is_refused_at_once(client):
+def test_what_no_gpu_has_is_refused_at_once():
     import cupy
+    from distributed import Client
 
     rows = cupy.cuda.runtime.memGetInfo()[1] // (40 * 1000 * 1000) + 100
     # Blocks that repeat one element take nothing; the transpose of them would.
@@ -193,7 +194,12 @@ def test_what_no_gpu_has_is_refused_at_once(client):
         lambda b: cupy.broadcast_to(cupy.ones((), "u1"), b.shape), meta=cupy.empty((0, 0), "u1")
     )
     y = dask_p2p.transpose(x, chunks=-1)
-    with pytest.raises(MemoryLimitError, match=r"are missing.*chunks=") as caught:
+    # Without a limit of host memory, by which Dask would refuse it before.
+    with (
+        dask_p2p.local_cluster(2, gpus=True, memory_limit=0, **POOL) as cluster,
+        Client(cluster) as client,
+        pytest.raises(MemoryLimitError, match=r"are missing.*chunks=") as caught,
+    ):
         client.compute(y).result(timeout=60)
     assert caught.value.missing_bytes > 0
 

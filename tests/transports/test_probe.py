@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-import numpy as np
+import importlib
+
 import pytest
 from distributed.protocol import dumps, loads
 
@@ -41,14 +42,17 @@ def test_what_is_no_probe_block(kind, nbytes):
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 256, 4096])
-def test_changes_are_seen(shift):
-    good = Probes().block(probe_key("numpy"))
+@pytest.mark.parametrize("kind", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_changes_are_seen(kind, shift):
+    xp = importlib.import_module(kind)
+    good = Probes().block(probe_key(kind))
+    assert isinstance(good, xp.ndarray)
     if shift == 0:
-        check_probe(good, "numpy")
+        check_probe(good)
         return
     with pytest.raises(TransferError, match="bytes of a probe came changed"):
-        check_probe(np.roll(good, shift), "numpy")
+        check_probe(xp.roll(good, shift))
     one = good.copy()
     one[shift] ^= 1
     with pytest.raises(TransferError, match="1 of 65536 bytes"):
-        check_probe(one, "numpy")
+        check_probe(one)
