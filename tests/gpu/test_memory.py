@@ -194,9 +194,9 @@ def test_what_no_gpu_has_is_refused_at_once():
         lambda b: cupy.broadcast_to(cupy.ones((), "u1"), b.shape), meta=cupy.empty((0, 0), "u1")
     )
     y = dask_p2p.transpose(x, chunks=-1)
-    # Without a limit of host memory, by which Dask would refuse it before.
+    # Dask itself would refuse it where the inputs are more than half of the host's memory.
     with (
-        dask_p2p.local_cluster(2, gpus=True, memory_limit=0, **POOL) as cluster,
+        dask_p2p.local_cluster(2, gpus=True, memory_limit="200 GiB", **POOL) as cluster,
         Client(cluster) as client,
         pytest.raises(MemoryLimitError, match=r"are missing.*chunks=") as caught,
     ):
