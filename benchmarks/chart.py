@@ -270,14 +270,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="SVG or PNG to write; repeatable. Default: both, beside the first of the results",
     )
     parser.add_argument("--dtype", action="append", help="repeatable. Default: all there are")
+    parser.add_argument("--way", action="append", help="repeatable. Default: all there are")
     options = parser.parse_args(arguments)
     outputs = options.output or [options.results[0].with_suffix(s) for s in (".svg", ".png")]
     for path in outputs:
         if path.suffix.removeprefix(".") not in METADATA:
             parser.error(f"expected a name that ends in .svg or .png, got {path}")
     reports = [json.loads(path.read_text("utf-8")) for path in options.results]
-    for report in reports if options.dtype else ():
-        report["rows"] = [row for row in report["rows"] if dtype_of(row, report) in options.dtype]
+    for report in reports:
+        report["rows"] = [
+            row
+            for row in report["rows"]
+            if (not options.dtype or dtype_of(row, report) in options.dtype)
+            and (not options.way or row["way"] in options.way)
+        ]
     for path in outputs:
         save(reports, path)
         print(path)

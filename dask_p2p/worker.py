@@ -250,7 +250,9 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self.runtime = WorkerRuntime(worker, self._host, self._transports, self.options)
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
-        worker.metrics[_METRIC] = lambda worker: self.leased_bytes
+        # In a new dict: a heartbeat that goes through the old one just now, and waits for a metric,
+        # would close the worker if that had changed meanwhile.
+        worker.metrics = {**worker.metrics, _METRIC: lambda worker: self.leased_bytes}
         self._warming = asyncio.ensure_future(self._warm_up())
         handlers = worker.stream_handlers
         self._originals = {op: handlers[op] for op in ("compute-task", "remove-worker")}
@@ -288,7 +290,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     async def teardown(self, worker: Worker) -> None:
         """Give the handlers back and end all leases."""
         worker.stream_handlers.update(self._originals)
-        worker.metrics.pop(_METRIC, None)
+        worker.metrics = {name: of for name, of in worker.metrics.items() if name != _METRIC}
         async with AsyncExitStack() as ending:  # each, whatever becomes of the others
             ending.callback(self._host.close)
             for transport in self._transports.values():

@@ -117,6 +117,15 @@ class TestChart:
             charts.append((tmp_path / "made.svg").read_text().count("<!-- dask_p2p, "))
         assert charts == [1, 4]  # beside the exchange only
 
+    def test_some_ways_of_several(self, tmp_path):
+        path = tmp_path / "made.json"
+        path.write_text(json.dumps(report()))
+        arguments = ["-o", str(tmp_path / "made.svg"), "--way", "a new one", "--way", chart.LIMIT]
+        chart.main([str(path), *arguments])
+        drawn = (tmp_path / "made.svg").read_text()
+        assert "<!-- a new one -->" in drawn
+        assert "<!-- dask_p2p -->" not in drawn
+
     def test_caption(self):
         assert chart.caption([report()]) == "2 x A GPU, driver 1.2, 2026-11-21, commit 0123456789ab"
 

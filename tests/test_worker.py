@@ -32,7 +32,7 @@ from dask_p2p.errors import (
 from dask_p2p.plan import transpose_plan
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
 from dask_p2p.transports.links import BlockRef
-from dask_p2p.worker import P2PPlugin, WorkerHost, by_reference
+from dask_p2p.worker import P2PPlugin, WorkerHost, by_reference, make_plugin
 from tests.support import indexed
 
 
@@ -295,6 +295,39 @@ def test_trouble_of_ours_keeps_nothing_from_dask():
             assert all(transport._closed for transport in closed)
             assert plugin._host._threads._shutdown
             assert not [op for op in worker.handlers if op.startswith("p2p_")]
+
+    asyncio.run(main())
+
+
+def test_heartbeats_go_on_while_the_plugin_comes_and_goes():
+    """On GPU workers some of Dask's own metrics take a while."""
+
+    async def main():
+        async with in_one_process(1) as (cluster, _):
+            (worker,) = cluster.workers.values()
+            changed = asyncio.Event()
+
+            async def slow(worker):
+                await changed.wait()
+                return 1
+
+            worker.metrics = {"slow": slow, "last": lambda worker: 2}
+
+            async def beat():
+                changed.clear()
+                metrics = asyncio.ensure_future(worker.get_metrics())
+                await asyncio.sleep(0)  # now it waits for the slow one
+                return metrics
+
+            metrics = await beat()
+            await worker.plugin_add(make_plugin(), catch_errors=False)
+            changed.set()
+            assert (await metrics)["last"] == 2
+            metrics = await beat()
+            await worker.plugin_remove(name=PLUGIN_NAME)
+            changed.set()
+            assert (await metrics)["last"] == 2
+            assert [*worker.metrics] == ["slow", "last"]
 
     asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 
@@ -98,7 +99,8 @@ def test_permuted_devices(monkeypatch):
     import pynvml
     from distributed import Client
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reversed(visible[:2])))
     shape = (1030, 770)
     with dask_p2p.local_cluster(gpus=True, **POOL) as cluster, Client(cluster) as client:
         workers = client.scheduler_info(n_workers=-1)["workers"]

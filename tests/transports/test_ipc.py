@@ -24,7 +24,9 @@ OPTIONS = replace(options(), ipc_retain_s=60.0)
 
 def hold(connection, folder):
     """Be the holder: a process with a GPU of its own that does what the other end says."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = "1,0"  # another order, as dask-cuda's workers have
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    # Another order, as dask-cuda's workers have.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(reversed(visible[:2]))
     import cupy
 
     loop = EventLoop()
