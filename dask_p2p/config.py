@@ -20,11 +20,11 @@ from dask_p2p.errors import ConfigError
 __all__ = ["MODES", "TRANSPORTS", "Options", "ensure_defaults", "options"]
 
 MODES = ("async", "sync")
-TRANSPORTS = ("ipc", "ucx", "comm")
+TRANSPORTS = ("ipc", "cma", "ucx", "comm")
 
 # Best first, by kind of block, as measured. Between processes of one host with two cores and NumPy
 # blocks UCX takes 1.3 to 2 times as long as Dask's own TCP.
-_BEST = {"cupy": TRANSPORTS, "numpy": ("comm",)}
+_BEST = {"cupy": ("ipc", "ucx", "comm"), "numpy": ("cma", "comm")}
 
 _T = TypeVar("_T")
 
@@ -42,8 +42,9 @@ class Options:
     comm_part_bytes: int
     comm_parts_in_flight: int
     ipc_staging_bytes: int
-    ipc_wait_s: float
-    ipc_retain_s: float
+    cma_part_bytes: int
+    board_wait_s: float
+    board_retain_s: float
     ucx_part_bytes: int
     ucx_host_part_bytes: int
     ucx_parts_in_flight: int
@@ -81,8 +82,9 @@ def options() -> Options:
         comm_part_bytes=_read("transports.comm.part-bytes", _positive_bytes),
         comm_parts_in_flight=_read("transports.comm.parts-in-flight", _positive_int),
         ipc_staging_bytes=_read("transports.ipc.staging-bytes", _bytes),
-        ipc_wait_s=_read("transports.ipc.wait", _seconds),
-        ipc_retain_s=_read("transports.ipc.retain", _seconds),
+        cma_part_bytes=_read("transports.cma.part-bytes", _positive_bytes),
+        board_wait_s=_read("transports.board.wait", _seconds),
+        board_retain_s=_read("transports.board.retain", _seconds),
         ucx_part_bytes=_read("transports.ucx.part-bytes", _positive_bytes),
         ucx_host_part_bytes=_read("transports.ucx.host-part-bytes", _positive_bytes),
         ucx_parts_in_flight=_read("transports.ucx.parts-in-flight", _positive_int),

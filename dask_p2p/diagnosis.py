@@ -177,7 +177,8 @@ def find_problems(
             cure = "See whether the two workers can connect to each other"
             causes[what, cure].append(link.reader)
         for transport, why in link.obstacles.items():
-            if transport in ("ipc", "ucx") and "not numpy" not in why:
+            # Workers in one process pass each other's blocks on as they are.
+            if not any(words in why for words in ("not numpy", "not cupy", "share a process")):
                 causes[f"{transport} is not used: {why}", _cure(why)].append(link.reader)
     return [Problem(tuple(dict.fromkeys(addresses)), *cause) for cause, addresses in causes.items()]
 
@@ -226,6 +227,10 @@ def _cure(why: str) -> str:
         "CUDA_VISIBLE_DEVICES": "Give each worker all GPUs of its host, its own one first",
         "cannot be shared by CUDA IPC": _POOL_CURE,
         "different users": "Run all workers of a host as one user",
+        "may not be read": (
+            "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security "
+            "module that forbids it"
+        ),
         "no GPU": "Run one worker a GPU",
     }
     return next(

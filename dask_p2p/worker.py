@@ -200,7 +200,7 @@ class WorkerRuntime:
         """Count what transfers hold on this worker, by transport and kind, for whoever looks.
 
         When no task runs, and all that readers asked for is sent, everything is zero, except for
-        what is kept a while on purpose: mappings and posted blocks of `ipc`, blocks read from disk.
+        what is kept a while on purpose: mappings of `ipc`, posted blocks, blocks read from disk.
         """
         held = self._host.held()
         for name, transport in self.links.transports.items():
@@ -285,7 +285,9 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def clear_probes(self) -> None:
         """Let go of the blocks by which links were measured."""
-        self._host.probes.clear()
+        for key in self._host.probes.clear():
+            for transport in self._transports.values():
+                transport.released(key)
 
     async def teardown(self, worker: Worker) -> None:
         """Give the handlers back and end all leases."""

@@ -64,7 +64,7 @@ def test_defaults():
     assert chosen.mode == "async"
     assert chosen.checksum is False
     assert chosen.order("cupy") == ("ipc", "ucx", "comm")
-    assert chosen.order("numpy") == ("comm",)
+    assert chosen.order("numpy") == ("cma", "comm")
     assert chosen.comm_part_bytes == 16 * 2**20
     assert chosen.backoff_s == pytest.approx(0.05)
 
@@ -83,8 +83,8 @@ def test_comm_is_always_the_last_resort():
         ("attempts", 0, "at least 1"),
         ("attempts", True, "at least 1"),
         ("checksum", "crc32", "true or false"),
-        ("transports.order", ["ipc", "pigeon"], "out of ipc, ucx, comm"),
-        ("transports.order", "ipc", "out of ipc, ucx, comm"),
+        ("transports.order", ["ipc", "pigeon"], "out of ipc, cma, ucx, comm"),
+        ("transports.order", "ipc", "out of ipc, cma, ucx, comm"),
         ("transports.order", None, "expected auto, or a list"),
         ("transports.ucx.allow-unencrypted", "perhaps", "true or false"),
         ("transports.comm.part-bytes", "0 B", "at least one byte"),

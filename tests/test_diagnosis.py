@@ -100,12 +100,12 @@ def test_a_cluster(client):
         (a, b) for a in addresses for b in addresses if a != b
     }
     for link in report.links:
-        assert link.transport == "comm"
+        assert link.transport == "cma"
         assert link.error is None
         assert link.gbs > 0
         assert 0 < link.latency_s < 10
     assert report.problems == []
-    assert f"{addresses[0]} <- {addresses[1]}: comm" in str(report)
+    assert f"{addresses[0]} <- {addresses[1]}: cma" in str(report)
 
 
 def test_what_is_left_afterwards(client):
@@ -119,7 +119,7 @@ def test_the_transport_is_what_a_task_would_use(client):
     with dask.config.set({"p2p.transports.order": ["ucx"]}):
         report = dask_p2p.check()
     assert {link.transport for link in report.links} == {"ucx"}
-    assert {link.transport for link in dask_p2p.check(client).links} == {"comm"}
+    assert {link.transport for link in dask_p2p.check(client).links} == {"cma"}
 
 
 def test_a_plugin_that_was_missing():

@@ -63,7 +63,7 @@ def test_a_run_that_is_noted_and_checked(client, x):
         # Dask spreads four slabs over four idle workers, most times; the plan knows the rest.
         assert exchange.moved_bytes == exchange.least_bytes
         assert exchange.moved_bytes == sum(exchange.pairs.values())
-        assert {transport for _, _, transport in exchange.pairs} == {"comm"}
+        assert {transport for _, _, transport in exchange.pairs} == {"cma"}
         assert all(reader != holder for reader, holder, _ in exchange.pairs)
         assert len(exchange.tasks_s) == 4
         assert 0 < max(exchange.tasks_s) <= exchange.span_s

@@ -43,7 +43,7 @@ KEYS = (("x", 0, 0), ("x", 1, 0))  # two blocks of 2 x 4
 PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 ATTEMPTS = 3
 OPTIONS = replace(
-    options(), transports=("ipc", "comm"), attempts=ATTEMPTS, ipc_wait_s=0.003, ipc_retain_s=2.0
+    options(), transports=("ipc", "comm"), attempts=ATTEMPTS, board_wait_s=0.003, board_retain_s=2.0
 )
 
 whiches = st.integers(0, 5)  # of those that there are
@@ -313,7 +313,7 @@ class Protocol(RuleBasedStateMachine):
                     assert lease.notice in [*board._notices.values(), *board._retracted]
         leased = [lease.notice for task in self.tasks for lease in task.actor.open_leases]
         for worker in self.world.alive.values():
-            worker.board.sweep(OPTIONS.ipc_retain_s)
+            worker.board.sweep(OPTIONS.board_retain_s)
             assert all(notice in leased for notice in worker.board._retracted)
 
     def teardown(self):

@@ -22,7 +22,7 @@ from distributed import Client, LocalCluster, Security, wait
 import dask_p2p
 from dask_p2p import worker as worker_module
 from dask_p2p.assemble import OutputSpec
-from dask_p2p.config import options
+from dask_p2p.config import TRANSPORTS, options
 from dask_p2p.errors import (
     BlockMismatchError,
     P2PWarning,
@@ -166,9 +166,15 @@ def test_what_blocks_does_not_block_the_event_loop():
 
 
 @pytest.mark.parametrize(
-    ("order", "expected"), [("auto", ["ipc", "ucx", "comm"]), (["comm"], ["comm"])]
+    ("kind", "order", "expected"),
+    [
+        ("cupy", "auto", ["ipc", "ucx", "comm"]),
+        ("numpy", "auto", ["cma", "comm"]),
+        ("cupy", ["comm"], ["comm"]),
+        ("numpy", ["comm"], ["comm"]),
+    ],
 )
-def test_what_others_are_about_to_read_is_posted_unless_ipc_is_off(order, expected):
+def test_what_others_are_about_to_read_is_posted_unless_that_is_off(kind, order, expected):
     """One setting turns it off: nothing is posted by itself, nothing is mapped."""
     told = []
     transports = {
@@ -178,17 +184,17 @@ def test_what_others_are_about_to_read_is_posted_unless_ipc_is_off(order, expect
             obstacle=lambda holder, kind, dtype: None,
             probe=lambda holder, kind: None,
         )
-        for name in ("ipc", "ucx", "comm")
+        for name in TRANSPORTS
     }
     runtime = worker_module.WorkerRuntime(SimpleNamespace(address="a"), None, transports, options())
     with dask.config.set({"p2p.transports.order": order}):
         chosen = options()
     blocks = {"key": np.ones(3)}
-    runtime.serving(blocks, "cupy", chosen)
+    runtime.serving(blocks, kind, chosen)
     assert [name for name, _ in told] == expected
     assert all(of is blocks for _, of in told)
     ref = BlockRef("key", ("b",))
-    ways = runtime.links.ways(ref, "cupy", np.dtype("f8"), chosen.order("cupy"))
+    ways = runtime.links.ways(ref, kind, np.dtype("f8"), chosen.order(kind))
     assert [way.transport.name for way in ways] == expected
 
 
@@ -531,12 +537,15 @@ def test_spilled_inputs():
 
 # --- faults ---
 
+BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
+
 
 @pytest.mark.parametrize("moment_s", [0.0, 0.2, 0.6])
 def test_a_killed_worker(moment_s):
     x = indexed((2000, 1500), float)
     with (
-        dask.config.set({"p2p.transports.comm.part-bytes": "64 kiB"}),  # so that it takes a while
+        # So that it takes a while.
+        dask.config.set({**BY_MESSAGES, "p2p.transports.comm.part-bytes": "64 kiB"}),
         LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
@@ -562,7 +571,7 @@ def test_a_holder_that_never_answers_well_ends_in_a_named_error():
 
     x = indexed((40, 12))
     with (
-        dask.config.set({"p2p.attempts": 2, "p2p.timeouts.backoff": "1 ms"}),
+        dask.config.set({**BY_MESSAGES, "p2p.attempts": 2, "p2p.timeouts.backoff": "1 ms"}),
         LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
@@ -595,6 +604,7 @@ def test_a_block_that_is_gone_is_asked_for_again():
 
     x = indexed((40, 12))
     with (
+        dask.config.set(BY_MESSAGES),
         LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
@@ -609,6 +619,7 @@ def test_a_block_that_is_gone_is_asked_for_again():
 def test_a_holder_that_hangs_ends_in_a_named_error():
     x = indexed((40, 12))
     patience = {
+        **BY_MESSAGES,
         "p2p.attempts": 2,
         "p2p.timeouts.request": "1 s",
         "p2p.timeouts.backoff": "1 ms",

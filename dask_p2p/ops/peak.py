@@ -109,8 +109,8 @@ def estimate(
         largest_piece = plan.largest_piece * item_bytes
         staged_bytes = tasks * staging_bytes(chosen, kind, largest_piece, largest_block, item_bytes)
         packed = packed_bytes(chosen, kind, (workers - 1) * threads, input_bytes)
-        if "ucx" in chosen.order(kind):
-            staged_bytes += min(idle_bytes(chosen, kind), staged_bytes + packed)
+        idle = sum(idle_bytes(transport, chosen, kind) for transport in chosen.order(kind))
+        staged_bytes += min(idle, staged_bytes + packed)
     return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed)
 
 

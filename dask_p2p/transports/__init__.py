@@ -8,13 +8,14 @@ from __future__ import annotations
 from dask_p2p.config import Options
 from dask_p2p.transports.base import Host, Transport
 from dask_p2p.transports.budget import Budget
+from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.ucx import UcxTransport
 
 __all__ = ["make_transports"]
 
-_CLASSES = (IpcTransport, UcxTransport, CommTransport)
+_CLASSES = (IpcTransport, CmaTransport, UcxTransport, CommTransport)
 
 
 def make_transports(host: Host, options: Options) -> dict[str, Transport]:

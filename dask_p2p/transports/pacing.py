@@ -7,11 +7,12 @@ their way. It stays below `Options.staging_limit_bytes`, since parts are cut to 
 comm the parts in flight and the one that is put into place; with CuPy blocks they come to host
      memory, and as many as kernels read are in device memory
 ucx  the same in buffers, whose sizes are powers of two
+cma  the part that is put into place, in such a buffer
 ipc  the slots of the queue
 ==== =========================================================================================
 
-A task that reads from some workers by ipc and from others by ucx or comm has slots and parts at the
-same time, but never parts of both of the latter.
+A task that reads from some workers by ipc and from others by another transport has slots and parts
+at the same time, but never parts of two of the others.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dask_p2p.transports.buffers import buffer_bytes
 
 __all__ = [
     "Pacing",
+    "cma_pacing",
     "comm_pacing",
     "idle_bytes",
     "ipc_pacing",
@@ -33,7 +35,7 @@ __all__ = [
 ]
 
 _SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
-_IDLE_PARTS = 5  # buffers of one part each that ucx keeps for later
+_IDLE_PARTS = {"ucx": 5, "cma": 2}  # buffers of one part each that are kept for later
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,14 @@ def ucx_pacing(options: Options, kind: str) -> Pacing:
     if buffer_bytes(part_bytes) > most_bytes:
         part_bytes = 1 << (most_bytes.bit_length() - 1)  # the power of two below
     return Pacing(part_bytes, in_flight, blocks_ahead)
+
+
+def cma_pacing(options: Options) -> Pacing:
+    """Return parts that are read one at a time: the reader's own thread does it."""
+    part_bytes = options.cma_part_bytes
+    if buffer_bytes(part_bytes) > options.staging_limit_bytes:
+        part_bytes = 1 << (options.staging_limit_bytes.bit_length() - 1)  # the power of two below
+    return Pacing(part_bytes, parts_in_flight=0)
 
 
 def comm_pacing(options: Options, kind: str) -> Pacing:
@@ -98,6 +108,10 @@ def staging_bytes(
         part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), largest_bytes))
         held = _held("ucx", pacing.parts_in_flight, kind)
         parts_bytes = min(held * part_bytes, 2 * remote_bytes)
+    if "cma" in order and kind == "numpy":
+        pacing = cma_pacing(options)
+        part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), largest_bytes))
+        parts_bytes = max(parts_bytes, min(part_bytes, 2 * remote_bytes))
     pacing = comm_pacing(options, kind)
     part_bytes = min(max(item_bytes, pacing.part_bytes or 0), largest_bytes)
     held = _held("comm", pacing.parts_in_flight, kind)
@@ -127,10 +141,13 @@ def packed_bytes(options: Options, kind: str, readers: int, remote_bytes: int) -
     return min(options.staging_limit_bytes, readers * each_bytes, copies * remote_bytes)
 
 
-def idle_bytes(options: Options, kind: str) -> int:
-    """Return what ucx keeps in buffers for later at most."""
-    part_bytes = buffer_bytes(ucx_pacing(options, kind).part_bytes or 0)
-    return min(_IDLE_PARTS * part_bytes, options.staging_limit_bytes)
+def idle_bytes(transport: str, options: Options, kind: str) -> int:
+    """Return what a transport keeps in buffers for later at most."""
+    if transport not in _IDLE_PARTS or (transport == "cma" and kind != "numpy"):
+        return 0
+    pacing = cma_pacing(options) if transport == "cma" else ucx_pacing(options, kind)
+    most_bytes = _IDLE_PARTS[transport] * buffer_bytes(pacing.part_bytes or 0)
+    return min(most_bytes, options.staging_limit_bytes)
 
 
 def _held(transport: str, in_flight: int, kind: str) -> int:

@@ -66,10 +66,12 @@ class Probes:
                     self._blocks.popitem(last=False)
             return self._blocks[key]
 
-    def clear(self) -> None:
-        """Let go of all of them."""
+    def clear(self) -> list[_Key]:
+        """Let go of all of them; return their keys."""
         with self._lock:
+            keys = list(self._blocks)
             self._blocks.clear()
+        return keys
 
 
 # Nothing here computes with CuPy: it would compile a kernel for each operation, and the first

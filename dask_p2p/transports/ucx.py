@@ -99,7 +99,7 @@ class UcxTransport(Transport):
         # A process may come to the place of one that died in the middle of a message.
         self._next_tag = secrets.randbits(62)
         self._buffers = {
-            kind: Buffers(kind, idle_bytes(options, kind)) for kind in ("numpy", "cupy")
+            kind: Buffers(kind, idle_bytes("ucx", options, kind)) for kind in ("numpy", "cupy")
         }
         self._threads = ThreadPoolExecutor(_SENDING_THREADS, thread_name_prefix="p2p-ucx-send")
         self._resting: asyncio.TimerHandle | None = None

@@ -80,7 +80,7 @@ def test_json_of_both_modes_and_the_rivals(bench, monkeypatch):
     for way in report["ways"][:2]:
         assert way["moved_bytes"] == way["least_bytes"]
         assert way["moved_bytes"] == sum(pair["bytes"] for pair in way["pairs"])
-        assert {pair["transport"] for pair in way["pairs"]} == {"comm"}
+        assert {pair["transport"] for pair in way["pairs"]} == {"cma"}
         assert way["first_s"] > 0 < way["link_gbs"]
     assert report["ways"][3] == {"name": 'Dask "p2p"', "failed": "TypeError: no CuPy here"}
 

@@ -18,7 +18,7 @@ def test_a_cluster_that_it_starts(run):
     result = run("--workers", "2", "--cpu")
     assert result.exit_code == 0, result.output
     assert "Transport" in result.output
-    assert "comm" in result.output
+    assert "cma" in result.output
     assert "GB/s" in result.output
     assert "Nothing is in the way." in result.output
 

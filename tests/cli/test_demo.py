@@ -48,7 +48,7 @@ def test_demo(demo, client):
     moved, least = cells(result.stdout, "moved"), cells(result.stdout, "least possible")
     assert moved == least
     assert moved[1:] == ["-", "-"]
-    assert re.fullmatch(r"comm for all \d+ pairs", cells(result.stdout, "transport")[0])
+    assert re.fullmatch(r"cma for all \d+ pairs", cells(result.stdout, "transport")[0])
     assert all("GB/s" in cell for cell in cells(result.stdout, "bandwidth, 2 x bytes / median"))
 
 

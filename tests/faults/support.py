@@ -18,7 +18,7 @@ from distributed.utils import get_mp_context
 import dask_p2p
 from dask_p2p.assemble import Assembly
 from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.posted import PostedTransport
 from dask_p2p.transports.ucx import _Outbox
 from dask_p2p.worker import WorkerRuntime
 from tests.transports.loopback import wait_until
@@ -149,7 +149,7 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
     ----------
     moment
         ``asked``: for a region of comm, before it answers. ``posting``: a block on the board of
-        ipc. ``sending``: a message of ucx. ``started``: a task, before its first pull.
+        ipc or cma. ``sending``: a message of ucx. ``started``: a task, before its first pull.
         ``placed``: a part of a region, in its output. ``complete``: all parts of a task are placed.
     number
         The first time is 1.
@@ -175,7 +175,7 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
         dask_worker.handlers["p2p_region"] = asked
         return
     owner, name = {
-        "posting": (IpcTransport, "_post"),
+        "posting": (PostedTransport, "_post"),
         "sending": (_Outbox, "send"),
         "started": (WorkerRuntime, "serving"),
         "placed": (Assembly, "_place"),

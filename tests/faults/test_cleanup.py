@@ -86,10 +86,12 @@ def test_after_cancelling(client, gate):
 
 PROGRAM = """
 import sys, time
+import dask
 from distributed import Client
 import dask_p2p
 from tests.faults.support import source
 
+dask.config.set({"p2p.transports.order": ["comm"]})
 with Client(sys.argv[1]) as client:
     x = client.persist(source((48, 48), (16, 48)))
     y = client.persist(dask_p2p.transpose(x))
@@ -116,7 +118,7 @@ def test_after_a_restart(client, gate):
     x = client.persist(source(SHAPE, (16, 48)))
     wait(x)
     before, folders = set(client.run(os.getpid).values()), boards(client)
-    assert len(folders) == 3
+    assert len(folders) == 2 * 3  # of ipc, and of cma
     in_the_middle(client, gate)
     y = client.persist(dask_p2p.transpose(x))
     assert all_hold_something(client, gate)
@@ -145,7 +147,7 @@ def test_after_an_error(client):
 def test_after_a_workers_end(client):
     works(client)
     folders = boards(client)
-    assert len(folders) == 3
+    assert len(folders) == 2 * 3  # of ipc, and of cma
     killed, closed, _ = addresses(client)
     (pid,) = client.run(os.getpid, workers=[killed]).values()
     (place,) = client.run(
@@ -162,5 +164,5 @@ def test_after_a_workers_end(client):
 def test_a_cluster_leaves_no_folder(tmp_path):
     with cluster_of(2, local_directory=str(tmp_path)) as client:
         works(client)
-        assert len(boards(client)) == 2
+        assert len(boards(client)) == 2 * 2
     wait_until(lambda: not glob(f"{tmp_path}/**/p2p-*", recursive=True))

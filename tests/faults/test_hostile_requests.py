@@ -25,6 +25,7 @@ from dask_p2p.layout import box_slices
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import find_block
+from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.ucx import UcxTransport
@@ -35,10 +36,9 @@ from tests.transports.loopback import EventLoop, LoopbackHost
 REQUESTS_AN_EXAMPLE = 10
 EXAMPLES = {
     "p2p_region": 400,
-    "p2p_ipc_post": 200,
-    "p2p_ipc_peer": 50,
+    "p2p_post": 100,  # of ipc, and of cma
     "p2p_ucx_send": 300,
-    "p2p_ucx_peer": 50,
+    "p2p_peer": 50,  # of ipc, of cma, and of ucx
 }
 
 BLOCKS = {
@@ -200,9 +200,11 @@ def holder(tmp_path_factory):
     loop = EventLoop()
     host = LoopbackHost("holder", loop.loop, {}, tmp_path_factory.mktemp("holder"))
     host.blocks = dict(BLOCKS)
-    chosen = replace(options(), ipc_retain_s=60.0)
-    comm, ipc, ucx = (make(host, chosen) for make in (CommTransport, IpcTransport, UcxTransport))
-    handlers = {**comm.handlers(), **ipc.handlers(), **ucx.handlers()}
+    chosen = replace(options(), board_retain_s=60.0)
+    classes = (CommTransport, IpcTransport, CmaTransport, UcxTransport)
+    comm, ipc, cma, ucx = (make(host, chosen) for make in classes)
+    handlers = {**comm.handlers(), **ipc.handlers(), **cma.handlers(), **ucx.handlers()}
+    boards = {transport.name: transport._board for transport in (ipc, cma)}
 
     async def address_of(reader):
         return b"somewhere"
@@ -232,8 +234,9 @@ def holder(tmp_path_factory):
         patch.setattr(ucx, "_address_of", address_of)
         patch.setattr(ucx, "_send", send)
         Bomb.went_off.clear()
-        yield SimpleNamespace(host=host, ask=ask, board=ipc._board, loop=loop)
-    loop.run(ipc.close())
+        yield SimpleNamespace(host=host, ask=ask, boards=boards, loop=loop)
+    for transport in (ipc, cma):
+        loop.run(transport.close())
     host.close()
     loop.close()
 
@@ -244,7 +247,7 @@ def unchanged(holder):
     yield
     assert holder.host.blocks == BLOCKS, "the very same blocks"
     assert {key: block.tobytes() for key, block in BLOCKS.items()} == before
-    assert len(holder.board) == 0
+    assert not any(map(len, holder.boards.values()))
     assert Bomb.went_off == []
 
 
@@ -274,18 +277,20 @@ def test_regions(holder, asked):
 
 
 @pytest.mark.usefixtures("unchanged")
-@settings(max_examples=EXAMPLES["p2p_ipc_post"])
+@pytest.mark.parametrize("transport", ["ipc", "cma"])
+@settings(max_examples=EXAMPLES["p2p_post"])
 @given(asked=some(requests()))
-def test_posts(holder, asked):
+def test_posts(holder, transport, asked):
+    board = holder.boards[transport]
     for request in asked:
         request.pop("box", None)
-    for request, reply in zip(asked, holder.ask("p2p_ipc_post", asked), strict=True):
+    for request, reply in zip(asked, holder.ask(f"p2p_{transport}_post", asked), strict=True):
         if is_good(request, ("key", "shape")):
             assert reply == {"status": "ok"}
-            holder.board.retract(request["key"])
+            board.retract(request["key"])
         else:
             assert is_refusal(reply)
-    assert len(holder.board) == 0, "what was refused was posted"
+    assert len(board) == 0, "what was refused was posted"
 
 
 @st.composite
@@ -338,8 +343,11 @@ def test_sends(holder, asked):
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize(("op", "answer"), [("p2p_ipc_peer", "peer"), ("p2p_ucx_peer", "address")])
-@settings(max_examples=EXAMPLES["p2p_ipc_peer"])
+@pytest.mark.parametrize(
+    ("op", "answer"),
+    [("p2p_ipc_peer", "peer"), ("p2p_cma_peer", "peer"), ("p2p_ucx_peer", "address")],
+)
+@settings(max_examples=EXAMPLES["p2p_peer"])
 @given(asked=some(st.dictionaries(st.text(max_size=5), garbage, max_size=2)))
 def test_peers(holder, op, answer, asked):
     for request, reply in zip(asked, holder.ask(op, asked), strict=True):
@@ -447,10 +455,12 @@ def test_a_raw_client_of_a_worker(caplog):
             for request in wrong:
                 assert is_refusal(await ask(comm, "p2p_region", request)), request
                 if "box" in request:
-                    request = {**request, "box": 1}  # which no ipc request has
-                assert is_refusal(await ask(comm, "p2p_ipc_post", request)), request
-                if request:
-                    assert is_refusal(await ask(comm, "p2p_ipc_peer", request)), request
+                    request = {**request, "box": 1}  # which these requests do not have
+                for transport in ("ipc", "cma"):
+                    assert is_refusal(await ask(comm, f"p2p_{transport}_post", request)), request
+                    if request:
+                        said = await ask(comm, f"p2p_{transport}_peer", request)
+                        assert is_refusal(said), request
             reply = await ask(comm, "p2p_region", good)
             np.testing.assert_array_equal(reply["data"], [[0.0, 1.0]])
             assert list(worker.data) == [("x", 0, 0)]

@@ -2,7 +2,7 @@
 
 Three workers hold one row slab each and make one row slab each of the transpose, every remote
 region in four parts: so each is asked for eight, and places eight, four in stage 1 and four in
-stage 2. A fourth has nothing to do with it.
+stage 2. A fourth has nothing to do with it. By cma nobody is asked, but each posts its block.
 """
 
 from __future__ import annotations
@@ -28,17 +28,30 @@ from tests.faults.support import (
 from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
-PARTS = {"p2p.transports.comm.part-bytes": 16 * 16 * 8 // 4}
+PARTS = {
+    "p2p.transports.comm.part-bytes": 16 * 16 * 8 // 4,
+    "p2p.transports.cma.part-bytes": 16 * 16 * 8 // 4,
+}
 
-MOMENTS = {
-    "holder asked for the first part": ("asked", 1),
-    "holder asked for the last part of one reader or the first of the other": ("asked", 5),
-    "holder asked for the last part": ("asked", 8),
+HOLDER = {
+    "comm": {
+        "holder asked for the first part": ("asked", 1),
+        "holder asked for the last part of one reader or the first of the other": ("asked", 5),
+        "holder asked for the last part": ("asked", 8),
+    },
+    "cma": {"holder posts its block": ("posting", 1)},
+}
+READER = {
     "reader before its first pull": ("started", 1),
     "reader has the first part of stage 1": ("placed", 1),
     "reader has the first part of stage 2": ("placed", 5),
     "reader has all parts": ("complete", 1),
 }
+MOMENTS = [
+    pytest.param(transport, *moment, id=f"{transport}, {name}")
+    for transport, of_holder in HOLDER.items()
+    for name, moment in {**of_holder, **READER}.items()
+]
 
 
 def transposed_while(client, act):
@@ -58,12 +71,12 @@ def transposed_while(client, act):
 
 
 @pytest.mark.parametrize("how", ["kill", "close"])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_holder_or_a_reader(moment, how):
-    with cluster_of(4, PARTS) as client:
+@pytest.mark.parametrize(("transport", "moment", "number"), MOMENTS)
+def test_a_holder_or_a_reader(transport, moment, number, how):
+    with cluster_of(4, PARTS | {"p2p.transports.order": [transport]}) as client:
 
         def act(workers):
-            client.run(set_trap, *MOMENTS[moment], how, workers=[workers[1]])
+            client.run(set_trap, moment, number, how, workers=[workers[1]])
             return workers[1]
 
         transposed_while(client, act)
@@ -97,9 +110,10 @@ def test_a_bystander_that_closes(gate):
         assert_nothing_is_held(client)
 
 
+@pytest.mark.parametrize("transport", HOLDER)
 @pytest.mark.parametrize("how", ["kill", "close"])
-def test_after_the_result_is_done(how):
-    with cluster_of(4, PARTS) as client:
+def test_after_the_result_is_done(how, transport):
+    with cluster_of(4, PARTS | {"p2p.transports.order": [transport]}) as client:
         x = client.persist(source(SHAPE, (12, 48)))
         y = client.persist(dask_p2p.transpose(x))
         wait(y)

@@ -24,7 +24,7 @@ import dask_p2p.kernels
 import dask_p2p.kernels.queue
 import dask_p2p.task
 import dask_p2p.worker
-from dask_p2p.transports import board, comm, cuda_ipc, ipc
+from dask_p2p.transports import board, comm, cuda_ipc, ipc, posted
 from dask_p2p.transports.base import Pacing, RemoteBlock
 from tests.simulation.actors import Actor, KilledError, Loop, current, halt
 from tests.simulation.gpu import Driver, Memory, Queue
@@ -43,7 +43,11 @@ class _Halting:
 
 
 class HaltingIpc(_Halting, ipc.IpcTransport):
-    pass
+    def _peer_obstacle(self, peer):
+        return None
+
+    def _describe(self):
+        return posted.Peer("boot", "namespace", 0, 0, self._board.folder, "gpu")
 
 
 class HaltingComm(_Halting, comm.CommTransport):
@@ -239,11 +243,9 @@ class World:
         put(dask_p2p.worker, "WorkerHost", Host)
         put(dask_p2p.worker, "make_transports", self._make_transports)
         put(dask_p2p.task, "_whereabouts", self._whereabouts)
-        put(ipc, "_describe", self._describe)
-        put(ipc, "_obstacle", lambda here, there: None)
-        put(ipc, "take", self._take)
+        put(posted, "take", self._take)
         clock = SimpleNamespace(monotonic=self.loop.time, time=self.loop.time, sleep=self._sleep)
-        for module in (ipc, board, comm, dask_p2p.task):
+        for module in (posted, board, comm, dask_p2p.task):
             put(module, "time", clock)
         locks = {name: getattr(fcntl, name) for name in ("LOCK_SH", "LOCK_EX", "LOCK_NB")}
         put(board, "fcntl", SimpleNamespace(flock=_flock, **locks))
@@ -254,9 +256,6 @@ class World:
     def _whereabouts(self):
         worker = current().worker
         return worker, worker.plugin.runtime
-
-    def _describe(self, folder):
-        return ipc._Peer("boot", "namespace", 0, 0, folder, "gpu")
 
     def _sleep(self, pause_s):
         self.loop.now_s += 0.002

@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 
 from dask_p2p.config import options
-from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.transports.base import BlockSpec, dtype_text
-from dask_p2p.transports.ipc import IpcTransport, _obstacle, _Peer, _Posted
+from dask_p2p.transports.ipc import IpcTransport
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 
-OPTIONS = replace(options(), ipc_retain_s=60.0)
+OPTIONS = replace(options(), board_retain_s=60.0)
 
 
 def hold(connection, folder):
@@ -216,34 +214,3 @@ class TestIpc(Conformance):
 
     def test_zz_a_holder_that_is_closing_refuses(self, setup, block):
         Conformance.test_a_holder_that_is_closing_refuses(self, setup, block)
-
-
-HERE = _Peer("boot", "pid:[1]", 1000, 1, "/tmp/a", "aa")
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"gpu": ""}, "no GPU"),
-        ({"boot_id": "other"}, "different hosts"),
-        ({"pid_namespace": "pid:[2]"}, "PID namespaces"),
-        ({"user": 0}, "different users"),
-        ({"pid": 1}, "share a process"),
-    ],
-)
-def test_obstacles(changes, words):
-    there = replace(HERE, **{"pid": 2, **changes})
-    assert words in _obstacle(HERE, there)
-
-
-def test_a_notice_that_is_not_that_of_the_block():
-    block = BlockSpec(("x", 0), "holder", (2, 3), np.dtype("f8"), "cupy")
-    posted = _Posted("('x', 0)", (2, 3), (24, 8), dtype_text(np.dtype("f8")), "aa", 1, 0)
-    assert _Posted.parse(posted.text(), block) == posted
-    with pytest.raises(TransferError, match=r"is that of \('x', 1\)"):
-        _Posted.parse(replace(posted, key="('x', 1)").text(), block)
-    with pytest.raises(BlockMismatchError):
-        _Posted.parse(replace(posted, shape=(3, 2)).text(), block)
-    for torn in (b"", posted.text()[:-1], b"{}", b"[]"):
-        with pytest.raises(TransferError, match="cannot be read"):
-            _Posted.parse(torn, block)

@@ -15,7 +15,7 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.transports import cuda_ipc
-from dask_p2p.transports import ipc as module
+from dask_p2p.transports import posted as module
 from dask_p2p.transports.ipc import IpcTransport
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
@@ -57,21 +57,19 @@ def device(monkeypatch):
     monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda uuid: None)
     monkeypatch.setattr(cuda_ipc, "synchronize_producers", lambda block: None)
     monkeypatch.setattr(module, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
-    describe = module._describe
+    describe = IpcTransport._describe
     pids = {"reader": 1, "holder": 2}
     monkeypatch.setattr(
-        module,
+        IpcTransport,
         "_describe",
-        lambda folder: replace(
-            describe(folder), pid=pids[os.path.basename(os.path.dirname(folder))]
-        ),
+        lambda transport: replace(describe(transport), pid=pids[transport.host.address]),
     )
     return device
 
 
 @pytest.fixture
 def setup(device, loop, tmp_path):
-    chosen = replace(options(), ipc_retain_s=60.0)
+    chosen = replace(options(), board_retain_s=60.0)
     with linked(IpcTransport, loop, tmp_path, chosen) as setup:
         setup.kind, setup.device = "cupy", device
         setup.put = lambda key, array: setup.host.blocks.update({key: array.copy(order="K")})
@@ -124,6 +122,8 @@ class TestIpcEmulated(Conformance):
             ({"dtype": "int64 <i8"}, BlockMismatchError, "it is int64"),
             ({"shape": None}, TransferError, "cannot be read"),
             ({"more": 1}, TransferError, "cannot be read"),
+            ({"place": {"handle": "00"}}, TransferError, "cannot be read"),
+            ({"place": 1}, TransferError, "cannot be read"),
             (None, TransferError, "cannot be read"),
         ],
         ids=str,
@@ -132,14 +132,14 @@ class TestIpcEmulated(Conformance):
         self, setup, block, monkeypatch, change, error, words
     ):
         key, array = block
-        real = module._Posted.text
+        real = module.Posted.text
 
         def text(posted):
             if change is None:
                 return real(posted)[:-1]
             return module.json.dumps({**module.asdict(posted), **change}).encode()
 
-        monkeypatch.setattr(module._Posted, "text", text)
+        monkeypatch.setattr(module.Posted, "text", text)
         with pytest.raises(error, match=words):
             self.read(setup, key, array, ((0, 1), (0, 1)))
         assert setup.device.runtime.open == {}, "nothing was mapped"
@@ -202,7 +202,7 @@ class TestIpcEmulated(Conformance):
         assert posted == [0]
 
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
-        setup.serving.options = replace(options(), ipc_retain_s=0.05)
+        setup.serving.options = replace(options(), board_retain_s=0.05)
         setup.serving.serving(setup.host.blocks)
         assert setup.serving.held()["posted"] == 1
         wait_until(lambda: setup.serving.held()["posted"] == 0)

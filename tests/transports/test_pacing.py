@@ -13,6 +13,7 @@ from dask_p2p.kernels.queue import MOST_UNREAD, SLOTS
 from dask_p2p.transports.buffers import buffer_bytes
 from dask_p2p.transports.pacing import (
     Pacing,
+    cma_pacing,
     comm_pacing,
     idle_bytes,
     ipc_pacing,
@@ -32,13 +33,14 @@ def test_defaults_are_not_cut():
     assert ucx_pacing(chosen, "numpy").part_bytes == 16 * MIB
     assert comm_pacing(chosen, "cupy").part_bytes == 16 * MIB
     assert comm_pacing(chosen, "numpy").part_bytes == 16 * MIB
+    assert cma_pacing(chosen) == Pacing(2 * MIB, 0), "one after another"
 
 
 @given(
     limit_bytes=st.integers(16 * KIB, 4 * GIB),
     part_bytes=st.integers(1, 8 * GIB),
     in_flight=st.integers(1, 4),
-    order=st.sampled_from([None, ("comm",), ("ipc", "comm"), ("ucx", "comm")]),
+    order=st.sampled_from([None, ("comm",), ("ipc", "comm"), ("ucx", "comm"), ("cma", "comm")]),
     kind=st.sampled_from(KINDS),
 )
 def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_flight, order, kind):
@@ -50,6 +52,7 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
         ucx_part_bytes=part_bytes,
         ucx_host_part_bytes=part_bytes,
         ipc_staging_bytes=part_bytes,
+        cma_part_bytes=part_bytes,
         comm_parts_in_flight=in_flight,
         ucx_parts_in_flight=in_flight,
     )
@@ -62,13 +65,16 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
     assert slots + (in_flight + 1 + on_device) * comm.part_bytes <= limit_bytes
     in_flight = ucx.parts_in_flight
     assert slots + (in_flight + 1 + unread) * buffer_bytes(ucx.part_bytes) <= limit_bytes
+    assert buffer_bytes(cma_pacing(chosen).part_bytes) <= limit_bytes
+    assert cma_pacing(chosen).part_bytes <= part_bytes
     assert comm.part_bytes <= part_bytes
     assert ucx.part_bytes <= part_bytes
     for largest_bytes in (0, 100 * KIB, 100 * GIB):
         held_bytes = staging_bytes(chosen, kind, largest_bytes, 100 * GIB, 8)
         assert held_bytes <= limit_bytes
     assert packed_bytes(chosen, kind, 100, 100 * GIB) <= limit_bytes
-    assert idle_bytes(chosen, kind) <= limit_bytes
+    for transport in ("ipc", "cma", "ucx", "comm"):
+        assert idle_bytes(transport, chosen, kind) <= limit_bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,137 @@
+"""``cma``: regions of NumPy blocks, read out of another process of this host.
+
+By cross-memory attach (`dask_p2p.transports.process_memory`), as MPI libraries and UCX do between
+processes of one host. A notice holds a block's address; a reader copies parts of it that fit into a
+processor's cache, and permutes each from there. The holder packs nothing and sends nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from secrets import token_bytes
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dask_p2p.config import Options
+from dask_p2p.errors import BlockUnavailableError, TransferError
+from dask_p2p.layout import Box, box_shape
+from dask_p2p.transports import process_memory
+from dask_p2p.transports.base import BlockSpec, Host, Pending, RemoteBlock
+from dask_p2p.transports.board import Lease, is_tended
+from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.pacing import Pacing, cma_pacing, idle_bytes
+from dask_p2p.transports.posted import Peer, Posted, PostedBlock, PostedTransport
+
+__all__ = ["CmaTransport"]
+
+_TOKEN_BYTES = 16
+
+
+class CmaTransport(PostedTransport):
+    """NumPy blocks of other processes of this host.
+
+    `Peer.memory` is the address and the value of a random token, both in hex. Who reads the token
+    there has found the right process, and may read it.
+    """
+
+    name: ClassVar[str] = "cma"
+    kind: ClassVar[str] = "numpy"
+
+    def __init__(self, host: Host, options: Options) -> None:
+        super().__init__(host, options)
+        self._buffers = Buffers("numpy", idle_bytes("cma", options, "numpy"))
+        self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
+
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+        if dtype.hasobject:
+            return "cma moves bytes, not Python objects"
+        if not process_memory.is_there():
+            return "this system has no cross-memory attach"
+        return super().obstacle(holder, kind, dtype)
+
+    def pacing(self, options: Options, kind: str) -> Pacing:
+        return cma_pacing(options)
+
+    def describe_memory(self) -> str:
+        process_memory.allow_readers()
+        return f"{process_memory.address_of(self._token):x} {self._token.tobytes().hex()}"
+
+    def memory_obstacle(self, peer: Peer) -> str | None:
+        try:
+            address, token = peer.memory.split()
+            runs = process_memory.runs_of(int(address, 16), (_TOKEN_BYTES,), (1,), 1)
+            memory = np.empty(_TOKEN_BYTES, np.uint8)
+            found = process_memory.read(peer.pid, runs, memory.dtype, memory)
+        except (OSError, ValueError, AttributeError, OverflowError) as exc:
+            return f"its memory may not be read: {exc}"
+        return None if found.tobytes().hex() == token else "its memory is another process'"
+
+    def place_of(self, block: Any) -> dict[str, Any]:
+        return {"address": process_memory.address_of(block)}
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return np.empty(shape, dtype)
+
+    def opened(
+        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Sequence[Box], lease: Lease
+    ) -> RemoteBlock:
+        address = posted.place.get("address") if isinstance(posted.place, dict) else None
+        if type(address) is not int:
+            raise TransferError(f"cma: the notice of {block} has no address: {posted.place!r}")
+        return _CmaBlock(peer, posted, address, boxes, self._buffers, block, peer.folder, lease)
+
+
+class _CmaBlock(PostedBlock):
+    def __init__(
+        self,
+        peer: Peer,
+        posted: Posted,
+        address: int,
+        boxes: Sequence[Box],
+        buffers: Buffers,
+        *lease: Any,
+    ) -> None:
+        super().__init__(*lease)
+        self._pid = peer.pid
+        self._strides = posted.strides
+        self._address = address
+        self._boxes = iter(boxes)
+        self._buffers = buffers
+
+    def request(self) -> Pending:
+        return _Region(self._read, next(self._boxes))
+
+    def _read(self, box: Box) -> Any:
+        if not self.is_open:
+            raise TransferError(f"cma: {self._block} was closed before it was read")
+        shape, dtype = box_shape(box), self._block.dtype
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        start_bytes = sum(first * s for (first, _), s in zip(box, self._strides, strict=True))
+        address = self._address + start_bytes
+        runs = process_memory.runs_of(address, shape, self._strides, dtype.itemsize)
+        memory = self._buffers.take((prod(runs.shape) * dtype.itemsize,), np.uint8)
+        try:
+            region = process_memory.read(self._pid, runs, dtype, memory)
+        except OSError as exc:
+            if exc.errno == errno.ESRCH or not is_tended(self._folder):
+                said = f"{self._block.holder} ended while {self._block} was read"
+                raise BlockUnavailableError(said) from exc
+            raise TransferError(f"cma: {self._block} cannot be read: {exc}") from exc
+        return np.broadcast_to(region, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """A region that is read when it is wanted, by who wants it: there is nobody else to do it."""
+
+    read: Callable[[Box], Any]
+    box: Box
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Return the array."""
+        return self.read(self.box)

@@ -1,0 +1,369 @@
+"""What transports have in common by which a reader reads a holder's memory itself.
+
+A holder describes a block on its notice board (`dask_p2p.transports.board`). A reader of the same
+host takes a lease on it, and reads what it wants, in what way the transport knows; the holder has
+nothing to do with that.
+
+Descriptors need not be asked for: a worker that runs an assembling task posts its own blocks
+first, since the others are about to read them. Who finds no descriptor asks the holder to post.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from dask_p2p.config import Options
+from dask_p2p.errors import BlockUnavailableError, P2PError, TransferError
+from dask_p2p.kernels import kernel_for
+from dask_p2p.layout import Box, box_slices
+from dask_p2p.transports.base import (
+    MEET_S,
+    Arrived,
+    BlockSpec,
+    Handler,
+    Host,
+    Pending,
+    RemoteBlock,
+    Transport,
+    ask,
+    check_reply,
+    dtype_text,
+    find_block,
+    mismatch,
+    refuse,
+)
+from dask_p2p.transports.board import Board, Intent, Lease, is_tended, take
+from dask_p2p.transports.requests import checked_key, checked_shape, no_more
+
+__all__ = ["Peer", "Posted", "PostedBlock", "PostedTransport"]
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_S = 0.1
+_CLOSE_S = 5.0  # how long closing waits for readers
+_POLL_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a worker runs: what decides whether its memory can be read."""
+
+    boot_id: str
+    pid_namespace: str
+    user: int
+    pid: int
+    folder: str  # of its board
+    memory: str  # what else the transport must know of the memory that its blocks are in
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """What a notice says about a block."""
+
+    key: str  # its repr
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    dtype: str
+    place: Mapping[str, Any]  # where it is, in the transport's own words
+
+    def text(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def parse(cls, text: bytes, block: BlockSpec, name: str) -> Posted:
+        """Read a notice; refuse one that does not describe the block."""
+        try:
+            fields = json.loads(text)
+            posted = cls(
+                **{**fields, "shape": tuple(fields["shape"]), "strides": tuple(fields["strides"])}
+            )
+        except (ValueError, TypeError, KeyError) as exc:
+            raise TransferError(f"{name}: the notice of {block} cannot be read: {exc}") from exc
+        if posted.key != repr(block.key):
+            raise TransferError(f"{name}: the notice of {block} is that of {posted.key}")
+        if posted.shape != tuple(block.shape) or posted.dtype != dtype_text(block.dtype):
+            declared = f"{block.dtype} {block.shape}"
+            raise mismatch(block, declared, f"{posted.dtype} {posted.shape}")
+        return posted
+
+
+class PostedTransport(Transport):
+    """Blocks of other processes of this host, found on their notice boards."""
+
+    kind: ClassVar[str]  # of the blocks that it moves
+
+    def __init__(self, host: Host, options: Options) -> None:
+        super().__init__(host, options)
+        self._board = Board(host.folder)
+        self._peers: dict[str, tuple[Peer, str | None]] = {}  # by holder, with the obstacle
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._peer_op, self._post_op = f"p2p_{self.name}_peer", f"p2p_{self.name}_post"
+
+    # --- what differs between them ---
+
+    @abstractmethod
+    def describe_memory(self) -> str:
+        """Return `Peer.memory` of this process."""
+
+    @abstractmethod
+    def memory_obstacle(self, peer: Peer) -> str | None:
+        """Say what keeps a process of this host and user from being read; None if it can be."""
+
+    @abstractmethod
+    def place_of(self, block: Any) -> dict[str, Any]:
+        """Return where a block is, for `Posted.place`."""
+
+    def settle(self, block: Any) -> None:  # optional
+        """Wait until all values of a block are there."""
+
+    @abstractmethod
+    def opened(
+        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Sequence[Box], lease: Lease
+    ) -> RemoteBlock:
+        """Return a block on which a lease was taken. If this fails, the lease is ended."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return a new array."""
+
+    # --- the reader's side, in task threads ---
+
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+        if kind != self.kind:
+            other = {"numpy": "NumPy", "cupy": "CuPy"}[self.kind]
+            return f"{self.name} moves {other} blocks, not {kind}"
+        try:
+            return self._known(holder)[1]
+        except TransferError as exc:
+            return str(exc)
+
+    def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
+        if 0 in block.shape:
+            return _EmptyBlock(self.empty(block.shape, block.dtype), boxes)
+        peer, obstacle = self._known(block.holder)
+        if obstacle is not None:
+            raise TransferError(f"{self.name}: {block.holder} cannot be read in place: {obstacle}")
+        with ExitStack() as undo:
+            lease = self._lease(peer, block, options)
+            undo.callback(lease.close)
+            posted = Posted.parse(lease.text, block, self.name)
+            opened = self.opened(peer, posted, block, boxes, lease)
+            undo.pop_all()
+        return opened
+
+    def _known(self, holder: str) -> tuple[Peer, str | None]:
+        """Return where a worker runs, and what keeps its memory from being read.
+
+        It is asked once. If it does not answer that is not noted: it may the next time.
+        """
+        known = self._peers.get(holder)
+        if known is None:
+            reply = self._ask(holder, self._peer_op, MEET_S, "where it runs")
+            try:
+                peer = Peer(**reply["peer"])
+            except (TypeError, KeyError) as exc:
+                said = f"{self.name}: {holder} does not say where it runs: {reply}"
+                raise TransferError(said) from exc
+            known = self._peers[holder] = (peer, self._peer_obstacle(peer))
+        return known
+
+    def _peer_obstacle(self, peer: Peer) -> str | None:
+        return _apart(self._describe(), peer) or self.memory_obstacle(peer)
+
+    def _ask(self, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
+        """Call a holder's handler, from a task thread."""
+        asking = ask(self.host, holder, op, timeout_s, about, **kwargs)
+        try:
+            return asyncio.run_coroutine_threadsafe(asking, self.host.loop).result(timeout_s + 5)
+        except TimeoutError:
+            raise TransferError(f"{self.name}: no word of the event loop") from None
+
+    def _lease(self, peer: Peer, block: BlockSpec, options: Options) -> Lease:
+        """Take a lease; if the holder does not post by itself, ask it to."""
+        deadline_s = time.monotonic() + options.board_wait_s
+        try:
+            while (lease := take(peer.folder, block.key)) is None:
+                if time.monotonic() > deadline_s:
+                    break
+                time.sleep(_POLL_S)
+            if lease is None:
+                timeout_s = options.request_timeout_s
+                about = f"block {block.key!r}"
+                reply = self._ask(
+                    block.holder, self._post_op, timeout_s, about, key=block.key, shape=block.shape
+                )
+                check_reply(reply, block, self.name)
+                lease = take(peer.folder, block.key)
+        except OSError as exc:
+            said = f"{self.name}: the board of {block.holder} cannot be read: {exc}"
+            raise TransferError(said) from exc
+        if lease is None:
+            said = f"{self.name}: {block.holder} posted {block}, but took it back at once"
+            raise TransferError(said)
+        return lease
+
+    # --- the holder's side ---
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {self._peer_op: self._answer_peer, self._post_op: self._answer_post}
+
+    @property
+    def leased_bytes(self) -> int:
+        return self._board.leased_bytes
+
+    def serving(self, blocks: Mapping[Any, Any]) -> None:
+        for key, block in blocks.items():
+            if kernel_for(block).name == self.kind and not self._closed:
+                try:
+                    # What is held by now: the task may have been cancelled, its block released.
+                    self._find_and_post(key, block.shape)
+                except (KeyError, OSError, ValueError, P2PError) as exc:
+                    # Readers will ask, and be told why.
+                    logger.debug("block %r is not posted: %s", key, exc)
+
+    def released(self, key: Any) -> None:
+        self._board.retract(key)
+
+    def forget(self, holder: str) -> None:
+        self._peers.pop(holder, None)
+
+    def held(self) -> dict[str, int]:
+        return {"posted": len(self._board)}
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        deadline_s = time.monotonic() + _CLOSE_S
+        while self._board.close() and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
+
+    async def _answer_peer(self, **unknown: Any) -> dict[str, Any]:
+        try:
+            no_more(unknown)
+            peer = await self.host.offload(self._describe)
+        except Exception as exc:
+            return refuse(exc)
+        return {"status": "ok", "peer": asdict(peer)}
+
+    def _describe(self) -> Peer:
+        """Describe this process."""
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot_id = file.read().strip()
+        return Peer(
+            boot_id=boot_id,
+            pid_namespace=os.readlink("/proc/self/ns/pid"),
+            user=os.getuid(),
+            pid=os.getpid(),
+            folder=self._board.folder,
+            memory=self.describe_memory(),
+        )
+
+    async def _answer_post(
+        self, key: Any = None, shape: Any = None, **unknown: Any
+    ) -> dict[str, Any]:
+        try:
+            no_more(unknown)
+            checked = checked_key(key), checked_shape(shape)
+            await self.host.offload(self._find_and_post, *checked)
+        except Exception as exc:
+            return refuse(exc)
+        return {"status": "ok"}
+
+    def _find_and_post(self, key: Any, shape: Any) -> None:
+        intent = self._board.intend(key)
+        self._post(key, find_block(self.host, key, shape), intent)
+
+    def _post(self, key: Any, block: Any, intent: Intent) -> None:
+        """Describe a block on the board, once all its values are there."""
+        self.settle(block)
+        if self._board.renew(key, block):
+            return
+        posted = Posted(
+            key=repr(key),
+            shape=tuple(block.shape),
+            strides=tuple(block.strides),
+            dtype=dtype_text(block.dtype),
+            place=self.place_of(block),
+        )
+        self._board.post(key, block, posted.text(), intent)
+        self.host.loop.call_soon_threadsafe(self._sweep_later)
+
+    def _sweep_later(self) -> None:
+        if self._sweeping is None and not self._closed:
+            self._sweeping = self.host.loop.call_later(_SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        if self._board.sweep(self.options.board_retain_s):
+            self._sweep_later()
+
+
+class PostedBlock(RemoteBlock):
+    """A block that is read under a lease.
+
+    Parameters
+    ----------
+    block
+        As it is declared.
+    folder
+        Of the holder's board.
+    lease
+        Ended with `close`.
+    """
+
+    def __init__(self, block: BlockSpec, folder: str, lease: Lease) -> None:
+        self._block = block
+        self._folder = folder
+        self._lease: Lease | None = lease
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the lease has not ended."""
+        return self._lease is not None
+
+    def confirm(self) -> None:
+        # What is read of a process that has ended is nowhere promised.
+        if self.is_open and not is_tended(self._folder):
+            raise BlockUnavailableError(f"{self._block.holder} ended while {self._block} was read")
+
+    def close(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+
+class _EmptyBlock(RemoteBlock):
+    """A block without elements: it has no address, and needs no lease."""
+
+    def __init__(self, array: Any, boxes: Sequence[Box]) -> None:
+        self._regions = (array[box_slices(box)] for box in boxes)
+
+    def request(self) -> Pending:
+        return Arrived(next(self._regions))
+
+    def close(self) -> None:
+        pass
+
+
+def _apart(here: Peer, there: Peer) -> str | None:
+    """Say what sets two processes so far apart that neither can read the other's memory."""
+    if here.boot_id != there.boot_id:
+        return "they run on different hosts"
+    if here.pid_namespace != there.pid_namespace:
+        return "they run in different PID namespaces, where neither sees the other"
+    if here.user != there.user:
+        return "they belong to different users"
+    if here.pid == there.pid:
+        return "they share a process"
+    return None

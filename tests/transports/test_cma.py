@@ -1,0 +1,162 @@
+"""``cma`` within one process, which reads itself as it would read another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dask_p2p.config import options
+from dask_p2p.errors import BlockUnavailableError, TransferError
+from dask_p2p.transports import posted, process_memory
+from dask_p2p.transports.cma import CmaTransport
+from dask_p2p.transports.probe import PROBE_BYTES
+from tests.transports.conformance import Conformance
+from tests.transports.loopback import linked, wait_until
+
+F8 = np.dtype("f8")
+
+
+@pytest.fixture
+def setup(loop, tmp_path, monkeypatch):
+    monkeypatch.setattr(posted, "_apart", lambda here, there: None)
+    chosen = replace(options(), board_retain_s=60.0)
+    with linked(CmaTransport, loop, tmp_path, chosen) as setup:
+        yield setup
+
+
+def described(setup, monkeypatch, **changes):
+    """Have the holder describe itself otherwise."""
+    describe = CmaTransport._describe
+    monkeypatch.setattr(
+        CmaTransport, "_describe", lambda transport: replace(describe(transport), **changes)
+    )
+
+
+class TestCma(Conformance):
+    def test_a_probe_comes_unharmed(self, setup):
+        setup.reader.probe(setup.holder, "numpy")
+        assert setup.reader._buffers.idle_bytes == PROBE_BYTES
+
+    def test_what_is_posted_need_not_be_asked_for(self, setup, block):
+        key, array = block
+        setup.serving.serving(setup.host.blocks)
+        self.read(setup, key, array, ((0, 6), (0, 10)))
+        assert "p2p_cma_post" not in setup.host.calls
+
+    def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        setup.drop(key)
+        assert setup.serving.held() == {"posted": 1}, "it is being read"
+        np.testing.assert_array_equal(remote.request().result(), array)
+        remote.close()
+        setup.serving._board.sweep(60)
+        assert setup.serving.held() == {"posted": 0}
+
+    def test_what_is_closed_is_not_read(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        pending = remote.request()
+        remote.close()
+        with pytest.raises(TransferError, match="was closed before it was read"):
+            pending.result()
+
+    @pytest.mark.parametrize(
+        "view",
+        [
+            lambda a: a[::2, ::-1],
+            lambda a: np.broadcast_to(a[:1], (5, 10)),
+            lambda a: a.T[3:],
+            lambda a: a[:, 4:5],
+        ],
+    )
+    def test_blocks_of_any_memory_layout(self, setup, view):
+        array = view(np.arange(60.0).reshape(6, 10))
+        setup.put("view", array)
+        box = tuple((n // 3, n) for n in array.shape)
+        expected = array[tuple(slice(*ends) for ends in box)]
+        np.testing.assert_array_equal(self.read(setup, "view", array, box), expected)
+
+    def test_other_blocks_are_not_for_cma(self, setup):
+        assert setup.reader.obstacle("holder", "cupy", F8) == "cma moves NumPy blocks, not cupy"
+        assert "not Python objects" in setup.reader.obstacle("holder", "numpy", np.dtype(object))
+
+    def test_systems_without_it(self, setup, monkeypatch):
+        monkeypatch.setattr(process_memory, "is_there", lambda: False)
+        assert "no cross-memory attach" in setup.reader.obstacle("holder", "numpy", F8)
+
+    def test_a_kernel_that_refuses(self, setup, block, monkeypatch):
+        def refuse(*args):
+            raise PermissionError(1, "Operation not permitted")
+
+        key, array = block
+        monkeypatch.setattr(process_memory, "read", refuse)
+        said = setup.reader.obstacle("holder", "numpy", F8)
+        assert "its memory may not be read" in said
+        assert "not permitted" in said
+        with pytest.raises(TransferError, match="cannot be read in place: its memory may not be"):
+            self.open(setup, key, array)
+
+    @pytest.mark.parametrize(
+        ("memory", "words"),
+        [
+            ("8 aa", "Bad address"),
+            ("zz aa", "invalid literal"),
+            ("", "not enough values"),
+            (f"{2**70:x} aa", "may not be read"),
+            (7, "may not be read"),
+        ],
+    )
+    def test_a_holder_that_describes_itself_wrongly(self, setup, monkeypatch, memory, words):
+        described(setup, monkeypatch, memory=memory)
+        said = setup.reader.obstacle("holder", "numpy", F8)
+        assert "may not be read" in said
+        assert words in said
+
+    def test_another_process_under_the_holders_number(self, setup, monkeypatch):
+        address = process_memory.address_of(np.zeros(16, "u1"))
+        described(setup, monkeypatch, memory=f"{address:x} {'ab' * 16}")
+        assert setup.reader.obstacle("holder", "numpy", F8) == "its memory is another process'"
+
+    @pytest.mark.parametrize("place", [{}, {"address": "1"}, {"address": True}, 1, None], ids=str)
+    def test_a_notice_without_an_address(self, setup, block, monkeypatch, place):
+        key, array = block
+        monkeypatch.setattr(CmaTransport, "place_of", lambda transport, block: place)
+        with pytest.raises(TransferError, match="has no address"):
+            self.open(setup, key, array)
+        setup.drop(key)
+        assert setup.serving.held() == {"posted": 0}
+
+    def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):
+        key, array = block
+        monkeypatch.setattr(CmaTransport, "place_of", lambda transport, block: {"address": 8})
+        with pytest.raises(TransferError, match=r"cma: block .* cannot be read: .*Bad address"):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+
+    def test_a_holder_that_ended_while_it_was_read(self, setup, block):
+        key, array = block
+        whole = ((0, 6), (0, 10))
+        remote = self.open(setup, key, array, whole, whole)
+        remote.request().result()
+        remote.confirm()
+        with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+            ended.wait()
+        remote._pid = ended.pid
+        with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
+            remote.request().result()
+        os.close(setup.serving._board._tended)  # as the kernel does for the dead
+        with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
+            remote.confirm()
+        remote.close()
+        setup.serving._board._tended = os.open(os.devnull, os.O_RDONLY)
+
+    def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
+        setup.serving.options = replace(options(), board_retain_s=0.05)
+        setup.serving.serving(setup.host.blocks)
+        assert setup.serving.held() == {"posted": 1}
+        wait_until(lambda: setup.serving.held() == {"posted": 0})

@@ -1,0 +1,42 @@
+"""Who can read whom, and what notices must say; the rest is tested with each transport."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.transports.base import BlockSpec, dtype_text
+from dask_p2p.transports.posted import Peer, Posted, _apart
+
+HERE = Peer("boot", "pid:[1]", 1000, 1, "/tmp/a", "aa")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"boot_id": "other"}, "different hosts"),
+        ({"pid_namespace": "pid:[2]"}, "PID namespaces"),
+        ({"user": 0}, "different users"),
+        ({"pid": 1}, "share a process"),
+    ],
+)
+def test_what_sets_processes_apart(changes, words):
+    there = replace(HERE, pid=2)
+    assert _apart(HERE, there) is None
+    assert words in _apart(HERE, replace(there, **changes))
+
+
+def test_a_notice_that_is_not_that_of_the_block():
+    block = BlockSpec(("x", 0), "holder", (2, 3), np.dtype("f8"), "cupy")
+    posted = Posted("('x', 0)", (2, 3), (24, 8), dtype_text(np.dtype("f8")), {"address": 1})
+    assert Posted.parse(posted.text(), block, "t") == posted
+    with pytest.raises(TransferError, match=r"t: .* is that of \('x', 1\)"):
+        Posted.parse(replace(posted, key="('x', 1)").text(), block, "t")
+    with pytest.raises(BlockMismatchError):
+        Posted.parse(replace(posted, shape=(3, 2)).text(), block, "t")
+    for torn in (b"", posted.text()[:-1], b"{}", b"[]"):
+        with pytest.raises(TransferError, match=r"t: the notice of .* cannot be read"):
+            Posted.parse(torn, block, "t")
