@@ -49,6 +49,7 @@ from dask_p2p.measure import (
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "dask_p2p"
 OVER_UCX = "dask_p2p, ucx"
+BY_MESSAGES = "dask_p2p, comm"
 LOW_LATENCY = ", low latency"
 NO_OP = "one no-op layer"
 LIMIT = "copy engines (limit)"
@@ -405,10 +406,13 @@ def main(
     with_floor = {OURS: p2p_transpose, NO_OP: no_op}
     ours = dict(with_floor)
     theirs = {f"dask {method}": dask_rechunk(method) for method in ("tasks", "p2p")}
-    plans = [(protocol, False, ours if gpus or not rivals else {**ours, **theirs})]
     if gpus:
         ours[OVER_UCX] = p2p_with(transports__order=["ucx"])
         ours |= VARIANTS if variants else {}
+    else:
+        ours[BY_MESSAGES] = p2p_with(transports__order=["comm"])
+    plans = [(protocol, False, ours if gpus or not rivals else {**ours, **theirs})]
+    if gpus:
         quick = {f"{name}{LOW_LATENCY}": ours[name] for name in (OURS, NO_OP)}
         plans.append((protocol, True, quick))
     if gpus and rivals:
