@@ -23,7 +23,7 @@ MODES = ("async", "sync")
 TRANSPORTS = ("ipc", "cma", "ucx", "comm")
 
 # Best first, by kind of block, as measured. Between processes of one host with two cores and NumPy
-# blocks UCX takes 1.3 to 2 times as long as Dask's own TCP.
+# blocks Dask's own TCP takes twice as long as cma, and UCX 1.3 to 2 times as long as that.
 _BEST = {"cupy": ("ipc", "ucx", "comm"), "numpy": ("cma", "comm")}
 
 _T = TypeVar("_T")

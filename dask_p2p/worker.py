@@ -90,6 +90,11 @@ class WorkerHost:
                 return self._keep_a_while(data.disk[key])
         raise KeyError(key)
 
+    def is_on_disk(self, key: Any) -> bool:
+        """Tell whether a block is spilled, so that `block` would have to read it."""
+        data = self._worker.data
+        return isinstance(data, SpillBuffer) and key not in data.memory and key in data.disk
+
     def _keep_a_while(self, block: Any) -> Any:
         """Keep a block that was read, whose other regions are about to be asked for.
 

@@ -108,6 +108,9 @@ class Host(Protocol):
         It may be read from disk, so this is nothing for the event loop.
         """
 
+    def is_on_disk(self, key: Any) -> bool:
+        """Tell whether a block is spilled, so that `block` would have to read it."""
+
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         """Call the handler `op` of the worker at `address`; `OSError` if it cannot be reached."""
 

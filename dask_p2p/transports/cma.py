@@ -100,12 +100,22 @@ class _CmaBlock(PostedBlock):
         self._strides = posted.strides
         self._address = address
         self._boxes = iter(boxes)
+        self._unread = len(boxes)
         self._buffers = buffers
 
     def request(self) -> Pending:
         return _Region(self._read, next(self._boxes))
 
     def _read(self, box: Box) -> Any:
+        region = self._copied(box)
+        self._unread -= 1
+        if not self._unread:
+            # All that is wanted is here: the holder need not keep its block any longer.
+            self.confirm()
+            self.close()
+        return region
+
+    def _copied(self, box: Box) -> Any:
         if not self.is_open:
             raise TransferError(f"cma: {self._block} was closed before it was read")
         shape, dtype = box_shape(box), self._block.dtype

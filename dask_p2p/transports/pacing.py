@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
+_MOST_CMA_BYTES = 2**30  # a system call reads 2 GiB at most
 _IDLE_PARTS = {"ucx": 5, "cma": 2}  # buffers of one part each that are kept for later
 
 
@@ -69,7 +70,7 @@ def ucx_pacing(options: Options, kind: str) -> Pacing:
 
 def cma_pacing(options: Options) -> Pacing:
     """Return parts that are read one at a time: the reader's own thread does it."""
-    part_bytes = options.cma_part_bytes
+    part_bytes = min(options.cma_part_bytes, _MOST_CMA_BYTES)
     if buffer_bytes(part_bytes) > options.staging_limit_bytes:
         part_bytes = 1 << (options.staging_limit_bytes.bit_length() - 1)  # the power of two below
     return Pacing(part_bytes, parts_in_flight=0)

@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 _SWEEP_S = 0.1
 _CLOSE_S = 5.0  # how long closing waits for readers
 _POLL_S = 20e-6
+_MOST_FROM_DISK = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class PostedTransport(Transport):
         self._peers: dict[str, tuple[Peer, str | None]] = {}  # by holder, with the obstacle
         self._sweeping: asyncio.TimerHandle | None = None
         self._closed = False
+        self._from_disk: deque[Any] = deque()  # keys of posted blocks that are spilled
         self._peer_op, self._post_op = f"p2p_{self.name}_peer", f"p2p_{self.name}_post"
 
     # --- what differs between them ---
@@ -223,13 +226,14 @@ class PostedTransport(Transport):
 
     def serving(self, blocks: Mapping[Any, Any]) -> None:
         for key, block in blocks.items():
-            if kernel_for(block).name == self.kind and not self._closed:
-                try:
-                    # What is held by now: the task may have been cancelled, its block released.
-                    self._find_and_post(key, block.shape)
-                except (KeyError, OSError, ValueError, P2PError) as exc:
-                    # Readers will ask, and be told why.
-                    logger.debug("block %r is not posted: %s", key, exc)
+            if kernel_for(block).name != self.kind or self._closed or self.host.is_on_disk(key):
+                continue
+            try:
+                # What is held by now: the task may have been cancelled, its block released.
+                self._find_and_post(key, block.shape)
+            except (KeyError, OSError, ValueError, P2PError) as exc:
+                # Readers will ask, and be told why.
+                logger.debug("block %r is not posted: %s", key, exc)
 
     def released(self, key: Any) -> None:
         self._board.retract(key)
@@ -281,8 +285,14 @@ class PostedTransport(Transport):
         return {"status": "ok"}
 
     def _find_and_post(self, key: Any, shape: Any) -> None:
+        was_on_disk = self.host.is_on_disk(key)
         intent = self._board.intend(key)
         self._post(key, find_block(self.host, key, shape), intent)
+        if was_on_disk and key not in self._from_disk:
+            self._from_disk.append(key)
+            # Of these only the last stay in memory, and those that are read right now.
+            while len(self._from_disk) > _MOST_FROM_DISK:
+                self._board.retract(self._from_disk.popleft())
 
     def _post(self, key: Any, block: Any, intent: Intent) -> None:
         """Describe a block on the board, once all its values are there."""

@@ -9,6 +9,7 @@ restricted by a security module. `allow_readers` lifts the restriction of one of
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
 from functools import cache
@@ -109,7 +110,7 @@ def _read_runs(
         done = _libc().process_vm_readv(pid, here.ctypes.data, 1, part.ctypes.data, len(part), 0)
         if done != len(part) * run_bytes:
             # Less than all: what follows lies where nothing is mapped.
-            error = ctypes.get_errno() if done < 0 else 14
+            error = ctypes.get_errno() if done < 0 else errno.EFAULT
             raise OSError(error, os.strerror(error))
 
 
@@ -122,6 +123,7 @@ def _libc() -> Any:
     return libc
 
 
+@cache
 def is_there() -> bool:
     """Tell whether this system has cross-memory attach: Linux does."""
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "process_vm_readv")

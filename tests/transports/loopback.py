@@ -52,12 +52,16 @@ class LoopbackHost:
         self.encrypted_only = False
         self.probes = Probes()
         self.blocks = {}
+        self.on_disk = set()  # keys of blocks that would have to be read
         self.handlers = {}
         self.calls = []  # operations that were called here
         self.delay_s = 0.0  # before each answer
         self._network = network
         self._threads = ThreadPoolExecutor(2)
         network[address] = self
+
+    def is_on_disk(self, key):
+        return key in self.on_disk
 
     def block(self, key):
         return self.probes.block(key) if is_probe(key) else self.blocks[key]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,6 +49,11 @@ class TestCma(Conformance):
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert "p2p_cma_post" not in setup.host.calls
 
+    def test_what_is_no_numpy_block_is_not_posted(self, setup, block, monkeypatch):
+        monkeypatch.setattr(posted, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
+        setup.serving.serving(setup.host.blocks)
+        assert setup.serving.held() == {"posted": 0}
+
     def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
@@ -57,6 +63,44 @@ class TestCma(Conformance):
         remote.close()
         setup.serving._board.sweep(60)
         assert setup.serving.held() == {"posted": 0}
+
+    def test_a_block_is_let_go_of_with_its_last_region(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 3), (0, 10)), ((3, 6), (0, 10)))
+        np.testing.assert_array_equal(remote.request().result(), array[:3])
+        setup.drop(key)
+        assert setup.serving.held() == {"posted": 1}
+        np.testing.assert_array_equal(remote.request().result(), array[3:])
+        setup.serving._board.sweep(60)
+        assert setup.serving.held() == {"posted": 0}
+        remote.confirm()
+        remote.close()
+
+    def test_of_blocks_on_disk_only_the_last_are_kept(self, setup):
+        array = np.arange(60.0).reshape(6, 10)
+        for key in range(5):
+            setup.put(key, array + key)
+        setup.host.on_disk = set(range(4))
+        setup.serving.serving(setup.host.blocks)
+        assert setup.serving.held() == {"posted": 1}, "what is in memory"
+        for key in (0, 1, 2, 3, 3, 0):
+            got = self.read(setup, key, array, ((0, 6), (0, 10)))
+            np.testing.assert_array_equal(got, array + key)
+            assert setup.serving.held()["posted"] <= 1 + 2
+        assert setup.host.calls.count("p2p_cma_post") == 5
+
+    def test_a_block_on_disk_is_kept_while_it_is_read(self, setup):
+        array = np.arange(60.0).reshape(6, 10)
+        for key in range(4):
+            setup.put(key, array + key)
+        setup.host.on_disk = set(range(4))
+        whole = ((0, 6), (0, 10))
+        opened = [self.open(setup, key, array, whole) for key in range(4)]
+        assert setup.serving.held() == {"posted": 4}
+        for key, remote in enumerate(opened):
+            np.testing.assert_array_equal(remote.request().result(), array + key)
+        setup.serving._board.sweep(60)
+        assert setup.serving.held() == {"posted": 2}
 
     def test_what_is_closed_is_not_read(self, setup, block):
         key, array = block
