@@ -35,6 +35,7 @@ from dask_p2p.transports.base import (
     Pending,
     RemoteBlock,
     Transport,
+    UnsuitableError,
     check_block,
 )
 from dask_p2p.transports.links import BlockRef, Links, Way
@@ -395,7 +396,7 @@ class Assembly:
         if isinstance(error, BlockUnavailableError):
             # The holder answers, it just lacks the block: no other transport would find it.
             source.ways = [other for other in source.ways if other.holder != way.holder]
-        else:
+        elif not isinstance(error, UnsuitableError):
             last = not any(other.holder == way.holder for other in source.ways)
             self.peers.links.report_failure(way, error, last)
         if not source.ways:

@@ -60,6 +60,7 @@ __all__ = [
     "Pending",
     "RemoteBlock",
     "Transport",
+    "UnsuitableError",
     "ask",
     "check_block",
     "check_reply",
@@ -92,6 +93,10 @@ class BlockSpec:
 
     def __str__(self) -> str:
         return f"block {self.key!r} of {self.holder}"
+
+
+class UnsuitableError(TransferError):
+    """Another transport brings this block better. That is no failure, and nobody is warned."""
 
 
 class Host(Protocol):

@@ -18,9 +18,9 @@ import numpy as np
 
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockUnavailableError, TransferError
-from dask_p2p.layout import Box, box_shape
+from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports import process_memory
-from dask_p2p.transports.base import BlockSpec, Host, Pending, RemoteBlock
+from dask_p2p.transports.base import BlockSpec, Host, Pending, RemoteBlock, UnsuitableError
 from dask_p2p.transports.board import Lease, is_tended
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.pacing import Pacing, cma_pacing, idle_bytes
@@ -29,6 +29,10 @@ from dask_p2p.transports.posted import Peer, Posted, PostedBlock, PostedTranspor
 __all__ = ["CmaTransport"]
 
 _TOKEN_BYTES = 16
+# The kernel takes as long for a run of bytes as for 150 bytes more, and comm four times as long as
+# cma for each byte.
+_SHORT_RUN_BYTES = 128
+_MOST_SHORT_RUNS = 2**14  # below, comm takes longer to ask and to be answered
 
 
 class CmaTransport(PostedTransport):
@@ -80,9 +84,22 @@ class CmaTransport(PostedTransport):
         self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Sequence[Box], lease: Lease
     ) -> RemoteBlock:
         address = posted.place.get("address") if isinstance(posted.place, dict) else None
-        if type(address) is not int:
+        if type(address) is not int or not 0 <= address < 2**64:
             raise TransferError(f"cma: the notice of {block} has no address: {posted.place!r}")
+        _check_runs(block, posted, boxes)
         return _CmaBlock(peer, posted, address, boxes, self._buffers, block, peer.folder, lease)
+
+
+def _check_runs(block: BlockSpec, posted: Posted, boxes: Sequence[Box]) -> None:
+    """Refuse a block whose elements, as far as they are wanted, lie too far apart."""
+    itemsize = block.dtype.itemsize
+    largest = box_shape(max(boxes, key=box_size, default=()))
+    run_bytes = process_memory.run_bytes_of(largest, posted.strides, itemsize)
+    nbytes = sum(map(box_size, boxes)) * itemsize
+    if run_bytes < _SHORT_RUN_BYTES and nbytes > _MOST_SHORT_RUNS * run_bytes:
+        raise UnsuitableError(
+            f"cma: what is wanted of {block} lies in memory in runs of {run_bytes} bytes"
+        )
 
 
 class _CmaBlock(PostedBlock):

@@ -12,12 +12,22 @@ import ctypes
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["MOST_RUNS", "Runs", "address_of", "allow_readers", "is_there", "read", "runs_of"]
+__all__ = [
+    "MOST_RUNS",
+    "Runs",
+    "address_of",
+    "allow_readers",
+    "is_there",
+    "read",
+    "run_bytes_of",
+    "runs_of",
+]
 
 MOST_RUNS = 1024  # of one system call: IOV_MAX
 _PR_SET_PTRACER = 0x59616D61  # "Yama", of linux/prctl.h
@@ -52,6 +62,24 @@ backwards=(False, False))
     """
     backwards = tuple(stride < 0 for stride in strides)
     address += sum(s * (n - 1) for s, n in zip(strides, shape, strict=True) if s < 0)
+    extents, steps, order, outer, run_bytes = _in_memory(shape, strides, itemsize)
+    addresses = np.array([address], np.uint64)
+    for axis in outer:
+        along = np.arange(extents[axis], dtype=np.uint64) * np.uint64(steps[axis])
+        addresses = (addresses[:, np.newaxis] + along).reshape(-1)
+    places = tuple(order.index(axis) for axis in range(len(shape)))
+    return Runs(addresses, run_bytes, tuple(extents[axis] for axis in order), places, backwards)
+
+
+def run_bytes_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return how long the runs of a region are, without looking where each is."""
+    return _in_memory(shape, strides, itemsize)[-1]
+
+
+def _in_memory(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> tuple[list[int], list[int], list[int], list[int], int]:
+    """Return a region's extents and steps, its axes in order, those around a run, and its bytes."""
     steps = [abs(stride) for stride in strides]
     # Elements that are repeated are read once.
     extents = [n if step else 1 for n, step in zip(shape, steps, strict=True)]
@@ -60,12 +88,7 @@ backwards=(False, False))
     run_bytes = itemsize
     while outer and (extents[outer[-1]] == 1 or steps[outer[-1]] == run_bytes):
         run_bytes *= extents[outer.pop()]
-    addresses = np.array([address], np.uint64)
-    for axis in outer:
-        along = np.arange(extents[axis], dtype=np.uint64) * np.uint64(steps[axis])
-        addresses = (addresses[:, np.newaxis] + along).reshape(-1)
-    places = tuple(order.index(axis) for axis in range(len(shape)))
-    return Runs(addresses, run_bytes, tuple(extents[axis] for axis in order), places, backwards)
+    return extents, steps, order, outer, run_bytes
 
 
 def read(pid: int, runs: Runs, dtype: Any, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -14,6 +14,7 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.transports import posted, process_memory
+from dask_p2p.transports.base import UnsuitableError
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.probe import PROBE_BYTES
 from tests.transports.conformance import Conformance
@@ -126,6 +127,21 @@ class TestCma(Conformance):
         expected = array[tuple(slice(*ends) for ends in box)]
         np.testing.assert_array_equal(self.read(setup, "view", array, box), expected)
 
+    @pytest.mark.parametrize(
+        ("width", "rows", "comes"), [(15, 20_000, False), (16, 20_000, True), (1, 10_000, True)]
+    )
+    def test_short_runs_are_left_to_another(self, setup, width, rows, comes):
+        array = np.arange(rows * 20.0).reshape(rows, 20)
+        setup.put("rows", array)
+        box = ((0, rows), (0, width))
+        if comes:
+            np.testing.assert_array_equal(self.read(setup, "rows", array, box), array[:, :width])
+            return
+        with pytest.raises(UnsuitableError, match="in runs of 120 bytes"):
+            self.read(setup, "rows", array, box)
+        setup.drop("rows")
+        assert setup.serving.held() == {"posted": 0}
+
     def test_other_blocks_are_not_for_cma(self, setup):
         assert setup.reader.obstacle("holder", "cupy", F8) == "cma moves NumPy blocks, not cupy"
         assert "not Python objects" in setup.reader.obstacle("holder", "numpy", np.dtype(object))
@@ -167,7 +183,9 @@ class TestCma(Conformance):
         described(setup, monkeypatch, memory=f"{address:x} {'ab' * 16}")
         assert setup.reader.obstacle("holder", "numpy", F8) == "its memory is another process'"
 
-    @pytest.mark.parametrize("place", [{}, {"address": "1"}, {"address": True}, 1, None], ids=str)
+    @pytest.mark.parametrize(
+        "place", [{}, {"address": "1"}, {"address": True}, {"address": -1}, 1, None], ids=str
+    )
     def test_a_notice_without_an_address(self, setup, block, monkeypatch, place):
         key, array = block
         monkeypatch.setattr(CmaTransport, "place_of", lambda transport, block: place)

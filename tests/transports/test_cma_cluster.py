@@ -74,6 +74,18 @@ def test_objects_go_another_way_without_a_warning(client):
     assert used(client, y) == {"comm"}
 
 
+def test_elements_that_lie_far_apart_go_another_way_without_a_warning(client):
+    x = np.arange(100_000 * 8.0).reshape(100_000, 8)
+    a = persisted(client, da.from_array(x, chunks=(25_000, 8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = persisted(client, dask_p2p.transpose(a, chunks=(2, -1)))
+        assert used(client, y) == {"comm"}
+        np.testing.assert_array_equal(y.compute(), x.T)
+    z = persisted(client, dask_p2p.transpose(da.ones((400, 400), chunks=(100, 400))))
+    assert used(client, z) == {"cma"}, "it is still preferred"
+
+
 def test_nothing_is_kept(client):
     a = persisted(client, da.random.random((400, 300), chunks=(100, 300)))
     y = persisted(client, dask_p2p.transpose(a))
