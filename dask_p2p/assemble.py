@@ -15,7 +15,7 @@ blocks, and stage 0 is all there is.
 from __future__ import annotations
 
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -373,18 +373,23 @@ class Assembly:
             return []
         assert self.peers is not None, "references are only made on workers with the plugin"
         here = self.peers.address
+        pieces: defaultdict[int, list[Piece]] = defaultdict(list)
+        for piece in self.plan.pieces:
+            pieces[piece.source].append(piece)
+        order, dtype = self.options.order(kind), self.output.dtype
+        ways: dict[tuple[str, ...], list[Way]] = {}  # the same for all blocks of a worker
         sources = []
         for slot, ref in self._remote.items():
-            pieces = [piece for piece in self.plan.pieces if piece.source == slot]
             # Of several replicas readers take different ones first: each those after its own place.
             nearest = BlockRef(ref.key, tuple(stage_order(ref.holders, here)))
-            ways = self.peers.links.ways(nearest, kind, self.output.dtype, self.options.order(kind))
-            sources.append(_Source(slot, nearest, pieces, ways))
+            if nearest.holders not in ways:
+                ways[nearest.holders] = self.peers.links.ways(nearest, kind, dtype, order)
+            sources.append(_Source(slot, nearest, pieces[slot], [*ways[nearest.holders]]))
         # A worker that has blocks of its own is one of the holders, and its place among them
         # is what makes the workers read from each other in step.
         holders = [source.ref.holders[0] for source in sources]
-        order = stage_order([*holders, *([here] if self._local else [])], here)
-        place = {holder: stage for stage, holder in enumerate(order)}
+        stages = stage_order([*holders, *([here] if self._local else [])], here)
+        place = {holder: stage for stage, holder in enumerate(stages)}
         return sorted(sources, key=lambda source: place[source.ref.holders[0]])
 
     def _next_way(self, source: _Source, error: Exception) -> None:
