@@ -54,7 +54,10 @@ class Options:
 
     def order(self, kind: str) -> tuple[str, ...]:
         """Return the transports to try for blocks of a kind ("numpy", "cupy"), best first."""
-        return _BEST[kind] if self.transports is None else self.transports
+        if self.transports is not None:
+            return self.transports
+        # Who wants checksums of NumPy blocks has them, though cma has none.
+        return tuple(name for name in _BEST[kind] if not (self.checksum and name == "cma"))
 
 
 def ensure_defaults() -> None:

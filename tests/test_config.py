@@ -76,6 +76,14 @@ def test_comm_is_always_the_last_resort():
         assert options().order("cupy") == ("comm",)
 
 
+def test_who_wants_checksums_has_them():
+    with dask.config.set({"p2p.checksum": True}):
+        assert options().order("numpy") == ("comm",)
+        assert options().order("cupy") == ("ipc", "ucx", "comm")
+        with dask.config.set({"p2p.transports.order": ["cma"]}):
+            assert options().order("numpy") == ("cma", "comm")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
