@@ -193,14 +193,13 @@ def test_what_no_gpu_has_is_refused_at_once():
     x = x.map_blocks(
         lambda b: cupy.broadcast_to(cupy.ones((), "u1"), b.shape), meta=cupy.empty((0, 0), "u1")
     )
-    y = dask_p2p.transpose(x, chunks=-1)
     # Dask itself would refuse it where the inputs are more than half of the host's memory.
     with (
         dask_p2p.local_cluster(2, gpus=True, memory_limit="200 GiB", **POOL) as cluster,
         Client(cluster) as client,
         pytest.raises(MemoryLimitError, match=r"are missing.*chunks=") as caught,
     ):
-        client.compute(y).result(timeout=60)
+        client.compute(dask_p2p.transpose(x, chunks=-1)).result(timeout=60)
     assert caught.value.missing_bytes > 0
 
 
