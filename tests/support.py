@@ -2,7 +2,44 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
+
+from dask_p2p.measure import collect
+
+
+def persisted(client, x):
+    """The array, once all its blocks are in memory."""
+    from distributed import wait
+
+    x = client.persist(x)
+    wait(x)
+    return x
+
+
+def used(client, y):
+    """Names of the transports by which the regions of a persisted output came."""
+    exchange = collect(client, y.name)
+    return {transport for _, _, transport in exchange.pairs} if exchange else set()
+
+
+@contextmanager
+def tls_client():
+    """A client of two worker processes that speak TLS."""
+    from distributed import Client, LocalCluster, Security
+
+    with (
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            security=Security.temporary(),
+            protocol="tls://",
+            dashboard_address=":0",
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
 
 
 def indexed(shape, dtype=np.int64):

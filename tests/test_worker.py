@@ -17,7 +17,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, Security, wait
+from distributed import Client, LocalCluster, wait
 
 import dask_p2p
 from dask_p2p import worker as worker_module
@@ -33,7 +33,9 @@ from dask_p2p.plan import transpose_plan
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
 from dask_p2p.transports.links import BlockRef
 from dask_p2p.worker import P2PPlugin, WorkerHost, by_reference, make_plugin
-from tests.support import indexed
+from tests.support import indexed, tls_client
+
+BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
 
 
 def records(client):
@@ -504,18 +506,8 @@ def test_preload_on_workers_and_on_schedulers():
 
 def test_tls_cluster():
     pytest.importorskip("cryptography")
-    security = Security.temporary()
     x = indexed((40, 12))
-    with (
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            security=security,
-            protocol="tls://",
-            dashboard_address=":0",
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(BY_MESSAGES), tls_client() as client:
         y = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))
         np.testing.assert_array_equal(y.compute(), x.T)
         assert any(records(client).values())
@@ -536,8 +528,6 @@ def test_spilled_inputs():
 
 
 # --- faults ---
-
-BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
 
 
 @pytest.mark.parametrize("moment_s", [0.0, 0.2, 0.6])

@@ -64,21 +64,18 @@ class CmaTransport(PostedTransport):
         process_memory.allow_readers()
         return f"{process_memory.address_of(self._token):x} {self._token.tobytes().hex()}"
 
-    def memory_obstacle(self, peer: Peer) -> str | None:
+    def memory_obstacle(self, here: Peer, there: Peer) -> str | None:
         try:
-            address, token = peer.memory.split()
+            address, token = there.memory.split()
             runs = process_memory.runs_of(int(address, 16), (_TOKEN_BYTES,), (1,), 1)
             memory = np.empty(_TOKEN_BYTES, np.uint8)
-            found = process_memory.read(peer.pid, runs, memory.dtype, memory)
+            found = process_memory.read(there.pid, runs, memory.dtype, memory)
         except (OSError, ValueError, AttributeError, OverflowError) as exc:
             return f"its memory may not be read: {exc}"
         return None if found.tobytes().hex() == token else "its memory is another process'"
 
     def place_of(self, block: Any) -> dict[str, Any]:
         return {"address": process_memory.address_of(block)}
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return np.empty(shape, dtype)
 
     def opened(
         self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Sequence[Box], lease: Lease

@@ -18,7 +18,6 @@ __all__ = [
     "Place",
     "array_at",
     "current_device",
-    "empty",
     "export",
     "gpu_uuid",
     "peer_obstacle",
@@ -128,13 +127,6 @@ def _query(driver: Any, attribute: Any, pointer: int) -> Any:
     if error != driver.CUresult.CUDA_SUCCESS:
         raise TransferError(f"the CUDA driver does not tell {attribute.name}: {error.name}")
     return value
-
-
-def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a new CuPy array."""
-    import cupy
-
-    return cupy.empty(shape, dtype)
 
 
 def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:

@@ -40,19 +40,16 @@ class IpcTransport(PostedTransport):
     def describe_memory(self) -> str:
         return cuda_ipc.gpu_uuid()
 
-    def memory_obstacle(self, peer: Peer) -> str | None:
-        if not peer.memory or not cuda_ipc.gpu_uuid():
+    def memory_obstacle(self, here: Peer, there: Peer) -> str | None:
+        if not here.memory or not there.memory:
             return "one of the two has no GPU"
-        return cuda_ipc.peer_obstacle(peer.memory)
+        return cuda_ipc.peer_obstacle(there.memory)
 
     def settle(self, block: Any) -> None:
         cuda_ipc.synchronize_producers(block)
 
     def place_of(self, block: Any) -> dict[str, Any]:
         return asdict(cuda_ipc.export(block))
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return cuda_ipc.empty(shape, dtype)
 
     def opened(
         self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Sequence[Box], lease: Lease

@@ -63,17 +63,13 @@ def ucx_pacing(options: Options, kind: str) -> Pacing:
     if left_bytes // _held("ucx", in_flight, kind) < smallest_bytes:
         in_flight = blocks_ahead = 0
     most_bytes = max(smallest_bytes, left_bytes // _held("ucx", in_flight, kind))
-    if buffer_bytes(part_bytes) > most_bytes:
-        part_bytes = 1 << (most_bytes.bit_length() - 1)  # the power of two below
-    return Pacing(part_bytes, in_flight, blocks_ahead)
+    return Pacing(_buffered(part_bytes, most_bytes), in_flight, blocks_ahead)
 
 
 def cma_pacing(options: Options) -> Pacing:
     """Return parts that are read one at a time: the reader's own thread does it."""
     part_bytes = min(options.cma_part_bytes, _MOST_CMA_BYTES)
-    if buffer_bytes(part_bytes) > options.staging_limit_bytes:
-        part_bytes = 1 << (options.staging_limit_bytes.bit_length() - 1)  # the power of two below
-    return Pacing(part_bytes, parts_in_flight=0)
+    return Pacing(_buffered(part_bytes, options.staging_limit_bytes), parts_in_flight=0)
 
 
 def comm_pacing(options: Options, kind: str) -> Pacing:
@@ -149,6 +145,13 @@ def idle_bytes(transport: str, options: Options, kind: str) -> int:
     pacing = cma_pacing(options) if transport == "cma" else ucx_pacing(options, kind)
     most_bytes = _IDLE_PARTS[transport] * buffer_bytes(pacing.part_bytes or 0)
     return min(most_bytes, options.staging_limit_bytes)
+
+
+def _buffered(part_bytes: int, most_bytes: int) -> int:
+    """Return a part's size, or where its buffer is larger than that, the power of two below."""
+    if buffer_bytes(part_bytes) > most_bytes:
+        return 1 << (most_bytes.bit_length() - 1)
+    return part_bytes
 
 
 def _held(transport: str, in_flight: int, kind: str) -> int:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockUnavailableError, P2PError, TransferError
-from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels import kernel_for, kernel_named
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports.base import (
     MEET_S,
@@ -119,7 +119,7 @@ class PostedTransport(Transport):
         """Return `Peer.memory` of this process."""
 
     @abstractmethod
-    def memory_obstacle(self, peer: Peer) -> str | None:
+    def memory_obstacle(self, here: Peer, there: Peer) -> str | None:
         """Say what keeps a process of this host and user from being read; None if it can be."""
 
     @abstractmethod
@@ -135,10 +135,6 @@ class PostedTransport(Transport):
     ) -> RemoteBlock:
         """Return a block on which a lease was taken. If this fails, the lease is ended."""
 
-    @abstractmethod
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return a new array."""
-
     # --- the reader's side, in task threads ---
 
     def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
@@ -152,7 +148,7 @@ class PostedTransport(Transport):
 
     def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
         if 0 in block.shape:
-            return _EmptyBlock(self.empty(block.shape, block.dtype), boxes)
+            return _EmptyBlock(kernel_named(self.kind).empty(block.shape, block.dtype), boxes)
         peer, obstacle = self._known(block.holder)
         if obstacle is not None:
             raise TransferError(f"{self.name}: {block.holder} cannot be read in place: {obstacle}")
@@ -181,7 +177,8 @@ class PostedTransport(Transport):
         return known
 
     def _peer_obstacle(self, peer: Peer) -> str | None:
-        return _apart(self._describe(), peer) or self.memory_obstacle(peer)
+        here = self._describe()
+        return _apart(here, peer) or self.memory_obstacle(here, peer)
 
     def _ask(self, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
         """Call a holder's handler, from a task thread."""

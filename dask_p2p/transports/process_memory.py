@@ -157,7 +157,7 @@ def allow_readers() -> None:
 
     With that they may trace it, too. It does nothing where Yama is not there.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+    _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:

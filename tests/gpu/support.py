@@ -6,7 +6,6 @@ import time
 
 import dask.array as da
 
-from dask_p2p.measure import collect
 from dask_p2p.task import PLUGIN_NAME
 
 POOL = {"rmm_pool_size": 8 * 2**30}
@@ -16,19 +15,6 @@ def on_gpu(x, chunks):
     import cupy
 
     return da.from_array(x, chunks=chunks).map_blocks(cupy.asarray)
-
-
-def persisted(client, x):
-    from distributed import wait
-
-    x = client.persist(x)
-    wait(x)
-    return x
-
-
-def transports(client, y):
-    exchange = collect(client, y.name)
-    return {transport for _, _, transport in exchange.pairs} if exchange else set()
 
 
 def held(client):

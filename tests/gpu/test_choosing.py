@@ -12,7 +12,8 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import P2PWarning
 from dask_p2p.indexed import count_wrong, indexed_array
-from tests.gpu.support import POOL, on_gpu, persisted, transports
+from tests.gpu.support import POOL, on_gpu
+from tests.support import persisted, used
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -71,7 +72,7 @@ def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting)
         for _ in range(2):
             y = persisted(client, dask_p2p.transpose(a))
             np.testing.assert_array_equal(y.compute().get(), x.T)
-            assert transports(client, y) <= {"ucx", "comm"}
+            assert used(client, y) <= {"ucx", "comm"}
             del y
         time.sleep(0.5)  # for warnings on their way
     ours = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
@@ -113,6 +114,6 @@ def test_permuted_devices(monkeypatch):
         x = persisted(client, indexed_array(shape, (300, 770), "f4", kind="cupy"))
         y = persisted(client, dask_p2p.transpose(x))
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        assert transports(client, y) == {"ipc"}
+        assert used(client, y) == {"ipc"}
         # Where a block says that it is, it is, also one that is made of another GPU's.
         assert client.run(devices) == {worker: {0} for worker in workers}

@@ -18,7 +18,8 @@ import dask_p2p
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.task import PLUGIN_NAME
 from tests.faults.support import BOUND_S, addresses, held, one_block_each, set_trap
-from tests.gpu.support import POOL, on_gpu, persisted, transports
+from tests.gpu.support import POOL, on_gpu
+from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
 pytestmark = [
@@ -35,7 +36,7 @@ def test_checksums(client, order, dtype):
     a = persisted(client, on_gpu(x, (101, 299)))
     with dask.config.set({"p2p.checksum": True, "p2p.transports.order": order}):
         y = persisted(client, dask_p2p.transpose(a))
-    assert transports(client, y) == set(order)
+    assert used(client, y) == set(order)
     assert y.compute().get().tobytes() == x.T.tobytes()
 
 
@@ -75,7 +76,7 @@ def test_flipped_bits_of_device_memory_are_found_by_checksums(client, checksum):
             client.run(unflip_messages)
     got = y.compute().get()
     assert (got.tobytes() == x.T.tobytes()) == checksum
-    assert transports(client, y) == ({"comm"} if checksum else {"ucx"})
+    assert used(client, y) == ({"comm"} if checksum else {"ucx"})
 
 
 SHAPE = (4000, 4000)

@@ -10,7 +10,8 @@ import dask_p2p
 from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.indexed import count_wrong, indexed_array
 from tests.faults.support import addresses, one_block_each, set_trap
-from tests.gpu.support import POOL, forgotten, persisted, transports
+from tests.gpu.support import POOL, forgotten
+from tests.support import persisted, used
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -33,7 +34,7 @@ def test_cupys_own_pool():
             a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
             y = persisted(client, dask_p2p.transpose(a))
             assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-            assert transports(client, y) == {"ipc"}
+            assert used(client, y) == {"ipc"}
             del a, y
             client.run(give_memory_back)
 
@@ -215,4 +216,4 @@ def test_a_small_staging_limit(client, transport):
         assert found.staging_bytes <= 2 * 8 * 2**20
         y = persisted(client, dask_p2p.transpose(a))
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        assert transports(client, y) == {transport}
+        assert used(client, y) == {transport}

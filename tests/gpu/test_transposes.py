@@ -11,7 +11,8 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.indexed import count_wrong, indexed_array
-from tests.gpu.support import POOL, held, on_gpu, persisted, transports
+from tests.gpu.support import POOL, held, on_gpu
+from tests.support import persisted, used
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -45,7 +46,7 @@ def test_equals_numpy(client, shape, chunks, axes, to, order, mode):
     # Only CuPy blocks have get().
     got = y.map_blocks(lambda b: b.get(), meta=np.empty((0,) * y.ndim)).compute()
     np.testing.assert_array_equal(got, np.transpose(x, axes))
-    assert transports(client, y) <= set(order)
+    assert used(client, y) <= set(order)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_every_item_size(client, dtype, transport):
         y = persisted(client, dask_p2p.transpose(a))
     assert y.dtype == dtype
     assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-    assert transports(client, y) == {transport}
+    assert used(client, y) == {transport}
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "ucx"])
@@ -78,7 +79,7 @@ def test_ucx_in_small_messages_whatever_dasks_protocol(protocol):
         for _ in range(5):
             y = persisted(client, dask_p2p.transpose(a))
             assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-            assert transports(client, y) == {"ucx"}
+            assert used(client, y) == {"ucx"}
             del y
 
 
@@ -94,7 +95,7 @@ def test_comm_over_ucx():
         a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
         y = persisted(client, dask_p2p.transpose(a))
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        assert transports(client, y) == {"comm"}
+        assert used(client, y) == {"comm"}
 
 
 def test_blocks_of_any_memory_layout(client):

@@ -10,22 +10,12 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, Security, wait
+from distributed import Client, LocalCluster
 
 import dask_p2p
-from dask_p2p.measure import collect
 from dask_p2p.task import PLUGIN_NAME
+from tests.support import persisted, tls_client, used
 from tests.transports.loopback import wait_until
-
-
-def persisted(client, x):
-    x = client.persist(x)
-    wait(x)
-    return x
-
-
-def used(client, y):
-    return {transport for _, _, transport in collect(client, y.name).pairs}
 
 
 @pytest.mark.parametrize(
@@ -130,16 +120,7 @@ def test_where_the_kernel_refuses_blocks_come_by_messages_and_check_says_so():
 def test_a_tls_cluster():
     """Nothing leaves the host, as with `ipc`."""
     x = np.arange(480.0).reshape(40, 12)
-    with (
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            security=Security.temporary(),
-            protocol="tls://",
-            dashboard_address=":0",
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with tls_client() as client:
         a = persisted(client, da.from_array(x, chunks=(10, 12)))
         y = persisted(client, dask_p2p.transpose(a))
         np.testing.assert_array_equal(y.compute(), x.T)

@@ -52,7 +52,7 @@ def device(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cuda_ipc, "export", device.export)
     monkeypatch.setattr(cuda_ipc, "array_at", device.array_at)
-    monkeypatch.setattr(cuda_ipc, "empty", np.empty)
+    monkeypatch.setattr(module, "kernel_named", lambda name: SimpleNamespace(empty=np.empty))
     monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda: "aa")
     monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda uuid: None)
     monkeypatch.setattr(cuda_ipc, "synchronize_producers", lambda block: None)

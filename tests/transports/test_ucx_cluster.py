@@ -11,11 +11,11 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, Security, wait
+from distributed import Client, LocalCluster
 
 import dask_p2p
-from dask_p2p.measure import collect
 from dask_p2p.task import PLUGIN_NAME
+from tests.support import persisted, tls_client, used
 from tests.transports.loopback import wait_until
 
 
@@ -25,16 +25,6 @@ def _prefer_ucx():
         {"p2p.transports.order": ["ucx"], "p2p.transports.ucx.host-part-bytes": "64 kiB"}
     ):
         yield
-
-
-def persisted(client, x):
-    x = client.persist(x)
-    wait(x)
-    return x
-
-
-def used(client, y):
-    return {transport for _, _, transport in collect(client, y.name).pairs}
 
 
 @pytest.mark.parametrize(
@@ -82,14 +72,7 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
     x = np.arange(480.0).reshape(40, 12)
     with (
         dask.config.set({"p2p.transports.ucx.allow-unencrypted": allowed}),
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            security=Security.temporary(),
-            protocol="tls://",
-            dashboard_address=":0",
-        ) as cluster,
-        Client(cluster) as client,
+        tls_client() as client,
     ):
         a = persisted(client, da.from_array(x, chunks=(10, 12)))
         y = persisted(client, dask_p2p.transpose(a))
