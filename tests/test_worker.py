@@ -340,6 +340,14 @@ def test_heartbeats_go_on_while_the_plugin_comes_and_goes():
     asyncio.run(main())
 
 
+@pytest.fixture(params=["cma", "comm"])
+def _either_way(request):
+    """By what NumPy blocks take on one host, and by what they take between hosts."""
+    with dask.config.set({"p2p.transports.order": [request.param]}):
+        yield
+
+
+@pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize(
     ("shape", "chunks", "axes", "to"),
     [
@@ -358,13 +366,15 @@ def test_heartbeats_go_on_while_the_plugin_comes_and_goes():
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_cluster_equals_numpy(client, shape, chunks, axes, to, mode):
     x = indexed(shape)
-    with dask.config.set({"p2p.mode": mode, "p2p.transports.comm.part-bytes": "512 B"}):
+    parts = {f"p2p.transports.{transport}.part-bytes": "512 B" for transport in ("cma", "comm")}
+    with dask.config.set({"p2p.mode": mode, **parts}):
         y = dask_p2p.transpose(da.from_array(x, chunks=chunks), axes, chunks=to)
     got = y.compute()
     assert got.dtype == x.dtype
     np.testing.assert_array_equal(got, np.transpose(x, axes))
 
 
+@pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize(
     "dtype",
     ["bool", "float16", "longdouble", "complex128", ">f8", ">i2", "M8[ns]", "U3", "V7",
@@ -386,6 +396,7 @@ def test_objects_over_the_wire(client):
     assert y.tolist() == x.T.tolist()
 
 
+@pytest.mark.usefixtures("_either_way")
 def test_no_more_is_moved_than_must_be(client):
     x = client.persist(da.from_array(indexed((64, 64), float), chunks=(16, 64)))
     wait(x)
@@ -423,6 +434,7 @@ def test_a_second_time_and_after_restart(client):
     assert any(records(client).values()), "new workers have the plugin too"
 
 
+@pytest.mark.usefixtures("_either_way")
 def test_wrong_blocks_are_named_not_retried(client):
     x = da.ones((8, 8), chunks=(2, 8)).map_blocks(
         lambda b: b.astype("f4"), dtype=float, meta=np.ones((0, 0))
