@@ -15,6 +15,7 @@ from dask.core import flatten
 from dask_p2p.layout import box_size
 from dask_p2p.ops.transpose import transpose
 from dask_p2p.plan import slab_chunks, transpose_plan
+from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 
 __all__ = [
@@ -129,7 +130,7 @@ def place_blocks(client: Any, make: Callable[[], Any], tries: int = 5) -> Any:
     tries : int
         After so many the array is taken as it is.
     """
-    workers = len(client.scheduler_info(n_workers=-1)["workers"])
+    workers = len(workers_of(client))
     for attempt in range(tries):
         x = client.persist(make())
         _wait_for(x)

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from dask_p2p.task import PLUGIN_NAME
 
-__all__ = ["register", "register_if_possible"]
+__all__ = ["register", "register_if_possible", "workers_of"]
 
 _TRIES = 5
 _PAUSE_S = 0.2  # for the scheduler to notice who died
@@ -48,18 +48,29 @@ async def _register_async(client: Any) -> None:
     for plugin in _plugins(client):
         await client.register_plugin(plugin)
     # Workers that die meanwhile need not meet anybody.
-    await client.run(meet, await _addresses(client), on_error="ignore")
+    await client.run(meet, [*await _workers_of(client)], on_error="ignore")
 
 
 def _register(client: Any) -> None:
     for plugin in _plugins(client):
         _tell_all(client, plugin)
     _registered.add(client)
-    client.run(meet, [*client.scheduler_info(n_workers=-1)["workers"]], on_error="ignore")
+    client.run(meet, [*workers_of(client)], on_error="ignore")
 
 
-async def _addresses(client: Any) -> list[str]:
-    return [*(await client.scheduler.identity(n_workers=-1))["workers"]]
+def workers_of(client: Any) -> dict[str, dict[str, Any]]:
+    """Return what the scheduler says of each worker, by address, to a synchronous client.
+
+    `Client.scheduler_info` asks for the same, but the client itself asks now and then, for no
+    workers, and may put its own answer in the place of this one.
+    """
+    workers: dict[str, dict[str, Any]] = client.sync(_workers_of, client)
+    return workers
+
+
+async def _workers_of(client: Any) -> dict[str, dict[str, Any]]:
+    workers: dict[str, dict[str, Any]] = (await client.scheduler.identity(n_workers=-1))["workers"]
+    return workers
 
 
 def _plugins(client: Any) -> list[Any]:

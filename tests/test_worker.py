@@ -30,6 +30,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.plan import transpose_plan
+from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
 from dask_p2p.transports.links import BlockRef
 from dask_p2p.worker import P2PPlugin, WorkerHost, by_reference, make_plugin
@@ -459,6 +460,19 @@ def test_register_is_idempotent(client):
     dask_p2p.register(client)
     dask_p2p.register()
     assert client.run(lambda dask_worker: id(dask_worker.plugins[PLUGIN_NAME])) == ids
+
+
+def test_workers_are_seen_though_the_client_asks_for_none_meanwhile(client, monkeypatch):
+    sync = client.sync
+
+    def with_a_periodic_look(function, *args, **kwargs):
+        found = sync(function, *args, **kwargs)
+        sync(client._update_scheduler_info)
+        return found
+
+    monkeypatch.setattr(client, "sync", with_a_periodic_look)
+    assert client.scheduler_info(n_workers=-1)["workers"] == {}, "what this is about"
+    assert len(workers_of(client)) == 4
 
 
 def test_register_without_a_client():

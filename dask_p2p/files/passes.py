@@ -18,6 +18,7 @@ import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, P2PError
 from dask_p2p.files.bands import band_of_input, cut_every, extents, slabs
+from dask_p2p.registration import workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,19 +82,14 @@ def worker_count(client: Any) -> int:
             f"the scheduler at {client.scheduler.address} has no workers; start some with "
             "`dask worker`"
         ) from exc
-    return len(_workers(client))
-
-
-def _workers(client: Any) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = client.scheduler_info(n_workers=-1)["workers"]
-    return found
+    return len(workers_of(client))
 
 
 def default_memory_bytes(client: Any) -> int:
     """Share of the memory that the workers may use, or of what their hosts have free if less."""
     limits_bytes: dict[str, float] = {}
     asked: dict[str, str] = {}  # one worker of each host
-    for address, worker in _workers(client).items():
+    for address, worker in workers_of(client).items():
         host = asked.setdefault(worker["host"], address)
         limit_bytes = worker["memory_limit"] or math.inf
         limits_bytes[host] = limits_bytes.get(host, 0) + limit_bytes

@@ -14,6 +14,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Chunks, block_indices, block_shape
 from dask_p2p.ops.transpose import plan_of
+from dask_p2p.registration import workers_of
 from dask_p2p.transports.pacing import idle_bytes, packed_bytes, staging_bytes
 
 __all__ = ["MemoryEstimate", "estimate"]
@@ -133,7 +134,7 @@ def _cluster() -> tuple[int, int] | None:
         return None
     if client.asynchronous or client.status != "running":
         return None
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = workers_of(client)
     if not workers:
         return None
     return len(workers), max(worker["nthreads"] for worker in workers.values())

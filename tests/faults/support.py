@@ -17,6 +17,7 @@ from distributed.utils import get_mp_context
 
 import dask_p2p
 from dask_p2p.assemble import Assembly
+from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.posted import PostedTransport
 from dask_p2p.transports.ucx import _Outbox
@@ -53,7 +54,7 @@ def cluster_of(n_workers, options=None, **kwargs):
 
 
 def addresses(client):
-    return sorted(client.scheduler_info(n_workers=-1)["workers"])
+    return sorted(workers_of(client))
 
 
 def source(shape, chunks, dtype=float):
