@@ -250,16 +250,26 @@ class Assembly:
         """Try one way for each source; return the failures. What failed is brought again whole."""
         failed: dict[int, Exception] = {}
         ahead: deque[_Part] = deque()
-        for source, parts, in_flight in self._open_in_turn(todo, failed, queue.kind):
-            while ahead and ahead[-1].source.way.transport is not source.way.transport:
+        pacings: dict[str, Pacing] = {}  # the same for all that comes by a transport
+        for source in todo:
+            transport = source.way.transport
+            if transport.name not in pacings:
+                pacings[transport.name] = self._pacing(transport, queue.kind)
+            pacing = pacings[transport.name]
+            try:
+                parts = self._open(source, pacing, queue.kind)
+            except TransferError as exc:
+                failed[source.slot] = exc
+                continue
+            while ahead and ahead[-1].source.way.transport is not transport:
                 # Each may fill all that there is for staging.
                 self._place(ahead.popleft(), failed, queue, out)
             try:
                 for part in parts:
                     ahead.append(part)
-                    if len(ahead) > in_flight:
+                    if len(ahead) > pacing.parts_in_flight:
                         self._queue_local(queue, out)
-                    while len(ahead) > in_flight:
+                    while len(ahead) > pacing.parts_in_flight:
                         self._place(ahead.popleft(), failed, queue, out)
                     if source.slot in failed:
                         break  # nothing more of it
@@ -270,32 +280,12 @@ class Assembly:
             self._place(ahead.popleft(), failed, queue, out)
         return failed
 
-    def _open_in_turn(
-        self, todo: list[_Source], failed: dict[int, Exception], kind: str
-    ) -> Iterator[tuple[_Source, Iterator[_Part], int]]:
-        """Open each source by its current way, some before their turn.
-
-        With each come its parts, which are asked for as they are taken, and how many of them may
-        be on their way.
-        """
-        opened: deque[tuple[_Source, Iterator[_Part], int]] = deque()
-        for source in todo:
-            pacing = self._pacing(source.way.transport, kind)
-            in_flight, blocks_ahead = pacing.parts_in_flight, pacing.blocks_ahead
-            try:
-                opened.append((source, self._open(source, pacing, kind), in_flight))
-            except TransferError as exc:
-                failed[source.slot] = exc
-            while len(opened) > blocks_ahead:
-                yield opened.popleft()
-        yield from opened
-
     def _pacing(self, transport: Transport, kind: str) -> Pacing:
         pacing = transport.pacing(self.options, kind)
         if pacing.part_bytes is not None and pacing.part_bytes < self.output.dtype.itemsize:
             # A part has one item at least, and so they go one at a time, or not through slots.
             pacing = Pacing(None if transport.in_place else pacing.part_bytes, 0)
-        return replace(pacing, parts_in_flight=0, blocks_ahead=0) if self._in_sync else pacing
+        return replace(pacing, parts_in_flight=0) if self._in_sync else pacing
 
     @property
     def _in_sync(self) -> bool:
@@ -377,14 +367,17 @@ class Assembly:
         for piece in self.plan.pieces:
             pieces[piece.source].append(piece)
         order, dtype = self.options.order(kind), self.output.dtype
-        ways: dict[tuple[str, ...], list[Way]] = {}  # the same for all blocks of a worker
+        # The same for all blocks of a worker.
+        found: dict[tuple[str, ...], tuple[tuple[str, ...], list[Way]]] = {}
         sources = []
         for slot, ref in self._remote.items():
-            # Of several replicas readers take different ones first: each those after its own place.
-            nearest = BlockRef(ref.key, tuple(stage_order(ref.holders, here)))
-            if nearest.holders not in ways:
-                ways[nearest.holders] = self.peers.links.ways(nearest, kind, dtype, order)
-            sources.append(_Source(slot, nearest, pieces[slot], [*ways[nearest.holders]]))
+            if ref.holders not in found:
+                # Of several replicas readers take different ones first: each those after its place.
+                nearest = tuple(stage_order(ref.holders, here))
+                ways = self.peers.links.ways(BlockRef(ref.key, nearest), kind, dtype, order)
+                found[ref.holders] = nearest, ways
+            nearest, ways = found[ref.holders]
+            sources.append(_Source(slot, BlockRef(ref.key, nearest), pieces[slot], [*ways]))
         # A worker that has blocks of its own is one of the holders, and its place among them
         # is what makes the workers read from each other in step.
         holders = [source.ref.holders[0] for source in sources]

@@ -194,6 +194,23 @@ def test_async_asks_ahead_and_sync_does_not(quick, peers, log, monkeypatch):
     assert kinds == ["permute", *["request", "permute"] * 6]
 
 
+def test_the_next_block_is_opened_while_the_last_parts_of_the_one_before_are_on_their_way(
+    quick, peers, log, monkeypatch
+):
+    quick.part_bytes, quick.ahead = 8, 2  # nine parts a piece
+    place = Assembly._place
+
+    def placed(self, *args):
+        log.append(("place",))
+        place(self, *args)
+
+    monkeypatch.setattr(Assembly, "_place", placed)
+    check(assembly(peers).run())
+    before = log[: log.index(("open", "quick", "a", ("x", 0, 0)))]
+    assert before.count(("request", ("x", 2, 0))) == 9
+    assert before.count(("place",)) == 9 - quick.ahead
+
+
 def test_parts_are_cut_to_size(quick, peers, log):
     quick.part_bytes = 8  # one element
     check(assembly(peers).run())

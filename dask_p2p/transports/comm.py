@@ -145,8 +145,7 @@ class CommTransport(Transport):
         try:
             queue = queue_for(kind)
             packed = queue.empty(region.shape, region.dtype)
-            queue.permute(packed, region, range(region.ndim))
-            queue.synchronize()
+            queue.pack(packed, region)()
             packed = packed.get() if to_host else packed
             if self.host.address.startswith("inproc"):  # it is the reader's own from now on
                 room.close()

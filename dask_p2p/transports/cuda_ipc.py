@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from dask_p2p.errors import TransferError
@@ -133,13 +134,19 @@ def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dty
     """Return a CuPy array of memory that somebody else owns."""
     import cupy
 
-    low_bytes = sum(min(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
-    high_bytes = sum(max(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
-    size_bytes = high_bytes - low_bytes + dtype.itemsize
+    low_bytes, size_bytes = _extent(shape, strides, dtype.itemsize)
     device = cupy.cuda.runtime.getDevice()
     memory = cupy.cuda.UnownedMemory(address + low_bytes, size_bytes, None, device)
     pointer = cupy.cuda.MemoryPointer(memory, -low_bytes)
     return cupy.ndarray(shape, dtype, pointer, strides)
+
+
+@lru_cache(maxsize=1024)  # blocks look alike
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Return where the memory of an array starts, counted from its first item, and its size."""
+    low_bytes = sum(min(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
+    high_bytes = sum(max(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
+    return low_bytes, high_bytes - low_bytes + itemsize
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
@@ -84,10 +85,7 @@ class Posted:
     def parse(cls, text: bytes, block: BlockSpec, name: str) -> Posted:
         """Read a notice; refuse one that does not describe the block."""
         try:
-            fields = json.loads(text)
-            posted = cls(
-                **{**fields, "shape": tuple(fields["shape"]), "strides": tuple(fields["strides"])}
-            )
+            posted = _read(text)
         except (ValueError, TypeError, KeyError) as exc:
             raise TransferError(f"{name}: the notice of {block} cannot be read: {exc}") from exc
         if posted.key != repr(block.key):
@@ -96,6 +94,13 @@ class Posted:
             declared = f"{block.dtype} {block.shape}"
             raise mismatch(block, declared, f"{posted.dtype} {posted.shape}")
         return posted
+
+
+@lru_cache(maxsize=1024)  # the tasks of a worker read the same blocks, one task after the other
+def _read(text: bytes) -> Posted:
+    fields = json.loads(text)
+    lists = {name: tuple(fields[name]) for name in ("shape", "strides")}
+    return Posted(**{**fields, **lists})
 
 
 class PostedTransport(Transport):

@@ -173,6 +173,12 @@ class UcxTransport(Transport):
                 self.host.loop.call_soon_threadsafe(self._rest_later)
             return self._messenger
 
+    async def _started(self) -> Messenger:
+        """Return the messenger, on the event loop; a thread only starts it."""
+        if self._messenger is not None and not self._closed:
+            return self._messenger
+        return await self.host.offload(self.messenger)
+
     def _rest_later(self) -> None:
         if not self._closed:
             self._resting = self.host.loop.call_later(_REST_S, self._rest)
@@ -220,7 +226,7 @@ class UcxTransport(Transport):
     async def _answer_peer(self, **unknown: Any) -> dict[str, Any]:
         try:
             no_more(unknown)
-            messenger = await self.host.offload(self.messenger)
+            messenger = await self._started()
         except Exception as exc:
             return refuse(exc)
         return {"status": "ok", "address": messenger.address}
@@ -251,7 +257,7 @@ class UcxTransport(Transport):
             ahead = checked_integer("ahead", ahead, 1, _MOST_AHEAD)
             wait_s = checked_seconds("wait_s", wait_s)
             algorithm = None if checksum is None else algorithm_of(checksum)
-            messenger = await self.host.offload(self.messenger)
+            messenger = await self._started()
             address = await self._address_of(checked_text("reader", reader))
             room = self.packed.room()
             outbox = _Outbox(messenger, address, closed, tag, ahead, wait_s, room)
@@ -313,8 +319,7 @@ class UcxTransport(Transport):
                     send_packed(0)
                     outbox.make_room(nbytes)
                 array = self._buffers[kind].take(box_shape(box), block.dtype)
-                queue.permute(array, block[box_slices(box)], range(block.ndim))
-                packed.append((array, box, queue.checkpoint()))
+                packed.append((array, box, queue.pack(array, block[box_slices(box)])))
                 del array
                 send_packed(1)  # one is packed while another is sent
             send_packed(0)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.kernels import queue as module
-from dask_p2p.kernels.queue import HostQueue, Pitch, pitched, queue_for
+from dask_p2p.kernels.queue import HostQueue, Pitch, engine_pitch, pitched, queue_for
 
 
 def test_examples_in_docstrings():
@@ -62,6 +62,21 @@ def test_pitches(region, expected):
     assert pitched(region.shape, region.strides, region.itemsize) == expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "stride_bytes", "run_bytes", "is_copied"),
+    [
+        (9, 4096, 128, True),
+        (9, 4096, 124, False),  # kernels are quicker
+        (1, 4096, 4, True),
+        (2, 2**31 - 4, 128, True),
+        (2, 2**31, 128, False),  # CUDA refuses it
+    ],
+)
+def test_what_copy_engines_are_for(rows, stride_bytes, run_bytes, is_copied):
+    pitch = engine_pitch((rows, run_bytes // 4), (stride_bytes, 4), 4)
+    assert (pitch is not None) == is_copied
+
+
 def test_the_host_queue_is_done_when_it_returns():
     queue = queue_for("numpy")
     assert isinstance(queue, HostQueue)
@@ -75,6 +90,9 @@ def test_the_host_queue_is_done_when_it_returns():
         dst = queue.empty((3, 2), src.dtype)
         do(dst, src, (1, 0))
         np.testing.assert_array_equal(dst, src.T)
+    dst = queue.empty((2, 2), src.dtype)
+    queue.pack(dst, src[:, 1:])()
+    np.testing.assert_array_equal(dst, src[:, 1:])
     queue.synchronize()
 
 
@@ -116,6 +134,39 @@ def test_the_device_queue(shape, slot_bytes):
     expected = src.get().transpose(axes)
     for dst in results:
         np.testing.assert_array_equal(dst.get(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [slice(0, 1000), slice(3, 700), slice(5, 20), slice(7, 8)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_packing_on_a_device(columns, order):
+    import cupy
+
+    src = cupy.arange(3000 * 1000, dtype="i4").reshape(3000, 1000)
+    region = cupy.asarray(src, order=order)[1:2999, columns]
+    queue = queue_for("cupy", beside_copies=True)
+    packed = queue.empty(region.shape, region.dtype)
+    wait = queue.pack(packed, region)
+    wait()
+    with cupy.cuda.Stream(non_blocking=True):  # which waits for nothing by itself
+        found = packed.get()
+    np.testing.assert_array_equal(found, src.get()[1:2999, columns])
+
+
+@pytest.mark.gpu
+def test_rows_that_are_further_apart_than_copy_engines_go():
+    import cupy
+
+    block = cupy.empty((2, 2**29), "f4")
+    region = block[:, 5:1005]
+    region[...] = cupy.arange(2000, dtype="f4").reshape(2, 1000)
+    queue = queue_for("cupy", beside_copies=True)
+    dst, packed = queue.empty((1000, 2), "f4"), queue.empty((2, 1000), "f4")
+    queue.permute_from_peer(dst, region, (1, 0), 2**20)
+    queue.pack(packed, region)()
+    queue.synchronize()
+    np.testing.assert_array_equal(dst.get(), region.get().T)
+    np.testing.assert_array_equal(packed.get(), region.get())
 
 
 @pytest.mark.gpu
