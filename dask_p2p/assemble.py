@@ -281,7 +281,7 @@ class Assembly:
         return failed
 
     def _pacing(self, transport: Transport, kind: str) -> Pacing:
-        pacing = transport.pacing(self.options, kind)
+        pacing = transport.pacing(self.options, kind).for_regions(self._largest_bytes)
         if pacing.part_bytes is not None and pacing.part_bytes < self.output.dtype.itemsize:
             # A part has one item at least, and so they go one at a time, or not through slots.
             pacing = Pacing(None if transport.in_place else pacing.part_bytes, 0)

@@ -17,7 +17,7 @@ at the same time, but never parts of two of the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dask_p2p.config import Options
 from dask_p2p.kernels.queue import MOST_UNREAD, SLOTS
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
+_MOST_SMALL = 16  # parts in flight, of those smaller than they might be
 _MOST_CMA_BYTES = 2**30  # a system call reads 2 GiB at most
 _IDLE_PARTS = {"ucx": 5, "cma": 2}  # buffers of one part each that are kept for later
 
@@ -45,6 +46,18 @@ class Pacing:
 
     part_bytes: int | None  # at most so many in one request; None: any number
     parts_in_flight: int  # requests under way while the part before them is put into place
+
+    def for_regions(self, largest_bytes: int) -> Pacing:
+        """Return the same for regions of at most so many bytes.
+
+        If they are smaller than a part, more of them are on their way, as many as weigh no more:
+        an answer takes its time, however small it is.
+        """
+        if not self.part_bytes or not self.parts_in_flight:
+            return self
+        in_flight_bytes = self.parts_in_flight * self.part_bytes
+        as_many = in_flight_bytes // buffer_bytes(min(largest_bytes, self.part_bytes))
+        return replace(self, parts_in_flight=max(self.parts_in_flight, min(as_many, _MOST_SMALL)))
 
 
 def ipc_pacing(options: Options) -> Pacing:
@@ -104,7 +117,7 @@ def staging_bytes(
         slots_bytes = SLOTS * min(ipc_pacing(options).part_bytes or 0, largest_bytes)
     parts_bytes = 0
     if "ucx" in order:
-        pacing = ucx_pacing(options, kind)
+        pacing = ucx_pacing(options, kind).for_regions(largest_bytes)
         part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), largest_bytes))
         held = _held("ucx", pacing.parts_in_flight, kind)
         parts_bytes = min(held * part_bytes, 2 * remote_bytes)
@@ -112,7 +125,7 @@ def staging_bytes(
         pacing = cma_pacing(options)
         part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), largest_bytes))
         parts_bytes = max(parts_bytes, min(part_bytes, 2 * remote_bytes))
-    pacing = comm_pacing(options, kind)
+    pacing = comm_pacing(options, kind).for_regions(largest_bytes)
     part_bytes = min(max(item_bytes, pacing.part_bytes or 0), largest_bytes)
     held = _held("comm", pacing.parts_in_flight, kind)
     copies = 2 if kind == "cupy" else 1  # in host and in device memory

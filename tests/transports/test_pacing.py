@@ -77,6 +77,19 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
         assert idle_bytes(transport, chosen, kind) <= limit_bytes
 
 
+@pytest.mark.parametrize(
+    ("largest_bytes", "in_flight"),
+    [(100 * GIB, 2), (16 * MIB, 2), (8 * MIB + 1, 2), (8 * MIB, 4), (MIB, 16), (1, 16), (0, 16)],
+)
+def test_of_small_parts_more_are_on_their_way_but_no_more_bytes(largest_bytes, in_flight):
+    assert Pacing(16 * MIB, 2).for_regions(largest_bytes) == Pacing(16 * MIB, in_flight)
+
+
+@pytest.mark.parametrize("pacing", [Pacing(2 * MIB, 0), Pacing(None, 0), Pacing(MIB, 40)])
+def test_small_parts_that_go_one_at_a_time_still_do(pacing):
+    assert pacing.for_regions(100) == pacing
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_of_one_byte_leaves_parts_of_one(kind):
     chosen = replace(options(), staging_limit_bytes=1)
@@ -89,6 +102,7 @@ def test_what_is_staged_is_not_more_than_what_comes():
     chosen = options()
     assert staging_bytes(chosen, "numpy", 0, 0, 8) == 0
     assert staging_bytes(chosen, "numpy", 1000, 1500, 8) == 1500
-    assert staging_bytes(chosen, "numpy", 1000, 15000, 8) == 3000
+    assert staging_bytes(chosen, "numpy", 1000, 100_000, 8) == 17_000
+    assert staging_bytes(chosen, "numpy", 16 * MIB, GIB, 8) == 48 * MIB
     assert packed_bytes(chosen, "numpy", 3, 1000) == 1000
     assert packed_bytes(chosen, "numpy", 0, 1000) == 0
