@@ -18,6 +18,15 @@ def persisted(client, x):
     return x
 
 
+def result_of(client, future, timeout_s=60):
+    """A future's result; if it does not come, a failure that shows where the task stands."""
+    try:
+        return future.result(timeout=timeout_s)
+    except TimeoutError:
+        stacks = client.call_stack([future.key])
+        raise AssertionError(f"{future} after {timeout_s} s: {stacks}") from None
+
+
 def used(client, y):
     """Names of the transports by which the regions of a persisted output came."""
     exchange = collect(client, y.name)

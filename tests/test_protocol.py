@@ -341,7 +341,8 @@ class Protocol(RuleBasedStateMachine):
             task = self.send(worker, 0, set(), OPTIONS.transports)
             if task is not None:
                 self.run_to_the_end(task)
-                assert task.actor.error is None, repr(task.actor.error)
+                error = task.actor.error
+                assert error is None, f"{error!r}: {error.__cause__!r}"
                 self.nobody_does_wrong()
         while ready := self.world.ready():
             ready[0].go_on()

@@ -136,6 +136,10 @@ class Queue:
     def permute_from_peer(self, dst, src, axes, slot_bytes):
         self.permute(dst, src, axes)
 
+    def pack(self, dst, src):
+        self.permute(dst, src, range(src.ndim))
+        return self.synchronize
+
     def synchronize(self):
         while self._work:
             halt("copy")

@@ -14,7 +14,7 @@ from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.task import PLUGIN_NAME
-from tests.support import persisted, tls_client, used
+from tests.support import persisted, result_of, tls_client, used
 from tests.transports.loopback import wait_until
 
 
@@ -161,7 +161,7 @@ def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
             whole, workers=[reader], allow_other_workers=how == signal.SIGKILL, retries=0
         )
         try:
-            np.testing.assert_array_equal(z.result(timeout=60), np.arange(2400.0).reshape(shape).T)
+            np.testing.assert_array_equal(result_of(client, z), np.arange(2400.0).reshape(shape).T)
         finally:
             if how == signal.SIGSTOP:
                 os.kill(pid, signal.SIGCONT)
