@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from dask_p2p.measure import collect
+from dask_p2p.task import PLUGIN_NAME
 
 
 def persisted(client, x):
@@ -19,12 +20,30 @@ def persisted(client, x):
 
 
 def result_of(client, future, timeout_s=60):
-    """A future's result; if it does not come, a failure that shows where the task stands."""
+    """A future's result; if it does not come, a failure that shows where tasks stand."""
     try:
         return future.result(timeout=timeout_s)
     except TimeoutError:
-        stacks = client.call_stack([future.key])
-        raise AssertionError(f"{future} after {timeout_s} s: {stacks}") from None
+        # The scheduler alone is asked: a worker may be the one that does not answer.
+        raise AssertionError(
+            f"{future} after {timeout_s} s: {client.run_on_scheduler(_unfinished)}"
+        ) from None
+
+
+def _unfinished(dask_scheduler):
+    tasks = dask_scheduler.tasks.values()
+    return [(ts, ts.processing_on) for ts in tasks if ts.state in ("waiting", "processing")]
+
+
+def given_up(client):
+    """What workers do not use any more, or never did, and why; for messages of assertions."""
+
+    def look(dask_worker):
+        links = dask_worker.plugins[PLUGIN_NAME].runtime.links
+        known = {**links.transports["cma"]._peers, **links.transports["ipc"]._peers}
+        return dict(links._broken), {name: why for name, (_, why) in known.items() if why}
+
+    return client.run(look)
 
 
 def used(client, y):

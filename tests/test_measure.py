@@ -19,6 +19,7 @@ from dask_p2p.measure import (
     p2p_transpose_in,
     place_blocks,
 )
+from tests.support import given_up
 
 SHAPE = (200, 120)
 CHUNKS = ((50, 50, 50, 50), (120,))
@@ -63,7 +64,7 @@ def test_a_run_that_is_noted_and_checked(client, x):
         # Dask spreads four slabs over four idle workers, most times; the plan knows the rest.
         assert exchange.moved_bytes == exchange.least_bytes
         assert exchange.moved_bytes == sum(exchange.pairs.values())
-        assert {transport for _, _, transport in exchange.pairs} == {"cma"}
+        assert {transport for _, _, transport in exchange.pairs} == {"cma"}, given_up(client)
         assert all(reader != holder for reader, holder, _ in exchange.pairs)
         assert len(exchange.tasks_s) == 4
         assert 0 < max(exchange.tasks_s) <= exchange.span_s

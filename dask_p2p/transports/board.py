@@ -103,7 +103,7 @@ class Board:
         return intent
 
     def post(self, key: Any, owner: Any, text: bytes, intent: Intent | None = None) -> None:
-        """Post a block, replacing an earlier one with the same key.
+        """Post a block, replacing an earlier one with the same key; prolong it if it is posted.
 
         Parameters
         ----------
@@ -127,27 +127,25 @@ class Board:
                 raise ValueError("the board is closed")
             if intent is not None and intent.void:
                 raise KeyError(key)
-            self._retract(key)
+            if self._renew(key, owner):
+                # Another thread was quicker. A new notice in its place would take it away from
+                # readers who were told that it is there.
+                return
             path = _path(self.folder, key)
-            draft = f"{path}.draft"
-            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
-                os.write(fd, text)
-                os.rename(draft, path)  # readers never see half a notice
+                fd = _write(path, text)
             except BaseException:
-                os.close(fd)
-                os.unlink(draft)  # or there could never be another one
+                self._retract(key)
                 raise
+            if key in self._notices:
+                self._notices[key].linked = False  # the new one has taken its place
+                self._retract(key)
             self._notices[key] = _Notice(path, fd, owner, time.monotonic())
 
     def renew(self, key: Any, owner: Any) -> bool:
         """Prolong the notice of a block; False if there is none, or one of an earlier block."""
         with self._lock:
-            notice = self._notices.get(key)
-            if notice is None or notice.owner is not owner:
-                return False
-            notice.posted_s = time.monotonic()
-            return True
+            return self._renew(key, owner)
 
     def retract(self, key: Any) -> None:
         """Take a notice down; the block is dropped as soon as no lease is left."""
@@ -192,6 +190,13 @@ class Board:
     def __len__(self) -> int:
         """Blocks that the board keeps alive."""
         return len(self._notices) + len(self._retracted)
+
+    def _renew(self, key: Any, owner: Any) -> bool:
+        notice = self._notices.get(key)
+        if notice is None or notice.owner is not owner:
+            return False
+        notice.posted_s = time.monotonic()
+        return True
 
     def _retract(self, key: Any) -> None:
         notice = self._notices.pop(key, None)
@@ -261,6 +266,20 @@ def take(folder: str, key: Any) -> Lease | None:
         pass
     os.close(fd)
     return None
+
+
+def _write(path: str, text: bytes) -> int:
+    """Write a notice: readers see the whole of it, or the one that was there before."""
+    draft = f"{path}.draft"
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(fd, text)
+        os.rename(draft, path)
+    except BaseException:
+        os.close(fd)
+        os.unlink(draft)  # or there could never be another one
+        raise
+    return fd
 
 
 def _path(folder: str, key: Any) -> str:

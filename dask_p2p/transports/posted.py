@@ -54,6 +54,7 @@ _SWEEP_S = 0.1
 _CLOSE_S = 5.0  # how long closing waits for readers
 _POLL_S = 20e-6
 _MOST_FROM_DISK = 2
+_ASKS = 3  # for a block to be posted
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,19 +202,22 @@ class PostedTransport(Transport):
                 if time.monotonic() > deadline_s:
                     break
                 time.sleep(_POLL_S)
-            if lease is None:
+            for _ in range(_ASKS):
+                if lease is not None:
+                    break
                 timeout_s = options.request_timeout_s
                 about = f"block {block.key!r}"
                 reply = self._ask(
                     block.holder, self._post_op, timeout_s, about, key=block.key, shape=block.shape
                 )
                 check_reply(reply, block, self.name)
+                # It may be gone again: moved and back, or one of many that were on disk.
                 lease = take(peer.folder, block.key)
         except OSError as exc:
             said = f"{self.name}: the board of {block.holder} cannot be read: {exc}"
             raise TransferError(said) from exc
         if lease is None:
-            said = f"{self.name}: {block.holder} posted {block}, but took it back at once"
+            said = f"{self.name}: {block.holder} posted {block} {_ASKS} times, and it was not there"
             raise TransferError(said)
         return lease
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import stat
+import time
 import weakref
 from contextlib import suppress
 
@@ -89,6 +90,40 @@ def test_posting_again_replaces(board):
     old.close()
     assert board.sweep(60) == 1
     new.close()
+
+
+def test_there_is_a_notice_at_any_time_while_one_replaces_another(board, monkeypatch):
+    looks = []
+
+    def looking(real):
+        def look(*args):
+            done = real(*args)
+            lease = take(board.folder, "key")
+            looks.append(lease.text)
+            lease.close()
+            return done
+
+        return look
+
+    board.post("key", Block(), b"old")
+    for name in ("write", "rename", "unlink"):
+        monkeypatch.setattr(os, name, looking(getattr(os, name)))
+    board.post("key", Block(), b"new")
+    assert looks == [b"old", b"new"]
+
+
+def test_posting_the_same_block_again_leaves_the_notice_where_it_is(board):
+    """Two readers that ask for it at a time have two threads post it."""
+    block = Block()
+    board.post("key", block, b"text")
+    (old,) = (notice.posted_s for notice in board._notices.values())
+    lease = take(board.folder, "key")
+    time.sleep(0.001)
+    board.post("key", block, b"text")
+    assert os.fstat(lease._fd).st_nlink == 1
+    assert len(board) == 1
+    assert board._notices["key"].posted_s > old
+    lease.close()
 
 
 def test_renewing_is_for_the_same_block(board):

@@ -50,6 +50,31 @@ class TestCma(Conformance):
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert "p2p_cma_post" not in setup.host.calls
 
+    def test_a_block_that_is_gone_again_is_asked_for_again(self, setup, block, monkeypatch):
+        key, array = block
+        real = posted.take
+
+        def take(folder, key):
+            asked = setup.host.calls.count("p2p_cma_post")
+            return real(folder, key) if asked == 2 else None
+
+        monkeypatch.setattr(posted, "take", take)
+        self.read(setup, key, array, ((0, 6), (0, 10)))
+        assert setup.host.calls.count("p2p_cma_post") == 2
+
+    def test_two_readers_that_ask_at_a_time_find_the_same_notice(self, setup, block, monkeypatch):
+        key, array = block
+        real = CmaTransport.place_of
+
+        def place_of(transport, array):
+            monkeypatch.setattr(CmaTransport, "place_of", real)
+            transport._find_and_post(key, array.shape)  # another thread, for another reader
+            return real(transport, array)
+
+        monkeypatch.setattr(CmaTransport, "place_of", place_of)
+        setup.serving._find_and_post(key, array.shape)
+        assert setup.serving.held() == {"posted": 1}
+
     def test_what_is_no_numpy_block_is_not_posted(self, setup, block, monkeypatch):
         monkeypatch.setattr(posted, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
         setup.serving.serving(setup.host.blocks)
