@@ -32,7 +32,9 @@ def result_of(client, future, timeout_s=60):
 
 def _unfinished(dask_scheduler):
     tasks = dask_scheduler.tasks.values()
-    return [(ts, ts.processing_on) for ts in tasks if ts.state in ("waiting", "processing")]
+    return [
+        (str(ts), str(ts.processing_on)) for ts in tasks if ts.state in ("waiting", "processing")
+    ]
 
 
 def given_up(client):

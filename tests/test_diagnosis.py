@@ -109,10 +109,13 @@ def test_a_cluster(client):
     assert f"{addresses[0]} <- {addresses[1]}: cma" in str(report)
 
 
-def test_what_is_left_afterwards(client):
+def leased_bytes(client):
+    return client.run(lambda dask_worker: dask_worker.plugins[PLUGIN_NAME].leased_bytes)
+
+
+def test_nothing_is_left_afterwards(client):
     dask_p2p.check(client)
-    kept = client.run(lambda dask_worker: dask_worker.plugins[PLUGIN_NAME].leased_bytes)
-    assert set(kept.values()) == {0}
+    assert set(leased_bytes(client).values()) == {0}
 
 
 def test_the_transport_is_what_a_task_would_use(client):
@@ -129,6 +132,7 @@ def test_a_plugin_that_was_missing():
         Client(cluster) as client,
     ):
         (problem,) = dask_p2p.check(client).problems
+        assert set(leased_bytes(client).values()) == {0}, "also of what proved the ways"
         assert "plugin was missing" in problem.what
         assert dask_p2p.check(client).problems == []
 

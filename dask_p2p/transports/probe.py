@@ -21,7 +21,7 @@ PROBE_BYTES = 2**16  # more than UCX sends at once without a rendezvous
 _MOST_BYTES = 2**30
 _KINDS = ("numpy", "cupy")
 _NAME = "dask-p2p-probe"
-_KEPT = 2
+_KEPT = 3  # one that proves ways, two by which links are measured
 
 
 #: Key of a probe block: a name, the kind "numpy" or "cupy", and the size in bytes.
