@@ -57,6 +57,9 @@ def gpu_cases(gib: float) -> list[tuple[tuple[int, ...], str, tuple[int, ...]]]:
     for dtype in ("u1", "u2", "f4", "f8", "c16"):
         side = int((gib * 2**30 / np.dtype(dtype).itemsize) ** 0.5) // 256 * 256
         cases += [((side, side), dtype, (1, 0)), ((side + 1, side - 1), dtype, (1, 0))]
+        for side in (16, 33):  # batches of small matrices
+            matrices = int(gib * 2**30 / (side * side * np.dtype(dtype).itemsize))
+            cases.append(((matrices, side, side), dtype, (0, 2, 1)))
     batch = max(1, int(gib * 2**30 / (2048 * 2048 * 4)))
     cases.append(((batch, 2048, 2048), "f4", (0, 2, 1)))
     cases.append(((2048, batch, 2048), "f4", (1, 0, 2)))

@@ -12,7 +12,7 @@
 This module plans and `transpose.cu` executes. Plans are integers (addresses included), so that
 tests run the kernels' source on a processor from the very plans that go to a GPU.
 
-The three kernels:
+The four kernels:
 
 ``permute_vector_B``
     Both axes contiguous where it matters, all other strides multiples of 16 bytes: 16-byte accesses
@@ -23,6 +23,9 @@ The three kernels:
     Fortran for Scientists and Engineers".
 ``permute_copy_B``
     The same axis is fastest in both arrays, or a tile would be nearly empty: no shared memory.
+``permute_cells_B``
+    Batches of small matrices, which follow each other without a gap in both arrays: a block moves
+    as many as fit into its shared memory.
 
 ``B`` is the word size, 1, 2, 4, 8 or 16 bytes. ``memcpy`` stands for one contiguous run.
 """
@@ -51,7 +54,7 @@ __all__ = [
 ]
 
 WORD_SIZES_BYTES = (1, 2, 4, 8, 16)
-VARIANTS = ("vector", "tile", "copy")
+VARIANTS = ("vector", "tile", "copy", "cells")
 ENTRIES = tuple(f"permute_{variant}_{size}" for variant in VARIANTS for size in WORD_SIZES_BYTES)
 
 VECTOR_BYTES = 16
@@ -63,6 +66,10 @@ PLAIN_TILE = 32
 PLAIN_THREADS = (32, 8)
 COPY_THREADS = 256
 COPY_WORDS = 2048  # of a block of permute_copy_B: 8 to a thread
+CELLS_THREADS = 256
+CELLS_BYTES = 2**15  # that a block of permute_cells_B moves at most
+# Cells are taken where less of the tiles' area than this would be in use.
+FULL_TILES = 0.75
 # With fewer items than this along one side, most of a tile's threads would have nothing to do.
 MIN_TILE_EXTENT = 16
 # Tiles along `i` that are taken one after the other before the next along `k`: more make longer
@@ -89,6 +96,7 @@ WORK_DTYPE = np.dtype(
         ("tiles_i", "i8"),
         ("group", "i8"),
         ("first_tile", "i8"),
+        ("cells", "i8"),
         ("outer_count", "i8"),
         ("outer", _AXIS_DTYPE, (MAX_OUTER,)),
     ]
@@ -109,11 +117,12 @@ class Launch(NamedTuple):
     dst: int  # address of the first item to write
     k: Axis  # the axis along which the source is contiguous, or nearly
     i: Axis  # the axis along which the destination is
-    j: Axis  # third axis of the boxes of permute_copy_B
+    j: Axis  # third axis of the boxes of permute_copy_B, or of a cell
     head: tuple[int, int]  # items by which the first tile starts before the box, along k and i
     step: tuple[int, int, int]  # items from tile to tile, along k, i and j
     tiles: tuple[int, int]  # number of tiles along k and i
     outer: tuple[Axis, ...]  # the other axes, the fastest first; the first may be the steps of j
+    cells: int = 0  # that permute_cells_B moves in all
     first_tile: int = 0  # number of the grid's first tile
 
     @property
@@ -127,7 +136,7 @@ class Launch(NamedTuple):
         # fmt: off
         packed = _WORK_STRUCT.pack(
             self.src, self.dst, *self.k, *self.i, *self.j, *self.head, *self.step, *self.tiles,
-            group, self.first_tile, len(self.outer), *outer,
+            group, self.first_tile, self.cells, len(self.outer), *outer,
         )
         # fmt: on
         return np.frombuffer(bytearray(packed), _OPAQUE)  # writable, as CuPy has it
@@ -196,7 +205,7 @@ def _plan(
     dst += geometry.dst_offset_bytes
     if _is_one_run(geometry):
         return [_memcpy(dst, src, geometry)]
-    tiling = _tiling(geometry)
+    tiling = _tiling(geometry, (src - dst) % VECTOR_BYTES == 0)
     inner, extra = tiling.outer[:MAX_OUTER], tiling.outer[MAX_OUTER:]
     launches: list[Launch] = []
     for src_offset, dst_offset in _offsets(extra):
@@ -216,6 +225,19 @@ class _Tiling(NamedTuple):
     j: Axis
     step: tuple[int, int, int]
     outer: tuple[Axis, ...]
+    cells: int = 0
+
+    @property
+    def use(self) -> float:
+        """Part of the tiles' area that is in use."""
+        if self.variant == "copy":
+            return 0.0  # its blocks read words one by one
+        k, i = self.k.extent, self.i.extent
+        return k * i / (_ceil_to(k, self.step[0]) * _ceil_to(i, self.step[1]))
+
+
+def _ceil_to(value: int, step: int) -> int:
+    return -(-value // step) * step
 
 
 def _is_one_run(geometry: Geometry) -> bool:
@@ -231,8 +253,50 @@ def _memcpy(dst: int, src: int, geometry: Geometry) -> Launch:
     return Launch("memcpy", 1, (1, 1), src, dst, none, run, none, (0, 0), (1, 1, 1), (1, 1), ())
 
 
-def _tiling(geometry: Geometry) -> _Tiling:
-    """Choose the axes of a tile, and the kernel."""
+def _tiling(geometry: Geometry, alike: bool) -> _Tiling:
+    """Choose the kernel, and how the copy is cut for it.
+
+    Alike: both arrays start at the same place within 16 bytes.
+    """
+    tiling = _plane_tiling(geometry)
+    cells = _cells_tiling(geometry) if alike and tiling.use < FULL_TILES else None
+    return cells or tiling
+
+
+def _cells_tiling(geometry: Geometry) -> _Tiling | None:
+    """Take cells: the fewest axes that make one run of bytes in either array, and are repeated.
+
+    None if there are no such axes, or their run is too long or at odd distances.
+    """
+    axes, word = geometry.axes, geometry.word_bytes
+    for count in (2, 3):
+        inner, rest = axes[-count:][::-1], axes[:-count][::-1]
+        cell_bytes = prod(axis.extent for axis in inner) * word
+        if not rest or not _is_dense(inner, word) or rest[0][1:] != (cell_bytes, cell_bytes):
+            continue
+        step = CELLS_BYTES // cell_bytes
+        if not step or any((axis[1] - axis[2]) % VECTOR_BYTES for axis in rest[1:]):
+            return None
+        cells, *outer = rest
+        chunks = Axis(-(-cells.extent // step), step * cell_bytes, step * cell_bytes)
+        i, k, j = (*inner, _NO_AXIS)[:3]
+        return _Tiling("cells", k, i, j, (k.extent, i.extent, step), (chunks, *outer), cells.extent)
+    return None
+
+
+def _is_dense(inner: Sequence[Axis], word: int) -> bool:
+    """Tell whether axes together are one run of words, in either array."""
+    for which in (1, 2):
+        stride = word
+        for axis in sorted(inner, key=lambda axis: axis[which]):
+            if axis[which] != stride:
+                return False
+            stride *= axis.extent
+    return True
+
+
+def _plane_tiling(geometry: Geometry) -> _Tiling:
+    """Choose the two axes of a tile."""
     i, *others = reversed(geometry.axes)
     # Where the source repeats items (stride 0) it has no direction.
     moving = [axis for axis in (i, *others) if axis.src_stride_bytes] or [i]
@@ -243,8 +307,11 @@ def _tiling(geometry: Geometry) -> _Tiling:
     if min(k.extent, i.extent) < MIN_TILE_EXTENT:
         return _copy_tiling(i, [k, *outer])
     word = geometry.word_bytes
-    variant = "vector" if _takes_vectors(word, k, i, outer) else "tile"
-    side = VECTOR_TILE[word] if variant == "vector" else PLAIN_TILE
+    side = VECTOR_TILE[word]
+    # Tiles that reach out of the box are moved word by word, which PLAIN_TILE does better.
+    large = min(k.extent, i.extent) >= side // 2
+    variant = "vector" if large and _takes_vectors(word, k, i, outer) else "tile"
+    side = side if variant == "vector" else PLAIN_TILE
     return _Tiling(variant, k, i, _NO_AXIS, (side, side, 1), tuple(outer))
 
 
@@ -286,9 +353,11 @@ def _offsets(axes: Sequence[Axis]) -> Iterator[tuple[int, int]]:
 
 
 def _launch(tiling: _Tiling, word: int, dst: int, src: int) -> Launch:
-    variant, k, i, j, step, outer = tiling
+    variant, k, i, j, step, outer, cells = tiling
     head = (0, 0)
-    threads = {"tile": PLAIN_THREADS, "copy": (COPY_THREADS, 1)}.get(variant)
+    threads = {"tile": PLAIN_THREADS, "copy": (COPY_THREADS, 1), "cells": (CELLS_THREADS, 1)}.get(
+        variant
+    )
     if threads is None:
         threads = (VECTOR_THREADS[word], 1)
         # Tiles start at multiples of 16 bytes, so the first may start before the box.
@@ -296,7 +365,7 @@ def _launch(tiling: _Tiling, word: int, dst: int, src: int) -> Launch:
     tiles = (-(-(k.extent + head[0]) // step[0]), -(-(i.extent + head[1]) // step[1]))
     count = prod(tiles) * prod(axis.extent for axis in outer)
     entry = f"permute_{variant}_{word}"
-    return Launch(entry, count, threads, src, dst, k, i, j, head, step, tiles, outer)
+    return Launch(entry, count, threads, src, dst, k, i, j, head, step, tiles, outer, cells)
 
 
 def _split(launch: Launch, max_grid: int) -> list[Launch]:

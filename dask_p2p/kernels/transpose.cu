@@ -40,7 +40,7 @@ struct Work {
     char *dst;
     Axis k;       // source-fastest axis
     Axis i;       // destination-fastest axis
-    Axis j;       // copy kernel: third axis of its boxes, which outer[0] walks in steps of step_j
+    Axis j;       // third axis of a cell, or of the copy kernel's boxes: outer[0] walks it by step_j
     i64 head_k;   // items by which the first tile starts before the box
     i64 head_i;
     i64 step_k;   // items from tile to tile
@@ -50,11 +50,12 @@ struct Work {
     i64 tiles_i;
     i64 group;    // tiles along i that are taken before the next along k
     i64 first_tile;  // of this launch: a grid can be too small for all tiles
+    i64 cells;    // cell kernel: number of cells, of which outer[0] walks step_j at a time
     i64 outer_count;
     Axis outer[MAX_OUTER];  // the axes around the tiles, the fastest first
 };
 
-static_assert(sizeof(Work) == 8 * (2 + 9 + 10 + 3 * MAX_OUTER), "WORK_DTYPE differs");
+static_assert(sizeof(Work) == 8 * (2 + 9 + 11 + 3 * MAX_OUTER), "WORK_DTYPE differs");
 
 // ---------------------------------------------------------------------------------------------
 // Which tile
@@ -380,6 +381,183 @@ template <typename Word> __device__ __forceinline__ void permute_copy(const Work
 }
 
 // ---------------------------------------------------------------------------------------------
+// Cell kernel: batches of small matrices
+// ---------------------------------------------------------------------------------------------
+
+// Word number `index` of a vector.
+template <typename Word> __device__ __forceinline__ void set_word(Bits &bits, int index, Word word)
+{
+    const int bit = index * sizeof(Word) * 8;
+    bits.part[bit / 32] |= (u32)word << bit % 32;
+}
+
+template <> __device__ __forceinline__ void set_word<u64>(Bits &bits, int index, u64 word)
+{
+    bits.part[2 * index] = (u32)word;
+    bits.part[2 * index + 1] = (u32)(word >> 32);
+}
+
+template <> __device__ __forceinline__ void set_word<uint4>(Bits &bits, int, uint4 word)
+{
+    bits.part[0] = word.x;
+    bits.part[1] = word.y;
+    bits.part[2] = word.z;
+    bits.part[3] = word.w;
+}
+
+// A cell is the same run of bytes in both arrays, its words in another order: one small matrix.
+// A block moves step_j cells that follow each other, a chunk. It reads them as they lie, 16 bytes at
+// a time, and writes them as they lie; only what it reads of shared memory in between is out of
+// order. A chunk starts at the same place within 16 bytes in both arrays. So there are `head` words
+// of its first vector that belong to others; its first and last vector are moved word by word.
+//
+// Every 128 bytes of shared memory are followed by 16 that are not used. Else the words of a column
+// would lie in the same bank wherever a row has a power of two of them.
+template <typename Word> struct Cells {
+    static const int THREADS = 256, V = 16 / sizeof(Word);
+    static const int VECTORS = 2048;  // CELLS_BYTES in _launch.py
+    static const int ROUNDS = VECTORS / THREADS;
+
+    uint4 *shared;
+    char *dst;        // the first vector of the chunk, in either array
+    const char *src;
+    u32 head;         // words of the first vector before the chunk
+    u32 end;          // words from the first vector to the end of the chunk
+    u32 first, last;  // vectors that lie within the chunk: from the first, up to the last
+
+    __device__ __forceinline__ Cells(uint4 *shared, const Tile &tile, u32 words) : shared(shared)
+    {
+        head = (u32)((u64)tile.src % 16) / (u32)sizeof(Word);
+        end = head + words;
+        src = tile.src - head * sizeof(Word);
+        dst = tile.dst - head * sizeof(Word);
+        first = head ? 1 : 0;
+        last = end / V;
+    }
+
+    static __device__ __forceinline__ u32 place(u32 vector)
+    {
+        return vector + vector / 8;
+    }
+
+    __device__ __forceinline__ Word &word_at(u32 word) const
+    {
+        return reinterpret_cast<Word *>(shared + place(word / V))[word % V];
+    }
+
+    __device__ __forceinline__ bool contains(u32 word) const
+    {
+        return word >= head && word < end;
+    }
+
+    __device__ __forceinline__ void load() const
+    {
+        Bits vectors[ROUNDS];
+#pragma unroll
+        for (int round = 0; round < ROUNDS; ++round) {
+            const u32 n = first + threadIdx.x + round * THREADS;
+            if (n < last)
+                vectors[round] = load_bits(src + n * 16);
+        }
+#pragma unroll
+        for (int round = 0; round < ROUNDS; ++round) {
+            const u32 n = first + threadIdx.x + round * THREADS;
+            if (n < last)
+                shared[place(n)] = raw_bits(vectors[round]);
+        }
+        if (threadIdx.x < V) {
+            load_word(threadIdx.x);
+            load_word(last * V + threadIdx.x);
+        }
+    }
+
+    __device__ __forceinline__ void load_word(u32 word) const
+    {
+        if (contains(word))
+            word_at(word) = reinterpret_cast<const Word *>(src)[word];
+    }
+
+    __device__ __forceinline__ void store(const Work &work) const
+    {
+#pragma unroll 1
+        for (u32 n = first + threadIdx.x; n < last; n += THREADS) {
+            Walk walk(work, n * V - head);
+            Bits bits = {{0, 0, 0, 0}};
+#pragma unroll
+            for (int word = 0; word < V; ++word) {
+                set_word<Word>(bits, word, word_at(head + walk.source));
+                walk.step(work);
+            }
+            *reinterpret_cast<uint4 *>(dst + n * 16) = raw_bits(bits);
+        }
+        if (threadIdx.x < V) {
+            store_word(work, threadIdx.x);
+            store_word(work, last * V + threadIdx.x);
+        }
+    }
+
+    __device__ __forceinline__ void store_word(const Work &work, u32 word) const
+    {
+        if (contains(word))
+            reinterpret_cast<Word *>(dst)[word] = word_at(head + Walk(work, word - head).source);
+    }
+
+    // Where in the source a word of the destination is found: steps along its axes i, k, j, and on
+    // to the next cell.
+    struct Walk {
+        u32 i, k, j, source;
+
+        __device__ __forceinline__ Walk(const Work &work, u32 word)
+        {
+            const u32 extent_i = (u32)work.i.extent, extent_k = (u32)work.k.extent;
+            const u32 cell_words = extent_i * extent_k * (u32)work.j.extent;
+            const u32 cell = word / cell_words, in_cell = word - cell * cell_words;
+            const u32 row = in_cell / extent_i;
+            i = in_cell - row * extent_i;
+            j = row / extent_k;
+            k = row - j * extent_k;
+            source = cell * cell_words + i * stride(work.i) + k * stride(work.k) + j * stride(work.j);
+        }
+
+        static __device__ __forceinline__ u32 stride(const Axis &axis)
+        {
+            return (u32)axis.src_stride / (u32)sizeof(Word);
+        }
+
+        __device__ __forceinline__ void step(const Work &work)
+        {
+            source += stride(work.i);
+            if (++i < (u32)work.i.extent)
+                return;
+            i = 0;
+            source += stride(work.k) - (u32)work.i.extent * stride(work.i);
+            if (++k < (u32)work.k.extent)
+                return;
+            k = 0;
+            source += stride(work.j) - (u32)work.k.extent * stride(work.k);
+            if (++j < (u32)work.j.extent)
+                return;
+            j = 0;
+            source += (u32)work.i.extent * (u32)work.k.extent * (u32)work.j.extent
+                - (u32)work.j.extent * stride(work.j);
+        }
+    };
+};
+
+template <typename Word> __device__ __forceinline__ void permute_cells(const Work &work)
+{
+    __shared__ uint4 shared[Cells<Word>::VECTORS / 8 * 9 + 1];  // one more, if there is a head
+    const Tile tile = locate(work);
+    const i64 left = work.cells - tile.j;
+    const u32 cells = (u32)(left < work.step_j ? left : work.step_j);
+    const u32 words = cells * (u32)(work.i.extent * work.k.extent * work.j.extent);
+    const Cells<Word> chunk(shared, tile, words);
+    chunk.load();
+    __syncthreads();
+    chunk.store(work);
+}
+
+// ---------------------------------------------------------------------------------------------
 // Entries: SIDE and THREADS as VECTOR_TILE and VECTOR_THREADS in _launch.py
 // ---------------------------------------------------------------------------------------------
 
@@ -398,6 +576,10 @@ template <typename Word> __device__ __forceinline__ void permute_copy(const Work
     extern "C" __global__ void __launch_bounds__(256, 4) permute_copy_##BYTES(const Work work)     \
     {                                                                                              \
         permute_copy<WORD>(work);                                                                  \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(256, 4) permute_cells_##BYTES(const Work work)    \
+    {                                                                                              \
+        permute_cells<WORD>(work);                                                                 \
     }
 
 // All of them take the compiler seconds. Who needs one word size only defines it as ONLY_WORD_BYTES.

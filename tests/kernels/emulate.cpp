@@ -111,7 +111,8 @@ void on_signal(int number)
 }
 
 #define ENTRY(NAME, BYTES) {"permute_" #NAME "_" #BYTES, permute_##NAME##_##BYTES}
-#define ENTRIES_OF(BYTES) ENTRY(vector, BYTES), ENTRY(tile, BYTES), ENTRY(copy, BYTES)
+#define ENTRIES_OF(BYTES)                                                                          \
+    ENTRY(vector, BYTES), ENTRY(tile, BYTES), ENTRY(copy, BYTES), ENTRY(cells, BYTES)
 
 const struct {
     const char *name;

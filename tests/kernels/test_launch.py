@@ -107,6 +107,45 @@ class TestTwoAxes:
 
 
 @needs_compiler
+@pytest.mark.parametrize("flush", ["start", "end"])
+@pytest.mark.parametrize("itemsize", [*WORD_SIZES_BYTES, 3, 6, 12, 24])
+@pytest.mark.parametrize("cell", [(16, 16), (33, 33), (2, 5), (20, 7)])
+class TestCells:
+    """Batches of small matrices: a block moves several, the last one what is left."""
+
+    def test_a_batch(self, itemsize, cell, flush):
+        src = guarded_array("src", (150, *cell), itemsize, flush)
+        src.view("u1")[...] = random_bits((src.nbytes,), "u1").reshape(src.view("u1").shape)
+        dst = guarded_array("dst", (150, *cell[::-1]), itemsize, flush)
+        word = itemsize & -itemsize
+        assert check(src, dst, ..., (0, 2, 1)) == [f"permute_cells_{word}"]
+
+    def test_anywhere_within_16_bytes(self, itemsize, cell, flush):
+        for shift in (itemsize, 3 * itemsize):
+            src = guarded_array("src", (40, *cell), itemsize, flush, shift)
+            src.view("u1")[...] = random_bits((src.nbytes,), "u1").reshape(src.view("u1").shape)
+            dst = guarded_array("dst", (40, *cell[::-1]), itemsize, flush, shift)
+            assert "cells" in check(src, dst, ..., (0, 2, 1))[0]
+
+    def test_batches_of_batches(self, itemsize, cell, flush):
+        src = random_bits((5, 3, 16, *cell), f"V{itemsize}")
+        dst = np.empty((3, 5, 16, *cell[::-1]), f"V{itemsize}")
+        check(src, dst, ..., (1, 0, 2, 4, 3))
+
+    def test_no_cells_where_rows_are_longer(self, itemsize, cell, flush):
+        src = random_bits((20, cell[0], cell[1] + 1), f"V{itemsize}")[..., :-1]
+        dst = np.empty((20, *cell[::-1]), f"V{itemsize}")
+        assert "cells" not in check(src, dst, ..., (0, 2, 1))[0]
+
+
+@needs_compiler
+def test_cells_of_three_axes():
+    src = random_bits((500, 4, 5, 6), "f4")
+    dst = np.empty((500, 6, 5, 4), "f4")
+    assert check(src, dst, ..., (0, 3, 2, 1)) == ["permute_cells_4"]
+
+
+@needs_compiler
 @pytest.mark.parametrize("axes", list(itertools.permutations(range(4))))
 @pytest.mark.parametrize("word", WORD_SIZES_BYTES)
 def test_four_axes(axes, word):
