@@ -19,12 +19,14 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import tee
 from math import prod
 from typing import Any, Protocol
 
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockUnavailableError, P2PError, TransferError
-from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels import device_of, kernel_for
+from dask_p2p.kernels.device import device_work
 from dask_p2p.kernels.queue import Queue, queue_for
 from dask_p2p.layout import Box, box_size, box_slices, split_box
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
@@ -151,9 +153,12 @@ class Assembly:
             If a remote block cannot be had by any way. It may be had later, or elsewhere.
         MemoryLimitError
             If it can never fit into the worker's memory, or an allocation fails.
+        DeviceLostError
+            If the worker's GPU works no more.
         """
         try:
-            return self._run()
+            with device_work(), device_of(*self._local.values()):
+                return self._run()
         except Exception as exc:
             if not is_out_of_memory(exc) or isinstance(exc, P2PError):
                 raise
@@ -174,6 +179,7 @@ class Assembly:
             local = {self.key(slot): block for slot, block in self._local.items()}
             self.peers.serving(local, kind, self.options)
         queue = queue_for(kind, beside_copies=bool(self._remote))
+        queue.wait_until_written(self._local.values(), any_stream=self.options.any_producer_stream)
         out = queue.empty(self.plan.shape, self.output.dtype)
         try:
             if self._in_sync:
@@ -199,7 +205,7 @@ class Assembly:
             staging_bytes=staging_bytes(
                 self.options, kind, max(sizes, default=0), sum(sizes), itemsize
             ),
-            input_bytes=max(map(in_memory_bytes, self._local.values()), default=0),
+            input_bytes=sum(map(in_memory_bytes, self._local.values())),
             staging_limit_bytes=self.options.staging_limit_bytes,
         )
 
@@ -267,8 +273,6 @@ class Assembly:
             try:
                 for part in parts:
                     ahead.append(part)
-                    if len(ahead) > pacing.parts_in_flight:
-                        self._queue_local(queue, out)
                     while len(ahead) > pacing.parts_in_flight:
                         self._place(ahead.popleft(), failed, queue, out)
                     if source.slot in failed:
@@ -300,17 +304,19 @@ class Assembly:
             self.output.dtype,
             kind,
         )
-        boxes = [
+        # As late as may be: a region can have hundreds of parts, and the first should soon be here.
+        boxes = (
             (src, self._destination(piece, src))
             for piece in source.pieces
             for src in self._parts(piece, pacing.part_bytes)
-        ]
-        remote = source.way.transport.open(spec, [src for src, _ in boxes], self.options)
+        )
+        wanted, placed = tee(boxes)
+        remote = source.way.transport.open(spec, (src for src, _ in wanted), self.options)
         self._opened[source.slot] = remote
         slot_bytes = min(pacing.part_bytes or 0, self._largest_bytes)
-        return (_Part(source, remote.request(), dst, slot_bytes) for _, dst in boxes)
+        return (_Part(source, remote.request(), dst, slot_bytes) for _, dst in placed)
 
-    def _parts(self, piece: Piece, part_bytes: int | None) -> list[Box]:
+    def _parts(self, piece: Piece, part_bytes: int | None) -> Iterator[Box]:
         elements = max(1, box_size(piece.src))
         if part_bytes is not None:
             elements = max(1, part_bytes // max(1, self.output.dtype.itemsize))
@@ -331,6 +337,9 @@ class Assembly:
         source = part.source
         if source.slot in failed:
             return
+        in_place = source.way.transport.in_place
+        if not in_place:  # the first part is on its way, and takes a while
+            self._queue_local(queue, out)
         try:
             region = part.pending.result(self.options.request_timeout_s + GRACE_S)
         except TransferError as exc:
@@ -341,8 +350,9 @@ class Assembly:
             self._fail(source, TransferError(said), failed)
             return
         dst = out[box_slices(part.dst)]
-        if source.way.transport.in_place:
+        if in_place:
             queue.permute_from_peer(dst, region, self.plan.axes, part.slot_bytes)
+            self._queue_local(queue, out)  # now that the first part is on its way
         else:
             queue.permute_and_drop(dst, region, self.plan.axes)
         if self._in_sync:

@@ -17,9 +17,10 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dask_p2p.errors import ConfigError
 
-__all__ = ["MODES", "TRANSPORTS", "Options", "ensure_defaults", "options"]
+__all__ = ["MODES", "PRODUCER_STREAMS", "TRANSPORTS", "Options", "ensure_defaults", "options"]
 
 MODES = ("async", "sync")
+PRODUCER_STREAMS = ("any", "default")
 TRANSPORTS = ("ipc", "cma", "ucx", "comm")
 
 # Best first, by kind of block, as measured. Between processes of one host with two cores and NumPy
@@ -37,6 +38,7 @@ class Options:
     low_latency: bool
     attempts: int
     checksum: bool
+    producer_streams: str
     staging_limit_bytes: int
     transports: tuple[str, ...] | None
     comm_part_bytes: int
@@ -51,6 +53,11 @@ class Options:
     ucx_allow_unencrypted: bool
     request_timeout_s: float
     backoff_s: float
+
+    @property
+    def any_producer_stream(self) -> bool:
+        """Whether blocks may have been written on other streams than CUDA's default ones."""
+        return self.producer_streams == "any"
 
     def order(self, kind: str) -> tuple[str, ...]:
         """Return the transports to try for blocks of a kind ("numpy", "cupy"), best first."""
@@ -80,6 +87,7 @@ def options() -> Options:
         low_latency=_read("low-latency", _yes_or_no),
         attempts=_read("attempts", _positive_int),
         checksum=_read("checksum", _yes_or_no),
+        producer_streams=_read("producer-streams", _one_of(PRODUCER_STREAMS)),
         staging_limit_bytes=_read("memory.staging-limit", _positive_bytes),
         transports=_read("transports.order", _transports),
         comm_part_bytes=_read("transports.comm.part-bytes", _positive_bytes),

@@ -10,6 +10,7 @@
     ├── BlockMismatchError              a block is not what the Dask array declares
     ├── TransferError                   a region could not be brought to its reader
     │   └── BlockUnavailableError       a holder no longer has, or never had, the block
+    ├── DeviceLostError                 a worker's GPU works no more; the worker leaves
     ├── MemoryLimitError (MemoryError)  a block needs more memory than there is
     ├── ConfigError (ValueError)        an option has a value that it cannot have
     └── FileError (OSError)             a file cannot be read or written as asked
@@ -25,6 +26,7 @@ __all__ = [
     "BlockUnavailableError",
     "ChunksError",
     "ConfigError",
+    "DeviceLostError",
     "FileError",
     "InputError",
     "MemoryLimitError",
@@ -104,6 +106,13 @@ class MemoryLimitError(MemoryError, P2PError):
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.missing_bytes = missing_bytes
+
+
+class DeviceLostError(P2PError):
+    """The CUDA context of a process is lost: by a kernel that failed, or by the hardware.
+
+    Nothing works on its GPU until the process has ended.
+    """
 
 
 class ConfigError(P2PError, ValueError):

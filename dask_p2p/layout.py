@@ -15,7 +15,7 @@ box
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from operator import index as as_int
 from types import EllipsisType
@@ -148,25 +148,24 @@ def overlaps(src_sizes: Sequence[int], dst_sizes: Sequence[int]) -> list[list[Ov
     return found
 
 
-def split_box(box: Box, max_elements: int) -> list[Box]:
+def split_box(box: Box, max_elements: int) -> Iterator[Box]:
     """Cut a box into boxes of at most `max_elements`, along its first axes first.
 
     So the parts of a C-ordered box stay as contiguous as can be. An empty box has no parts.
 
-    >>> split_box(((0, 4), (0, 10)), 20)
+    >>> list(split_box(((0, 4), (0, 10)), 20))
     [((0, 2), (0, 10)), ((2, 4), (0, 10))]
     """
     size = box_size(box)
     if size == 0:
-        return []
+        return
     if size <= max_elements or not box:
-        return [box]
+        yield box
+        return
     axis = next(a for a, (start, stop) in enumerate(box) if stop - start > 1)
     start, stop = box[axis]
     row_elements = size // (stop - start)
     rows = max(1, max_elements // row_elements)
-    parts: list[Box] = []
     for lo in range(start, stop, rows):
         part = (*box[:axis], (lo, min(lo + rows, stop)), *box[axis + 1 :])
-        parts.extend(split_box(part, max_elements))
-    return parts
+        yield from split_box(part, max_elements)

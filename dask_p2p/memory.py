@@ -31,7 +31,7 @@ class Need:
     staging_bytes
         Of regions on their way, at most.
     input_bytes
-        Of the largest block of its own worker that it reads.
+        Of all blocks of its own worker that it reads: Dask hands them to the task together.
     staging_limit_bytes
         The option that bounds staging.
     """
@@ -84,7 +84,7 @@ class Need:
         return MemoryLimitError(
             f"{what} that needs {_bytes(self.total_bytes)}: {_bytes(self.output_bytes)} for "
             f"itself, {_bytes(self.staging_bytes)} for regions on their way, "
-            f"{_bytes(self.input_bytes)} for the largest block here that it is made of{missing}. "
+            f"{_bytes(self.input_bytes)} for the blocks here that it is made of{missing}. "
             f"{_CURE} (now {_bytes(self.staging_limit_bytes)}).",
             self.total_bytes,
             missing_bytes,

@@ -21,7 +21,7 @@ from dask.task_spec import Task, TaskRef
 
 from dask_p2p.assemble import Assembly, OutputSpec, Peers, Stage
 from dask_p2p.config import Options
-from dask_p2p.errors import P2PWarning, TransferError
+from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError
 from dask_p2p.layout import Index
 from dask_p2p.plan import Plan
 from dask_p2p.transports.links import BlockRef
@@ -87,6 +87,9 @@ class Runtime(Peers, Protocol):
     def gave_up(self, key: Any) -> None:
         """Forget the attempts at this task: if it is wanted again, it gets as many anew."""
 
+    def on_device_lost(self, error: DeviceLostError) -> bool:
+        """Have the worker leave because its GPU works no more; return whether it does."""
+
     def done(self, record: Record) -> None:
         """Take note that a task ended well."""
 
@@ -144,6 +147,12 @@ def _assemble(key: Any, plan: Plan, index: Index, output: OutputSpec, *blocks: A
         result = assembly.run()
     except TransferError as exc:
         _try_again(key, exc, runtime, output.options)
+    except DeviceLostError as exc:
+        from distributed import Reschedule
+
+        if not runtime.on_device_lost(exc):
+            raise
+        raise Reschedule() from exc  # to another worker: this one leaves
     runtime.done(Record(key, start_s, time.time(), tuple(assembly.stages)))
     return result
 

@@ -14,24 +14,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from asyncio import AbstractEventLoop
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
 import numpy as np
 from distributed import Worker, WorkerPlugin
-from distributed.spill import SpillBuffer
 
 from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options, options
 from dask_p2p.environment import on_gpu
-from dask_p2p.errors import P2PWarning
+from dask_p2p.errors import DeviceLostError, P2PWarning
 from dask_p2p.kernels import device_memory_bytes, warm_up
+from dask_p2p.kernels.device import device_work, raise_if_lost
 from dask_p2p.plan import BlockPlan, Piece, stage_order
+from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Attempts, Record, warn_client
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.base import Transport
@@ -50,6 +52,7 @@ _KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them 
 _ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
 _RECORDS = 1000  # of tasks that are kept
 _METRIC = "dask-p2p-leased-bytes"
+_LEAVE_S = 1.0  # from the loss of its GPU until a worker's process ends
 _COUNTED_TASKS = 10_000  # whose failed attempts are kept
 
 
@@ -69,39 +72,34 @@ class WorkerHost:
         self._gone: set[str] = set()
         self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
-        self._from_disk: deque[Any] = deque(maxlen=_SERVING_THREADS)
+        self._from_disk: dict[Any, Any] = {}  # blocks by key, the oldest first
         self._forgetting: asyncio.TimerHandle | None = None
+        self._leaving: asyncio.Future[None] | None = None
 
     def block(self, key: Any) -> Any:
-        """Return a block; one that is spilled is read, and left where it is.
-
-        Taking it out of the buffer itself would bring it back into memory. When Dask does so too,
-        on its event loop, at the same time, one of the two is told that there is no such key.
-        """
+        """Return a block; one that is spilled is read, and left where it is."""
         if is_probe(key):
             return self.probes.block(key)
         data = self._worker.data
-        if not isinstance(data, SpillBuffer):
-            return data[key]
         for _ in range(_LOOKS):
             with suppress(KeyError):
-                return data.memory[key]
+                return find_in_memory(data, key)
             with suppress(KeyError):
-                return self._keep_a_while(data.disk[key])
+                return self._from_disk[key]
+            with suppress(KeyError):
+                return self._keep_a_while(key, read_spilled(data, key))
         raise KeyError(key)
 
     def is_on_disk(self, key: Any) -> bool:
         """Tell whether a block is spilled, so that `block` would have to read it."""
-        data = self._worker.data
-        return isinstance(data, SpillBuffer) and key not in data.memory and key in data.disk
+        return is_spilled(self._worker.data, key)
 
-    def _keep_a_while(self, block: Any) -> Any:
-        """Keep a block that was read, whose other regions are about to be asked for.
-
-        Dask's buffer finds it by a weak reference, and does not read it again.
-        """
-        if not any(kept is block for kept in list(self._from_disk)):
-            self._from_disk.append(block)
+    def _keep_a_while(self, key: Any, block: Any) -> Any:
+        """Keep a block that was read, whose other regions are about to be asked for."""
+        self._from_disk[key] = block
+        while len(self._from_disk) > _SERVING_THREADS:
+            with suppress(KeyError, StopIteration):  # another thread was quicker
+                del self._from_disk[next(iter(self._from_disk))]
         self.loop.call_soon_threadsafe(self._forget_later)
         return block
 
@@ -141,14 +139,53 @@ class WorkerHost:
         """Take note that the scheduler names these workers as holders, again perhaps."""
         self._gone.difference_update(addresses)
 
-    async def offload(self, function: Callable[..., _T], *args: Any) -> _T:
-        return await self.loop.run_in_executor(self._threads, function, *args)
+    async def offload(
+        self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
+    ) -> _T:
+        try:
+            return await self.loop.run_in_executor(
+                threads or self._threads, _with_device, function, *args
+            )
+        except DeviceLostError as exc:
+            self.on_device_lost(exc)
+            raise
+
+    def on_device_lost(self, error: DeviceLostError) -> bool:
+        """Have the worker leave, so that Dask does its work elsewhere; return whether it does.
+
+        It does not where it shares its process with others, perhaps with the user's own code. Its
+        nanny, if it has one, starts a new process, which can use the GPU again. From any thread.
+        """
+        if self._worker.address.startswith("inproc"):
+            return False
+        self.loop.call_soon_threadsafe(self._leave, str(error))
+        return True
+
+    def _leave(self, reason: str) -> None:
+        if self._leaving is None:
+            logger.critical("Worker %s leaves the cluster: %s", self.address, reason)
+            warn_client(self._worker, f"dask_p2p: worker {self.address} left: {reason}", P2PWarning)
+            self._leaving = asyncio.ensure_future(_end_process(self._worker))
 
     def close(self) -> None:
         if self._forgetting is not None:
             self._forgetting.cancel()
         self._from_disk.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _with_device(function: Callable[..., _T], *args: Any) -> _T:
+    with device_work():
+        return function(*args)
+
+
+async def _end_process(worker: Worker) -> None:
+    """Close a worker, and end its process soon: with a lost GPU much of closing hangs or fails."""
+    try:
+        closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")
+        await asyncio.wait_for(closing, _LEAVE_S)
+    finally:
+        os._exit(1)
 
 
 class WorkerRuntime:
@@ -178,6 +215,9 @@ class WorkerRuntime:
         for name in options.order(kind):
             self.links.transports[name].serving(blocks)
 
+    def on_device_lost(self, error: DeviceLostError) -> bool:
+        return self._host.on_device_lost(error)
+
     def memory_bytes(self, kind: str) -> int | None:
         if kind == "cupy":
             return device_memory_bytes()
@@ -185,10 +225,11 @@ class WorkerRuntime:
 
     def meet(self, holders: Iterable[str], kind: str) -> None:
         """Prove the way that blocks of this kind will take from each of these workers."""
-        for holder in holders:
-            if holder != self.address:
-                ref = BlockRef(probe_key(kind), (holder,))
-                self.links.ways(ref, kind, np.dtype("u1"), self._options.order(kind))
+        with device_work():
+            for holder in holders:
+                if holder != self.address:
+                    ref = BlockRef(probe_key(kind), (holder,))
+                    self.links.ways(ref, kind, np.dtype("u1"), self._options.order(kind))
 
     def bring_probe(self, holder: str, kind: str, nbytes: int, options: Options) -> tuple[Any, str]:
         """Bring a probe block here as a task would; return it, and the transport's name."""
@@ -307,9 +348,22 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         """Tell the transports of blocks that the worker no longer holds."""
+        if finish == "error" and on_gpu():
+            self._look_after_device()
         if start == "memory" and finish != "memory":
             for transport in self._transports.values():
                 transport.released(key)
+
+    def _look_after_device(self) -> None:
+        """Find out whether a task failed because the GPU is lost, for which the worker must go."""
+        looking = asyncio.ensure_future(self._host.offload(raise_if_lost))
+        self._meetings.add(looking)
+        looking.add_done_callback(self._done_looking)
+
+    def _done_looking(self, looking: asyncio.Future[None]) -> None:
+        self._meetings.discard(looking)
+        if not looking.cancelled():
+            looking.exception()  # the host has seen to it
 
     def _on_compute_task(self, **message: Any) -> None:
         if isinstance(message.get("run_spec"), AssembleTask):

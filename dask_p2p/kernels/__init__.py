@@ -27,11 +27,12 @@ array([[0, 3],
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 from dask_p2p.errors import UnsupportedArrayError
 
-__all__ = ["Kernel", "device_memory_bytes", "kernel_for", "kernel_named", "warm_up"]
+__all__ = ["Kernel", "device_memory_bytes", "device_of", "kernel_for", "kernel_named", "warm_up"]
 
 KERNEL_NAMES = ("numpy", "cupy")
 
@@ -122,6 +123,16 @@ def kernel_named(name: str) -> Kernel:
         f"Expected one of the kernels {', '.join(KERNEL_NAMES)}, got {name!r}. "
         "Convert the blocks with map_blocks(np.asarray) or map_blocks(cupy.asarray) first."
     )
+
+
+def device_of(*blocks: Any) -> AbstractContextManager[Any]:
+    """Return a context in which the GPU that holds these blocks is the current one.
+
+    It is the one that is current already for NumPy blocks, for none, and where several GPUs of this
+    process hold them.
+    """
+    devices = {block.device.id: block.device for block in blocks if _package_of(block) == "cupy"}
+    return devices.popitem()[1] if len(devices) == 1 else nullcontext()
 
 
 def warm_up(name: str) -> None:

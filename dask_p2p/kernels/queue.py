@@ -6,9 +6,10 @@ on a CPU everything is done when a call returns, on a GPU when the queue is sync
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from dask_p2p.kernels import device as device_module
 from dask_p2p.kernels import kernel_named
 from dask_p2p.kernels._geometry import reduce_copy
 
@@ -30,6 +32,8 @@ __all__ = [
     "pitched",
     "queue_for",
 ]
+
+logger = logging.getLogger(__name__)
 
 SLOTS = 3  # one is filled, one is emptied, one waits for either
 MOST_UNREAD = 2  # arrays that came from elsewhere, and are kept for kernels that are queued
@@ -97,7 +101,13 @@ class Queue(Protocol):
     kind: str  # of the arrays: "numpy" or "cupy"
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Return a new C-ordered array of the queue's kind, its values undefined."""
+        """Return a new C-ordered array of the queue's kind for others, its values undefined."""
+
+    def scratch(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Return the same for the package's own use: let go of it when all is done with it."""
+
+    def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
+        """Wait until others have written these blocks; see `dask_p2p.kernels.device`."""
 
     def permute(self, dst: Any, src: Any, axes: Sequence[int], *, aside: bool = False) -> None:
         """Do ``dst[...] = src.transpose(axes)`` after what was queued before.
@@ -126,6 +136,9 @@ class Queue(Protocol):
     def pack(self, dst: Any, src: Any) -> Callable[[], None]:
         """Queue a copy of a region into a C-ordered array; return a function that waits for it."""
 
+    def to_host(self, array: Any) -> Any:
+        """Return an array of `scratch` as a NumPy array, after what was queued before."""
+
     def synchronize(self) -> None:
         """Wait until everything queued is done."""
 
@@ -141,6 +154,11 @@ class HostQueue:
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._kernel.empty(shape, dtype)
 
+    scratch = empty
+
+    def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
+        pass
+
     def permute(self, dst: Any, src: Any, axes: Sequence[int], *, aside: bool = False) -> None:
         self._kernel.permute_into(dst, src, axes)
 
@@ -153,6 +171,9 @@ class HostQueue:
     def pack(self, dst: Any, src: Any) -> Callable[[], None]:
         self.permute(dst, src, range(src.ndim))
         return self.synchronize
+
+    def to_host(self, array: Any) -> Any:
+        return array
 
     def synchronize(self) -> None:
         pass
@@ -176,8 +197,7 @@ class DeviceQueue:
     between four H200s). Others, beside which UCX copies, are the better for having no priority.
 
     The streams are non-blocking ones, so that waiting for them is not waiting for whatever else
-    the process runs on its GPU. What was enqueued on the null stream before, where Dask's tasks
-    make their arrays, is waited for (on the device) when the queue is made.
+    the process runs on its GPU. A queue belongs to the GPU that is current when it is made.
     """
 
     kind = "cupy"
@@ -190,35 +210,74 @@ class DeviceQueue:
         self._gently = beside_copies
         self._kernel = kernel_named("cupy")
         streams: dict[Any, Any] = self._per_thread.__dict__
-        device = cupy.cuda.runtime.getDevice()
+        self._device = device = cupy.cuda.runtime.getDevice()
         if device not in streams:
             make = cupy.cuda.Stream
             priorities = (0, 0, 0, _FIRST)
             streams[device] = tuple(make(non_blocking=True, priority=p) for p in priorities)
         self._all = self._stream, self._copies, self._aside, self._emptying = streams[device]
         self._slots: deque[_Slot] = deque()  # the one that has waited longest first
+        self._in_place = False  # because there is no memory for slots
         self._unread: deque[tuple[Any, Any]] = deque()  # events, and what is read until then
-        self._wait_for_null_stream()
+        self._private = device_module.private_stream()
+        self._made: list[Any] = []  # by `empty`, since the last `synchronize`
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         # On the null stream: a block outlives this queue, and a pool keeps the memory of a
-        # stream for that stream. What the null stream still does with memory that it gave
-        # back before must be over before this queue writes there.
-        array = self._kernel.empty(shape, dtype)
-        self._wait_for_null_stream()
+        # stream for that stream. Whatever stream an earlier task of the thread has left current,
+        # what the null stream still does with memory that it gave back before must be over
+        # before this queue writes there.
+        with self._cupy.cuda.Stream.null:
+            array = self._kernel.empty(shape, dtype)
+        device_module.order_after_null_stream(self._all)
+        self._made.append(array)
         return array
 
+    def scratch(self, shape: Sequence[int], dtype: Any) -> Any:
+        with self._private:
+            array = self._kernel.empty(shape, dtype)
+        event = self._private.record()
+        for stream in self._all:
+            stream.wait_event(event)
+        return array
+
+    def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
+        device_module.wait_until_written(blocks, any_stream=any_stream)
+
     def permute(self, dst: Any, src: Any, axes: Sequence[int], *, aside: bool = False) -> None:
-        self._permute_on(self._aside if aside else self._stream, dst, src, axes)
+        if src.device.id != self._device:
+            self._permute_from_device(dst, src, axes)
+        else:
+            self._permute_on(self._aside if aside else self._stream, dst, src, axes)
 
     def _permute_on(self, stream: Any, dst: Any, src: Any, axes: Sequence[int]) -> None:
         self._kernel.permute_into(dst, src, axes, stream=stream, gently=self._gently)
 
+    def _permute_from_device(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+        """Do it where another GPU of this process holds `src`; these need not reach each other."""
+        with src.device:
+            there = queue_for(self.kind)
+            packed = there.scratch(src.shape, src.dtype)
+            there.pack(packed, src)()
+            there.synchronize()
+        near = self.scratch(src.shape, src.dtype)
+        self._cupy.cuda.runtime.memcpyPeerAsync(
+            near.data.ptr,
+            self._device,
+            packed.data.ptr,
+            src.device.id,
+            src.nbytes,
+            self._stream.ptr,
+        )
+        self._stream.synchronize()
+        self.permute_and_drop(dst, near, axes)
+
     def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
         if isinstance(src, np.ndarray):
-            with self._stream:
-                src = self._cupy.asarray(src)
-        self.permute(dst, src, axes)
+            near = self.scratch(src.shape, src.dtype)
+            near.set(src, stream=self._stream)
+            src = near
+        self._permute_on(self._stream, dst, src, axes)
         # Its memory may be another's as soon as it is let go of: not before the kernel has read it.
         read = self._cupy.cuda.Event(disable_timing=True)
         read.record(self._stream)
@@ -228,10 +287,12 @@ class DeviceQueue:
 
     def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
-        if pitch is None or src.nbytes > slot_bytes:
-            self.permute(dst, src, axes)
+        slot = None
+        if pitch is not None and src.nbytes <= slot_bytes:
+            slot = self._next_slot(slot_bytes)
+        if pitch is None or slot is None:
+            self._permute_on(self._stream, dst, src, axes)
             return
-        slot = self._next_slot(slot_bytes)
         near = self._cupy.ndarray(src.shape, src.dtype, slot.memory.data)
         self._copy(near, src, pitch)
         slot.full.record(self._copies)
@@ -257,15 +318,29 @@ class DeviceQueue:
             pitch.run_bytes, pitch.rows, _MEMCPY_DEFAULT, self._copies.ptr,
         )  # fmt: skip
 
+    def to_host(self, array: Any) -> Any:
+        return array.get(stream=self._stream)
+
     def synchronize(self) -> None:
         for stream in self._all:
             stream.synchronize()
         self._unread.clear()
+        while self._made:
+            device_module.mark_written(self._made.pop())
 
-    def _next_slot(self, slot_bytes: int) -> _Slot:
-        """Return a slot that can be filled after what the copies' stream waits for."""
-        if not self._slots:
-            self._slots.extend(self._new_slots(slot_bytes))
+    def _next_slot(self, slot_bytes: int) -> _Slot | None:
+        """Return a slot that can be filled after what the copies' stream waits for.
+
+        None if there is no memory for any: reading in place needs none, and is a little slower.
+        """
+        if not self._slots and not self._in_place:
+            try:
+                self._slots.extend(self._new_slots(slot_bytes))
+            except MemoryError as exc:  # of CuPy and of RMM too
+                logger.debug("no memory to copy parts into, they are read in place: %s", exc)
+                self._in_place = True
+        if self._in_place:
+            return None
         slot = self._slots.popleft()
         self._copies.wait_event(slot.free)  # of a new one nothing is recorded, nor waited for
         self._slots.append(slot)
@@ -274,16 +349,11 @@ class DeviceQueue:
     def _new_slots(self, slot_bytes: int) -> Iterator[_Slot]:
         """Allocate all slots at once: each allocation takes as long as a part is on its way."""
         step_bytes = -(-slot_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        memory = self.empty((SLOTS * step_bytes,), np.uint8)
+        memory = self.scratch((SLOTS * step_bytes,), np.uint8)
         event = self._cupy.cuda.Event
         for start in range(0, memory.nbytes, step_bytes):
             part = memory[start : start + slot_bytes]
             yield _Slot(part, event(disable_timing=True), event(disable_timing=True))
-
-    def _wait_for_null_stream(self) -> None:
-        event = self._cupy.cuda.Stream.null.record()
-        for stream in self._all:
-            stream.wait_event(event)
 
 
 def queue_for(kind: str, *, beside_copies: bool = False) -> Queue:

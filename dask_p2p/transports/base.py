@@ -29,7 +29,8 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -40,6 +41,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
+    DeviceLostError,
     TransferError,
     UnsupportedArrayError,
 )
@@ -119,8 +121,10 @@ class Host(Protocol):
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         """Call the handler `op` of the worker at `address`; `OSError` if it cannot be reached."""
 
-    async def offload(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Run a blocking function on a thread that is kept for answering requests."""
+    async def offload(
+        self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
+    ) -> _T:
+        """Run a blocking function on a thread: of these, or of those that answer requests."""
 
 
 class Pending(Protocol):
@@ -220,7 +224,7 @@ class Transport(ABC):
         """In what parts, and how many of them at a time, regions should be asked for."""
 
     @abstractmethod
-    def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
+    def open(self, block: BlockSpec, boxes: Iterable[Box], options: Options) -> RemoteBlock:
         """Open a block, to read these boxes of it, in this order."""
 
     @property
@@ -331,7 +335,7 @@ def mismatch(block: Any, declared: Any, real: Any) -> BlockMismatchError:
 
 def refuse(exc: Exception) -> dict[str, Any]:
     """Turn a holder's error into a reply: plain text, nothing that is unpickled."""
-    if isinstance(exc, KeyError):
+    if isinstance(exc, (KeyError, DeviceLostError)):  # with the device its blocks are lost
         return {"status": "missing"}
     if isinstance(exc, (BlockMismatchError, UnsupportedArrayError)):
         return {"status": "mismatch", "message": str(exc)}

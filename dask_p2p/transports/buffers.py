@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.kernels.device import current_device, is_shareable, private_stream
+
 __all__ = ["Buffers", "buffer_bytes"]
 
 _GRANULE_BYTES = 2**9  # sizes are powers of two from here on, so that few differ
@@ -45,20 +47,22 @@ class Buffers:
     def __init__(self, kind: str, idle_bytes: int) -> None:
         self.kind = kind
         self.idle_limit_bytes = idle_bytes
-        self._idle: defaultdict[int, deque[Any]] = defaultdict(deque)  # by size
+        self._idle: defaultdict[tuple[int | None, int], deque[Any]]
+        self._idle = defaultdict(deque)  # by device and size
 
     @property
     def idle_bytes(self) -> int:
         """Bytes that are kept, and not in use."""
-        return sum(size * len(kept) for size, kept in list(self._idle.items()))
+        return sum(size * len(kept) for (_, size), kept in list(self._idle.items()))
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return a C-ordered array whose values are undefined."""
         dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
         size_bytes = buffer_bytes(nbytes)
+        device = current_device() if self.kind == "cupy" else None
         try:
-            memory = self._idle[size_bytes].pop()
+            memory = self._idle[device, size_bytes].pop()
         except IndexError:
             memory = self._allocate(size_bytes)
         lent = _lend(self.kind, memory, self, size_bytes)
@@ -81,7 +85,8 @@ class Buffers:
         # Called wherever the last view dies, perhaps in the middle of a garbage collection: no
         # locks here. Two that come at once may both stay; that is one buffer too many.
         if self.idle_bytes + size_bytes <= self.idle_limit_bytes:
-            self._idle[size_bytes].append(memory)
+            device = getattr(memory, "device_id", None)
+            self._idle[device, size_bytes].append(memory)
 
 
 class _Owner:
@@ -101,12 +106,17 @@ def _allocate(kind: str, size_bytes: int) -> Any:
         return np.empty(size_bytes, np.uint8)
     import cupy
 
-    memory = cupy.cuda.alloc(size_bytes)
-    # Whatever its last owner queued on it must be over: who writes next may follow no stream. A
-    # pool gives memory out in the order of the stream that it is taken on. To wait for the whole
-    # device, other regions and their kernels included, takes a fifth of an exchange's speed.
-    cupy.cuda.get_current_stream().synchronize()
-    return memory
+    stream = private_stream()
+    with stream:
+        memory = cupy.cuda.alloc(size_bytes)
+    # A pool may have given this stream memory that another one still writes to, and who writes next
+    # may follow no stream. To wait for the whole device, other regions and their kernels included,
+    # would take a fifth of an exchange's speed.
+    stream.synchronize()
+    if is_shareable(memory.ptr):
+        return memory
+    # UCX would bring it through host memory, 8 KiB at a time.
+    return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size_bytes), 0)
 
 
 def _lend(kind: str, memory: Any, buffers: Buffers, size_bytes: int) -> Any:

@@ -8,7 +8,7 @@ processor's cache, and permutes each from there. The holder packs nothing and se
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from secrets import token_bytes
@@ -78,8 +78,9 @@ class CmaTransport(PostedTransport):
         return {"address": process_memory.address_of(block)}
 
     def opened(
-        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Sequence[Box], lease: Lease
+        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Iterable[Box], lease: Lease
     ) -> RemoteBlock:
+        boxes = list(boxes)
         address = posted.place.get("address") if isinstance(posted.place, dict) else None
         if type(address) is not int or not 0 <= address < 2**64:
             raise TransferError(f"cma: the notice of {block} has no address: {posted.place!r}")

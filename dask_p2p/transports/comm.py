@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from distributed.protocol import to_serialize
 
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels import device_of, kernel_for
 from dask_p2p.kernels.checksum import algorithm_for
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_slices
@@ -75,7 +75,7 @@ class CommTransport(Transport):
     def pacing(self, options: Options, kind: str) -> Pacing:
         return comm_pacing(options, kind)
 
-    def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
+    def open(self, block: BlockSpec, boxes: Iterable[Box], options: Options) -> RemoteBlock:
         opened = _CommBlock(self.host, block, boxes, options, self._opened.discard)
         self._opened.add(opened)
         return opened
@@ -143,10 +143,12 @@ class CommTransport(Transport):
         if not room.take(region.nbytes * (2 if to_host else 1)):
             return None
         try:
-            queue = queue_for(kind)
-            packed = queue.empty(region.shape, region.dtype)
-            queue.pack(packed, region)()
-            packed = packed.get() if to_host else packed
+            with device_of(block):
+                queue = queue_for(kind)
+                queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
+                packed = queue.scratch(region.shape, region.dtype)
+                queue.pack(packed, region)()
+                packed = queue.to_host(packed) if to_host else packed
             if self.host.address.startswith("inproc"):  # it is the reader's own from now on
                 room.close()
             else:  # Dask lets go of it when it is sent
@@ -162,7 +164,7 @@ class _CommBlock(RemoteBlock):
         self,
         host: Host,
         block: BlockSpec,
-        boxes: Sequence[Box],
+        boxes: Iterable[Box],
         options: Options,
         closed: Callable[[_CommBlock], None],
     ) -> None:

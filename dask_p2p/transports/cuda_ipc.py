@@ -5,41 +5,49 @@ CuPy and cuda-bindings are imported when a function is called, never with this m
 
 from __future__ import annotations
 
-import sys
 import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from dask_p2p.errors import TransferError
+from dask_p2p.kernels.device import is_shareable, uuid
 
 __all__ = [
     "Mapping",
     "Mappings",
     "Place",
     "array_at",
-    "current_device",
     "export",
     "gpu_uuid",
     "peer_obstacle",
-    "synchronize_producers",
 ]
 
 
-_MOST_OPEN = 256  # mappings that are kept though nobody uses them
+_NOT_SHAREABLE = (
+    "its allocator's memory cannot be shared by CUDA IPC (cudaMallocAsync or managed memory). "
+    "Start the cluster with an RMM pool: rmm_pool_size=..., "
+    'rmm_allocator_external_lib_list=["cupy"], without rmm_async and rmm_managed_memory.'
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a block lies, in words that another process understands."""
 
+    gpu: str  # UUID in hex
     handle: str  # of the whole allocation, in hex
-    buffer_id: int  # unique in the process that made the allocation
+    buffer_id: int  # of the allocation: unique in the process that made it
+    base: int  # address of the allocation, in that process
+    nbytes: int  # of the allocation
     offset_bytes: int  # of the block in the allocation
 
 
 def gpu_uuid() -> str:
-    """UUID, in hex, of the GPU that this process uses; empty if there is none.
+    """UUID, in hex, of the GPU that this thread uses; empty if there is none.
 
     Processes number the same GPUs differently: dask-cuda gives each worker another
     ``CUDA_VISIBLE_DEVICES``.
@@ -47,53 +55,23 @@ def gpu_uuid() -> str:
     try:
         import cupy
 
-        return _uuid(cupy.cuda.runtime.getDevice())
+        return uuid(cupy.cuda.runtime.getDevice()).hex()
     except Exception:  # no CuPy, no driver, no device: CuPy has no common class for them
         return ""
 
 
-def current_device() -> int | None:
-    """Return the number of this process' GPU; None without one, or if CuPy is not loaded."""
-    if "cupy" not in sys.modules:
-        return None
-    import cupy
-
-    try:
-        return int(cupy.cuda.runtime.getDevice())
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return None
-
-
-def _uuid(device: int) -> str:
-    import cupy
-
-    return bytes(cupy.cuda.runtime.getDeviceProperties(device)["uuid"]).hex()
-
-
-def peer_obstacle(uuid: str) -> str | None:
+def peer_obstacle(gpu: str) -> str | None:
     """Say why this process' GPU cannot read the memory of the GPU with this UUID."""
     import cupy
 
     runtime = cupy.cuda.runtime
     here = runtime.getDevice()
     for device in range(runtime.getDeviceCount()):
-        if _uuid(device) == uuid:
+        if uuid(device).hex() == gpu:
             if device == here or runtime.deviceCanAccessPeer(here, device):
                 return None
             return "their GPUs have no peer access to each other"
     return "the other's GPU is not among this worker's CUDA_VISIBLE_DEVICES"
-
-
-def synchronize_producers(block: Any) -> None:
-    """Wait until what writes to a block is done: Dask's tasks return before their kernels do."""
-    import cupy
-
-    with block.device:
-        if cupy.cuda.get_current_stream().ptr == cupy.cuda.Stream.ptds.ptr:
-            # With per-thread default streams nobody can tell on which one it was made.
-            cupy.cuda.runtime.deviceSynchronize()
-        else:
-            cupy.cuda.Stream.null.synchronize()
 
 
 def export(block: Any) -> Place:
@@ -102,25 +80,39 @@ def export(block: Any) -> Place:
     Raises
     ------
     TransferError
-        If its memory cannot be exported: of `cudaMallocAsync`, or managed.
+        If its memory cannot be exported: of `cudaMallocAsync`, or managed; or because the driver
+        does not let this process, or cuda-bindings are missing.
     """
     import cupy
+
+    runtime = cupy.cuda.runtime
+    pointer = block.data.ptr
+    with block.device as device:
+        try:
+            if not is_shareable(pointer):
+                raise TransferError(_NOT_SHAREABLE)
+            base, nbytes, buffer_id = _allocation(pointer)
+            handle = bytes(runtime.ipcGetMemHandle(base))
+        except (runtime.CUDARuntimeError, ImportError) as exc:
+            said = f"CUDA IPC does not share memory here ({type(exc).__name__}: {exc})"
+            raise TransferError(said) from exc
+        return Place(uuid(device.id).hex(), handle.hex(), buffer_id, base, nbytes, pointer - base)
+
+
+def _allocation(pointer: int) -> tuple[int, int, int]:
+    """Return the address, the size and the id of the allocation that memory belongs to."""
     from cuda.bindings import driver
 
-    pointer = block.data.ptr
     attribute = driver.CUpointer_attribute
-    with block.device:
-        if not _query(driver, attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer):
-            raise TransferError(
-                "its allocator's memory cannot be shared by CUDA IPC (cudaMallocAsync or managed "
-                "memory). Start the cluster with an RMM pool: rmm_pool_size=..., "
-                'rmm_allocator_external_lib_list=["cupy"], without rmm_async and '
-                "rmm_managed_memory."
-            )
-        base = int(_query(driver, attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, pointer))
-        buffer_id = int(_query(driver, attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, pointer))
-        handle = bytes(cupy.cuda.runtime.ipcGetMemHandle(base))
-    return Place(handle.hex(), buffer_id, pointer - base)
+    base, nbytes, buffer_id = (
+        int(_query(driver, which, pointer))
+        for which in (
+            attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+            attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
+        )
+    )
+    return base, nbytes, buffer_id
 
 
 def _query(driver: Any, attribute: Any, pointer: int) -> Any:
@@ -149,24 +141,41 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
     return low_bytes, high_bytes - low_bytes + itemsize
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Mapping:
     """An allocation of another process, mapped into this one."""
 
-    address: int
+    process: str
+    place: Place  # of a block in it
+    address: int  # here
+    is_kept: bool  # while nobody uses it
     owner: Mappings = field(repr=False)
     users: int = 0
+    unused_since_s: float = 0.0  # monotonic
 
     def release(self) -> None:
         """Say that one user is done, its kernels included."""
         self.owner._release(self)
 
+    def overlaps(self, process: str, place: Place) -> bool:
+        """Tell whether it maps addresses of an allocation of a process."""
+        mine = self.place
+        return self.process == process and (
+            mine.base < place.base + place.nbytes and place.base < mine.base + mine.nbytes
+        )
+
 
 class Mappings:
-    """Mapped allocations: opened once each, closed when their process has left.
+    """Mapped allocations: opened once each, closed when they are of no use any more.
 
-    Where each block is an allocation of its own (CuPy's pool; not RMM's) there can be many: those
-    that were used least recently are closed.
+    What is mapped stays taken on its GPU though its owner has freed it. So a mapping is closed
+
+    - with its last user, if the allocation is little more than the block: it goes with the block
+      (of CuPy's own pool; not of RMM's, whose allocations hold many blocks),
+    - when nobody has used it for `UNUSED_S`,
+    - when there are more bytes of unused ones of a process than a GPU has,
+    - when its process has left,
+    - when the process has another allocation at its addresses, so must have freed this one.
 
     They are told apart by their process and buffer id. A process is known by a name that no other
     has: addresses of workers are used again, and so are ids of buffers by a new process. Handles
@@ -174,38 +183,69 @@ class Mappings:
     may get the handle of an old one.
     """
 
+    #: How long a mapping is kept that nobody uses.
+    UNUSED_S = 60.0
+
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], Mapping] = {}
-        self._retired: list[Mapping] = []
-        self._lock = threading.Lock()
+        self._retired: list[Mapping] = []  # to be closed when nobody uses them
+        self._lock = threading.Lock()  # not held while the driver is called
+        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # a process
 
     def __len__(self) -> int:
         """Count the mappings that are open."""
         return len(self._open) + len(self._retired)
 
-    def acquire(self, process: str, buffer_id: int, handle: str) -> Mapping:
-        """Map an allocation, unless it is mapped already, and count one more user."""
+    def acquire(self, process: str, place: Place, block_bytes: int) -> Mapping:
+        """Map the allocation that a block lies in, unless it is mapped, and count one more user.
+
+        Raises
+        ------
+        TransferError
+            If it cannot be mapped.
+        """
         with self._lock:
-            mapping = self._open.pop((process, buffer_id), None)
-            if mapping is None:
-                mapping = Mapping(self._map(process, handle), self)
-            self._open[process, buffer_id] = mapping  # now the last to be closed
-            mapping.users += 1
+            if (mapping := self._used(process, place)) is not None:
+                return mapping
+            opening = self._opening[process]
+        with opening:  # takes 0.1 ms, and seconds for a pool of an unfortunate size
+            with self._lock:
+                if (mapping := self._used(process, place)) is not None:
+                    return mapping
+                freed = self._take_freed(process, place)
+            _close(freed)
+            address = self._map(process, bytes.fromhex(place.handle))
+            is_kept = place.nbytes >= 2 * block_bytes
+            mapping = Mapping(process, place, address, is_kept, self, users=1)
+            with self._lock:
+                self._open[process, place.buffer_id] = mapping
             return mapping
 
-    def _map(self, process: str, handle: str) -> int:
+    def _used(self, process: str, place: Place) -> Mapping | None:
+        mapping = self._open.get((process, place.buffer_id))
+        if mapping is not None:
+            mapping.users += 1
+        return mapping
+
+    def _take_freed(self, process: str, place: Place) -> list[Mapping]:
+        """Return mappings of allocations that the process must have freed, no longer counted."""
+        freed = [m for m in [*self._open.values(), *self._retired] if m.overlaps(process, place)]
+        if any(mapping.users for mapping in freed):
+            raise TransferError("ipc: memory is read here that its owner has freed already")
+        self._forget(freed)
+        return freed
+
+    def _map(self, process: str, handle: bytes) -> int:
         import cupy
 
         runtime = cupy.cuda.runtime
-        raw = bytes.fromhex(handle)
         try:
-            return int(runtime.ipcOpenMemHandle(raw))
+            return int(runtime.ipcOpenMemHandle(handle))
         except runtime.CUDARuntimeError:
             # An allocation that its owner has freed may be in the way of one in its place.
-            for pair in [p for p, m in self._open.items() if p[0] == process and not m.users]:
-                runtime.ipcCloseMemHandle(self._open.pop(pair).address)
+            self._close_unused(lambda mapping: mapping.process == process)
         try:
-            return int(runtime.ipcOpenMemHandle(raw))
+            return int(runtime.ipcOpenMemHandle(handle))
         except runtime.CUDARuntimeError as exc:
             raise TransferError(f"ipc: the memory cannot be mapped: {exc}") from exc
 
@@ -213,28 +253,63 @@ class Mappings:
         """Take note that a process has left (None: all), so that its mappings can be closed."""
         with self._lock:
             for pair in [pair for pair in self._open if process in (None, pair[0])]:
-                self._retire(pair)
+                self._retired.append(self._open.pop(pair))
+            if process is not None:
+                self._opening.pop(process, None)
 
-    def close_retired(self) -> None:
-        """Close what is retired and has no user. Blocks: not for an event loop."""
-        if not self._retired:
-            return
-        import cupy
+    def close_unused(self) -> None:
+        """Close what has not been used for long, or never will be. Not for an event loop."""
+        oldest_s = time.monotonic() - self.UNUSED_S
+        self._close_unused(
+            lambda mapping: mapping.unused_since_s <= oldest_s or mapping in self._retired
+        )
 
+    def _close_unused(self, is_due: Callable[[Mapping], bool]) -> None:
         with self._lock:
-            unused = [mapping for mapping in self._retired if not mapping.users]
-            self._retired = [mapping for mapping in self._retired if mapping.users]
-        for mapping in unused:
-            cupy.cuda.runtime.ipcCloseMemHandle(mapping.address)
+            every = [*self._open.values(), *self._retired]
+            due = [mapping for mapping in every if not mapping.users and is_due(mapping)]
+            self._forget(due)
+        _close(due)
 
     def _release(self, mapping: Mapping) -> None:
         with self._lock:
             mapping.users -= 1
-            if len(self._open) > _MOST_OPEN:
-                for pair in [p for p, m in self._open.items() if not m.users][:-_MOST_OPEN]:
-                    self._retire(pair)
-        self.close_retired()
+            mapping.unused_since_s = time.monotonic()
+            if mapping.users:
+                return
+            due = [mapping] if mapping in self._retired or not mapping.is_kept else []
+            due += self._excess(mapping.process)
+            self._forget(due)
+        _close(due)
 
-    def _retire(self, pair: tuple[str, int]) -> None:
-        mapping = self._open.pop(pair)
-        self._retired.append(mapping)
+    def _excess(self, process: str) -> list[Mapping]:
+        """Return those unused longest of a process, beyond what it can have."""
+        kept = [m for m in self._open.values() if m.process == process and m.is_kept]
+        kept.sort(key=lambda mapping: (not mapping.users, -mapping.unused_since_s))
+        total_bytes, excess = 0, []
+        for mapping in kept:
+            total_bytes += mapping.place.nbytes
+            if total_bytes > _device_bytes() and not mapping.users:
+                excess.append(mapping)
+        return excess
+
+    def _forget(self, mappings: Iterable[Mapping]) -> None:
+        for mapping in mappings:
+            if mapping in self._retired:
+                self._retired.remove(mapping)
+            else:
+                del self._open[mapping.process, mapping.place.buffer_id]
+
+
+def _close(mappings: Iterable[Mapping]) -> None:
+    for mapping in mappings:
+        import cupy
+
+        cupy.cuda.runtime.ipcCloseMemHandle(mapping.address)
+
+
+@cache
+def _device_bytes() -> int:
+    import cupy
+
+    return int(cupy.cuda.runtime.memGetInfo()[1])

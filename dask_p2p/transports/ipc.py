@@ -7,12 +7,15 @@ holder's memory. The reader's queue fetches them over NVLink or PCIe, part by pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable
 from dataclasses import asdict
+from math import prod
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
+from dask_p2p.kernels.device import wait_until_written
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import Arrived, BlockSpec, Host, Pending, RemoteBlock
@@ -33,6 +36,7 @@ class IpcTransport(PostedTransport):
     def __init__(self, host: Host, options: Options) -> None:
         super().__init__(host, options)
         self._mappings = cuda_ipc.Mappings()
+        self._closing: asyncio.TimerHandle | None = None
 
     def pacing(self, options: Options, kind: str) -> Pacing:
         return ipc_pacing(options)
@@ -46,19 +50,23 @@ class IpcTransport(PostedTransport):
         return cuda_ipc.peer_obstacle(there.memory)
 
     def settle(self, block: Any) -> None:
-        cuda_ipc.synchronize_producers(block)
+        wait_until_written([block], any_stream=self.options.any_producer_stream)
 
     def place_of(self, block: Any) -> dict[str, Any]:
         return asdict(cuda_ipc.export(block))
 
     def opened(
-        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Sequence[Box], lease: Lease
+        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Iterable[Box], lease: Lease
     ) -> RemoteBlock:
         try:
             place = cuda_ipc.Place(**posted.place)
         except TypeError as exc:
             raise TransferError(f"ipc: the notice of {block} cannot be read: {exc}") from exc
-        mapping = self._mappings.acquire(peer.folder, place.buffer_id, place.handle)
+        if place.gpu != peer.memory and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
+            raise TransferError(f"ipc: {block} is on another GPU than its holder's: {obstacle}")
+        block_bytes = prod(block.shape) * block.dtype.itemsize
+        mapping = self._mappings.acquire(peer.folder, place, block_bytes)
+        self.host.loop.call_soon_threadsafe(self._close_later)
         try:
             array = cuda_ipc.array_at(
                 mapping.address + place.offset_bytes, posted.shape, posted.strides, block.dtype
@@ -73,20 +81,32 @@ class IpcTransport(PostedTransport):
         super().forget(holder)
         if known is not None:
             self._mappings.retire(known[0].folder)
-            self.offload(self._mappings.close_retired)
+            self.offload(self._mappings.close_unused)
+
+    def _close_later(self) -> None:
+        if self._closing is None and not self._closed:
+            self._closing = self.host.loop.call_later(self._mappings.UNUSED_S, self._close_unused)
+
+    def _close_unused(self) -> None:
+        self._closing = None
+        self.offload(self._mappings.close_unused)
+        if len(self._mappings):
+            self._close_later()
 
     def held(self) -> dict[str, int]:
         return {**super().held(), "mapped": len(self._mappings)}
 
     async def close(self) -> None:
         await super().close()
+        if self._closing is not None:
+            self._closing.cancel()
         self._mappings.retire(None)
-        await self.host.offload(self._mappings.close_retired)
+        await self.host.offload(self._mappings.close_unused)
 
 
 class _IpcBlock(PostedBlock):
     def __init__(
-        self, array: Any, boxes: Sequence[Box], mapping: cuda_ipc.Mapping, *lease: Any
+        self, array: Any, boxes: Iterable[Box], mapping: cuda_ipc.Mapping, *lease: Any
     ) -> None:
         super().__init__(*lease)
         self._array = array

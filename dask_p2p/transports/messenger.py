@@ -15,13 +15,14 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.errors import TransferError
+from dask_p2p.kernels.device import relax_capture
 
 __all__ = ["Message", "Messenger", "ucxx_obstacle"]
 
@@ -171,8 +172,7 @@ class Messenger:
         """Close the endpoint to an address, if there is one; what is sent there fails."""
         with self._lock:
             endpoint = self._endpoints.pop(address, None)
-            if endpoint is not None:
-                endpoint.close_blocking(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)
+        _close([endpoint])
 
     def closed(self, address: bytes) -> int:
         """Return which of the endpoints to an address was the last to be closed: 1 is the first."""
@@ -198,14 +198,16 @@ class Messenger:
         TransferError
             If that is more than can be.
         """
+        left = []
         with self._lock:
             if closed - self._made[address] > _MOST_BEHIND:
                 raise TransferError(f"the reader has closed endpoint {closed}, unheard of here")
             while self._made[address] < closed:
-                self.forget(address)
+                left.append(self._endpoints.pop(address, None))
                 self._make_endpoint(address)
             if self._made[address] == closed:
-                self.forget(address)
+                left.append(self._endpoints.pop(address, None))
+        _close(left)
 
     @property
     def under_way(self) -> int:
@@ -272,7 +274,16 @@ class Messenger:
         return message
 
 
+def _close(endpoints: Iterable[Any]) -> None:
+    """Close endpoints. This may take a second each, so nobody should hold a lock meanwhile."""
+    for endpoint in endpoints:
+        if endpoint is not None:
+            endpoint.close_blocking(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)
+
+
 def _use_device(device: int) -> None:
+    """Set up the thread that drives UCX. It must not break captures of CUDA graphs by others."""
     import cupy
 
     cupy.cuda.Device(device).use()
+    relax_capture()

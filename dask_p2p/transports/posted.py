@@ -17,14 +17,14 @@ import os
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
-from dask_p2p.errors import BlockUnavailableError, P2PError, TransferError
+from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.kernels import kernel_for, kernel_named
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports.base import (
@@ -137,7 +137,7 @@ class PostedTransport(Transport):
 
     @abstractmethod
     def opened(
-        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Sequence[Box], lease: Lease
+        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Iterable[Box], lease: Lease
     ) -> RemoteBlock:
         """Return a block on which a lease was taken. If this fails, the lease is ended."""
 
@@ -152,7 +152,7 @@ class PostedTransport(Transport):
         except TransferError as exc:
             return str(exc)
 
-    def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
+    def open(self, block: BlockSpec, boxes: Iterable[Box], options: Options) -> RemoteBlock:
         if 0 in block.shape:
             return _EmptyBlock(kernel_named(self.kind).empty(block.shape, block.dtype), boxes)
         peer, obstacle = self._known(block.holder)
@@ -237,9 +237,9 @@ class PostedTransport(Transport):
             try:
                 # What is held by now: the task may have been cancelled, its block released.
                 self._find_and_post(key, block.shape)
-            except (KeyError, OSError, ValueError, P2PError) as exc:
-                # Readers will ask, and be told why.
-                logger.debug("block %r is not posted: %s", key, exc)
+            except Exception as exc:
+                # It is only ahead of time. Readers will ask, and be told why.
+                logger.debug("block %r is not posted: %s: %s", key, type(exc).__name__, exc)
 
     def released(self, key: Any) -> None:
         self._board.retract(key)
@@ -362,7 +362,7 @@ class PostedBlock(RemoteBlock):
 class _EmptyBlock(RemoteBlock):
     """A block without elements: it has no address, and needs no lease."""
 
-    def __init__(self, array: Any, boxes: Sequence[Box]) -> None:
+    def __init__(self, array: Any, boxes: Iterable[Box]) -> None:
         self._regions = (array[box_slices(box)] for box in boxes)
 
     def request(self) -> Pending:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels import kernel_for, kernel_named
+from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels.queue import queue_for
 
 __all__ = ["PROBE_BYTES", "Probes", "check_probe", "is_probe", "probe_key"]
 
@@ -82,8 +83,10 @@ def _content(kind: str, nbytes: int) -> Any:
     pattern = _pattern(nbytes)
     if kind == "numpy":
         return pattern
-    made = kernel_named(kind).empty(pattern.shape, pattern.dtype)
-    made.set(pattern)
+    queue = queue_for(kind)
+    made = queue.scratch(pattern.shape, pattern.dtype)
+    queue.permute_and_drop(made, pattern, (0,))
+    queue.synchronize()
     return made
 
 
@@ -99,10 +102,10 @@ def check_probe(region: Any) -> None:
     can is not enough.
     """
     if not isinstance(region, np.ndarray):
-        kernel = kernel_for(region)
-        near = kernel.empty(region.shape, region.dtype)
-        kernel.permute_into(near, region[::-1], (0,))  # as it is, it would be a copy engine's
-        region = near.get()[::-1]
+        queue = queue_for(kernel_for(region).name)
+        near = queue.scratch(region.shape, region.dtype)
+        queue.permute(near, region[::-1], (0,))  # as it is, it would be a copy engine's
+        region = queue.to_host(near)[::-1]
     wrong = int((region != _pattern(region.shape[0])).sum())
     if wrong:
         raise TransferError(f"{wrong} of {region.shape[0]} bytes of a probe came changed")

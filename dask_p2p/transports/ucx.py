@@ -26,7 +26,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -34,11 +34,11 @@ from typing import Any, ClassVar
 
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels import device_of, kernel_for
 from dask_p2p.kernels.checksum import ALGORITHMS
+from dask_p2p.kernels.device import current_device
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
-from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import (
     GRACE_S,
     MEET_S,
@@ -116,8 +116,8 @@ class UcxTransport(Transport):
     def pacing(self, options: Options, kind: str) -> Pacing:
         return ucx_pacing(options, kind)
 
-    def open(self, block: BlockSpec, boxes: Sequence[Box], options: Options) -> RemoteBlock:
-        messenger = self.messenger()
+    def open(self, block: BlockSpec, boxes: Iterable[Box], options: Options) -> RemoteBlock:
+        messenger, boxes = self.messenger(), list(boxes)
         full = [box for box in boxes if box_size(box)]
         with self._lock:
             tag = self._next_tag
@@ -169,7 +169,7 @@ class UcxTransport(Transport):
             if self._messenger is None:
                 if (obstacle := self._own_obstacle()) is not None:
                     raise TransferError(f"ucx: {obstacle}", reason=obstacle)
-                self._messenger = Messenger(cuda_ipc.current_device())
+                self._messenger = Messenger(current_device())
                 self.host.loop.call_soon_threadsafe(self._rest_later)
             return self._messenger
 
@@ -261,8 +261,8 @@ class UcxTransport(Transport):
             address = await self._address_of(checked_text("reader", reader))
             room = self.packed.room()
             outbox = _Outbox(messenger, address, closed, tag, ahead, wait_s, room)
-            nbytes, sums = await self.host.loop.run_in_executor(
-                self._threads, self._send, key, boxes, shape, dtype, outbox, algorithm
+            nbytes, sums = await self.host.offload(
+                self._send, key, boxes, shape, dtype, outbox, algorithm, threads=self._threads
             )
         except Exception as exc:
             return refuse(exc)
@@ -298,8 +298,15 @@ class UcxTransport(Transport):
         block = find_block(self.host, key, shape)
         if dtype != dtype_text(block.dtype):
             raise mismatch(f"block {key!r}", dtype, dtype_text(block.dtype))
+        with device_of(block):
+            return self._send_block(key, boxes, block, outbox, algorithm)
+
+    def _send_block(
+        self, key: Any, boxes: list[Box], block: Any, outbox: _Outbox, algorithm: str | None
+    ) -> tuple[int, list[int]]:
         kind = kernel_for(block).name
         queue = queue_for(kind, beside_copies=True)
+        queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
         # With its box, and how to wait for its values.
         packed: deque[tuple[Any, Box, Callable[[], None]]] = deque()
         sums: list[int] = []

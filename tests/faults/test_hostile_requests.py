@@ -24,6 +24,7 @@ from dask_p2p.config import options
 from dask_p2p.layout import box_slices
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports import cuda_ipc
+from dask_p2p.transports import ipc as ipc_module
 from dask_p2p.transports.base import find_block
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
@@ -226,9 +227,9 @@ def holder(tmp_path_factory):
             return loop.run(all_of_them())
 
     with pytest.MonkeyPatch.context() as patch:
-        place = cuda_ipc.Place("00", 1, 0)
+        place = cuda_ipc.Place("", "00", 1, 0, 1, 0)
         patch.setattr(cuda_ipc, "export", lambda block: place)
-        patch.setattr(cuda_ipc, "synchronize_producers", lambda block: None)
+        patch.setattr(ipc_module, "wait_until_written", lambda blocks, any_stream: None)
         # Nothing leaves this process.
         patch.setattr(ucx, "messenger", lambda: SimpleNamespace(address=b"here"))
         patch.setattr(ucx, "_address_of", address_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 
@@ -12,6 +13,7 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import P2PWarning
 from dask_p2p.indexed import count_wrong, indexed_array
+from dask_p2p.kernels import device
 from tests.gpu.support import POOL, on_gpu
 from tests.support import persisted, used
 
@@ -81,11 +83,44 @@ def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting)
     assert "rmm_pool_size" in ours[0]
 
 
-def uuid(dask_worker):
+def refuse_handles(dask_worker):
+    """As in virtual machines and containers that share a GPU."""
     import cupy
 
-    runtime = cupy.cuda.runtime
-    return bytes(runtime.getDeviceProperties(runtime.getDevice())["uuid"]).hex()
+    def refuse(address):
+        raise cupy.cuda.runtime.CUDARuntimeError(801)  # cudaErrorNotSupported
+
+    cupy.cuda.runtime.ipcGetMemHandle = refuse
+
+
+def lose_bindings(dask_worker):
+    sys.modules["cuda.bindings"] = None
+
+
+@pytest.mark.parametrize("trouble", [refuse_handles, lose_bindings])
+def test_where_memory_cannot_be_shared_another_way_is_taken(trouble):
+    from distributed import Client
+
+    x = np.arange(400 * 300.0).reshape(400, 300)
+    with (
+        dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster,
+        Client(cluster) as client,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("default")
+        client.run(trouble)
+        a = persisted(client, on_gpu(x, (100, 300)))
+        y = persisted(client, dask_p2p.transpose(a))
+        np.testing.assert_array_equal(y.compute().get(), x.T)
+        assert used(client, y) <= {"ucx", "comm"}
+        time.sleep(0.5)  # for warnings on their way
+    ours = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
+    assert len(ours) == 1
+    assert "CUDA IPC does not share memory here" in ours[0]
+
+
+def uuid(dask_worker):
+    return device.uuid(device.current_device()).hex()
 
 
 def devices(dask_worker):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import dask
 import dask.array as da
 import pytest
@@ -11,7 +13,9 @@ from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.indexed import count_wrong, indexed_array
 from tests.faults.support import addresses, one_block_each, set_trap
 from tests.gpu.support import POOL, forgotten
+from tests.gpu.support import held as held_blocks
 from tests.support import persisted, used
+from tests.transports.loopback import wait_until
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -121,8 +125,120 @@ def empty_pool(dask_worker):
     del dask_worker.filling
 
 
+def test_parts_are_read_in_place_where_there_is_no_memory_to_copy_them_into():
+    from distributed import Client
+
+    shape = (10000, 20000)
+    options = {"p2p.transports.order": ["ipc"], "p2p.transports.ipc.staging-bytes": "768 MiB"}
+    with (
+        dask.config.set(options),
+        dask_p2p.local_cluster(2, gpus=True, **SMALL_POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
+        reader = sorted(addresses(client))[0]
+        client.run(fill_pool, 2**29, workers=[reader])  # for the output, 400 MB, and little more
+        y = persisted(client, dask_p2p.transpose(a).blocks[0])
+        assert used(client, y) == {"ipc"}
+        client.run(empty_pool, workers=[reader])
+        y = da.concatenate([y, dask_p2p.transpose(a).blocks[1]])
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+
+
+def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
+    """Each block is an allocation of its own, and would stay taken as long as it is mapped."""
+    from distributed import Client
+
+    def taken_bytes():
+        give_memory_back()
+        free_bytes, total_bytes = cupy.cuda.runtime.memGetInfo()
+        return total_bytes - free_bytes
+
+    import cupy
+
+    plain = {"rmm_pool_size": None, "rmm_allocator_external_lib_list": None}
+    with dask_p2p.local_cluster(2, gpus=True, **plain) as cluster, Client(cluster) as client:
+        dask_p2p.register(client)
+        taken = []
+        for number in range(50):
+            shape = (4000 + 64 * number, 4000)
+            a = persisted(client, indexed_array(shape, (shape[0] // 2, 4000), "f4", kind="cupy"))
+            y = persisted(client, dask_p2p.transpose(a))
+            assert used(client, y) == {"ipc"}
+            del a, y
+            wait_until(lambda: not any(posted for posted, _ in held_blocks(client).values()))
+            taken.append(max(client.run(taken_bytes).values()))
+    assert max(taken[5:]) - taken[4] < 2**25, taken
+
+
+def device_bytes(dask_worker):
+    """What a worker's store and the leases of its peers keep in device memory."""
+    stored = sum(block.nbytes for block in dask_worker.data.device.values())
+    return stored + dask_worker.metrics["dask-p2p-leased-bytes"](dask_worker)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "ucx", "comm"])
+def test_the_limit_of_device_memory_is_kept(transport):
+    """Blocks that are spilled are read for others where they are."""
+    from distributed import Client
+
+    shape, chunks = (16000, 4000), (1000, 4000)  # 8 blocks of 16 MB a worker
+    with (
+        dask.config.set({"p2p.transports.order": [transport]}),
+        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="40 MB", **POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, indexed_array(shape, chunks, "f4", kind="cupy"))
+        for _ in range(3):
+            y = persisted(client, dask_p2p.transpose(a, chunks=(2000, -1)))
+            assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+            del y
+            wait_until(lambda: max(client.run(device_bytes).values()) <= 40e6 + 2 * 16e6, 1.5)
+
+
+def read_in_threads(dask_worker, seconds):
+    """Read all blocks in serving threads, while the event loop brings them back; count errors."""
+    import asyncio
+
+    host = dask_worker.plugins["dask-p2p"]._host
+    keys, errors, stop_s = list(dask_worker.data), [], time.monotonic() + seconds
+
+    def read():
+        while time.monotonic() < stop_s:
+            for key in keys:
+                try:
+                    assert host.block(key).size
+                except KeyError as exc:
+                    errors.append(exc)
+
+    async def run():
+        reading = [asyncio.to_thread(read) for _ in range(3)]
+        task = asyncio.gather(*reading)
+        while time.monotonic() < stop_s:
+            for key in keys:
+                assert dask_worker.data[key].size
+                await asyncio.sleep(0)
+        await task
+        return len(errors)
+
+    return run()
+
+
+def test_no_block_is_missed_while_dask_brings_it_back():
+    from distributed import Client
+
+    with (
+        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="40 MB", **POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        a = persisted(client, indexed_array((30000, 1000), (1000, 1000), "f4", kind="cupy"))
+        assert set(client.run(read_in_threads, seconds=4).values()) == {0}
+        del a
+
+
 @pytest.mark.parametrize(
-    ("transport", "leave_bytes"), [("ipc", 0), ("ipc", 2**29), ("ucx", 2**29), ("comm", 2**29)]
+    ("transport", "leave_bytes"), [("ipc", 0), ("ucx", 2**29), ("comm", 2**29)]
 )
 def test_a_reader_without_memory_says_so_and_works_again(transport, leave_bytes):
     """With 512 MiB left the output (400 MB) fits, and what comes on its way does not."""

@@ -97,7 +97,7 @@ class Host(dask_p2p.worker.WorkerHost):
         halt("found")
         return block
 
-    async def offload(self, function, *args):
+    async def offload(self, function, *args, threads=None):
         actor = Actor(self._worker, function, *args)
         actor.ended = self.loop.create_future()
         return await actor.ended
@@ -237,7 +237,7 @@ class World:
         )
         put(cuda_ipc, "export", self.driver.export)
         put(cuda_ipc, "array_at", self.driver.array_at)
-        put(cuda_ipc, "synchronize_producers", lambda block: halt("export"))
+        put(ipc, "wait_until_written", lambda blocks, any_stream: halt("export"))
         put(dask_p2p.worker, "on_gpu", lambda: False)
         put(dask_p2p.worker, "device_memory_bytes", lambda: None)
         put(dask_p2p.worker, "WorkerHost", Host)

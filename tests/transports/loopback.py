@@ -76,7 +76,7 @@ class LoopbackHost:
         kwargs = loads(dumps(kwargs))
         return loads(dumps(await other.handlers[op](**kwargs)))
 
-    async def offload(self, function, *args):
+    async def offload(self, function, *args, threads=None):
         return await self.loop.run_in_executor(self._threads, function, *args)
 
     def close(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 
 from dask_p2p.errors import TransferError
 from dask_p2p.transports import cuda_ipc
-from dask_p2p.transports.cuda_ipc import Mappings, array_at
+from dask_p2p.transports.cuda_ipc import Mappings, Place, array_at
+
+MIB = 2**20
+GPU_BYTES = 2**30
 
 
 class FakeRuntime:
@@ -30,6 +34,9 @@ class FakeRuntime:
         self.open[self._next] = handle
         return self._next
 
+    def memGetInfo(self):  # noqa: N802
+        return GPU_BYTES, GPU_BYTES
+
     def ipcCloseMemHandle(self, address):  # noqa: N802
         del self.open[address]
 
@@ -39,13 +46,28 @@ def runtime(monkeypatch):
     runtime = FakeRuntime()
     fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "cupy", fake)
+    cuda_ipc._device_bytes.cache_clear()
     return runtime
+
+
+def place(buffer_id, handle="aa", base=None, nbytes=MIB):
+    """Of a block in an allocation; by default allocations do not overlap."""
+    base = buffer_id * GPU_BYTES if base is None else base
+    return Place("gpu", handle, buffer_id, base, nbytes, 0)
+
+
+def acquire(mappings, process, *args, block_bytes=1, **more):
+    return mappings.acquire(process, place(*args, **more), block_bytes)
+
+
+def opened(runtime):
+    return {handle.hex() for handle in runtime.open.values()}
 
 
 def test_an_allocation_is_opened_once(runtime):
     mappings = Mappings()
-    first = mappings.acquire("p", 1, "aa")
-    again = mappings.acquire("p", 1, "aa")
+    first = acquire(mappings, "p", 1, "aa")
+    again = acquire(mappings, "p", 1, "aa")
     assert first is again
     assert len(runtime.open) == len(mappings) == 1
 
@@ -53,7 +75,7 @@ def test_an_allocation_is_opened_once(runtime):
 def test_processes_and_buffers_are_told_apart_though_handles_are_alike(runtime):
     mappings = Mappings()
     found = {
-        id(mappings.acquire(process, buffer_id, "aa"))
+        id(acquire(mappings, process, buffer_id, "aa"))
         for process in ("p", "q")
         for buffer_id in (1, 2)
     }
@@ -62,39 +84,110 @@ def test_processes_and_buffers_are_told_apart_though_handles_are_alike(runtime):
 
 def test_a_mapping_is_kept_while_it_is_read_and_closed_after(runtime):
     mappings = Mappings()
-    read, idle = mappings.acquire("p", 1, "aa"), mappings.acquire("p", 2, "bb")
-    other = mappings.acquire("q", 1, "cc")
+    read, idle = acquire(mappings, "p", 1, "aa"), acquire(mappings, "p", 2, "bb")
+    other = acquire(mappings, "q", 1, "cc")
     idle.release()
     mappings.retire("p")
-    mappings.close_retired()
+    mappings.close_unused()
     assert set(runtime.open) == {read.address, other.address}
     read.release()
     assert set(runtime.open) == {other.address}
     other.release()
     assert set(runtime.open) == {other.address}, "its process is still there"
     mappings.retire(None)
-    mappings.close_retired()
+    mappings.close_unused()
     assert runtime.open == {}
     assert len(mappings) == 0
 
 
-def test_unused_mappings_are_bounded_the_oldest_go_first(runtime, monkeypatch):
-    monkeypatch.setattr(cuda_ipc, "_MOST_OPEN", 3)
+def test_an_allocation_of_one_block_is_closed_with_its_last_user(runtime):
+    """Else its memory would stay taken when its owner frees it with the block."""
     mappings = Mappings()
-    kept = mappings.acquire("p", 0, "00")
+    first = acquire(mappings, "p", 1, nbytes=MIB, block_bytes=MIB - 100)
+    again = acquire(mappings, "p", 1, nbytes=MIB, block_bytes=MIB - 100)
+    first.release()
+    assert len(runtime.open) == 1
+    again.release()
+    assert runtime.open == {}
+    assert len(mappings) == 0
+
+
+def test_what_nobody_used_for_long_is_closed(runtime, monkeypatch):
+    now_s = [1000.0]
+    monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    mappings = Mappings()
+    used, idle, fresh = (acquire(mappings, "p", n, f"{n:02x}") for n in range(3))
+    idle.release()
+    now_s[0] += Mappings.UNUSED_S
+    fresh.release()
+    mappings.close_unused()
+    assert opened(runtime) == {"00", "02"}
+    assert used.users == 1
+
+
+def test_unused_mappings_of_a_process_are_bounded_by_what_a_gpu_has(runtime, monkeypatch):
+    now_s = iter(range(1000))
+    monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    mappings = Mappings()
+    third = GPU_BYTES // 3
+    kept = acquire(mappings, "p", 0, "00", nbytes=MIB)
+    other = acquire(mappings, "q", 0, "ff", nbytes=third)
+    other.release()
     for buffer_id in range(1, 9):
-        mappings.acquire("p", buffer_id, f"{buffer_id:02x}").release()
+        acquire(mappings, "p", buffer_id, f"{buffer_id:02x}", nbytes=third).release()
     assert kept.address in runtime.open, "it is in use"
-    assert {handle.hex() for handle in runtime.open.values()} == {"00", "06", "07", "08"}
+    assert opened(runtime) == {"00", "ff", "07", "08"}
+
+
+def test_an_allocation_in_the_place_of_a_freed_one_is_not_read_through_the_old_mapping(runtime):
+    """The driver may answer with the mapping that it has: closed first, it cannot."""
+    mappings = Mappings()
+    old = acquire(mappings, "p", 1, "aa", base=4096, nbytes=MIB)
+    elsewhere = acquire(mappings, "q", 1, "bb", base=4096, nbytes=MIB)
+    old.release()
+    new = acquire(mappings, "p", 2, "aa", base=4096 + MIB - 1, nbytes=MIB)
+    assert set(runtime.open) == {elsewhere.address, new.address}
+
+
+def test_an_allocation_that_is_read_cannot_have_been_freed(runtime):
+    mappings = Mappings()
+    acquire(mappings, "p", 1, "aa", base=4096, nbytes=MIB)
+    with pytest.raises(TransferError, match="its owner has freed"):
+        acquire(mappings, "p", 2, "bb", base=4096, nbytes=MIB)
+    assert opened(runtime) == {"aa"}
+
+
+def test_nobody_waits_for_the_mapping_of_another_process(runtime, monkeypatch):
+    """To open a handle can take seconds."""
+    mappings, slow, go_on = Mappings(), threading.Event(), threading.Event()
+    map_it = runtime.ipcOpenMemHandle
+
+    def map_slowly(handle):
+        if handle.hex() == "aa":
+            slow.set()
+            go_on.wait(30)
+        return map_it(handle)
+
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_slowly)
+    threads = [threading.Thread(target=acquire, args=(mappings, "p", 1, "aa")) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert slow.wait(30)
+    acquire(mappings, "q", 1, "bb").release()
+    assert opened(runtime) == {"bb"}
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(runtime.open) == 2, "it was opened once"
 
 
 def test_what_is_in_the_way_is_closed(runtime):
     mappings = Mappings()
-    old = mappings.acquire("p", 1, "aa")
-    used = mappings.acquire("p", 2, "bb")
+    old = acquire(mappings, "p", 1, "aa")
+    used = acquire(mappings, "p", 2, "bb")
     old.release()
     runtime.in_the_way[bytes.fromhex("cc")] = old.address
-    new = mappings.acquire("p", 3, "cc")
+    new = acquire(mappings, "p", 3, "cc")
     assert set(runtime.open) == {used.address, new.address}
 
 
@@ -102,10 +195,10 @@ def test_a_handle_that_does_not_open(runtime):
     mappings = Mappings()
     runtime.refused.add(bytes.fromhex("aa"))
     with pytest.raises(TransferError, match="cannot be mapped: cudaErrorInvalidValue"):
-        mappings.acquire("p", 1, "aa")
+        acquire(mappings, "p", 1, "aa")
     assert len(mappings) == 0
     runtime.refused.clear()
-    assert mappings.acquire("p", 1, "aa").users == 1
+    assert acquire(mappings, "p", 1, "aa").users == 1
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
-from dask_p2p.transports import cuda_ipc
+from dask_p2p.transports import cuda_ipc, ipc
 from dask_p2p.transports import posted as module
 from dask_p2p.transports.ipc import IpcTransport
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 from tests.transports.test_cuda_ipc import FakeRuntime
+
+MIB = 2**20
 
 
 class Device:
@@ -34,7 +36,7 @@ class Device:
         number = len(self.allocations)
         handle = number.to_bytes(4, "big")
         self.allocations[handle] = weakref.ref(block)
-        return cuda_ipc.Place(handle.hex(), number, 0)
+        return cuda_ipc.Place("aa", handle.hex(), number, number * MIB, MIB, 0)
 
     def array_at(self, address, shape, strides, dtype):
         if self.fails:
@@ -54,8 +56,8 @@ def device(monkeypatch):
     monkeypatch.setattr(cuda_ipc, "array_at", device.array_at)
     monkeypatch.setattr(module, "kernel_named", lambda name: SimpleNamespace(empty=np.empty))
     monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda: "aa")
-    monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda uuid: None)
-    monkeypatch.setattr(cuda_ipc, "synchronize_producers", lambda block: None)
+    monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: None)
+    monkeypatch.setattr(ipc, "wait_until_written", lambda blocks, any_stream: None)
     monkeypatch.setattr(module, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
     describe = IpcTransport._describe
     pids = {"reader": 1, "holder": 2}
@@ -196,7 +198,9 @@ class TestIpcEmulated(Conformance):
         key, array = block
         posted = []
         monkeypatch.setattr(
-            cuda_ipc, "synchronize_producers", lambda _: posted.append(len(setup.serving._board))
+            ipc,
+            "wait_until_written",
+            lambda blocks, any_stream: posted.append(len(setup.serving._board)),
         )
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert posted == [0]
@@ -257,7 +261,7 @@ class TestIpcEmulated(Conformance):
 
     def test_a_holder_that_may_not_be_mapped_is_not(self, setup, block, monkeypatch):
         key, array = block
-        monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda uuid: "too far apart")
+        monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: "too far apart")
         assert setup.reader.obstacle("holder", "cupy", None) == "too far apart"
         with pytest.raises(TransferError, match="holder cannot be read in place: too far apart"):
             self.open(setup, key, array)

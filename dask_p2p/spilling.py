@@ -1,0 +1,90 @@
+"""Blocks in a worker's store, looked at without moving them.
+
+Dask's own way to a block that is spilled, ``worker.data[key]``, brings it back into memory, and
+spills others for it. When two threads do so at the same time, one of them is told that there is no
+such key. So threads that serve peers read the levels of a store one by one, and leave them alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from distributed.spill import SpillBuffer
+
+from dask_p2p.kernels.device import private_stream
+
+__all__ = ["find_in_memory", "is_spilled", "read_spilled"]
+
+
+def find_in_memory(data: Any, key: Any) -> Any:
+    """Return a block that is in memory of its own kind; `KeyError` if it is not."""
+    for level in _memory_levels(data):
+        with suppress(KeyError):
+            block = level[key]
+            if not _is_serialized(block):
+                return block
+    raise KeyError(key)
+
+
+def is_spilled(data: Any, key: Any) -> bool:
+    """Tell whether a block is there, but not in memory of its own kind."""
+    try:
+        find_in_memory(data, key)
+    except KeyError:
+        return any(key in level for level in [*_memory_levels(data), *_slow_levels(data)])
+    return False
+
+
+def read_spilled(data: Any, key: Any) -> Any:
+    """Return a spilled block as a new array, and leave it where it is; `KeyError` if there is none.
+
+    CuPy blocks are made on the current GPU, and have to be waited for.
+    """
+    for level in (*_memory_levels(data), *_slow_levels(data)):
+        with suppress(KeyError, FileNotFoundError):  # moved on just now
+            return _restored(level[key])
+    raise KeyError(key)
+
+
+def _memory_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
+    if isinstance(data, SpillBuffer):
+        yield data.memory
+    elif _is_device_host_file(data):
+        yield data.others
+        yield data.device
+        yield data.host  # blocks of NumPy, and serialised ones of CuPy
+    else:
+        yield data
+
+
+def _slow_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
+    if isinstance(data, SpillBuffer):
+        yield data.disk
+    elif _is_device_host_file(data) and data.disk is not None:
+        yield data.host_buffer.slow
+
+
+def _is_serialized(block: Any) -> bool:
+    module = _device_host_file()
+    return module is not None and isinstance(block, module.DeviceSerialized)
+
+
+def _restored(block: Any) -> Any:
+    if not _is_serialized(block):
+        return block
+    restore: Callable[[Any], Any] = _device_host_file().host_to_device
+    with private_stream():
+        return restore(block)
+
+
+def _is_device_host_file(data: Any) -> bool:
+    module = _device_host_file()
+    return module is not None and isinstance(data, module.DeviceHostFile)
+
+
+def _device_host_file() -> Any:
+    """Return dask-cuda's module, if this worker has it: nobody else makes such stores."""
+    return sys.modules.get("dask_cuda.device_host_file")

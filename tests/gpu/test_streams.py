@@ -1,0 +1,389 @@
+"""Blocks are right whatever streams their tasks use, and tasks go on whatever is served meanwhile."""
+
+from __future__ import annotations
+
+import time
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.kernels import device
+from tests.faults.support import BOUND_S, addresses
+from tests.gpu.support import POOL
+from tests.support import persisted, result_of, used
+from tests.transports.loopback import wait_until
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+SHAPE = (1024, 1024)
+LATE_NS = 500_000_000
+SPIN = r"""
+extern "C" __global__ void spin(long long ns) {
+    long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
+}
+"""
+KEPT = []  # by a worker: what kernels still use when their task has returned
+
+
+def spin(stream, ns=LATE_NS):
+    import cupy
+
+    kernel = cupy.RawKernel(SPIN, "spin")
+    kernel((1,), (1,), (np.int64(ns),), stream=stream)
+
+
+def on_stream(out, values, stream):
+    import cupy
+
+    with stream:
+        spin(stream)
+        cupy.copyto(out, values)
+
+
+def on_graph(out, values):
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.begin_capture()
+    on_stream(out, values, stream)
+    graph = stream.end_capture()
+    graph.launch(stream)
+    KEPT.append((stream, graph))
+
+
+def on_torch_stream(out, values):
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        there, values = torch.from_dlpack(out), torch.from_dlpack(values)
+        torch.cuda._sleep(LATE_NS * 2)  # cycles
+        there.copy_(values)
+    KEPT.append((stream, there, values))
+
+
+def written_late(how, block_info):
+    """A block of which the values come half a second after its task has returned."""
+    import cupy
+
+    info = block_info[None]
+    out = cupy.full(info["chunk-shape"], -1, "f4")
+    first = info["array-location"][0][0] * SHAPE[1]
+    values = cupy.arange(first, first + out.size, dtype="f4").reshape(out.shape)
+    cupy.cuda.Device().synchronize()
+    KEPT.append(values)
+    streams = cupy.cuda.Stream
+    if how == "null":
+        on_stream(out, values, streams.null)
+    elif how == "blocking":
+        on_stream(out, values, streams())
+    elif how == "non-blocking":
+        on_stream(out, values, streams(non_blocking=True))
+    elif how == "per-thread":
+        on_stream(out, values, streams.ptds)
+    else:
+        {"graph": on_graph, "torch": on_torch_stream}[how](out, values)
+    return out
+
+
+def late_array(how, rows=512):
+    import cupy
+
+    chunks = ((rows,) * (SHAPE[0] // rows), SHAPE[1])
+    return da.map_blocks(
+        written_late, how, chunks=chunks, dtype="f4", meta=cupy.empty((0, 0), "f4")
+    )
+
+
+def warm(client):
+    def compile_all():
+        import cupy
+
+        out = cupy.full((8, 8), -1, "f4")
+        values = cupy.arange(0, 64, dtype="f4").reshape(8, 8)
+        on_stream(out, values, cupy.cuda.Stream.null)
+        cupy.cuda.Device().synchronize()
+
+    client.run(compile_all)
+    persisted(client, dask_p2p.transpose(late_array("null")))
+
+
+VALUES = np.arange(SHAPE[0] * SHAPE[1], dtype="f4").reshape(SHAPE)
+
+
+@pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
+@pytest.mark.parametrize(
+    "how", ["null", "blocking", "per-thread", "non-blocking", "graph", "torch"]
+)
+def test_blocks_are_read_when_they_are_written(client, order, how):
+    if how == "torch":
+        pytest.importorskip("torch")
+    with dask.config.set({"p2p.transports.order": order}):
+        warm(client)
+        x = persisted(client, late_array(how))
+        y = persisted(client, dask_p2p.transpose(x))
+    np.testing.assert_array_equal(y.compute().get(), VALUES.T)
+    assert used(client, y) == set(order)
+
+
+@pytest.mark.parametrize("how", ["non-blocking", "graph", "torch"])
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+@pytest.mark.gpu(1)
+def test_blocks_of_one_process(how, scheduler):
+    if how == "torch":
+        pytest.importorskip("torch")
+    with dask.config.set(scheduler=scheduler):
+        (x,) = dask.persist(late_array(how))
+        y = dask_p2p.transpose(x).compute()
+    np.testing.assert_array_equal(y.get(), VALUES.T)
+
+
+def leave_stream_current(shape):
+    """Let go of memory that a kernel is still to write, on a stream that stays current."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.use()
+    KEPT.append(stream)
+    scratch = cupy.empty(shape, "f4")
+    other = cupy.full(shape, -1, "f4")
+    KEPT.append(other)
+    stream.synchronize()
+    on_stream(scratch, other, stream)
+
+
+def use_null_stream():
+    import cupy
+
+    cupy.cuda.Stream.null.use()
+
+
+@pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
+def test_a_result_is_not_overwritten_by_an_earlier_task(client, order):
+    with dask.config.set({"p2p.transports.order": order}):
+        warm(client)
+        x = persisted(client, late_array("null"))
+        workers = addresses(client)
+        # Of the size of the output, of slots and of buffers.
+        for shape in [(512, 1024), (512, 512), (1536, 512)]:
+            wait(
+                [
+                    client.submit(leave_stream_current, shape, workers=[w], pure=False)
+                    for w in workers
+                ]
+            )
+            y = persisted(client, dask_p2p.transpose(x))
+            time.sleep(2 * LATE_NS / 1e9)
+            np.testing.assert_array_equal(y.compute().get(), VALUES.T)
+            del y
+        wait([client.submit(use_null_stream, workers=[w], pure=False) for w in workers])
+
+
+def capture(library, seconds):
+    """Capture a graph, and take one's time over it; return what it computes."""
+    import cupy
+
+    out = cupy.zeros(1000, "f4")
+    cupy.add(out, 1, out=out)  # compiled
+    cupy.cuda.Device().synchronize()
+    if library == "torch":
+        import torch
+
+        there, graph = torch.from_dlpack(out), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            there.add_(1)
+            time.sleep(seconds)
+            there.add_(1)
+        graph.replay()
+        torch.cuda.synchronize()
+    else:
+        stream = cupy.cuda.Stream(non_blocking=library == "cupy, non-blocking")
+        with stream:
+            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+            cupy.add(out, 1, out=out)
+            time.sleep(seconds)
+            cupy.add(out, 1, out=out)
+            graph = stream.end_capture()
+            graph.launch(stream)
+            stream.synchronize()
+    return float(out[0]), float(out[-1])
+
+
+@pytest.fixture(scope="module")
+def two_threads():
+    with dask_p2p.local_cluster(2, gpus=True, threads_per_worker=2, **POOL) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
+@pytest.mark.parametrize("library", ["cupy, non-blocking", "cupy, blocking", "torch"])
+@pytest.mark.parametrize("how", ["null", "non-blocking"])
+def test_a_graph_is_captured_while_blocks_are_served_and_assembled(
+    two_threads, order, library, how
+):
+    from distributed import Client
+
+    if library == "torch":
+        pytest.importorskip("torch")
+    with Client(two_threads) as client, dask.config.set({"p2p.transports.order": order}):
+        warm(client)
+        wait(
+            [client.submit(capture, library, 0, workers=[w], pure=False) for w in addresses(client)]
+        )
+        x = persisted(client, late_array(how))
+        graphs = [
+            client.submit(capture, library, 2, workers=[w], pure=False) for w in addresses(client)
+        ]
+        time.sleep(0.3)
+        y = client.persist(dask_p2p.transpose(x))
+        wait(y, timeout=BOUND_S)
+        assert not any(graph.done() for graph in graphs), "captured all the while"
+        assert [result_of(client, graph) for graph in graphs] == [(3, 3), (3, 3)]
+        np.testing.assert_array_equal(y.compute().get(), VALUES.T)
+        assert used(client, y) == set(order)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_all_streams_are_waited_for_without_harm_to_a_capture(is_blocking):
+    import threading
+
+    import cupy
+
+    captured, go_on, result = threading.Event(), threading.Event(), []
+    out = cupy.zeros(10, "f4")
+    cupy.add(out, 0, out=out)
+
+    def capturing():
+        stream = cupy.cuda.Stream(non_blocking=not is_blocking)
+        with stream:
+            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+            cupy.add(out, 1, out=out)
+            captured.set()
+            go_on.wait(30)
+            graph = stream.end_capture()
+            graph.launch(stream)
+            stream.synchronize()
+            result.append(float(out[0]))
+
+    spin(cupy.cuda.Stream.null, 1)
+    busy = cupy.cuda.Stream(non_blocking=True)
+    thread = threading.Thread(target=capturing)
+    with device.device_work():
+        spin(busy)
+        done = busy.record(cupy.cuda.Event(disable_timing=True))
+        thread.start()
+        assert captured.wait(30)
+        assert not done.done
+        device.wait_for_all_streams()
+        assert done.done
+        other = cupy.cuda.Stream(non_blocking=True)
+        device.order_after_null_stream([other])
+        other.synchronize()
+    go_on.set()
+    thread.join(30)
+    assert result == [1.0]
+
+
+def break_device():
+    """Write where nothing is: after that no call of CUDA works in this process."""
+    import cupy
+
+    code = 'extern "C" __global__ void wild() { *(volatile int *)16 = 1; }'
+    cupy.RawKernel(code, "wild")((1,), (1,), ())
+
+
+@pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
+def test_a_worker_whose_gpu_is_lost_leaves_and_its_work_is_done_elsewhere(order):
+    import os
+
+    from distributed import Client
+
+    with (
+        dask.config.set({"p2p.transports.order": order}),
+        dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        warm(client)
+        x = persisted(client, late_array("null"))
+        pids = client.run(os.getpid)
+        (victim, pid) = min(pids.items())
+        wait(client.submit(break_device, workers=[victim], pure=False))
+        y = dask_p2p.transpose(x)
+        got = client.compute(y.map_blocks(lambda b: b.get(), meta=np.empty((0, 0), "f4")))
+        np.testing.assert_array_equal(result_of(client, got, BOUND_S), VALUES.T)
+        wait_until(lambda: pid not in client.run(os.getpid).values(), BOUND_S)
+        # Its nanny has started another one, on the same GPU.
+        client.wait_for_workers(2, timeout=BOUND_S)
+        z = persisted(client, dask_p2p.transpose(late_array("null")))
+        np.testing.assert_array_equal(z.compute().get(), VALUES.T)
+
+
+def fail_on_broken_device():
+    import cupy
+
+    break_device()
+    cupy.cuda.Device().synchronize()
+
+
+def test_a_worker_leaves_as_soon_as_a_task_has_broken_its_gpu():
+    import os
+
+    from distributed import Client
+
+    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
+        dask_p2p.register(client)
+        (victim, pid) = min(client.run(os.getpid).items())
+        future = client.submit(fail_on_broken_device, workers=[victim], pure=False)
+        with pytest.raises(Exception, match="illegal memory access"):
+            future.result(timeout=BOUND_S)
+        wait_until(lambda: pid not in client.run(os.getpid).values(), BOUND_S)
+
+
+def on_device(block, block_info):
+    import cupy
+
+    with cupy.cuda.Device(block_info[0]["chunk-location"][0] % 2):
+        return cupy.asarray(block)
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous", "one process"])
+def test_two_gpus_of_one_process(scheduler):
+    import cupy
+    from distributed import Client, LocalCluster
+
+    x = da.from_array(VALUES, chunks=(128, 1024))
+    x = x.map_blocks(on_device, dtype="f4", meta=cupy.empty((0, 0), "f4"))
+    if scheduler == "one process":
+        with (
+            LocalCluster(2, processes=False, threads_per_worker=2, dashboard_address=":0") as one,
+            Client(one) as client,
+        ):
+            x = persisted(client, x)
+            y = dask_p2p.transpose(x).compute()
+            np.testing.assert_array_equal(y.get(), VALUES.T)
+    else:
+        (x,) = dask.persist(x, scheduler=scheduler)
+        y = dask_p2p.transpose(x).compute(scheduler=scheduler)
+        np.testing.assert_array_equal(y.get(), VALUES.T)
+
+
+def test_all_blocks_on_another_gpu_than_the_current_one():
+    import cupy
+
+    with cupy.cuda.Device(1):
+        blocks = [cupy.asarray(VALUES[start : start + 256]) for start in range(0, 1024, 256)]
+    x = da.concatenate([da.from_array(b, chunks=b.shape, asarray=False) for b in blocks])
+    (y,) = dask.persist(dask_p2p.transpose(x), scheduler="synchronous")
+    assert {y.blocks[i].compute(scheduler="synchronous").device.id for i in range(4)} == {1}
+    np.testing.assert_array_equal(y.compute(scheduler="synchronous").get(), VALUES.T)
