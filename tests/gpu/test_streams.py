@@ -1,4 +1,4 @@
-"""Blocks are right whatever streams their tasks use, and tasks go on whatever is served meanwhile."""
+"""Whatever streams and GPUs tasks use: blocks are right, and tasks are not disturbed."""
 
 from __future__ import annotations
 
@@ -118,6 +118,13 @@ def warm(client):
     persisted(client, dask_p2p.transpose(late_array("null")))
 
 
+def on_each(client, function, *args):
+    """Futures of a task on each worker, in one of its task threads."""
+    return [
+        client.submit(function, *args, workers=[worker], pure=False) for worker in addresses(client)
+    ]
+
+
 VALUES = np.arange(SHAPE[0] * SHAPE[1], dtype="f4").reshape(SHAPE)
 
 
@@ -173,20 +180,14 @@ def test_a_result_is_not_overwritten_by_an_earlier_task(client, order):
     with dask.config.set({"p2p.transports.order": order}):
         warm(client)
         x = persisted(client, late_array("null"))
-        workers = addresses(client)
         # Of the size of the output, of slots and of buffers.
         for shape in [(512, 1024), (512, 512), (1536, 512)]:
-            wait(
-                [
-                    client.submit(leave_stream_current, shape, workers=[w], pure=False)
-                    for w in workers
-                ]
-            )
+            wait(on_each(client, leave_stream_current, shape))
             y = persisted(client, dask_p2p.transpose(x))
             time.sleep(2 * LATE_NS / 1e9)
             np.testing.assert_array_equal(y.compute().get(), VALUES.T)
             del y
-        wait([client.submit(use_null_stream, workers=[w], pure=False) for w in workers])
+        wait(on_each(client, use_null_stream))
 
 
 def capture(library, seconds):
@@ -237,13 +238,9 @@ def test_a_graph_is_captured_while_blocks_are_served_and_assembled(
         pytest.importorskip("torch")
     with Client(two_threads) as client, dask.config.set({"p2p.transports.order": order}):
         warm(client)
-        wait(
-            [client.submit(capture, library, 0, workers=[w], pure=False) for w in addresses(client)]
-        )
+        wait(on_each(client, capture, library, 0))
         x = persisted(client, late_array(how))
-        graphs = [
-            client.submit(capture, library, 2, workers=[w], pure=False) for w in addresses(client)
-        ]
+        graphs = on_each(client, capture, library, 2)
         time.sleep(0.3)
         y = client.persist(dask_p2p.transpose(x))
         wait(y, timeout=BOUND_S)
