@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -25,7 +26,7 @@ from typing import Any
 from uuid import UUID
 from weakref import ref
 
-from dask_p2p.errors import DeviceLostError
+from dask_p2p.errors import DeviceLostError, TransferError
 
 __all__ = [
     "current_device",
@@ -38,10 +39,13 @@ __all__ = [
     "relax_capture",
     "uuid",
     "wait_for_all_streams",
+    "wait_for_null_stream",
     "wait_until_written",
 ]
 
 _SMALL_BYTES = 512
+_LONGEST_CAPTURE_S = 60.0
+_POLL_S = 1e-3
 _STREAM_CAPTURE_IMPLICIT = 906  # of CUDA: a blocking stream is captured
 # Errors of CUDA after which nothing works any more in this process: of a kernel that read or wrote
 # where it must not, that failed an assertion or ran too long, or of the hardware.
@@ -130,17 +134,39 @@ def order_after_null_stream(streams: Sequence[Any]) -> None:
     """Have streams wait, on the device, for what the null stream has been given so far."""
     import cupy
 
-    runtime = cupy.cuda.runtime
-    try:
-        runtime.streamIsCapturing(0)  # which harms nothing, where using the stream would
-    except runtime.CUDARuntimeError as exc:
-        if exc.status != _STREAM_CAPTURE_IMPLICIT:
-            raise
-        wait_for_all_streams()
-        return
+    wait_for_null_stream()
     event = cupy.cuda.Stream.null.record()
     for stream in streams:
         stream.wait_event(event)
+
+
+def wait_for_null_stream() -> None:
+    """Wait until the null stream may be used: while a blocking stream is captured, it may not.
+
+    Raises
+    ------
+    TransferError
+        If that goes on for long.
+    """
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    deadline_s = time.monotonic() + _LONGEST_CAPTURE_S
+    while True:
+        try:
+            runtime.streamIsCapturing(0)  # which harms no capture, where using the stream would
+        except runtime.CUDARuntimeError as exc:
+            if exc.status != _STREAM_CAPTURE_IMPLICIT:
+                raise
+        else:
+            return
+        if time.monotonic() > deadline_s:
+            raise TransferError(
+                f"another task has been capturing a CUDA graph on a blocking stream for "
+                f"{_LONGEST_CAPTURE_S:g} s, in which nobody else can use the null stream. Capture "
+                f"on a non-blocking stream, or with one thread a worker."
+            )
+        time.sleep(_POLL_S)
 
 
 def wait_for_all_streams() -> None:

@@ -227,6 +227,7 @@ class DeviceQueue:
         # stream for that stream. Whatever stream an earlier task of the thread has left current,
         # what the null stream still does with memory that it gave back before must be over
         # before this queue writes there.
+        device_module.wait_for_null_stream()
         with self._cupy.cuda.Stream.null:
             array = self._kernel.empty(shape, dtype)
         device_module.order_after_null_stream(self._all)
@@ -277,6 +278,8 @@ class DeviceQueue:
             near = self.scratch(src.shape, src.dtype)
             near.set(src, stream=self._stream)
             src = near
+        else:  # of Dask, which makes what it receives on the null stream
+            device_module.order_after_null_stream([self._stream])
         self._permute_on(self._stream, dst, src, axes)
         # Its memory may be another's as soon as it is let go of: not before the kernel has read it.
         read = self._cupy.cuda.Event(disable_timing=True)

@@ -116,6 +116,7 @@ def test_the_device_queue(shape, slot_bytes):
     src = cupy.arange(int(np.prod(shape)), dtype="f4").reshape(shape)
     axes = tuple(reversed(range(len(shape))))
     queue = queue_for("cupy", beside_copies=True)
+    queue.wait_until_written([src], any_stream=True)
     results = []
     for _ in range(10):  # more than there are slots
         dst = queue.empty(shape[::-1], "f4")
@@ -145,7 +146,8 @@ def test_packing_on_a_device(columns, order):
     src = cupy.arange(3000 * 1000, dtype="i4").reshape(3000, 1000)
     region = cupy.asarray(src, order=order)[1:2999, columns]
     queue = queue_for("cupy", beside_copies=True)
-    packed = queue.empty(region.shape, region.dtype)
+    queue.wait_until_written([region], any_stream=False)
+    packed = queue.scratch(region.shape, region.dtype)
     wait = queue.pack(packed, region)
     wait()
     with cupy.cuda.Stream(non_blocking=True):  # which waits for nothing by itself
@@ -161,7 +163,8 @@ def test_rows_that_are_further_apart_than_copy_engines_go():
     region = block[:, 5:1005]
     region[...] = cupy.arange(2000, dtype="f4").reshape(2, 1000)
     queue = queue_for("cupy", beside_copies=True)
-    dst, packed = queue.empty((1000, 2), "f4"), queue.empty((2, 1000), "f4")
+    queue.wait_until_written([block], any_stream=True)
+    dst, packed = queue.empty((1000, 2), "f4"), queue.scratch((2, 1000), "f4")
     queue.permute_from_peer(dst, region, (1, 0), 2**20)
     queue.pack(packed, region)()
     queue.synchronize()
@@ -178,6 +181,7 @@ def test_what_was_dropped_is_kept_until_it_is_read():
     side = 8192
     dst = queue.empty((side, side), "f8")
     busy = [cupy.ones((side, side)) for _ in range(2)]
+    queue.wait_until_written(busy, any_stream=True)
     for _ in range(20):  # kernels that the one to come has to wait for
         queue.permute(busy[0], busy[1], (1, 0))
     queue.permute_and_drop(dst, cupy.zeros((side, side)), (1, 0))

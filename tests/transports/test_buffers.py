@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 
+from dask_p2p.kernels.device import private_stream
 from dask_p2p.transports.buffers import Buffers
 
 KIB = 2**10
@@ -82,11 +83,12 @@ def test_what_the_last_owner_queued_is_over():
 
     cupy.get_default_memory_pool().free_all_blocks()
     side = 8192
-    last = cupy.zeros((side, side), "f8")
-    where = last.data.ptr
-    for _ in range(20):  # on the null stream
-        last += 1
-    del last
+    with private_stream():  # whose memory a pool gives it again
+        last = cupy.zeros((side, side), "f8")
+        where = last.data.ptr
+        for _ in range(20):
+            last += 1
+        del last
     array = Buffers("cupy", 0).take((side, side), "f8")
     assert array.data.ptr == where
     with cupy.cuda.Stream(non_blocking=True) as stream:
