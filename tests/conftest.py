@@ -10,7 +10,10 @@ from hypothesis import settings
 
 # Machines that are busy with clusters would fail examples by their time alone.
 settings.register_profile("default", deadline=None)
+settings.register_profile("slow", deadline=None, max_examples=300)
 settings.load_profile("default")
+
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands would fold what they print
 
 MOST_PROCESSES = 8  # each may have a cluster of its own
 
@@ -27,6 +30,12 @@ def gpu_count() -> int:
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config):
+    """Look at more examples where time does not matter."""
+    if config.getoption("--slow"):
+        settings.load_profile("slow")
 
 
 def pytest_xdist_auto_num_workers(config):
