@@ -166,7 +166,7 @@ def prepare(
         stored_axes=tuple(ndim - 1 - axis for axis in order) if opened.fortran else order,
         in_shape=in_shape,
         shape=shape,
-        chunks=_chunk_shape(chunks, kind, shape, opened.dtype),
+        chunks=_chunk_shape(chunks, kind, shape, opened, order),
         force=force,
     )
 
@@ -183,10 +183,17 @@ def _normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def _chunk_shape(
-    chunks: Chunks, kind: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+    chunks: Chunks,
+    kind: str,
+    shape: tuple[int, ...],
+    source: NpySource | ZarrSource,
+    axes: tuple[int, ...],
 ) -> tuple[int, ...] | None:
+    dtype = source.dtype
     if kind == "npy" and chunks in (None, "auto"):
         return None
+    if chunks is None and isinstance(source, ZarrSource):
+        return tuple(source.chunks[axis] for axis in axes)
     wanted = "auto" if chunks is None else chunks
     sizes = wanted if isinstance(wanted, tuple) else (wanted,)
     if any(isinstance(size, int) and size < 1 and size != -1 for size in sizes):

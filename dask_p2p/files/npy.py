@@ -19,6 +19,7 @@ from dask.utils import format_bytes
 from dask_p2p.errors import FileError
 from dask_p2p.files.bands import extents
 from dask_p2p.files.trouble import file_errors
+from dask_p2p.files.writers import writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -225,7 +226,8 @@ class NpyTarget:
         """
         block = np.ascontiguousarray(block, self.dtype)
         data = memoryview(block.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        with file_errors("write", self.final, on_worker=True), _opened(self.path) as fd:
+        on_worker = file_errors("write", self.final, on_worker=True)
+        with on_worker, writing(self.path), _opened(self.path) as fd:
             done_bytes = 0
             for at, count in _runs(self.shape, box):
                 run_bytes = count * self.dtype.itemsize

@@ -6,11 +6,9 @@ the number of bytes that each slab's writer wrote.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import queue
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,7 @@ import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, P2PError
 from dask_p2p.files.bands import band_of_input, cut_every, extents, slabs
+from dask_p2p.files.writers import stop_writers
 from dask_p2p.registration import workers_of
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ __all__ = ["Layout", "default_memory_bytes", "run_pass", "worker_count"]
 # The rest is for packed tiles on their way, mapped pages, codecs, and the interpreter.
 _MEMORY_SHARE = 0.4
 _WORKERS_WAIT_S = 10
-_DRAIN_S = 30
 _POLL_S = 0.05
 
 
@@ -143,7 +141,7 @@ def run_pass(
     except BaseException:
         client.cancel(futures, force=True)
         with contextlib.suppress(Exception):  # the first trouble is the one to tell
-            client.run(_drain, written.name)
+            client.run(stop_writers, layout.target.path)
         raise
 
 
@@ -217,13 +215,3 @@ def _write_block(
         )
     target.write(box, block)
     return np.full((1,) * block.ndim, block.nbytes, np.int64)
-
-
-async def _drain(prefix: str, dask_worker: Any) -> None:
-    """Wait on a worker for writers that run on although they are cancelled."""
-    deadline_s = time.monotonic() + _DRAIN_S
-    while time.monotonic() < deadline_s and any(
-        isinstance(task.key, tuple) and task.key[0] == prefix
-        for task in dask_worker.state.executing
-    ):
-        await asyncio.sleep(_POLL_S)
