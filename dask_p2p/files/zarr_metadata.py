@@ -56,8 +56,12 @@ class Metadata:
 
     def write(self, folder: Path) -> None:
         """Write the files into a folder that is there."""
-        for name, content in self.files.items():
-            (folder / name).write_text(json.dumps(content, indent=2), "utf-8")
+        for name, text in self.texts().items():
+            (folder / name).write_text(text, "utf-8")
+
+    def texts(self) -> dict[str, str]:
+        """Content of each file."""
+        return {name: json.dumps(content, indent=2) for name, content in self.files.items()}
 
     def reshaped(self, shape: Sequence[int], chunks: Sequence[int]) -> Metadata:
         """Metadata of an array of another shape, in chunks without shards."""

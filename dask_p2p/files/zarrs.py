@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
     from dask_p2p.files.bands import Box
 
-__all__ = ["ZarrSource", "ZarrTarget", "create_zarr", "holds_zarr", "open_zarr"]
+__all__ = [
+    "ZarrSource",
+    "ZarrTarget",
+    "compressed_bytes",
+    "create_zarr",
+    "holds_zarr",
+    "open_zarr",
+]
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup")
 # Zarr would leave out chunks that equal the fill value, but takes -0j for 0j and any NaN for any
@@ -213,6 +220,20 @@ class ZarrTarget:
                         os.fsync(fd)
                     finally:
                         os.close(fd)
+
+
+def compressed_bytes(target: ZarrTarget, block: np.ndarray[Any, Any]) -> int:
+    """Bytes that a block takes when it is stored with a target's codecs, as one chunk."""
+    zarr = _zarr()
+    from zarr.core.buffer.cpu import Buffer
+
+    texts = read_metadata(target.folder).reshaped(block.shape, block.shape).texts()
+    files = {name: Buffer.from_bytes(text.encode()) for name, text in texts.items()}
+    store = zarr.storage.MemoryStore(files)
+    with _quiet(), zarr.config.set(_WRITE_ALL):
+        array = zarr.open_array(store, mode="r+")
+    array[...] = block
+    return int(array.nbytes_stored())
 
 
 def create_zarr(
