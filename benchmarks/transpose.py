@@ -45,6 +45,7 @@ from dask_p2p.measure import (
     p2p_transpose,
     place_blocks,
 )
+from dask_p2p.registration import workers_of
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "dask_p2p"
@@ -183,7 +184,7 @@ class Session:
         self.client = client
         self.kind = kind
         self.repeats = repeats
-        self.workers = len(client.scheduler_info(n_workers=-1)["workers"])
+        self.workers = len(workers_of(client))
         self.protocol = client.scheduler.address.partition(":")[0]
 
     def run(self, case: Case, ways: dict[str, Callable[..., Any]], memory: bool) -> list[Row]:
@@ -208,7 +209,7 @@ class Session:
 
     def _make(self, case: Case) -> Any:
         """Return the lazy array, with as many neighbouring blocks for each worker."""
-        addresses = sorted(self.client.scheduler_info(n_workers=-1)["workers"])
+        addresses = sorted(workers_of(self.client))
         workers, blocks = len(addresses), len(case.chunks[0])
 
         def place(key: tuple[str, int]) -> str:  # sent to the scheduler, with all that it uses

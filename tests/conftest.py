@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import inspect
+import os
 import sys
+from types import CodeType
 
 import pytest
 from hypothesis import settings
 
 # Machines that are busy with clusters would fail examples by their time alone.
 settings.register_profile("default", deadline=None)
+settings.register_profile("slow", deadline=None, max_examples=300)
 settings.load_profile("default")
+
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands would fold what they print
+
+MOST_PROCESSES = 8  # each may have a cluster of its own
 
 
 def gpu_count() -> int:
@@ -24,13 +32,62 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
 
 
+def pytest_configure(config):
+    """Look at more examples where time does not matter."""
+    if config.getoption("--slow"):
+        settings.load_profile("slow")
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Run all tests in parallel, but one by one those that are named, and those on GPUs.
+
+    More at a time than there are cores: tests of clusters mostly wait.
+    """
+    named = config.args_source is config.ArgsSource.ARGS
+    return 0 if named or gpu_count() else min(2 * (os.cpu_count() or 1), MOST_PROCESSES)
+
+
 def pytest_collection_modifyitems(config, items):
-    """Skip what is slow unless it is asked for, and what needs more GPUs than there are."""
+    """Mark what starts a cluster; skip what is slow, or needs more GPUs than there are."""
+    for item in items:
+        if starts_cluster(item):
+            item.add_marker("cluster")
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
     skip_without_gpus(items)
+
+
+STARTERS = {"LocalCluster", "local_cluster"}
+
+
+def starts_cluster(item):
+    """Tell whether a test, one of its fixtures, or a helper of theirs names a class of clusters."""
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    functions = [item.function, *(defs[-1].func for defs in fixtures)]
+    seen = set()
+    return any(names_starter(function, seen) for function in functions)
+
+
+def names_starter(function, seen):
+    """Look at the names in a function of the tests, and in those that it names."""
+    function = inspect.unwrap(function)
+    if not inspect.isfunction(function) or function in seen:
+        return False
+    seen.add(function)
+    if not function.__module__.startswith(("tests", "conftest")):
+        return False
+    names = names_in(function.__code__)
+    return bool(names & STARTERS) or any(
+        names_starter(function.__globals__.get(name), seen) for name in names
+    )
+
+
+def names_in(code):
+    """Names that a function uses, and the functions inside of it."""
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*map(names_in, inner))
 
 
 def skip_without_gpus(items):

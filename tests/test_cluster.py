@@ -11,6 +11,7 @@ import dask_p2p
 from dask_p2p import cluster
 from dask_p2p.cluster import POOL_GRANULE_BYTES, _visible, round_down, usable_gpus
 from dask_p2p.errors import InputError
+from dask_p2p.registration import workers_of
 
 
 class FakeNvml(types.ModuleType):
@@ -53,7 +54,7 @@ def no_gpus(monkeypatch):
 @pytest.mark.usefixtures("no_gpus")
 def test_cpu_cluster():
     with dask_p2p.local_cluster(2) as made, Client(made) as client:
-        workers = client.scheduler_info()["workers"]
+        workers = workers_of(client)
         assert made.scheduler_address.startswith("tcp://")
         assert len(workers) == 2
         for address, worker in workers.items():

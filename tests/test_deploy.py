@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 DEPLOY = os.path.join(os.path.dirname(os.path.dirname(__file__)), "deploy")
 
 PROGRAM = """
@@ -22,6 +24,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.cluster
 def test_the_configuration_puts_the_plugin_on_all_workers(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -9,6 +9,7 @@ from distributed import Client, LocalCluster
 import dask_p2p
 from dask_p2p.diagnosis import Link, Report, Status, find_problems
 from dask_p2p.errors import InputError
+from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from tests.support import given_up
 
@@ -95,7 +96,7 @@ def test_a_pair_that_nothing_joins():
 def test_a_cluster(client):
     dask_p2p.register(client)
     report = dask_p2p.check(client)
-    addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    addresses = sorted(workers_of(client))
     assert [worker.address for worker in report.workers] == addresses
     assert {(link.reader, link.holder) for link in report.links} == {
         (a, b) for a in addresses for b in addresses if a != b

@@ -19,6 +19,7 @@ from dask_p2p.measure import (
     p2p_transpose_in,
     place_blocks,
 )
+from dask_p2p.registration import workers_of
 from tests.support import given_up
 
 SHAPE = (200, 120)
@@ -77,7 +78,7 @@ def test_a_run_that_is_noted_and_checked(client, x):
 def test_least_bytes_follow_from_the_places(client, x):
     from distributed import wait
 
-    everywhere = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    everywhere = sorted(workers_of(client))
     with_annotation = client.persist(p2p_transpose(x, AXES), workers=everywhere[:1])
     wait(with_annotation)
     # One worker makes all of the result, and holds a quarter of the input.

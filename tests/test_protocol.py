@@ -359,4 +359,4 @@ class Protocol(RuleBasedStateMachine):
 
 TestProtocol = Protocol.TestCase
 TestProtocol.pytestmark = [pytest.mark.timeout(600)]  # a failure is made smaller before it is told
-TestProtocol.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestProtocol.settings = settings(stateful_step_count=40)

@@ -525,7 +525,7 @@ def test_preload_on_workers_and_on_schedulers():
             y = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))
             with Client(cluster) as client:
                 assert client.run(lambda dask_worker: PLUGIN_NAME in dask_worker.plugins) == (
-                    dict.fromkeys(client.scheduler_info(n_workers=-1)["workers"], True)
+                    dict.fromkeys(workers_of(client), True)
                 )
                 np.testing.assert_array_equal(client.compute(y).result(), x.T)
 
@@ -575,7 +575,7 @@ def test_a_killed_worker(moment_s):
         time.sleep(moment_s)
         os.kill(pid, signal.SIGKILL)
         np.testing.assert_array_equal(client.compute(y).result(timeout=60), x.T)
-        assert victim not in client.scheduler_info(n_workers=-1)["workers"]
+        assert victim not in workers_of(client)
 
 
 def test_a_holder_that_never_answers_well_ends_in_a_named_error():
@@ -679,6 +679,7 @@ def test_many_at_once_on_single_threads(client):
         np.testing.assert_array_equal(y.result(timeout=60), x.T)
 
 
+@pytest.mark.cluster
 def test_memory_of_a_worker_stays_near_its_blocks():
     program = os.path.join(os.path.dirname(__file__), "memory_probe.py")
     done = subprocess.run(

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +17,7 @@ from dask_p2p.cli._options import connect, one_line_errors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dask_p2p.files import Summary
+    from dask_p2p.files import Job, Summary
 
 __all__ = ["transpose"]
 
@@ -68,8 +69,8 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
     "--chunks",
     callback=_numbers,
     metavar="100,-1",
-    help="Chunks of a Zarr output, slabs of an .npy one: one size, one for each axis (-1: all of "
-    "it), or auto.",
+    help="Chunks of a Zarr output: one size, one for each axis (-1: all of it), or auto; an .npy "
+    "file has none.  [default: those of a Zarr input, transposed, or auto]",
 )
 @click.option(
     "--scheduler",
@@ -105,24 +106,50 @@ def transpose(
     """Transpose the array in INPUT into the new file OUTPUT.
 
     INPUT is an .npy file or the folder of a Zarr array, and may be larger than memory. OUTPUT
-    ends in .npy or .zarr; it gets its name when all of it is written, and not before.
+    ends in .npy or .zarr; it gets its name when all of it is written, and not before. From Zarr to
+    Zarr the codecs and attributes stay; an array that xarray wrote brings its coordinates along.
     """
+    began_s = time.perf_counter()
     if scheduler and workers:
         raise click.UsageError("--workers is for a cluster on this machine, not for --scheduler")
     with one_line_errors(), _stoppable() as stopped:
-        from dask_p2p.files import prepare, transpose_file
+        from dask_p2p.files import prepare
 
         wanted = chunks[0] if chunks and len(chunks) == 1 else chunks
         job = prepare(input, output, axes, chunks=wanted, force=force)
-        with (
-            _cluster(scheduler, workers) as client,
-            _progress(job.size_bytes, quiet=quiet) as progress,
-        ):
-            summary = transpose_file(
-                job, client, memory_bytes=memory, progress=progress, stopped=stopped
-            )
+        say = (lambda text: None) if quiet else click.echo
+        if chunks and job.chunks is None:
+            say("An .npy file has no chunks: --chunks makes no difference.")
+        with _cluster(scheduler, workers) as client:
+            summary = _run(job, client, memory, say, stopped, quiet=quiet)
         if not quiet:
-            _show(summary)
+            _show(summary, time.perf_counter() - began_s)
+
+
+def _run(
+    job: Job,
+    client: Any,
+    memory_bytes: int | None,
+    say: Callable[[str], None],
+    stopped: Callable[[], bool],
+    *,
+    quiet: bool,
+) -> Summary:
+    """Carry out the job; say before in how many passes, and show how far it is."""
+    from dask_p2p.files import transpose_file
+
+    def planned(passes: int) -> None:
+        say(f"Reading and writing in {passes} {'pass' if passes == 1 else 'passes'} ...")
+
+    with _progress(job.size_bytes, quiet=quiet) as progress:
+        return transpose_file(
+            job,
+            client,
+            memory_bytes=memory_bytes,
+            planned=planned,
+            progress=progress,
+            stopped=stopped,
+        )
 
 
 @contextlib.contextmanager
@@ -223,7 +250,7 @@ def _progress(size_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]
         yield lambda count: bar.advance(task, count)
 
 
-def _show(summary: Summary) -> None:
+def _show(summary: Summary, command_s: float) -> None:
     from dask.utils import format_bytes, format_time
     from rich.console import Console
     from rich.table import Table
@@ -240,7 +267,7 @@ def _show(summary: Summary) -> None:
         ("size", format_bytes(job.size_bytes)),
         ("passes", f"{summary.passes}, each below {format_bytes(summary.memory_bytes)}"),
         ("workers", str(summary.workers)),
-        ("time", format_time(summary.time_s)),
+        ("time", f"{format_time(summary.time_s)}, of {format_time(command_s)} in all"),
         ("speed", f"{summary.rate / 1e9:.3g} GB/s"),
     ):
         table.add_row(name, "", value)

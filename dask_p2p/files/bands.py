@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Bands", "Box", "band_of_input", "cut", "cut_every", "extents", "plan_bands", "slabs"]
+__all__ = ["Bands", "Box", "band_of_input", "cut", "extents", "plan_bands", "slabs"]
 
 Box = tuple[tuple[int, int], ...]
 """Half-open ``(start, stop)`` along each axis."""
@@ -124,12 +124,6 @@ def cut(start: int, stop: int, unit: int, parts: int) -> tuple[int, ...]:
     units = max(1, -(-stop // unit) - first)
     parts = min(parts, units)
     edges = [start, *((first + units * k // parts) * unit for k in range(1, parts)), stop]
-    return tuple(hi - lo for lo, hi in itertools.pairwise(edges))
-
-
-def cut_every(start: int, stop: int, size: int) -> tuple[int, ...]:
-    """Sizes of the parts of a range that is cut at each multiple of ``size``."""
-    edges = [start, *range((start // size + 1) * size, stop, size), stop]
     return tuple(hi - lo for lo, hi in itertools.pairwise(edges))
 
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 import math
 import os
 import time
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from dask.array.core import normalize_chunks
+from dask.utils import format_bytes
 
-from dask_p2p.errors import AxesError, ChunksError
+from dask_p2p.errors import AxesError, ChunksError, InputError
 from dask_p2p.files.bands import Bands, plan_bands
 from dask_p2p.files.npy import NpySource, NpyTarget, create_npy, open_npy
 from dask_p2p.files.output import check_output, partial
-from dask_p2p.files.passes import Layout, default_memory_bytes, run_pass, worker_count
+from dask_p2p.files.passes import (
+    Layout,
+    default_memory_bytes,
+    run_pass,
+    usable_memory_bytes,
+    worker_count,
+)
+from dask_p2p.files.space import check_space
 from dask_p2p.files.trouble import file_errors
 from dask_p2p.files.zarrs import ZarrSource, ZarrTarget, create_zarr, open_zarr
 from dask_p2p.layout import normal_axes
@@ -29,6 +38,9 @@ __all__ = ["Job", "Summary", "prepare", "transpose_file"]
 # Big enough that a chunk is worth a file and a request, small enough that the rows of chunks,
 # which one pass writes whole, fit into memory.
 _ZARR_CHUNK_BYTES = 16 << 20
+
+# Each takes a tenth of a second at least, however small it is.
+_MOST_PASSES = 1000
 
 Chunks = int | str | tuple[int | str, ...] | None
 
@@ -54,7 +66,7 @@ class Job:
     in_shape, shape : tuple of int
         Of input and output.
     chunks : tuple of int, optional
-        Extents of the output's chunks (Zarr) or slabs (``.npy``); None leaves slabs to each pass.
+        Extents of a Zarr output's chunks; None for ``.npy``.
     force : bool
         Whether the output may be replaced.
     """
@@ -131,7 +143,8 @@ def prepare(
     axes : sequence of int, optional
         As for `numpy.transpose`; default: reversed.
     chunks : int, str or tuple, optional
-        Chunks of a Zarr output, or slabs of an ``.npy`` one, as for `dask.array.rechunk`.
+        Chunks of a Zarr output, as for `dask.array.rechunk`; default: those of a Zarr input, in
+        the output's order of axes, or chunks of 16 MiB. An ``.npy`` output has none.
     force : bool
         Whether to replace an output that is there.
 
@@ -166,7 +179,7 @@ def prepare(
         stored_axes=tuple(ndim - 1 - axis for axis in order) if opened.fortran else order,
         in_shape=in_shape,
         shape=shape,
-        chunks=_chunk_shape(chunks, kind, shape, opened.dtype),
+        chunks=_chunk_shape(chunks, kind, shape, opened, order),
         force=force,
     )
 
@@ -183,18 +196,29 @@ def _normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def _chunk_shape(
-    chunks: Chunks, kind: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+    chunks: Chunks,
+    kind: str,
+    shape: tuple[int, ...],
+    source: NpySource | ZarrSource,
+    axes: tuple[int, ...],
 ) -> tuple[int, ...] | None:
-    if kind == "npy" and chunks in (None, "auto"):
-        return None
-    wanted = "auto" if chunks is None else chunks
-    sizes = wanted if isinstance(wanted, tuple) else (wanted,)
+    if chunks is None and isinstance(source, ZarrSource):
+        wanted = tuple(source.chunks[axis] for axis in axes)
+    else:
+        wanted = _normal_chunks("auto" if chunks is None else chunks, shape, source.dtype)
+    return wanted if kind == "zarr" else None
+
+
+def _normal_chunks(
+    chunks: int | str | tuple[int | str, ...], shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> tuple[int, ...]:
+    sizes = chunks if isinstance(chunks, tuple) else (chunks,)
     if any(isinstance(size, int) and size < 1 and size != -1 for size in sizes):
         raise ChunksError(f"chunks {chunks} are impossible: give sizes from 1 on, or -1 for all")
     if 0 in shape or not dtype.itemsize:
         return tuple(max(1, extent) for extent in shape)
     try:
-        normal = normalize_chunks(wanted, shape, limit=_ZARR_CHUNK_BYTES, dtype=dtype)
+        normal = normalize_chunks(chunks, shape, limit=_ZARR_CHUNK_BYTES, dtype=dtype)
     except (TypeError, ValueError) as exc:
         raise ChunksError(
             f"chunks {chunks} do not fit the output's shape {shape}: give one size, or one for "
@@ -208,6 +232,7 @@ def transpose_file(
     client: Any,
     *,
     memory_bytes: int | None = None,
+    planned: Callable[[int], None] = lambda _: None,
     progress: Callable[[int], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Summary:
@@ -222,6 +247,8 @@ def transpose_file(
     memory_bytes : int, optional
         Most memory for the parts of input and output that are held at once, all workers together;
         default: 40 % of what the workers may use.
+    planned : callable
+        Called with the number of passes, before the first.
     progress : callable
         Called with the bytes of each slab that is written.
     stopped : callable
@@ -235,44 +262,60 @@ def transpose_file(
     ------
     FileError
         If reading or writing fails. No output is left then, nor on any other exception.
+    InputError
+        If ``memory_bytes`` is more than the workers may use, or too little to be of use.
     KeyboardInterrupt
         If ``stopped`` says so.
     """
     began_s = time.perf_counter()
     workers = worker_count(client)
-    memory_bytes = memory_bytes or default_memory_bytes(client)
+    if memory_bytes is None:
+        memory_bytes = default_memory_bytes(client)
+    else:
+        _check_memory(job, memory_bytes, usable_memory_bytes(client))
+    # What one worker must write whole is held whole, as input and as output.
+    memory_bytes = max(memory_bytes, 2 * math.prod(_unit(job)) * job.dtype.itemsize)
     bands = _bands(job, memory_bytes)
+    planned(len(bands))
     with client.as_current(), partial(job.target, job.target_name, force=job.force) as path:
         target = _create(job, path)
-        layout = Layout(
-            job.source, target, job.stored_axes, job.dtype, _unit(job), _slab(job), workers
-        )
+        layout = Layout(job.source, target, job.stored_axes, job.dtype, _unit(job), workers)
         for band in bands:
             run_pass(client, layout, band, progress, stopped)
         target.finish()
     return Summary(job, len(bands), workers, memory_bytes, time.perf_counter() - began_s)
 
 
+def _check_memory(job: Job, memory_bytes: int, usable_bytes: int) -> None:
+    """Refuse an amount of memory that there is not, or with which the work would not end."""
+    given = f"{format_bytes(memory_bytes)} of memory"
+    if memory_bytes > usable_bytes:
+        raise InputError(
+            f"{given} are more than the workers may use, {format_bytes(usable_bytes)} together; "
+            "give less, or leave it out"
+        )
+    enough = range(1, 2 * job.size_bytes)
+    few = bisect_left(enough, True, key=lambda size: len(_bands(job, size)) <= _MOST_PASSES)
+    if memory_bytes <= few:
+        raise InputError(
+            f"{given} are too little for {job.source_name}, which they would cut into "
+            f"{len(_bands(job, memory_bytes))} passes; give at least "
+            f"{few + 1} bytes ({format_bytes(few + 1)}) for {_MOST_PASSES} passes, or leave it out"
+        )
+
+
 def _unit(job: Job) -> tuple[int, ...]:
     """Extents that one worker must write whole: no chunk of a Zarr array may have two writers."""
-    if job.kind == "zarr" and job.chunks is not None:
-        return job.chunks
-    return (1,) * len(job.shape)
-
-
-def _slab(job: Job) -> tuple[int, ...] | None:
-    return job.chunks if job.kind == "npy" else None
+    return job.chunks or (1,) * len(job.shape)
 
 
 def _bands(job: Job, memory_bytes: int) -> Bands:
     if not job.size_bytes:
         return Bands((0,), (1,))  # none
-    read_whole = [job.source.chunks[axis] for axis in job.stored_axes]
-    slab = _slab(job) or (1,) * len(job.shape)
     return plan_bands(
         job.shape,
         unit=_unit(job),
-        prefer=[math.lcm(*pair) for pair in zip(read_whole, slab, strict=True)],
+        prefer=[job.source.chunks[axis] for axis in job.stored_axes],
         itemsize_bytes=job.dtype.itemsize,
         budget_bytes=memory_bytes,
     )
@@ -283,6 +326,8 @@ def _create(job: Job, path: Path) -> NpyTarget | ZarrTarget:
         return create_npy(path, job.target_name, job.shape, job.dtype)
     assert job.chunks is not None, "prepare gives every Zarr output chunks"
     like = job.source if isinstance(job.source, ZarrSource) else None
-    return create_zarr(
+    target = create_zarr(
         path, job.target_name, job.shape, job.dtype, job.chunks, like=like, axes=job.axes
     )
+    check_space(job, target)
+    return target

@@ -18,7 +18,8 @@ from dask.utils import format_bytes
 
 from dask_p2p.errors import FileError
 from dask_p2p.files.bands import extents
-from dask_p2p.files.trouble import file_errors
+from dask_p2p.files.trouble import file_errors, no_space
+from dask_p2p.files.writers import writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -225,7 +226,8 @@ class NpyTarget:
         """
         block = np.ascontiguousarray(block, self.dtype)
         data = memoryview(block.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        with file_errors("write", self.final, on_worker=True), _opened(self.path) as fd:
+        on_worker = file_errors("write", self.final, on_worker=True)
+        with on_worker, writing(self.path), _opened(self.path) as fd:
             done_bytes = 0
             for at, count in _runs(self.shape, box):
                 run_bytes = count * self.dtype.itemsize
@@ -299,10 +301,6 @@ def _reserve(path: Path, final: str, size_bytes: int) -> None:
         number = exc.errno if isinstance(exc, OSError) else errno.ENOSYS
         lacks = number == errno.ENOSPC or (number in _NO_RESERVE and free_bytes < size_bytes)
         if lacks:
-            raise FileError(
-                f"cannot write {final}: it needs {format_bytes(size_bytes)}, and only "
-                f"{format_bytes(free_bytes)} are free in {path.parent}; free some space, or "
-                "choose another folder"
-            ) from exc
+            raise no_space(final, format_bytes(size_bytes), free_bytes, path.parent) from exc
         if number not in _NO_RESERVE:
             raise

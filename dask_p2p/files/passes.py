@@ -6,18 +6,17 @@ the number of bytes that each slab's writer wrote.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import queue
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, P2PError
-from dask_p2p.files.bands import band_of_input, cut_every, extents, slabs
+from dask_p2p.files.bands import band_of_input, extents, slabs
+from dask_p2p.files.writers import stop_writers
 from dask_p2p.registration import workers_of
 
 if TYPE_CHECKING:
@@ -27,12 +26,11 @@ if TYPE_CHECKING:
     from dask_p2p.files.npy import NpySource, NpyTarget
     from dask_p2p.files.zarrs import ZarrSource, ZarrTarget
 
-__all__ = ["Layout", "default_memory_bytes", "run_pass", "worker_count"]
+__all__ = ["Layout", "default_memory_bytes", "run_pass", "usable_memory_bytes", "worker_count"]
 
 # The rest is for packed tiles on their way, mapped pages, codecs, and the interpreter.
 _MEMORY_SHARE = 0.4
 _WORKERS_WAIT_S = 10
-_DRAIN_S = 30
 _POLL_S = 0.05
 
 
@@ -52,8 +50,6 @@ class Layout:
         Type of the elements.
     unit : tuple of int
         Extents of the output that one worker must write whole.
-    slab : tuple of int, optional
-        Extents of the output's slabs; default: one slab a worker.
     workers : int
         Number of workers to share among.
     """
@@ -63,7 +59,6 @@ class Layout:
     axes: tuple[int, ...]
     dtype: np.dtype[Any]
     unit: tuple[int, ...]
-    slab: tuple[int, ...] | None
     workers: int
 
 
@@ -86,7 +81,12 @@ def worker_count(client: Any) -> int:
 
 
 def default_memory_bytes(client: Any) -> int:
-    """Share of the memory that the workers may use, or of what their hosts have free if less."""
+    """Share of the memory that the workers may use."""
+    return max(1, int(_MEMORY_SHARE * usable_memory_bytes(client)))
+
+
+def usable_memory_bytes(client: Any) -> int:
+    """Sum of the workers' memory limits, or of what their hosts have free if that is less."""
     limits_bytes: dict[str, float] = {}
     asked: dict[str, str] = {}  # one worker of each host
     for address, worker in workers_of(client).items():
@@ -94,8 +94,7 @@ def default_memory_bytes(client: Any) -> int:
         limit_bytes = worker["memory_limit"] or math.inf
         limits_bytes[host] = limits_bytes.get(host, 0) + limit_bytes
     free_bytes = client.run(_available_bytes, workers=list(limits_bytes))
-    usable_bytes = sum(min(limit, free_bytes[host]) for host, limit in limits_bytes.items())
-    return max(1, int(_MEMORY_SHARE * usable_bytes))
+    return int(sum(min(limit, free_bytes[host]) for host, limit in limits_bytes.items()))
 
 
 def _available_bytes() -> int:
@@ -143,7 +142,7 @@ def run_pass(
     except BaseException:
         client.cancel(futures, force=True)
         with contextlib.suppress(Exception):  # the first trouble is the one to tell
-            client.run(_drain, written.name)
+            client.run(stop_writers, layout.target.path)
         raise
 
 
@@ -176,10 +175,7 @@ def _written(layout: Layout, band: Box) -> Any:
         dtype=layout.dtype,
         meta=np.empty((0,) * len(box), layout.dtype),
     )
-    if layout.slab is None:
-        chunks = slabs(band, layout.unit, layout.workers)
-    else:
-        chunks = tuple(cut_every(*side, n) for side, n in zip(band, layout.slab, strict=True))
+    chunks = slabs(band, layout.unit, layout.workers)
     y = transpose(x, layout.axes, chunks=chunks)
     return y.map_blocks(
         _write_block,
@@ -217,13 +213,3 @@ def _write_block(
         )
     target.write(box, block)
     return np.full((1,) * block.ndim, block.nbytes, np.int64)
-
-
-async def _drain(prefix: str, dask_worker: Any) -> None:
-    """Wait on a worker for writers that run on although they are cancelled."""
-    deadline_s = time.monotonic() + _DRAIN_S
-    while time.monotonic() < deadline_s and any(
-        isinstance(task.key, tuple) and task.key[0] == prefix
-        for task in dask_worker.state.executing
-    ):
-        await asyncio.sleep(_POLL_S)

@@ -7,12 +7,15 @@ import errno
 import socket
 from typing import TYPE_CHECKING
 
+from dask.utils import format_bytes
+
 from dask_p2p.errors import FileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-__all__ = ["file_errors", "one_line"]
+__all__ = ["file_errors", "no_space", "one_line"]
 
 _ADVICE = {
     errno.ENOSPC: "free some space, or choose another folder",
@@ -61,6 +64,26 @@ def file_errors(doing: str, path: str, *, on_worker: bool = False) -> Iterator[N
         where = f" (worker on {socket.gethostname()})" if on_worker else ""
         text = f"cannot {doing} {path}{where}: {one_line(exc)}"
         raise FileError(f"{text}; {advice}" if advice else text) from exc
+
+
+def no_space(path: str, needed: str, free_bytes: int, folder: Path) -> FileError:
+    """Error of an output that does not fit on its disk.
+
+    Parameters
+    ----------
+    path : str
+        The output as the user named it.
+    needed : str
+        How much it needs.
+    free_bytes : int
+        How much there is.
+    folder : Path
+        Where.
+    """
+    return FileError(
+        f"cannot write {path}: it needs {needed}, and only {format_bytes(free_bytes)} are free in "
+        f"{folder}; {_ADVICE[errno.ENOSPC]}"
+    )
 
 
 def _advice(exc: Exception, *, on_worker: bool) -> str | None:

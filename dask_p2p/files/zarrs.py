@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,17 +16,25 @@ import numpy as np
 from dask_p2p.errors import FileError
 from dask_p2p.files.bands import extents
 from dask_p2p.files.trouble import file_errors
+from dask_p2p.files.writers import writing
+from dask_p2p.files.zarr_groups import copy_group, is_consolidated
+from dask_p2p.files.zarr_metadata import read_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from dask_p2p.files.bands import Box
 
-__all__ = ["ZarrSource", "ZarrTarget", "create_zarr", "holds_zarr", "open_zarr"]
+__all__ = [
+    "ZarrSource",
+    "ZarrTarget",
+    "compressed_bytes",
+    "create_zarr",
+    "holds_zarr",
+    "open_zarr",
+]
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup")
-_DIMENSIONS = "_ARRAY_DIMENSIONS"  # where xarray keeps the names of a version 2 array's axes
 # Zarr would leave out chunks that equal the fill value, but takes -0j for 0j and any NaN for any
 # other: values are to stay what they are, bit for bit.
 _WRITE_ALL = {"array.write_empty_chunks": True}
@@ -35,20 +46,26 @@ def _zarr() -> Any:
         import zarr
     except ImportError as exc:
         raise FileError(
-            "Zarr files need the package zarr, version 3 or later: pip install dask-p2p[zarr]"
+            "Zarr files need the package zarr, version 3 or later: pip install 'zarr>=3'"
         ) from exc
     if int(zarr.__version__.split(".")[0]) < 3:
         raise FileError(
             f"Zarr files need the package zarr, version 3 or later, and {zarr.__version__} is "
-            "here: pip install dask-p2p[zarr]"
+            "here: pip install 'zarr>=3'"
         )
     return zarr
 
 
-def _open(path: str) -> Any:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing of what is outside the specification: it is taken as it is."""
     with _global_lock, warnings.catch_warnings():
-        # An array that somebody wrote outside the specification is read all the same.
         warnings.simplefilter("ignore")
+        yield
+
+
+def _open(path: str) -> Any:
+    with _quiet():
         return _zarr().open(path, mode="r")
 
 
@@ -132,13 +149,26 @@ def open_zarr(path: str) -> ZarrSource:
                 f"{path} holds Python objects or texts of any length ({found.dtype}), which have "
                 "no fixed size; save it with a dtype of plain values"
             )
-        return ZarrSource(path, found.shape, found.dtype, found.chunks)
+        return ZarrSource(path, found.shape, found.dtype, found.shards or found.chunks)
 
 
 def _pickles(found: Any) -> bool:
     """Whether reading a chunk would unpickle it, and so might run code."""
     codecs = [*(found.filters or ()), *(found.compressors or ())]
     return any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs)
+
+
+@functools.cache
+def _store_class() -> Any:
+    """Make the class of stores that are waited for before their folder is removed."""
+    local_store = _zarr().storage.LocalStore
+
+    class Store(local_store):  # type: ignore[misc, valid-type]
+        async def set(self, key: str, value: Any) -> None:
+            with writing(str(self.root)):
+                await super().set(key, value)
+
+    return Store
 
 
 @dataclass(frozen=True)
@@ -148,13 +178,21 @@ class ZarrTarget:
     Parameters
     ----------
     path : str
-        Absolute path for the time being.
+        Absolute path of the output for the time being.
     final : str
         Name that it will get, for messages.
+    member : str
+        Name of the array in a group; empty if the output is the array.
     """
 
     path: str
     final: str
+    member: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """Where the array lies."""
+        return Path(self.path, self.member)
 
     def write(self, box: Box, block: np.ndarray[Any, Any]) -> None:
         """Write a box of whole chunks.
@@ -164,11 +202,12 @@ class ZarrTarget:
         FileError
             If the disk is full, or the array is gone or cannot be written.
         """
-        with file_errors("write", self.final, on_worker=True):
+        with file_errors("write", self.final, on_worker=True), writing(self.path):
             zarr = _zarr()
+            store = _store_class()(self.path)
             # `open_array` takes a configuration too, but leaves it aside for what exists already.
-            with _global_lock, zarr.config.set(_WRITE_ALL):
-                array = zarr.open_array(self.path, mode="r+")
+            with _quiet(), zarr.config.set(_WRITE_ALL):
+                array = zarr.open_array(store, path=self.member, mode="r+")
             array[tuple(slice(*side) for side in box)] = block
 
     def finish(self) -> None:
@@ -181,6 +220,20 @@ class ZarrTarget:
                         os.fsync(fd)
                     finally:
                         os.close(fd)
+
+
+def compressed_bytes(target: ZarrTarget, block: np.ndarray[Any, Any]) -> int:
+    """Bytes that a block takes when it is stored with a target's codecs, as one chunk."""
+    zarr = _zarr()
+    from zarr.core.buffer.cpu import Buffer
+
+    texts = read_metadata(target.folder).reshaped(block.shape, block.shape).texts()
+    files = {name: Buffer.from_bytes(text.encode()) for name, text in texts.items()}
+    store = zarr.storage.MemoryStore(files)
+    with _quiet(), zarr.config.set(_WRITE_ALL):
+        array = zarr.open_array(store, mode="r+")
+    array[...] = block
+    return int(array.nbytes_stored())
 
 
 def create_zarr(
@@ -202,7 +255,9 @@ def create_zarr(
     shape, dtype, chunks : tuple, numpy.dtype, tuple
         Of the array.
     like : ZarrSource, optional
-        Array whose attributes, fill value and names of axes are taken over.
+        Array that it is the transpose of. All but the shape and the order of axes is taken over:
+        format version, codecs, fill value, attributes; shards if the chunks are the same; and the
+        group and the coordinates, if xarray wrote the array into one.
     axes : sequence of int
         Axis of ``like`` that each axis comes from.
 
@@ -211,29 +266,32 @@ def create_zarr(
     FileError
         If the folder cannot be written, or Zarr has no such dtype.
     """
-    # Version 3 has neither big-endian dtypes nor, in its specification, these other kinds.
-    version = 3 if dtype.kind in "biufc" and dtype.isnative else 2
-    with file_errors("write", final):
+    chunks = tuple(max(1, size) for size in chunks)
+    with file_errors("write", final), _quiet():
         os.mkdir(path)  # refuses what is already there
-        _zarr().create_array(
-            path,
-            shape=shape,
-            dtype=dtype,
-            chunks=tuple(max(1, size) for size in chunks),
-            zarr_format=version,
-            **(_taken_over(like, axes, version) if like else {}),
-        )
+        if like is not None:
+            return _create_like(like, axes, path, final, shape, chunks)
+        # Version 3 has neither big-endian dtypes nor, in its specification, these other kinds.
+        version = 3 if dtype.kind in "biufc" and dtype.isnative else 2
+        _zarr().create_array(path, shape=shape, dtype=dtype, chunks=chunks, zarr_format=version)
     return ZarrTarget(str(path), final)
 
 
-def _taken_over(like: ZarrSource, axes: Sequence[int], version: int) -> dict[str, Any]:
-    found = _open(like.path)
-    attributes = dict(found.attrs)
-    names = attributes.get(_DIMENSIONS)
-    if isinstance(names, list) and len(names) == len(axes):
-        attributes[_DIMENSIONS] = [names[axis] for axis in axes]
-    taken = {"attributes": attributes, "fill_value": found.fill_value}
-    names = getattr(found.metadata, "dimension_names", None)
-    if names and version == 3:
-        taken["dimension_names"] = [names[axis] for axis in axes]
-    return taken
+def _create_like(
+    like: ZarrSource,
+    axes: Sequence[int],
+    path: Path,
+    final: str,
+    shape: tuple[int, ...],
+    chunks: tuple[int, ...],
+) -> ZarrTarget:
+    source = Path(like.path)
+    metadata = read_metadata(source).transposed(axes)
+    if chunks != tuple(like.chunks[axis] for axis in axes):
+        metadata = metadata.reshaped(shape, chunks)
+    target = ZarrTarget(str(path), final, copy_group(source, path))
+    target.folder.mkdir(exist_ok=True)
+    metadata.write(target.folder)
+    if target.member and is_consolidated(source.parent):
+        _zarr().consolidate_metadata(path)
+    return target

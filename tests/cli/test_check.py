@@ -6,6 +6,7 @@ from click.testing import CliRunner
 import dask_p2p
 from dask_p2p import diagnosis
 from dask_p2p.cli import p2p
+from dask_p2p.registration import workers_of
 from tests.test_diagnosis import GOOD, LINK
 
 
@@ -27,7 +28,7 @@ def test_a_cluster_that_is_there(run, cluster, client):
     dask_p2p.register(client)
     result = run("--scheduler", cluster.scheduler_address)
     assert result.exit_code == 0, result.output
-    for worker in client.scheduler_info(n_workers=-1)["workers"]:
+    for worker in workers_of(client):
         assert worker in result.output
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,26 @@ def test_image(dask, image):
     assert "6, each below 488.28 kiB" in result.stdout
     assert "GB/s" in result.stdout
     assert result.stderr == ""  # no bar where there is no terminal
+
+
+def test_the_number_of_passes_is_told_before_the_first(dask, image):
+    result = dask("in.npy", "out.npy", "--memory", "500kB")
+    assert result.stdout.startswith("Reading and writing in 6 passes ...\n")
+    assert dask("in.npy", "one.npy").stdout.startswith("Reading and writing in 1 pass ...\n")
+    assert image.nbytes == 768 * 1024
+
+
+@pytest.mark.usefixtures("image")
+def test_memory_that_is_of_no_use_is_refused(dask):
+    one_line(dask("in.npy", "out.npy", "--memory", "100B"), "in.npy", "at least", "1000 passes")
+    one_line(dask("in.npy", "out.npy", "--memory", "1PiB"), "1.00 PiB", "workers may use", "less")
+    assert os.listdir() == ["in.npy"]
+
+
+def test_chunks_of_an_npy_file_make_no_difference(dask, image):
+    result = dask("in.npy", "out.npy", "--chunks", "10,10,1")
+    assert "has no chunks" in result.stdout
+    np.testing.assert_array_equal(np.load("out.npy"), image.transpose())
 
 
 def test_zarr_and_quiet(dask, image):
@@ -207,6 +228,7 @@ def test_the_group_wants_commands(monkeypatch):
 PROGRAM = [sys.executable, "-m", "dask", "p2p", "transpose"]
 
 
+@pytest.mark.cluster
 def test_the_program_starts_a_cluster_of_its_own(image):
     done = subprocess.run(
         [*PROGRAM, "in.npy", "out.npy", "--axes", "2,0,1", "--workers", "2"],
@@ -218,6 +240,7 @@ def test_the_program_starts_a_cluster_of_its_own(image):
     np.testing.assert_array_equal(np.load("out.npy"), image.transpose(2, 0, 1))
 
 
+@pytest.mark.cluster
 @pytest.mark.usefixtures("image")
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_the_program_leaves_nothing_when_it_is_stopped(how):
@@ -241,10 +264,12 @@ def test_the_program_leaves_nothing_when_it_is_stopped(how):
         else:
             started.send_signal(signal.SIGTERM)
         out, err = started.communicate(timeout=30)
-    assert (started.returncode, out, err.strip()) == (1, "", "Aborted!")
+    assert (started.returncode, err.strip()) == (1, "Aborted!")
+    assert re.fullmatch(r"Reading and writing in \d+ passes \.\.\.\n", out)
     assert os.listdir() == ["in.npy"]
 
 
+@pytest.mark.cluster
 def test_the_program_tells_a_workers_trouble_in_one_line(image):
     # A limit that the file itself stays under, but not the space that would be reserved.
     limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *PROGRAM]

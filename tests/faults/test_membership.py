@@ -11,6 +11,7 @@ import pytest
 from distributed import Status, futures_of, wait
 
 import dask_p2p
+from dask_p2p.registration import workers_of
 from tests.faults.support import (
     BOUND_S,
     addresses,
@@ -64,7 +65,7 @@ def test_a_reader_is_retired_in_the_middle_of_its_task(gate):
 
 
 def status_of(client, worker):
-    return client.scheduler_info(n_workers=-1)["workers"].get(worker, {}).get("status")
+    return workers_of(client).get(worker, {}).get("status")
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["reader", "holder"])

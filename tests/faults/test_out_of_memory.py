@@ -12,6 +12,7 @@ from distributed import wait
 import dask_p2p
 from dask_p2p.errors import MemoryLimitError, P2PWarning, TransferError
 from dask_p2p.kernels.numpy import KERNEL
+from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports import buffers
 from tests.faults.support import (
@@ -219,7 +220,7 @@ def test_leased_bytes_are_among_a_workers_metrics(pair):
         dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._board.retract("block")
 
     def shown():
-        info = pair.scheduler_info(n_workers=-1)["workers"]
+        info = workers_of(pair)
         return [info[address]["metrics"].get("dask-p2p-leased-bytes") for address in sorted(info)]
 
     first, _ = addresses(pair)

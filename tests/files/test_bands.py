@@ -11,7 +11,6 @@ from dask_p2p.files.bands import (
     Bands,
     band_of_input,
     cut,
-    cut_every,
     extents,
     plan_bands,
     slabs,
@@ -101,15 +100,6 @@ def test_cut(start, length, unit, parts):
 def test_cut_gives_each_worker_about_the_same():
     assert cut(0, 10, 1, 4) == (2, 3, 2, 3)
     assert cut(5, 25, 10, 4) == (5, 10, 5)
-
-
-@given(st.integers(0, 50), sides, st.integers(1, 9))
-def test_cut_every(start, length, size):
-    sizes = cut_every(start, start + length, size)
-    edges = np.cumsum([start, *sizes])
-    assert sum(sizes) == length
-    assert 0 < min(sizes) <= max(sizes) <= size
-    assert not (edges[1:-1] % size).any()
 
 
 @pytest.mark.parametrize(

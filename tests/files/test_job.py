@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dask_p2p.errors import AxesError, ChunksError, FileError, P2PError
+from dask_p2p.errors import AxesError, ChunksError, FileError, InputError, P2PError
 from dask_p2p.files import prepare, transpose_file
 from dask_p2p.files.passes import default_memory_bytes
+from dask_p2p.registration import workers_of
 
 zarr = pytest.importorskip("zarr")
 data = pytest.importorskip("skimage.data")
@@ -64,7 +65,7 @@ def test_image_in_all_orders(client, tmp_path, kinds, axes):
     source = put(tmp_path, image, kinds[0])
     summary = check(client, image, source, str(tmp_path / f"out{kinds[1]}"), axes)
     assert summary.passes == 1
-    assert summary.workers == len(client.scheduler_info(n_workers=-1)["workers"])
+    assert summary.workers == len(workers_of(client))
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product([".npy", ".zarr"], repeat=2)))
@@ -159,16 +160,31 @@ def _counted():
     return module._seen
 
 
-def test_slabs_and_chunks_as_asked(client, tmp_path):
+def test_chunks_as_asked(client, tmp_path):
     image = data.camera()
     source = put(tmp_path, image)
-    written = []
-    run(client, source, str(tmp_path / "o.npy"), chunks=(100, -1), progress=written.append)
-    assert sorted(written) == [12 * 512] + [100 * 512] * 5
     run(client, source, str(tmp_path / "o.zarr"), chunks=(100, -1))
     assert zarr.open_array(tmp_path / "o.zarr").chunks == (100, 512)
     run(client, source, str(tmp_path / "auto.zarr"), chunks="auto")
     assert zarr.open_array(tmp_path / "auto.zarr").chunks == (512, 512)
+
+
+def test_small_chunks_asked_of_an_npy_file_make_no_small_tasks(client, tmp_path):
+    image = data.camera()
+    written = []
+    check(client, image, put(tmp_path, image), str(tmp_path / "o.npy"), chunks=8)
+    run(client, str(tmp_path / "in.npy"), str(tmp_path / "p.npy"), progress=written.append)
+    assert len(written) == len(workers_of(client))
+
+
+def test_zarr_output_keeps_the_chunks_of_a_zarr_input(client, tmp_path):
+    array = np.arange(50 * 60 * 7).reshape(50, 60, 7)
+    source, target = str(tmp_path / "in.zarr"), str(tmp_path / "out.zarr")
+    codec = zarr.codecs.GzipCodec(level=2)
+    zarr.create_array(source, data=array, chunks=(10, 20, 7), shards=(20, 40, 7), compressors=codec)
+    check(client, array, source, target, (1, 2, 0), memory_bytes=array.nbytes)
+    out = zarr.open_array(target, mode="r")
+    assert (out.chunks, out.shards, out.compressors) == ((20, 7, 10), (40, 7, 20), (codec,))
 
 
 def test_force(client, tmp_path):
@@ -305,12 +321,59 @@ def test_full_disk_is_found_before_the_work(client, small_disk, tmp_path):
     assert not written
 
 
-def test_disk_that_fills_up_midway(client, small_disk, tmp_path):
-    noise = np.random.default_rng(0).integers(0, 255, (1200, 1200), np.uint8)
-    source = put(tmp_path, noise)
+@pytest.fixture
+def little_space(monkeypatch):
+    """Have this process think that disks are all but full; it is the one that looks."""
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
+
+
+NOISE = np.random.default_rng(0).integers(0, 255, (1200, 1200), np.uint8)
+
+
+@pytest.mark.usefixtures("little_space")
+@pytest.mark.parametrize("options", [{}, {"chunks": 100}])
+def test_what_does_not_fit_compressed_is_found_before_the_work(client, tmp_path, options):
+    source = put(tmp_path, NOISE)
+    (tmp_path / "out").mkdir()
+    written = []
+    target = tmp_path / "out" / "out.zarr"
+    words = ["cannot write", "needs about 1.37 MiB", "1.00 MiB are free"]
+    fails(client, source, target, *words, progress=written.append, **options)
+    assert not written
+
+
+@pytest.mark.usefixtures("little_space")
+@pytest.mark.parametrize("kind", [".npy", ".zarr"])
+def test_what_fits_only_compressed_is_written(client, tmp_path, kind):
+    array = np.zeros((1200, 1300), "i4")
+    check(client, array, put(tmp_path, array, kind), str(tmp_path / "out.zarr"))
+
+
+def test_disk_that_fills_up_midway(client, small_disk, tmp_path, monkeypatch):
+    monkeypatch.setattr("dask_p2p.files.job.check_space", lambda job, target: None)
+    source = put(tmp_path, NOISE)
     target = small_disk / "out.zarr"
     fails(client, source, target, "cannot write", "No space left on device", chunks=100)
     assert names(small_disk) == []
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "words"),
+    [(100, "6800 passes; give at least 640 bytes"), (10**15, "more than the workers may use")],
+)
+def test_memory_that_is_of_no_use(client, work, memory_bytes, words):
+    source, folder = work
+    job = prepare(source, str(folder / "out.npy"))
+    with pytest.raises(InputError, match=words):
+        transpose_file(job, client, memory_bytes=memory_bytes)
+    assert names(folder) == []
+
+
+def test_chunks_that_are_larger_than_the_memory_given_are_held_whole(client, work):
+    source, folder = work
+    summary = run(client, source, str(folder / "out.zarr"), memory_bytes=1000)
+    assert (summary.passes, summary.memory_bytes) == (1, 2 * 200 * 200 * 8)
 
 
 def _limit_files(size_bytes):

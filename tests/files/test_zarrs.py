@@ -62,29 +62,71 @@ def test_both_versions(tmp_path, version):
     np.testing.assert_array_equal(source.read(box), array[1:3, 0:3, 2:5])
 
 
+AXES = (2, 0, 1)
+
+
+def transposed(folder, array, to_chunks=None, **options):
+    """Make an array, write its transpose, and return both."""
+    source = open_zarr(made(folder, array, **options))
+    shape = tuple(source.stored_shape[axis] for axis in AXES)
+    chunks = to_chunks or tuple(source.chunks[axis] for axis in AXES)
+    target = create_zarr(folder / "out", "out", shape, source.dtype, chunks, like=source, axes=AXES)
+    target.write(whole(shape), source.read(whole(array.shape)).transpose(AXES))
+    out = zarr.open_array(folder / "out", mode="r")
+    np.testing.assert_array_equal(out[...], array.transpose(AXES))
+    return zarr.open_array(source.path, mode="r"), out
+
+
+CUBE = np.arange(6 * 8 * 10, dtype="i4").reshape(6, 8, 10)
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_attributes_and_names_of_axes_are_taken_over(tmp_path, version):
     names = {"dimension_names": ["t", "y", "x"]} if version == 3 else {}
     attributes = {"units": "K"} | ({} if names else {"_ARRAY_DIMENSIONS": ["t", "y", "x"]})
-    source = open_zarr(
-        made(
-            tmp_path,
-            np.zeros((2, 3, 4)),
-            zarr_format=version,
-            attributes=attributes,
-            fill_value=-1.0,
-            **names,
-        )
-    )
-    axes = (2, 0, 1)
-    create_zarr(tmp_path / "out", "out", (4, 2, 3), source.dtype, (4, 2, 3), like=source, axes=axes)
-    out = zarr.open_array(tmp_path / "out", mode="r")
+    options = {"zarr_format": version, "attributes": attributes, "fill_value": -1}
+    _, out = transposed(tmp_path, CUBE, **options, **names)
     assert out.attrs["units"] == "K"
     assert out.fill_value == -1
     if version == 3:
         assert out.metadata.dimension_names == ("x", "t", "y")
     else:
         assert out.attrs["_ARRAY_DIMENSIONS"] == ["x", "t", "y"]
+
+
+def test_codecs_and_chunks_of_version_2_are_kept(tmp_path):
+    numcodecs = pytest.importorskip("numcodecs")
+    source, out = transposed(
+        tmp_path,
+        CUBE,
+        zarr_format=2,
+        order="F",
+        filters=[numcodecs.Delta(dtype="i4")],
+        compressors=numcodecs.Blosc(cname="lz4"),
+        chunk_key_encoding={"name": "v2", "separator": "/"},
+    )
+    assert out.metadata.zarr_format == 2
+    assert (out.order, out.filters, out.compressors) == ("F", source.filters, source.compressors)
+    assert out.metadata.dimension_separator == "/"
+    assert out.chunks == tuple(source.chunks[axis] for axis in AXES)
+
+
+@pytest.mark.parametrize(
+    ("to_chunks", "chunks", "shards"),
+    [(None, (1, 2, 4), (4, 4, 8)), ((5, 3, 4), (5, 3, 4), None)],
+)
+def test_codecs_chunks_and_shards_of_version_3_are_kept(tmp_path, to_chunks, chunks, shards):
+    source, out = transposed(
+        tmp_path,
+        CUBE,
+        to_chunks,
+        chunks=(2, 4, 1),
+        shards=(4, 8, 4),
+        compressors=zarr.codecs.GzipCodec(level=3),
+        serializer=zarr.codecs.BytesCodec(endian="big"),
+    )
+    assert (out.chunks, out.shards) == (chunks, shards)
+    assert (out.compressors, out.serializer) == (source.compressors, source.serializer)
 
 
 def refused(path, *words):
@@ -162,7 +204,7 @@ def test_an_array_that_changes_after_it_was_opened(tmp_path, change):
 def test_without_zarr_it_says_how_to_get_it(tmp_path, monkeypatch):
     path = made(tmp_path, np.arange(100))
     monkeypatch.setitem(sys.modules, "zarr", None)
-    refused_without = pytest.raises(FileError, match=r"pip install dask-p2p\[zarr\]")
+    refused_without = pytest.raises(FileError, match="pip install 'zarr>=3'")
     with refused_without:
         open_zarr(path)
     with refused_without:

@@ -14,6 +14,7 @@ import dask_p2p
 from dask_p2p.errors import P2PWarning
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.kernels import device
+from dask_p2p.registration import workers_of
 from tests.gpu.support import POOL, on_gpu
 from tests.support import persisted, used
 
@@ -139,7 +140,7 @@ def test_permuted_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reversed(visible[:2])))
     shape = (1030, 770)
     with dask_p2p.local_cluster(gpus=True, **POOL) as cluster, Client(cluster) as client:
-        workers = client.scheduler_info(n_workers=-1)["workers"]
+        workers = workers_of(client)
         pynvml.nvmlInit()
         for worker, found in client.run(uuid).items():
             number = int(workers[worker]["name"])  # dask-cuda names workers after their GPUs

@@ -12,6 +12,7 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.indexed import count_wrong, indexed_array
+from dask_p2p.registration import workers_of
 from tests.faults.support import addresses, one_block_each, set_trap
 from tests.gpu.support import POOL, forgotten
 from tests.gpu.support import held as held_blocks
@@ -252,7 +253,7 @@ def test_a_reader_without_memory_says_so_and_works_again(transport, leave_bytes)
         Client(cluster) as client,
     ):
         a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
-        reader = sorted(client.scheduler_info(n_workers=-1)["workers"])[0]
+        reader = sorted(workers_of(client))[0]
         client.run(fill_pool, leave_bytes, workers=[reader])
         y = client.compute(dask_p2p.transpose(a).blocks[0], workers=[reader])
         with pytest.raises(MemoryLimitError, match=f"out of memory on worker {reader}") as caught:
@@ -283,7 +284,7 @@ def test_a_holder_without_memory_to_pack_in(transport):
         Client(cluster) as client,
     ):
         a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
-        reader, holder = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        reader, holder = sorted(workers_of(client))
         client.run(fill_pool, 0, workers=[holder])
         y = client.compute(dask_p2p.transpose(a).blocks[0], workers=[reader])
         with pytest.raises(TransferError, match=f"{holder} could not send .*out of memory"):

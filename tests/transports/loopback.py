@@ -128,7 +128,7 @@ def linked(make, loop, folder, options):
         host.close()
 
 
-def wait_until(condition, timeout_s=10.0):
+def wait_until(condition, timeout_s=60.0):
     """Wait until a condition holds; fail if it does not in time."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -13,6 +13,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_p2p
+from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from tests.support import persisted, result_of, tls_client, used
 from tests.transports.loopback import wait_until
@@ -140,7 +141,7 @@ def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
         a = persisted(client, a)
         y = persisted(client, dask_p2p.transpose(a))  # all have met, and posted their blocks
         del y
-        reader, holder, _ = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        reader, holder, _ = sorted(workers_of(client))
         (pid,) = client.run(os.getpid, workers=[holder]).values()
 
         def stop_it(pid, how, dask_worker):
