@@ -36,7 +36,8 @@ def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) 
     chunks : int, str, tuple or dict, optional
         Chunks of the result: anything that `dask.array.rechunk` takes. By default slabs along
         the result's first axis, with the other axes whole: as many as `x` has blocks along its
-        most divided axis, their sizes as even as possible.
+        most divided axis, their sizes as even as possible. If the first axis has fewer rows than
+        that, the other axes are cut too, so that there is work for as many tasks.
 
     Returns
     -------

@@ -19,6 +19,7 @@ from dask_p2p.errors import (
     InputError,
     UnsupportedArrayError,
 )
+from dask_p2p.layout import split_evenly
 from tests.support import indexed
 
 
@@ -57,6 +58,26 @@ def test_equals_numpy_for_any_chunks(case):
     same(y, np.transpose(x, axes))
     if dst is not None:
         assert y.chunks == dst
+
+
+@st.composite
+def cut_arrays(draw):
+    """An array and its chunks. One axis may have more blocks than another has rows."""
+    shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
+    return indexed(shape) % 7.0, tuple(split_evenly(n, draw(st.integers(1, n))) for n in shape)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=25)
+@given(cut_arrays())
+def test_what_is_derived_from_the_result_equals_numpy(case):
+    x, chunks = case
+    y = dask_p2p.transpose(da.from_array(x, chunks=chunks))
+    reduced = [getattr(y, name)() for name in ("std", "var", "max", "min", "argmax", "sum", "mean")]
+    whole = y.map_blocks(lambda block: block - block.max() + block.max())
+    *numbers, same_again = dask.compute(*reduced, whole, scheduler="synchronous")
+    expected = [x.T.std(), x.T.var(), x.max(), x.min(), x.T.argmax(), x.sum(), x.mean()]
+    np.testing.assert_allclose(numbers, expected, rtol=1e-12)
+    np.testing.assert_array_equal(same_again, x.T)
 
 
 DTYPES = [
