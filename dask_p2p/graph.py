@@ -12,7 +12,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import ChunksError, UnsupportedArrayError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.plan import Plan
-from dask_p2p.task import AssembleTask
+from dask_p2p.task import assemble_tasks
 
 __all__ = ["check_array", "planned_array"]
 
@@ -61,11 +61,9 @@ def planned_array(name: str, x: Any, plan: Plan, options: Options) -> Any:
     output = OutputSpec(
         source=x.name, dtype=x.dtype, kind=kernel_for(x._meta).name, options=options
     )
-    tasks = {}
-    for index in plan.indices():
-        key = (name, *index)
-        sources = [(output.source, *source) for source in plan.sources(index)]
-        tasks[key] = AssembleTask.of(key, plan, index, output, sources)
-    graph = HighLevelGraph.from_collections(name, tasks, dependencies=[x])
+    tasks = assemble_tasks(name, plan, output)
+    # Blocks that are all empty are made of nothing; Dask checks that dependencies are depended on.
+    reads = any(task.dependencies for task in tasks.values())
+    graph = HighLevelGraph.from_collections(name, tasks, dependencies=[x] if reads else [])
     # The meta of a transpose has other dimensions; for the new array they are made from its ndim.
     return new_da_object(graph, name, plan.dst_chunks, meta=x._meta, dtype=x.dtype)

@@ -12,7 +12,7 @@ import logging
 import pickle
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
@@ -22,11 +22,19 @@ from dask.task_spec import Task, TaskRef
 from dask_p2p.assemble import Assembly, OutputSpec, Peers, Stage
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError
-from dask_p2p.layout import Index
+from dask_p2p.layout import Index, block_indices
 from dask_p2p.plan import Plan
 from dask_p2p.transports.links import BlockRef
 
-__all__ = ["PLUGIN_NAME", "AssembleTask", "Attempts", "Record", "Runtime", "warn_client"]
+__all__ = [
+    "PLUGIN_NAME",
+    "AssembleTask",
+    "Attempts",
+    "Record",
+    "Runtime",
+    "assemble_tasks",
+    "warn_client",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +129,10 @@ class AssembleTask(Task):  # type: ignore[misc]
 
     @classmethod
     def of(
-        cls, key: Any, plan: Plan, index: Index, output: OutputSpec, sources: list[Any]
+        cls, key: Any, plan: Plan, index: Index, output: OutputSpec, sources: Iterable[TaskRef]
     ) -> AssembleTask:
-        """Make the task from the keys of its sources."""
-        return cls(key, _assemble, key, plan, index, output, *map(TaskRef, sources))
+        """Make the task from references to its sources."""
+        return cls(key, _assemble, key, plan, index, output, *sources)
 
     def with_references(self, references: Mapping[Any, BlockRef]) -> AssembleTask:
         """Return the task with these dependencies replaced by references."""
@@ -132,6 +140,21 @@ class AssembleTask(Task):  # type: ignore[misc]
             references.get(arg.key, arg) if isinstance(arg, TaskRef) else arg for arg in self.args
         ]
         return type(self)(self.key, self.func, *args)
+
+
+def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, AssembleTask]:
+    """Return the tasks of all output blocks by key.
+
+    They share one `TaskRef` for each source block: to make and to pickle one for each edge takes
+    several times as long.
+    """
+    refs = {source: TaskRef((output.source, *source)) for source in block_indices(plan.src_chunks)}
+    tasks = {}
+    for index in plan.indices():
+        key = (name, *index)
+        sources = [refs[source] for source in plan.sources(index)]
+        tasks[key] = AssembleTask.of(key, plan, index, output, sources)
+    return tasks
 
 
 def _assemble(key: Any, plan: Plan, index: Index, output: OutputSpec, *blocks: Any) -> Any:

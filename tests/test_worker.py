@@ -17,6 +17,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from dask.task_spec import TaskRef
 from distributed import Client, LocalCluster, wait
 
 import dask_p2p
@@ -94,7 +95,7 @@ def test_holders_that_a_message_names_are_in_the_cluster():
     plugin._worker = SimpleNamespace(data={keys[0]: None}, address="a")
     plugin._originals = {"compute-task": lambda **message: sent.append(message)}
     plugin._on_compute_task(
-        run_spec=AssembleTask.of("y", plan, (0, 0), output, keys),
+        run_spec=AssembleTask.of("y", plan, (0, 0), output, map(TaskRef, keys)),
         who_has={keys[0]: ["a", "b"], keys[1]: ["b", "c"]},
         nbytes=dict.fromkeys(keys, 64),
     )
