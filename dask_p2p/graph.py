@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dask.array.core import new_da_object
+from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import Options
 from dask_p2p.errors import ChunksError, UnsupportedArrayError
 from dask_p2p.kernels import kernel_for
@@ -44,24 +44,26 @@ def check_array(x: Any) -> None:
         )
 
 
-def planned_array(name: str, x: Any, plan: Plan, options: Options) -> Any:
+def planned_array(prefix: str, x: Any, plan: Plan, options: Options) -> Any:
     """Return the lazy Dask array of a plan's output.
 
     Parameters
     ----------
-    name : str
-        Of the new layer; also the first part of its keys.
+    prefix : str
+        Of the new array's name: what Dask calls its tasks.
     x : dask.array.Array
-        The input.
+        The input. The output is an array-expr array if `x` is one.
     plan : Plan
         How the output's blocks are assembled from those of `x`.
     options : Options
         What travels with the tasks.
     """
-    output = OutputSpec(
-        source=x.name, dtype=x.dtype, kind=kernel_for(x._meta).name, options=options
-    )
-    tasks = assemble_tasks(name, plan, output)
+    if hasattr(x, "expr"):
+        from dask_p2p.expression import PlannedExpr
+
+        return type(x)(PlannedExpr(x.expr, plan, options, prefix))
+    name = f"{prefix}-{tokenize(x.name, plan, options)}"
+    tasks = assemble_tasks(name, x, plan, options)
     # Blocks that are all empty are made of nothing; Dask checks that dependencies are depended on.
     reads = any(task.dependencies for task in tasks.values())
     graph = HighLevelGraph.from_collections(name, tasks, dependencies=[x] if reads else [])

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from operator import index as as_int
 from typing import Any
 
-from dask.base import tokenize
-
 from dask_p2p.config import options
 from dask_p2p.errors import AxesError, ChunksError
 from dask_p2p.graph import check_array, planned_array
@@ -65,9 +63,7 @@ def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) 
     """
     plan = plan_of(x, axes, chunks)
     register_if_possible()
-    chosen = options()
-    name = f"p2p-transpose-{tokenize(x.name, plan.axes, plan.dst_chunks, chosen)}"
-    return planned_array(name, x, plan, chosen)
+    return planned_array("p2p-transpose", x, plan, options())
 
 
 def plan_of(x: Any, axes: Sequence[int] | None, chunks: Any) -> Plan:

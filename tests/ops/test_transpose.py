@@ -64,7 +64,7 @@ def test_equals_numpy_for_any_chunks(case):
 def cut_arrays(draw):
     """An array and its chunks. One axis may have more blocks than another has rows."""
     shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
-    return indexed(shape) % 7.0, tuple(split_evenly(n, draw(st.integers(1, n))) for n in shape)
+    return np.cos(indexed(shape)), tuple(split_evenly(n, draw(st.integers(1, n))) for n in shape)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=25)
@@ -73,7 +73,7 @@ def test_what_is_derived_from_the_result_equals_numpy(case):
     x, chunks = case
     y = dask_p2p.transpose(da.from_array(x, chunks=chunks))
     reduced = [getattr(y, name)() for name in ("std", "var", "max", "min", "argmax", "sum", "mean")]
-    whole = y.map_blocks(lambda block: block - block.max() + block.max())
+    whole = y.map_blocks(lambda block: block + 0 * block.max())
     *numbers, same_again = dask.compute(*reduced, whole, scheduler="synchronous")
     expected = [x.T.std(), x.T.var(), x.max(), x.min(), x.T.argmax(), x.sum(), x.mean()]
     np.testing.assert_allclose(numbers, expected, rtol=1e-12)
@@ -198,13 +198,6 @@ def test_schedulers(scheduler):
     x = indexed((6, 10))
     y = dask_p2p.transpose(da.from_array(x, chunks=(2, 5)))
     assert (y.compute(scheduler=scheduler) == x.T).all()
-
-
-def test_with_query_planning():
-    x = indexed((6, 10))
-    with dask.config.set({"array.query-planning": True}):
-        y = dask_p2p.transpose(da.from_array(x, chunks=(2, 10)))
-        same(y, x.T)
 
 
 @pytest.mark.parametrize("axes", [(0,), (0, 0), (0, 2), (0, 1, 2), ("a", 0), 5, (0.5, 1)])
