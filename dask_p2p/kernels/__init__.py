@@ -30,9 +30,19 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from dask_p2p.errors import UnsupportedArrayError
 
-__all__ = ["Kernel", "device_memory_bytes", "device_of", "kernel_for", "kernel_named", "warm_up"]
+__all__ = [
+    "Kernel",
+    "as_array",
+    "device_memory_bytes",
+    "device_of",
+    "kernel_for",
+    "kernel_named",
+    "warm_up",
+]
 
 KERNEL_NAMES = ("numpy", "cupy")
 
@@ -80,6 +90,11 @@ class Kernel(Protocol):
         BlockMismatchError
             If `dst` has not the shape or the dtype that `src` and `axes` ask for.
         """
+
+
+def as_array(block: Any) -> Any:
+    """Return a block as an array. Reductions of NumPy return scalars in place of 0-d arrays."""
+    return np.asarray(block) if isinstance(block, np.generic) else block
 
 
 def kernel_for(block: Any) -> Kernel:

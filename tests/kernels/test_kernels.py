@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import UnsupportedArrayError
-from dask_p2p.kernels import Kernel, kernel_for, kernel_named
+from dask_p2p.kernels import Kernel, as_array, kernel_for, kernel_named
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,15 @@ def test_arrays_of_numpy_get_the_numpy_kernel(block):
     assert kernel_for(block) is kernel_named("numpy")
     assert kernel_for(block).name == "numpy"
     assert isinstance(kernel_for(block), Kernel)
+
+
+def test_scalars_become_arrays():
+    array = as_array(np.float32(3))
+    assert (type(array), array.dtype, array.shape) == (np.ndarray, np.dtype("f4"), ())
+    record = as_array(np.zeros((), [("a", "i1"), ("b", "f8")])[()])
+    assert (record.dtype.names, record.shape) == (("a", "b"), ())
+    block = np.ones(3)
+    assert as_array(block) is block
 
 
 def test_memory_maps_are_plain_arrays(tmp_path):
