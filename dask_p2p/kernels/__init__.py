@@ -183,7 +183,14 @@ def _package_of(block: Any) -> str:
     if package not in KERNEL_NAMES:
         raise UnsupportedArrayError(
             f"Expected a numpy.ndarray or a cupy.ndarray, got {kind.__module__}."
-            f"{kind.__qualname__}. Convert the blocks with map_blocks(np.asarray) or "
-            "map_blocks(cupy.asarray) first."
+            f"{kind.__qualname__}. Convert the blocks first: {_conversion(block)}."
         )
     return package
+
+
+def _conversion(block: Any) -> str:
+    """Return the call of `map_blocks` that makes plain arrays of such blocks."""
+    for method in ("toarray", "todense"):  # sparse: of SciPy and CuPy, of PyData
+        if hasattr(block, method):
+            return f"map_blocks(lambda block: block.{method}())"
+    return "map_blocks(np.asarray) or map_blocks(cupy.asarray)"
