@@ -9,39 +9,10 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import Options
-from dask_p2p.errors import ChunksError, UnsupportedArrayError
-from dask_p2p.kernels import kernel_for
 from dask_p2p.plan import Plan
 from dask_p2p.task import assemble_tasks
 
-__all__ = ["check_array", "planned_array"]
-
-
-def check_array(x: Any) -> None:
-    """Refuse arrays whose blocks cannot be assembled from regions of bytes.
-
-    Raises
-    ------
-    UnsupportedArrayError
-        If `x` is no Dask array, or its blocks are of an unsupported kind.
-    ChunksError
-        If its chunk sizes are unknown.
-    """
-    if not hasattr(x, "__dask_graph__") or not hasattr(x, "chunks"):
-        raise UnsupportedArrayError(
-            f"expected a Dask array, got {type(x).__module__}.{type(x).__qualname__}. Make one "
-            f"with dask.array.from_array(x, chunks=...)."
-        )
-    if any(size != size for sizes in x.chunks for size in sizes):  # nan
-        raise ChunksError(
-            f"expected known chunk sizes, got {x.chunks}. Call x.compute_chunk_sizes() first."
-        )
-    kernel = kernel_for(x._meta)
-    if kernel.name == "cupy" and x.dtype.hasobject:
-        raise UnsupportedArrayError(
-            f"expected a dtype that GPU memory can hold, got {x.dtype}. Convert it with "
-            f"x.astype(...), or keep the array in NumPy blocks."
-        )
+__all__ = ["planned_array"]
 
 
 def planned_array(prefix: str, x: Any, plan: Plan, options: Options) -> Any:

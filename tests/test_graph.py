@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -12,8 +11,7 @@ from dask.utils import key_split
 
 import dask_p2p
 from dask_p2p.config import options
-from dask_p2p.errors import UnsupportedArrayError
-from dask_p2p.graph import check_array, planned_array
+from dask_p2p.graph import planned_array
 from dask_p2p.plan import transpose_plan
 
 
@@ -78,21 +76,3 @@ def test_building_is_linear_in_the_blocks_of_a_tall_array():
     assert operations(lambda: dask_p2p.transpose(tall)) < 4 * operations(
         lambda: dask_p2p.transpose(short)
     )
-
-
-def test_objects_on_a_gpu_are_refused(monkeypatch):
-    from dask_p2p import graph
-
-    monkeypatch.setattr(graph, "kernel_for", lambda meta: SimpleNamespace(name="cupy"))
-    x = da.from_array(np.array([None, 1], dtype=object), chunks=1)
-    with pytest.raises(UnsupportedArrayError, match="expected a dtype that GPU memory can hold"):
-        check_array(x)
-
-
-def test_a_sparse_meta_is_refused():
-    class Sparse:
-        pass
-
-    x = SimpleNamespace(__dask_graph__=None, chunks=((2,),), _meta=Sparse(), dtype=np.dtype("f8"))
-    with pytest.raises(UnsupportedArrayError, match="Sparse"):
-        check_array(x)

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import (
-    AxesError,
     BlockMismatchError,
-    ChunksError,
     InputError,
     UnsupportedArrayError,
 )
@@ -210,26 +208,6 @@ def test_schedulers(scheduler):
     assert (y.compute(scheduler=scheduler) == x.T).all()
 
 
-@pytest.mark.parametrize("axes", [(0,), (0, 0), (0, 2), (0, 1, 2), ("a", 0), 5, (0.5, 1)])
-def test_wrong_axes(axes):
-    with pytest.raises(AxesError, match=r"expected a permutation of the 2 axes.*got axes="):
-        dask_p2p.transpose(da.ones((2, 3)), axes)
-
-
-@pytest.mark.parametrize(
-    "chunks", [((1, 1), (9,)), (3,) * 3, {5: 1}, "enormous", ((2, 2), (-1, 3))]
-)
-def test_wrong_chunks(chunks):
-    with pytest.raises(ChunksError, match=r"expected chunks for an array of shape \(3, 2\)"):
-        dask_p2p.transpose(da.ones((2, 3)), chunks=chunks)
-
-
-def test_unknown_chunks():
-    x = da.ones((8, 3), chunks=(2, 3))
-    with pytest.raises(ChunksError, match="compute_chunk_sizes"):
-        dask_p2p.transpose(x[x[:, 0] > 0])
-
-
 def test_masked_arrays_are_refused_by_name():
     x = da.ma.masked_equal(da.ones((4, 4), chunks=(2, 4)), 3)
     with pytest.raises(UnsupportedArrayError, match=r"(?i)masked"):
@@ -242,12 +220,6 @@ def test_masked_blocks_behind_an_honest_meta_are_refused_at_the_task():
     )
     with pytest.raises(UnsupportedArrayError, match=r"(?i)masked"):
         dask_p2p.transpose(x).compute(scheduler="synchronous")
-
-
-@pytest.mark.parametrize("x", [np.ones((2, 2)), [[1]], None])
-def test_what_is_no_dask_array(x):
-    with pytest.raises(UnsupportedArrayError, match="expected a Dask array, got"):
-        dask_p2p.transpose(x)
 
 
 @pytest.mark.parametrize(
