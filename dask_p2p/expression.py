@@ -13,8 +13,9 @@ from dask.array._array_expr._blockwise import Elemwise
 from dask.array._array_expr._expr import ArrayExpr, unify_chunks_expr
 from dask.array.utils import meta_from_array
 
+from dask_p2p.layer import assemble_tasks
 from dask_p2p.layout import Chunks
-from dask_p2p.task import AssembleTask, assemble_tasks
+from dask_p2p.task import AssembleTask
 
 __all__ = ["PlannedExpr"]
 

@@ -9,8 +9,8 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import Options
+from dask_p2p.layer import assemble_tasks
 from dask_p2p.plan import Plan
-from dask_p2p.task import assemble_tasks
 
 __all__ = ["planned_array"]
 
