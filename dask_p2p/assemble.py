@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockUnavailableError, P2PError, TransferError
-from dask_p2p.kernels import device_of, kernel_for
+from dask_p2p.kernels import as_array, device_of, kernel_for
 from dask_p2p.kernels.device import device_work
 from dask_p2p.kernels.queue import Queue, queue_for
 from dask_p2p.layout import Box, box_size, box_slices, split_box
@@ -131,7 +131,7 @@ class Assembly:
         self.peers = peers
         self.stages: list[Stage] = []  # what came from where, for the record
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
-        self._local = {i: b for i, b in enumerate(blocks) if i not in self._remote}
+        self._local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
         self._opened: dict[int, RemoteBlock] = {}  # by slot
         self._given_up: list[RemoteBlock] = []
         self._local_queued = False

@@ -5,67 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 from dask.array.core import new_da_object
+from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import Options
-from dask_p2p.errors import ChunksError, UnsupportedArrayError
-from dask_p2p.kernels import kernel_for
+from dask_p2p.layer import assemble_tasks
 from dask_p2p.plan import Plan
-from dask_p2p.task import AssembleTask
 
-__all__ = ["check_array", "planned_array"]
-
-
-def check_array(x: Any) -> None:
-    """Refuse arrays whose blocks cannot be assembled from regions of bytes.
-
-    Raises
-    ------
-    UnsupportedArrayError
-        If `x` is no Dask array, or its blocks are of an unsupported kind.
-    ChunksError
-        If its chunk sizes are unknown.
-    """
-    if not hasattr(x, "__dask_graph__") or not hasattr(x, "chunks"):
-        raise UnsupportedArrayError(
-            f"expected a Dask array, got {type(x).__module__}.{type(x).__qualname__}. Make one "
-            f"with dask.array.from_array(x, chunks=...)."
-        )
-    if any(size != size for sizes in x.chunks for size in sizes):  # nan
-        raise ChunksError(
-            f"expected known chunk sizes, got {x.chunks}. Call x.compute_chunk_sizes() first."
-        )
-    kernel = kernel_for(x._meta)
-    if kernel.name == "cupy" and x.dtype.hasobject:
-        raise UnsupportedArrayError(
-            f"expected a dtype that GPU memory can hold, got {x.dtype}. Convert it with "
-            f"x.astype(...), or keep the array in NumPy blocks."
-        )
+__all__ = ["planned_array"]
 
 
-def planned_array(name: str, x: Any, plan: Plan, options: Options) -> Any:
+def planned_array(prefix: str, x: Any, plan: Plan, options: Options) -> Any:
     """Return the lazy Dask array of a plan's output.
 
     Parameters
     ----------
-    name : str
-        Of the new layer; also the first part of its keys.
+    prefix : str
+        Of the new array's name: what Dask calls its tasks.
     x : dask.array.Array
-        The input.
+        The input. The output is an array-expr array if `x` is one.
     plan : Plan
         How the output's blocks are assembled from those of `x`.
     options : Options
         What travels with the tasks.
     """
-    output = OutputSpec(
-        source=x.name, dtype=x.dtype, kind=kernel_for(x._meta).name, options=options
-    )
-    tasks = {}
-    for index in plan.indices():
-        key = (name, *index)
-        sources = [(output.source, *source) for source in plan.sources(index)]
-        tasks[key] = AssembleTask.of(key, plan, index, output, sources)
-    graph = HighLevelGraph.from_collections(name, tasks, dependencies=[x])
+    if hasattr(x, "expr"):
+        from dask_p2p.expression import PlannedExpr
+
+        return type(x)(PlannedExpr(x.expr, plan, options, prefix))
+    name = f"{prefix}-{tokenize(x.name, plan, options)}"
+    tasks = assemble_tasks(name, x, plan, options)
+    # Blocks that are all empty are made of nothing; Dask checks that dependencies are depended on.
+    reads = any(task.dependencies for task in tasks.values())
+    graph = HighLevelGraph.from_collections(name, tasks, dependencies=[x] if reads else [])
     # The meta of a transpose has other dimensions; for the new array they are made from its ndim.
     return new_da_object(graph, name, plan.dst_chunks, meta=x._meta, dtype=x.dtype)

@@ -12,7 +12,7 @@ import logging
 import pickle
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
@@ -121,10 +121,10 @@ class AssembleTask(Task):  # type: ignore[misc]
 
     @classmethod
     def of(
-        cls, key: Any, plan: Plan, index: Index, output: OutputSpec, sources: list[Any]
+        cls, key: Any, plan: Plan, index: Index, output: OutputSpec, sources: Iterable[TaskRef]
     ) -> AssembleTask:
-        """Make the task from the keys of its sources."""
-        return cls(key, _assemble, key, plan, index, output, *map(TaskRef, sources))
+        """Make the task from references to its sources."""
+        return cls(key, _assemble, key, plan, index, output, *sources)
 
     def with_references(self, references: Mapping[Any, BlockRef]) -> AssembleTask:
         """Return the task with these dependencies replaced by references."""

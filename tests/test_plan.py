@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import doctest
 import pickle
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 
 import numpy as np
 import pytest
@@ -10,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p import plan as plan_module
-from dask_p2p.layout import block_bounds, block_indices, block_shape, box_shape, box_slices
+from dask_p2p.layout import (
+    block_bounds,
+    block_indices,
+    block_shape,
+    box_shape,
+    box_slices,
+    split_evenly,
+)
 from dask_p2p.plan import Plan, slab_chunks, stage_order, transpose_plan
 
 
@@ -104,7 +112,11 @@ def test_the_articles_figure():
     [
         (((4, 4, 4), (5, 5)), (1, 0), ((4, 3, 3), (12,))),
         (((12,), (5, 5)), (1, 0), ((5, 5), (12,))),
-        (((2, 2, 2), (2,)), (1, 0), ((1, 1, 0), (6,))),  # too few rows for three slabs
+        (((2, 2, 2), (2,)), (1, 0), ((2,), (2, 2, 2))),  # too few rows for three slabs
+        (((2,) * 6, (3,)), (1, 0), ((1, 1, 1), (6, 6))),
+        (((10,) * 8, (80,), (3,)), (2, 1, 0), ((3,), (10,) * 8, (80,))),
+        (((1, 1, 1), (4,), (1,)), (2, 0, 1), ((1,), (1, 1, 1), (4,))),
+        (((2, 2), (0,)), (1, 0), ((0,), (4,))),
         (((3, 3), (4,), (5,)), (2, 0, 1), ((3, 2), (6,), (4,))),
         (((7, 1, 1),), (0,), ((3, 3, 3),)),
         ((), (), ()),
@@ -112,6 +124,21 @@ def test_the_articles_figure():
 )
 def test_slab_chunks(chunks, axes, expected):
     assert slab_chunks(chunks, axes) == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=3))
+def test_default_blocks_are_never_empty_and_as_many_as_can_be(sides):
+    src = tuple(split_evenly(length, min(parts, length)) for length, parts in sides)
+    axes = tuple(reversed(range(len(src))))
+    dst = slab_chunks(src, axes)
+    lengths = [length for length, _ in reversed(sides)]
+    wanted = max(map(len, src))
+    blocks = prod(map(len, dst))
+    assert min(min(sizes) for sizes in dst) >= 1
+    if lengths[0] >= wanted:
+        assert [len(sizes) for sizes in dst] == [wanted] + [1] * (len(src) - 1)
+    cuts = product(*(range(1, min(length, wanted) + 1) for length in lengths))
+    assert blocks == max(n for n in map(prod, cuts) if n <= wanted)
 
 
 names = st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=9, unique=True)

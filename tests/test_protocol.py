@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from dask.task_spec import TaskRef
 from distributed import Reschedule
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -187,7 +188,7 @@ class Protocol(RuleBasedStateMachine):
         if (worker, index) in [(task.actor.worker, task.index) for task in self.tasks]:
             return None  # no worker runs a task twice at a time
         output = OutputSpec("x", np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
-        spec = AssembleTask.of(("y", *index), PLAN, index, output, list(KEYS))
+        spec = AssembleTask.of(("y", *index), PLAN, index, output, map(TaskRef, KEYS))
         who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
         worker.compute(spec, who_has)
         if worker.started is None:

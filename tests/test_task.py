@@ -27,7 +27,7 @@ KEYS = [("x", 0, 0), ("x", 1, 0)]
 
 @pytest.fixture
 def task():
-    return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, KEYS)
+    return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, map(TaskRef, KEYS))
 
 
 def test_dependencies_are_all_blocks_that_are_read(task):

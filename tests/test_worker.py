@@ -17,6 +17,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from dask.task_spec import TaskRef
 from distributed import Client, LocalCluster, wait
 
 import dask_p2p
@@ -34,7 +35,7 @@ from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
 from dask_p2p.transports.links import BlockRef
 from dask_p2p.worker import P2PPlugin, WorkerHost, by_reference, make_plugin
-from tests.support import indexed, tls_client
+from tests.support import indexed, persisted, tls_client, used
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
 
@@ -94,7 +95,7 @@ def test_holders_that_a_message_names_are_in_the_cluster():
     plugin._worker = SimpleNamespace(data={keys[0]: None}, address="a")
     plugin._originals = {"compute-task": lambda **message: sent.append(message)}
     plugin._on_compute_task(
-        run_spec=AssembleTask.of("y", plan, (0, 0), output, keys),
+        run_spec=AssembleTask.of("y", plan, (0, 0), output, map(TaskRef, keys)),
         who_has={keys[0]: ["a", "b"], keys[1]: ["b", "c"]},
         nbytes=dict.fromkeys(keys, 64),
     )
@@ -395,6 +396,19 @@ def test_objects_over_the_wire(client):
     x = np.array([[1, "two"], [None, (4,)], [5.0, b"6"], [{}, 8]], dtype=object)
     y = dask_p2p.transpose(da.from_array(x, chunks=(1, 2))).compute()
     assert y.tolist() == x.T.tolist()
+
+
+@pytest.mark.parametrize("transport", ["cma", "comm"])
+def test_results_of_reductions_over_the_wire(client, transport):
+    """Such a block is a scalar of NumPy, no array."""
+    x = persisted(client, da.from_array(indexed((6, 4)), chunks=3).max())
+    (holders,) = client.who_has(x).values()
+    others = [address for address in workers_of(client) if address not in holders]
+    with dask.config.set({"p2p.transports.order": [transport]}):
+        y = client.persist(dask_p2p.transpose(x), workers=others)
+        wait(y)
+    assert y.compute() == 23
+    assert used(client, y) == {transport}
 
 
 @pytest.mark.usefixtures("_either_way")

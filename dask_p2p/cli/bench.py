@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from math import isqrt, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,14 +220,14 @@ def _facts(job: Job, names: Sequence[str]) -> list[tuple[str, str]]:
     made = slab_plan(job.shape, job.axes, job.site.workers)
     rest = job.shape[1:]
     tiles = [tile for part in readers(made) for tile in part.tiles.elements()]
-    out_rest = tuple(sizes[0] for sizes in made.dst_chunks[1:])
+    out_slabs = [*product(*made.dst_chunks)]
     array = f"{shape_text(job.shape)} {job.dtype}, {format_bytes(job.size_bytes)}"
     return [
         ("devices", devices_text(job.site, names)),
         ("array", array + f", axes {', '.join(map(str, job.axes))}"),
-        *_kernel_facts(job, max(tiles, key=prod), (made.dst_chunks[0][0], *out_rest)),
+        *_kernel_facts(job, max(tiles, key=prod), out_slabs[0]),
         ("local input slab", shapes_text((rows, *rest) for rows in job.chunks[0])),
-        ("local output slab", shapes_text((rows, *out_rest) for rows in made.dst_chunks[0])),
+        ("local output slab", shapes_text(out_slabs)),
         ("tile", shapes_text(tiles)),
         ("mode", " and ".join(job.modes)),
         ("runs", f"{job.repeats} of each way after a first one"),

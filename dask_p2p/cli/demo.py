@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import product
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any
 
@@ -132,11 +133,7 @@ def _introduce(
     from dask_p2p.cli.plan import slab_plan
 
     made = slab_plan(shape, _AXES, site.workers)
-    tiles = [
-        [made.src_chunks[0][holder], made.dst_chunks[0][reader]]
-        for holder in range(site.workers)
-        for reader in range(site.workers)
-    ]
+    tiles = product(made.src_chunks[0], made.dst_chunks[0])
     slabs = shapes_text([rows, shape[1]] for rows in made.src_chunks[0])
     size_text = format_bytes(prod(shape) * dtype.itemsize)
     console.print(f"Started {devices_text(site, names)}.")

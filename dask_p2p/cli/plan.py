@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,9 @@ def slab_plan(shape: tuple[int, ...], axes: tuple[int, ...], workers: int) -> Pl
 
 
 def readers(plan: Plan) -> Iterator[Reader]:
-    """Yield each worker's part, if worker r holds input slab r and makes output slab r."""
+    """Yield each worker's part, if worker r holds input slab r and makes output block r."""
     width = len(str(len(plan.src_chunks[0])))
-    for index, block in plan.blocks():
-        here = index[0]
+    for here, (_, block) in enumerate(plan.blocks()):
         holder_of = [source[0] for source in block.sources]
         tiles: Counter[tuple[int, ...]] = Counter()
         elements: Counter[bool] = Counter()  # by whether they are here already
@@ -84,7 +84,8 @@ def readers(plan: Plan) -> Iterator[Reader]:
 def plan(shape: tuple[int, ...], workers: int, axes: tuple[int, ...] | None, dtype: Any) -> None:
     """Show the slabs, tiles and stages of a transpose, and the bytes that each worker moves.
 
-    Worker r holds slab r of the array, cut along its first axis, and makes slab r of the result.
+    Worker r holds slab r of the array, cut along its first axis, and makes slab r of the result. A
+    result with fewer rows than workers is cut along its other axes too.
     No cluster and no GPU are needed.
     """
     from dask_p2p.cli._tables import facts, output
@@ -113,18 +114,13 @@ def _facts(
     return [
         ("array", f"{shape_text(shape)} {dtype}, {format_bytes(size_bytes)}"),
         ("result", f"{shape_text(out_shape)}, axes {', '.join(map(str, made.axes))}"),
-        ("workers", str(len(parts))),
-        ("input slabs", shapes_text(_slabs(made.src_chunks))),
-        ("output slabs", shapes_text(_slabs(made.dst_chunks))),
+        ("workers", str(len(made.src_chunks[0]))),
+        ("input slabs", shapes_text(product(*made.src_chunks))),
+        ("output slabs", shapes_text(product(*made.dst_chunks))),
         ("tiles", shapes_text(tiles.elements())),
         ("stages", f"{stages}; nothing moves in stage 0"),
         ("moved", f"{format_bytes(moved_bytes)} of {format_bytes(size_bytes)}"),
     ]
-
-
-def _slabs(chunks: Chunks) -> Iterator[tuple[int, ...]]:
-    rest = tuple(sizes[0] for sizes in chunks[1:])
-    return ((rows, *rest) for rows in chunks[0])
 
 
 def _stages(parts: Sequence[Reader], itemsize: int) -> Table:

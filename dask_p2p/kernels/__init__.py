@@ -30,9 +30,19 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from dask_p2p.errors import UnsupportedArrayError
 
-__all__ = ["Kernel", "device_memory_bytes", "device_of", "kernel_for", "kernel_named", "warm_up"]
+__all__ = [
+    "Kernel",
+    "as_array",
+    "device_memory_bytes",
+    "device_of",
+    "kernel_for",
+    "kernel_named",
+    "warm_up",
+]
 
 KERNEL_NAMES = ("numpy", "cupy")
 
@@ -80,6 +90,11 @@ class Kernel(Protocol):
         BlockMismatchError
             If `dst` has not the shape or the dtype that `src` and `axes` ask for.
         """
+
+
+def as_array(block: Any) -> Any:
+    """Return a block as an array. Reductions of NumPy return scalars in place of 0-d arrays."""
+    return np.asarray(block) if isinstance(block, np.generic) else block
 
 
 def kernel_for(block: Any) -> Kernel:
@@ -168,7 +183,14 @@ def _package_of(block: Any) -> str:
     if package not in KERNEL_NAMES:
         raise UnsupportedArrayError(
             f"Expected a numpy.ndarray or a cupy.ndarray, got {kind.__module__}."
-            f"{kind.__qualname__}. Convert the blocks with map_blocks(np.asarray) or "
-            "map_blocks(cupy.asarray) first."
+            f"{kind.__qualname__}. Convert the blocks first: {_conversion(block)}."
         )
     return package
+
+
+def _conversion(block: Any) -> str:
+    """Return the call of `map_blocks` that makes plain arrays of such blocks."""
+    for method in ("toarray", "todense"):  # sparse: of SciPy and CuPy, of PyData
+        if hasattr(block, method):
+            return f"map_blocks(lambda block: block.{method}())"
+    return "map_blocks(np.asarray) or map_blocks(cupy.asarray)"

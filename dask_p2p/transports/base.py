@@ -45,7 +45,7 @@ from dask_p2p.errors import (
     TransferError,
     UnsupportedArrayError,
 )
-from dask_p2p.kernels import kernel_for
+from dask_p2p.kernels import as_array, kernel_for
 from dask_p2p.layout import Box
 from dask_p2p.transports.budget import Budget
 from dask_p2p.transports.pacing import Pacing
@@ -303,7 +303,7 @@ def find_block(host: Host, key: Any, shape: tuple[int, ...]) -> Any:
     BlockMismatchError, UnsupportedArrayError
         If it is not of the shape that the reader expects, or has more than its bytes.
     """
-    block = host.block(key)
+    block = as_array(host.block(key))
     check_block(block, key, shape)
     return block
 

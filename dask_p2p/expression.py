@@ -1,0 +1,56 @@
+"""The lazy array of a plan as an expression of array-expr, Dask's query planning for arrays.
+
+Dask decides when `dask.array` is imported whether arrays are expressions. This module imports
+parts of Dask that are private as yet, so it is itself imported only where they are.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from dask.array._array_expr._blockwise import Elemwise
+from dask.array._array_expr._expr import ArrayExpr, unify_chunks_expr
+from dask.array.utils import meta_from_array
+
+from dask_p2p.layer import assemble_tasks
+from dask_p2p.layout import Chunks
+from dask_p2p.task import AssembleTask
+
+__all__ = ["PlannedExpr"]
+
+
+class PlannedExpr(ArrayExpr):  # type: ignore[misc]
+    """Array whose blocks are assembled from those of another array.
+
+    The operands are the other array's expression, a `Plan`, `Options`, and the prefix of the name.
+    Tasks are made when Dask asks for its graph: planning may have replaced the other array by an
+    equal one of another name by then.
+    """
+
+    _parameters = ("array", "plan", "options", "prefix")
+
+    @cached_property
+    def _name(self) -> str:
+        return f"{self.prefix}-{self.deterministic_token}"
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        chunks: Chunks = self.plan.dst_chunks
+        return chunks
+
+    @cached_property
+    def _meta(self) -> Any:
+        return meta_from_array(self.array._meta, len(self.chunks), self.array.dtype)
+
+    def _simplify_up(self, parent: Any, dependents: Any) -> Any:
+        # Dask would align the chunks of `x.T + y` itself, but gives up there: it counts the indices
+        # of the axes among the operands (2026.7.1).
+        if not isinstance(parent, Elemwise):
+            return None
+        _, operands, changed = unify_chunks_expr(*parent.args)
+        options = parent.operands[: len(parent._parameters)]
+        return Elemwise(*options, *operands) if changed else None
+
+    def _layer(self) -> dict[Any, AssembleTask]:
+        return assemble_tasks(self._name, self.array, self.plan, self.options)

@@ -1,0 +1,133 @@
+"""Checks of what users give to operations: arrays, axes and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dask.array
+import numpy as np
+from dask.array.core import Array as GraphArray
+from dask.array.core import normalize_chunks
+
+from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
+from dask_p2p.kernels import kernel_for
+from dask_p2p.layout import Chunks, normal_axes
+
+__all__ = ["check_array", "checked_axes", "checked_chunks"]
+
+# How to make a Dask array, by package and class.
+_REMEDIES = {
+    "xarray.DataArray": "Pass x.data; if that is in memory, x.chunk(...).data",
+    "xarray.Variable": "Pass x.data; if that is in memory, x.chunk(...).data",
+    "xarray.Dataset": "Pass the array of one of its variables, x[name].data",
+    "dask.Delayed": "Make one with dask.array.from_delayed(x, shape=..., dtype=...)",
+    "dask.FrameBase": "Make one with x.to_dask_array(lengths=True)",
+    "dask.Item": "Make one with dask.array.from_delayed(x.to_delayed(), shape=..., dtype=...)",
+    "dask.Bag": (
+        "Make one with dask.array.from_delayed of each of x.to_delayed(), and "
+        "dask.array.concatenate"
+    ),
+}
+_REMEDY = "Make one with dask.array.from_array(x, chunks=...)"
+
+
+def check_array(x: Any) -> None:
+    """Refuse arrays whose blocks cannot be assembled from regions of bytes.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        If `x` is no Dask array, or its blocks are of an unsupported kind.
+    ChunksError
+        If its chunk sizes are unknown.
+    """
+    # The same class twice, unless arrays are expressions.
+    if not isinstance(x, (dask.array.Array, GraphArray)):
+        names = (f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(x).__mro__)
+        remedy = next((_REMEDIES[name] for name in names if name in _REMEDIES), _REMEDY)
+        raise UnsupportedArrayError(
+            f"expected a Dask array, got {type(x).__module__}.{type(x).__qualname__}. {remedy}."
+        )
+    if any(size != size for sizes in x.chunks for size in sizes):  # nan
+        raise ChunksError(
+            f"expected known chunk sizes, got {x.chunks}. Call x.compute_chunk_sizes() first."
+        )
+    kernel = kernel_for(x._meta)
+    if kernel.name == "cupy" and x.dtype.hasobject:
+        raise UnsupportedArrayError(
+            f"expected a dtype that GPU memory can hold, got {x.dtype}. Convert it with "
+            f"x.astype(...), or keep the array in NumPy blocks."
+        )
+
+
+def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """Return a permutation of `ndim` axes without negative numbers; None reverses their order.
+
+    Raises
+    ------
+    AxesError
+        If `axes` is no permutation.
+    """
+    order = normal_axes(axes, ndim)
+    if order is None:
+        raise AxesError(
+            f"expected a permutation of the {ndim} axes of the array, "
+            f"{tuple(range(ndim))} in any order, got axes={axes!r}."
+        )
+    return order
+
+
+def checked_chunks(chunks: Any, before: Chunks, dtype: Any) -> Chunks:
+    """Return the sizes of all blocks, given as `dask.array.rechunk` takes them.
+
+    Parameters
+    ----------
+    chunks : int, str, tuple or dict
+        As the user gave it.
+    before : tuple of tuple of int
+        Chunks of the array that is to be cut anew.
+    dtype : numpy.dtype
+        Of its elements.
+
+    Raises
+    ------
+    ChunksError
+        If `chunks` is nothing of the kind, or does not fit the array's shape.
+    """
+    shape = tuple(map(sum, before))
+    try:
+        given = _by_axis(chunks, before)
+        result = normalize_chunks(given, shape, dtype=dtype, previous_chunks=before)
+        sizes = tuple(tuple(map(int, axis_sizes)) for axis_sizes in result)
+        if tuple(map(sum, sizes)) != shape:
+            raise ValueError("their sums differ from the shape")
+        if min(map(min, sizes), default=0) < 0:
+            raise ValueError("sizes of blocks are not negative")
+    except Exception as exc:  # Dask does not say which errors it raises for what is no chunks
+        reason = str(exc).partition("\n")[0].rstrip(".")
+        raise ChunksError(
+            f"expected chunks for an array of shape {shape}, as dask.array.rechunk takes them, got "
+            f"chunks={chunks!r}: {reason}. Give a size like 1000 or '128 MiB', one for each axis "
+            f"like (1000, -1), or a dict by axis like {{0: 1000}}."
+        ) from exc
+    return sizes
+
+
+def _by_axis(chunks: Any, before: Chunks) -> Any:
+    """Spell out what is given by axis, or for all axes at once."""
+    ndim = len(before)
+    if isinstance(chunks, (int, float, np.number, str)):
+        chunks = (chunks,) * ndim
+    elif isinstance(chunks, Mapping):
+        for axis in chunks:
+            if not isinstance(axis, (int, np.integer)) or not -ndim <= axis < ndim:
+                raise ValueError(f"{axis!r} is no axis, which are numbered from 0 to {ndim - 1}")
+        given = {axis % ndim: value for axis, value in chunks.items()}
+        chunks = tuple(given.get(axis) for axis in range(ndim))
+    if not isinstance(chunks, (tuple, list)) or len(chunks) != ndim:
+        return chunks  # sizes of a single axis, or nothing that Dask knows
+    for size, sizes in zip(chunks, before, strict=True):
+        if isinstance(size, (int, float, np.number)) and (size < -1 or size == 0 < sum(sizes)):
+            raise ValueError(f"{size} is no size: give at least 1, or -1 for the whole axis")
+    return tuple(old if new is None else new for new, old in zip(chunks, before, strict=True))
