@@ -1,28 +1,33 @@
 """A notice board: blocks described in files, leased by file locks, between processes of one host.
 
 A holder *posts* a small file that describes a block, and keeps the block referenced. A reader
-*takes* a lease on it by locking the file, without asking anybody; the kernel ends the lease when
-the reader lets go, or dies. To give a block up, the holder first unlinks the file and then tries
-to lock it: as long as that fails somebody reads, and the block stays where it is::
+*takes* a lease on it without asking anybody: it locks one byte of the holder's lock file, which
+byte follows from the description. The kernel ends the lease when the reader lets go, or dies. To
+give a block up, the holder first unlinks the description and then looks at the byte: as long as it
+is locked somebody reads, and the block stays where it is::
 
     holder                               reader
-    post: write file, keep block         take: open, lock shared,
-                                               still linked? -> lease is valid
-    retract: unlink, then                      unlinked?     -> let go, ask again
-      lock exclusive ok  -> drop block
-      lock refused       -> keep block,
-                            try again
+    post: write file, keep block         take: open and read file, lock byte (shared),
+                                               is it still there?  -> lease is valid
+    retract: unlink, then look                 gone, or replaced?  -> let go, ask again
+      byte is free   -> drop block
+      byte is locked -> keep block,
+                        look again later
 
-A reader that locks after the unlinking sees that the file has no links any more; one that locked
-before makes the holder's attempt fail. So no reader has a valid lease on a dropped block.
+A reader that locks after the unlinking does not find the file again; one that locked before is
+seen by the holder. So no reader has a valid lease on a dropped block. The file is looked up again
+by its name, since some file systems (NFS, FUSE) do not say of an open file that it was unlinked.
 
-A holder that is killed leaves its notices behind. While it lives it keeps one more file locked, by
-which readers tell (`is_tended`) that somebody still stands by what the board says.
+A holder that is killed leaves its files behind. While it lives it keeps the first byte locked, by
+which readers tell (`Lease.holder_lives`) that somebody still stands by what the board says.
+
+Open files grow with the workers, never with the blocks: a holder has its own lock file open, a
+reader that of each holder that it has read from, until it leaves (`leave`).
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import tempfile
 import threading
@@ -33,34 +38,21 @@ from hashlib import blake2b
 from typing import Any
 from weakref import WeakSet
 
-__all__ = ["Board", "Intent", "Lease", "is_tended", "take"]
+from dask_p2p.transports.locks import LOCKS, OWNER, LockFile, readers
 
-_TENDED = "tended"
+__all__ = ["Board", "Intent", "Lease", "leave", "take"]
+
+_LINGER_S = 0.1
 
 
 @dataclass(slots=True)
 class _Notice:
     """A posted block."""
 
-    path: str
-    fd: int
+    path: str  # empty once it is taken down, or another one is in its place
+    byte: int
     owner: Any  # keeps the block's memory alive
     posted_s: float  # monotonic; when last posted
-    linked: bool = True
-
-    def retract(self) -> None:
-        if self.linked:
-            self.linked = False
-            with suppress(FileNotFoundError):  # somebody tidied up: its readers are there still
-                os.unlink(self.path)
-
-    def is_read(self) -> bool:
-        """Whether a reader holds a lease; only meaningful once retracted."""
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
 
 
 class Intent:
@@ -80,17 +72,34 @@ class Board:
     ----------
     parent : str
         Folder in which the board makes a folder of its own, that only this user can enter.
+
+    Attributes
+    ----------
+    folder : str
+        That folder; empty if it could not be made.
+    refusal : str or None
+        Why nothing can be posted.
     """
 
     def __init__(self, parent: str) -> None:
-        self.folder = tempfile.mkdtemp(prefix="p2p-", dir=parent)  # mode 0o700
-        self._tended = os.open(os.path.join(self.folder, _TENDED), os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._tended, fcntl.LOCK_EX)
+        self.folder = ""
+        self.refusal: str | None = None
+        self._file: LockFile | None = None
         self._notices: dict[Any, _Notice] = {}  # by key
         self._retracted: list[_Notice] = []  # still leased when last looked at
         self._intents: WeakSet[Intent] = WeakSet()
-        self._closed = False
         self._lock = threading.Lock()
+        try:
+            self._set_up(parent)
+        except (OSError, AttributeError) as exc:  # the latter where there are no such locks
+            self.close()
+            self.folder = ""
+            self.refusal = f"descriptors cannot be published in {parent}: {exc}"
+
+    def _set_up(self, parent: str) -> None:
+        self.folder = tempfile.mkdtemp(prefix="p2p-", dir=parent)  # mode 0o700
+        self._file = LockFile(self.folder, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._file.lock(OWNER, exclusive=True)
 
     def intend(self, key: Any) -> Intent:
         """Say that a block is about to be looked up, to be posted then.
@@ -113,7 +122,7 @@ class Board:
             Whatever keeps its memory alive; referenced until the notice is retracted and no
             lease is left.
         text
-            The description that readers get.
+            The description that readers get. Two blocks never have the same at the same time.
         intent
             From before the block was looked up.
 
@@ -121,10 +130,12 @@ class Board:
         ------
         KeyError
             If the key was retracted since then.
+        ValueError
+            If the board is closed, or could not be made.
         """
         with self._lock:
-            if self._closed:
-                raise ValueError("the board is closed")
+            if self.refusal is not None:
+                raise ValueError(self.refusal)
             if intent is not None and intent.void:
                 raise KeyError(key)
             if self._renew(key, owner):
@@ -133,14 +144,14 @@ class Board:
                 return
             path = _path(self.folder, key)
             try:
-                fd = _write(path, text)
+                _write(path, text)
             except BaseException:
                 self._retract(key)
                 raise
             if key in self._notices:
-                self._notices[key].linked = False  # the new one has taken its place
+                self._notices[key].path = ""  # the new one has taken its place
                 self._retract(key)
-            self._notices[key] = _Notice(path, fd, owner, time.monotonic())
+            self._notices[key] = _Notice(path, _byte(text), owner, time.monotonic())
 
     def renew(self, key: Any, owner: Any) -> bool:
         """Prolong the notice of a block; False if there is none, or one of an earlier block."""
@@ -153,7 +164,6 @@ class Board:
             for intent in self._intents:
                 intent.void |= intent.key == key
             self._retract(key)
-            self._drop_unread()
 
     def sweep(self, retain_s: float) -> int:
         """Retract what was posted longer ago, drop what nobody reads; return how many are left."""
@@ -161,24 +171,33 @@ class Board:
             oldest_s = time.monotonic() - retain_s
             for key in [k for k, n in self._notices.items() if n.posted_s <= oldest_s]:
                 self._retract(key)
-            self._drop_unread()
-            return len(self._notices) + len(self._retracted)
+            self._retracted = [notice for notice in self._retracted if self._is_kept(notice)]
+            return len(self)
 
     def close(self) -> int:
         """Retract everything, refuse further posts; return how many leases are left."""
         with self._lock:
-            self._closed = True
-            for key in list(self._notices):
-                self._retract(key)
-            self._drop_unread()
-            if not self._retracted and self._tended >= 0:
-                # Not before the last reader is done, who would think that the holder was killed.
+            self.refusal = self.refusal or "the board is closed"
+        left = self.sweep(float("-inf"))
+        with self._lock:
+            # Not before the last reader is done, who would think that the holder was killed.
+            if not left and self.folder:
                 with suppress(OSError):  # removed already, together with the parent
-                    os.unlink(os.path.join(self.folder, _TENDED))
+                    os.unlink(os.path.join(self.folder, LOCKS))
+                with suppress(OSError):
                     os.rmdir(self.folder)
-                os.close(self._tended)
-                self._tended = -1
-            return len(self._retracted)
+                if self._file is not None:
+                    self._file.close()
+        return left
+
+    def linger(self) -> None:
+        """Close, in a thread of its own, as soon as the last reader is done."""
+
+        def close() -> None:
+            while self.close():
+                time.sleep(_LINGER_S)
+
+        threading.Thread(target=close, name="p2p-board", daemon=True).start()
 
     @property
     def leased_bytes(self) -> int:
@@ -200,18 +219,20 @@ class Board:
 
     def _retract(self, key: Any) -> None:
         notice = self._notices.pop(key, None)
-        if notice is not None:
-            notice.retract()
+        if notice is not None and self._is_kept(notice):
             self._retracted.append(notice)
 
-    def _drop_unread(self) -> None:
-        still_read = []
-        for notice in self._retracted:
-            if notice.is_read():
-                still_read.append(notice)
-            else:
-                os.close(notice.fd)
-        self._retracted = still_read
+    def _is_kept(self, notice: _Notice) -> bool:
+        """Take a notice down; tell whether its block must stay, since somebody may read it."""
+        assert self._file is not None, "something was posted"
+        try:
+            if notice.path:
+                with suppress(FileNotFoundError):  # somebody tidied up: its readers are there still
+                    os.unlink(notice.path)
+                notice.path = ""
+            return self._file.is_locked(notice.byte)
+        except OSError:  # nobody knows: it is tried again
+            return True
 
 
 class Lease:
@@ -223,64 +244,79 @@ class Lease:
         The holder's description of the block.
     """
 
-    def __init__(self, fd: int, text: bytes) -> None:
-        self._fd = fd
+    def __init__(self, folder: str, text: bytes) -> None:
         self.text = text
+        self.byte = _byte(text)
+        self._folder = folder
+        self._file: LockFile | None = readers.begin(folder, self.byte)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self._file is not None
+
+    def holder_lives(self) -> bool:
+        """Whether the process lives that posted the block. It opens no file."""
+        if self._file is None:
+            raise OSError(errno.EBADF, "the lease has ended")
+        return self._file.is_locked(OWNER)
 
     def close(self) -> None:
         """End the lease. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)  # and with it the lock
-            self._fd = -1
-
-
-def is_tended(folder: str) -> bool:
-    """Tell whether the process that made the board in this folder lives."""
-    try:
-        fd = os.open(f"{folder}/{_TENDED}", os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+        file, self._file = self._file, None
+        if file is not None:
+            readers.end(self._folder, file, self.byte)
 
 
 def take(folder: str, key: Any) -> Lease | None:
     """Take a lease on a block; None if the board in this folder has no valid notice of it."""
-    if not is_tended(folder):
-        return None
+    path = _path(folder, key)
     try:
-        fd = os.open(_path(folder, key), os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    try:  # the file stays open until it is looked up again, or another could be taken for it
         status = os.fstat(fd)
-        if status.st_nlink:
-            return Lease(fd, os.read(fd, status.st_size))
-    except BlockingIOError:  # the holder is just dropping it
-        pass
-    os.close(fd)
-    return None
+        lease = Lease(folder, os.read(fd, status.st_size))
+        is_valid = False
+        try:
+            is_valid = os.path.samestat(os.stat(path), status) and lease.holder_lives()
+        finally:
+            if not is_valid:
+                lease.close()
+        return lease if is_valid else None
+    except FileNotFoundError:
+        return None
+    finally:
+        os.close(fd)
 
 
-def _write(path: str, text: bytes) -> int:
+def leave(folder: str) -> None:
+    """Close what a reader has open of the board in this folder, as soon as no lease is left."""
+    readers.leave(folder)
+
+
+def _write(path: str, text: bytes) -> None:
     """Write a notice: readers see the whole of it, or the one that was there before."""
     draft = f"{path}.draft"
-    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.write(fd, text)
+        try:
+            if os.write(fd, text) != len(text):
+                raise OSError(errno.ENOSPC, "the descriptor could not be written as a whole")
+        finally:
+            os.close(fd)
         os.rename(draft, path)
     except BaseException:
-        os.close(fd)
-        os.unlink(draft)  # or there could never be another one
+        with suppress(OSError):
+            os.unlink(draft)  # or there could never be another one
         raise
-    return fd
 
 
 def _path(folder: str, key: Any) -> str:
     return f"{folder}/{blake2b(repr(key).encode(), digest_size=16).hexdigest()}"
+
+
+def _byte(text: bytes) -> int:
+    """Return which byte of the lock file is for leases on this description."""
+    return 1 + int.from_bytes(blake2b(text, digest_size=7).digest())

@@ -21,7 +21,7 @@ from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports import process_memory
 from dask_p2p.transports.base import BlockSpec, Host, Pending, RemoteBlock, UnsuitableError
-from dask_p2p.transports.board import Lease, is_tended
+from dask_p2p.transports.board import Lease
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.pacing import Pacing, cma_pacing, idle_bytes
 from dask_p2p.transports.posted import Peer, Posted, PostedBlock, PostedTransport
@@ -85,7 +85,7 @@ class CmaTransport(PostedTransport):
         if type(address) is not int or not 0 <= address < 2**64:
             raise TransferError(f"cma: the notice of {block} has no address: {posted.place!r}")
         _check_runs(block, posted, boxes)
-        return _CmaBlock(peer, posted, address, boxes, self._buffers, block, peer.folder, lease)
+        return _CmaBlock(peer, posted, address, boxes, self._buffers, block, lease)
 
 
 def _check_runs(block: BlockSpec, posted: Posted, boxes: Sequence[Box]) -> None:
@@ -137,13 +137,15 @@ class _CmaBlock(PostedBlock):
         if 0 in shape:
             return np.empty(shape, dtype)
         start_bytes = sum(first * s for (first, _), s in zip(box, self._strides, strict=True))
-        address = self._address + start_bytes
-        runs = process_memory.runs_of(address, shape, self._strides, dtype.itemsize)
-        memory = self._buffers.take((prod(runs.shape) * dtype.itemsize,), np.uint8)
         try:
+            runs = process_memory.runs_of(
+                self._address + start_bytes, shape, self._strides, dtype.itemsize
+            )
+            memory = self._buffers.take((prod(runs.shape) * dtype.itemsize,), np.uint8)
             region = process_memory.read(self._pid, runs, dtype, memory)
-        except OSError as exc:
-            if exc.errno == errno.ESRCH or not is_tended(self._folder):
+        except (OSError, OverflowError) as exc:  # the latter for places outside of any memory
+            self.confirm()
+            if getattr(exc, "errno", None) == errno.ESRCH:
                 said = f"{self._block.holder} ended while {self._block} was read"
                 raise BlockUnavailableError(said) from exc
             raise TransferError(f"cma: {self._block} cannot be read: {exc}") from exc

@@ -22,6 +22,7 @@ from dask_p2p.transports.base import Arrived, BlockSpec, Host, Pending, RemoteBl
 from dask_p2p.transports.board import Lease
 from dask_p2p.transports.pacing import Pacing, ipc_pacing
 from dask_p2p.transports.posted import Peer, Posted, PostedBlock, PostedTransport
+from dask_p2p.transports.requests import checked_integer
 
 __all__ = ["IpcTransport"]
 
@@ -60,7 +61,10 @@ class IpcTransport(PostedTransport):
     ) -> RemoteBlock:
         try:
             place = cuda_ipc.Place(**posted.place)
-        except TypeError as exc:
+            bytes.fromhex(place.handle)
+            checked_integer("buffer_id", place.buffer_id, 0, 2**64)
+            checked_integer("offset_bytes", place.offset_bytes, 0, 2**63)
+        except (TypeError, ValueError) as exc:
             raise TransferError(f"ipc: the notice of {block} cannot be read: {exc}") from exc
         if place.gpu != peer.memory and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
             raise TransferError(f"ipc: {block} is on another GPU than its holder's: {obstacle}")
@@ -74,7 +78,7 @@ class IpcTransport(PostedTransport):
         except BaseException:
             mapping.release()
             raise
-        return _IpcBlock(array, boxes, mapping, block, peer.folder, lease)
+        return _IpcBlock(array, boxes, mapping, block, lease)
 
     def forget(self, holder: str) -> None:
         known = self._peers.get(holder)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
@@ -43,8 +43,15 @@ from dask_p2p.transports.base import (
     mismatch,
     refuse,
 )
-from dask_p2p.transports.board import Board, Intent, Lease, is_tended, take
-from dask_p2p.transports.requests import checked_key, checked_shape, no_more
+from dask_p2p.transports.board import Board, Intent, Lease, leave, take
+from dask_p2p.transports.requests import (
+    checked_integer,
+    checked_key,
+    checked_shape,
+    checked_strides,
+    checked_text,
+    no_more,
+)
 
 __all__ = ["Peer", "Posted", "PostedBlock", "PostedTransport"]
 
@@ -67,6 +74,18 @@ class Peer:
     pid: int
     folder: str  # of its board
     memory: str  # what else the transport must know of the memory that its blocks are in
+    refusal: str | None = None  # why it has no board
+
+    @classmethod
+    def parse(cls, fields: Any) -> Peer:
+        """Read what a worker says of itself; `ValueError` or `TypeError` if it is no such thing."""
+        peer = cls(**fields)
+        for name in ("boot_id", "pid_namespace", "folder", "memory"):
+            checked_text(name, getattr(peer, name))
+        checked_text("refusal", peer.refusal or "")
+        checked_integer("user", peer.user, 0, 2**32)
+        checked_integer("pid", peer.pid, 0, 2**31)
+        return peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +106,7 @@ class Posted:
         """Read a notice; refuse one that does not describe the block."""
         try:
             posted = _read(text)
-        except (ValueError, TypeError, KeyError) as exc:
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
             raise TransferError(f"{name}: the notice of {block} cannot be read: {exc}") from exc
         if posted.key != repr(block.key):
             raise TransferError(f"{name}: the notice of {block} is that of {posted.key}")
@@ -100,8 +119,10 @@ class Posted:
 @lru_cache(maxsize=1024)  # the tasks of a worker read the same blocks, one task after the other
 def _read(text: bytes) -> Posted:
     fields = json.loads(text)
-    lists = {name: tuple(fields[name]) for name in ("shape", "strides")}
-    return Posted(**{**fields, **lists})
+    shape = checked_shape(fields["shape"])
+    strides = checked_strides(fields["strides"], shape)
+    checked_text("dtype", fields["dtype"])
+    return Posted(**{**fields, "shape": shape, "strides": strides})
 
 
 class PostedTransport(Transport):
@@ -175,11 +196,15 @@ class PostedTransport(Transport):
         if known is None:
             reply = self._ask(holder, self._peer_op, MEET_S, "where it runs")
             try:
-                peer = Peer(**reply["peer"])
-            except (TypeError, KeyError) as exc:
+                peer = Peer.parse(reply["peer"])
+            except (TypeError, ValueError, KeyError) as exc:
                 said = f"{self.name}: {holder} does not say where it runs: {reply}"
                 raise TransferError(said) from exc
-            known = self._peers[holder] = (peer, self._peer_obstacle(peer))
+            try:
+                known = self._peers[holder] = (peer, self._peer_obstacle(peer))
+            except OSError as exc:
+                said = f"{self.name}: this worker cannot tell where it runs itself: {exc}"
+                raise TransferError(said) from exc
         return known
 
     def _peer_obstacle(self, peer: Peer) -> str | None:
@@ -245,7 +270,9 @@ class PostedTransport(Transport):
         self._board.retract(key)
 
     def forget(self, holder: str) -> None:
-        self._peers.pop(holder, None)
+        known = self._peers.pop(holder, None)
+        if known is not None:
+            leave(known[0].folder)
 
     def held(self) -> dict[str, int]:
         return {"posted": len(self._board)}
@@ -255,8 +282,13 @@ class PostedTransport(Transport):
         if self._sweeping is not None:
             self._sweeping.cancel()
         deadline_s = time.monotonic() + _CLOSE_S
-        while self._board.close() and time.monotonic() < deadline_s:
+        while self._board.close():
+            if time.monotonic() > deadline_s:
+                self._board.linger()
+                break
             await asyncio.sleep(0.01)
+        for peer, _ in self._peers.values():
+            leave(peer.folder)
 
     async def _answer_peer(self, **unknown: Any) -> dict[str, Any]:
         try:
@@ -268,15 +300,15 @@ class PostedTransport(Transport):
 
     def _describe(self) -> Peer:
         """Describe this process."""
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot_id = file.read().strip()
+        boot_id, pid_namespace = _kernel()
         return Peer(
             boot_id=boot_id,
-            pid_namespace=os.readlink("/proc/self/ns/pid"),
+            pid_namespace=pid_namespace,
             user=os.getuid(),
             pid=os.getpid(),
             folder=self._board.folder,
             memory=self.describe_memory(),
+            refusal=self._board.refusal,
         )
 
     async def _answer_post(
@@ -332,15 +364,12 @@ class PostedBlock(RemoteBlock):
     ----------
     block
         As it is declared.
-    folder
-        Of the holder's board.
     lease
         Ended with `close`.
     """
 
-    def __init__(self, block: BlockSpec, folder: str, lease: Lease) -> None:
+    def __init__(self, block: BlockSpec, lease: Lease) -> None:
         self._block = block
-        self._folder = folder
         self._lease: Lease | None = lease
 
     @property
@@ -350,7 +379,14 @@ class PostedBlock(RemoteBlock):
 
     def confirm(self) -> None:
         # What is read of a process that has ended is nowhere promised.
-        if self.is_open and not is_tended(self._folder):
+        if self._lease is None:
+            return
+        try:
+            lives = self._lease.holder_lives()
+        except OSError as exc:
+            said = f"it cannot be told whether {self._block.holder} lives: {exc}"
+            raise TransferError(said) from exc
+        if not lives:
             raise BlockUnavailableError(f"{self._block.holder} ended while {self._block} was read")
 
     def close(self) -> None:
@@ -372,6 +408,13 @@ class _EmptyBlock(RemoteBlock):
         pass
 
 
+@cache
+def _kernel() -> tuple[str, str]:
+    """Return which run of which kernel this is, and the process' PID namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip(), os.readlink("/proc/self/ns/pid")
+
+
 def _apart(here: Peer, there: Peer) -> str | None:
     """Say what sets two processes so far apart that neither can read the other's memory."""
     if here.boot_id != there.boot_id:
@@ -382,4 +425,4 @@ def _apart(here: Peer, there: Peer) -> str | None:
         return "they belong to different users"
     if here.pid == there.pid:
         return "they share a process"
-    return None
+    return there.refusal

@@ -20,6 +20,7 @@ __all__ = [
     "checked_key",
     "checked_seconds",
     "checked_shape",
+    "checked_strides",
     "checked_text",
     "checked_yes_or_no",
     "no_more",
@@ -54,6 +55,14 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     if any(length < 0 for length in lengths):
         raise MalformedRequestError("shape: expected no negative lengths")
     return lengths
+
+
+def checked_strides(strides: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides: an integer for each axis of a block of this shape."""
+    steps = tuple(_integer("strides", stride) for stride in _sequence("strides", strides))
+    if len(steps) != len(shape):
+        raise MalformedRequestError(f"strides: expected {len(shape)}, got {len(steps)}")
+    return steps
 
 
 def checked_box(box: Any, shape: tuple[int, ...]) -> Box:

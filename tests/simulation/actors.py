@@ -90,7 +90,7 @@ class Actor:
 
     @property
     def open_leases(self):
-        return [lease for lease in self.leases if lease.fd >= 0]
+        return [lease for lease in self.leases if lease.is_open]
 
     def go_on(self):
         self.running = True

@@ -5,14 +5,12 @@ in threads (tasks, and what answers requests) is an `Actor`: it halts wherever r
 overtaken, and goes on when it is told to. Messages between workers lie about until they are
 delivered. Time passes when somebody waits for it.
 
-A worker is killed by doing what the kernel does: its file descriptors are closed, and so its locks
-end; its files stay. Its memory is filled with something else.
+A worker is killed by doing what the kernel does: its lock files are closed, and so its locks end;
+its files stay. Its memory is filled with something else.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ import dask_p2p.kernels
 import dask_p2p.kernels.queue
 import dask_p2p.task
 import dask_p2p.worker
-from dask_p2p.transports import board, comm, cuda_ipc, ipc, posted
+from dask_p2p.transports import board, comm, cuda_ipc, ipc, locks, posted
 from dask_p2p.transports.base import Pacing, RemoteBlock
 from tests.simulation.actors import Actor, KilledError, Loop, current, halt
 from tests.simulation.gpu import Driver, Memory, Queue
@@ -84,8 +82,8 @@ class Lease:
         self.place = None if notice is None else notice.owner.place
 
     @property
-    def fd(self):
-        return self.lease._fd
+    def is_open(self):
+        return self.lease.is_open
 
 
 # --- workers, and what is between them ---
@@ -155,12 +153,10 @@ class SimulatedWorker:
         self.dead = True
         self.memory.die()
         self.data.clear()
-        for notice in [*self.board._notices.values(), *self.board._retracted]:
-            os.close(notice.fd)
-        os.close(self.board._tended)
+        self.board._file.close()
         self.board._notices.clear()
         self.board._retracted.clear()
-        self.board._closed = True
+        self.board.refusal = "killed"
         transport = self.plugin._transports["ipc"]
         transport._closed = True
         if transport._sweeping is not None:
@@ -247,8 +243,8 @@ class World:
         clock = SimpleNamespace(monotonic=self.loop.time, time=self.loop.time, sleep=self._sleep)
         for module in (posted, board, comm, dask_p2p.task):
             put(module, "time", clock)
-        locks = {name: getattr(fcntl, name) for name in ("LOCK_SH", "LOCK_EX", "LOCK_NB")}
-        put(board, "fcntl", SimpleNamespace(flock=_flock, **locks))
+        put(board, "readers", _HaltingReaders())
+        put(posted.PostedBlock, "confirm", _halting_confirm(posted.PostedBlock.confirm))
 
     def _make_transports(self, host, options):
         return {"ipc": HaltingIpc(host, options), "comm": HaltingComm(host, options)}
@@ -272,9 +268,8 @@ class World:
             self.wrong("took a notice that a killed worker left behind")
         notice = None
         if not holder.dead:
-            inode = os.fstat(lease._fd).st_ino
             notice = holder.board._notices.get(key)
-            if notice is None or os.fstat(notice.fd).st_ino != inode:
+            if notice is None or notice.byte != lease.byte:
                 self.wrong("took a notice that was taken down")
             elif notice.owner is not holder.data.get(key):
                 self.wrong("took the notice of a block that was released")
@@ -392,8 +387,17 @@ def _hand_over(actor):
         actor.ended.set_result(actor.result)
 
 
-def _flock(fd, how):
-    """Lock a file; readers may be overtaken just before."""
-    if how == fcntl.LOCK_SH | fcntl.LOCK_NB:
-        halt("is tended" if os.readlink(f"/proc/self/fd/{fd}").endswith("tended") else "lock")
-    fcntl.flock(fd, how)
+class _HaltingReaders(locks.Readers):
+    """Readers may be overtaken just before they lock."""
+
+    def begin(self, folder, byte):
+        halt("lock")
+        return super().begin(folder, byte)
+
+
+def _halting_confirm(confirm):
+    def halting(block):
+        halt("is tended")
+        confirm(block)
+
+    return halting

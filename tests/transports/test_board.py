@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import stat
+import tempfile
 import time
 import weakref
 from contextlib import suppress
@@ -15,7 +18,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dask_p2p.transports.board import Board, is_tended, take
+from dask_p2p.transports.board import Board, leave, take
+from dask_p2p.transports.locks import LockFile
 from tests.transports.loopback import wait_until
 
 
@@ -65,18 +69,45 @@ def test_a_block_is_kept_until_the_last_reader_lets_go(board):
     assert alive() is None
 
 
-def test_a_notice_retracted_between_opening_and_locking_is_not_taken(board, monkeypatch):
+def test_a_notice_retracted_between_reading_and_locking_is_not_taken(board, monkeypatch):
     board.post("key", Block(), b"text")
-    real = fcntl.flock
+    real = LockFile.lock
 
-    def flock(fd, how):
-        if how == fcntl.LOCK_SH | fcntl.LOCK_NB and os.fstat(fd).st_size:  # the notice's
-            monkeypatch.undo()
+    def lock(file, byte):
+        monkeypatch.undo()
+        board.retract("key")
+        assert len(board) == 0, "nobody reads: the block is gone"
+        real(file, byte)
+
+    monkeypatch.setattr(LockFile, "lock", lock)
+    assert take(board.folder, "key") is None
+
+
+@pytest.mark.parametrize("what", ["retracted", "replaced", "removed by somebody else"])
+def test_where_open_files_do_not_say_that_they_were_unlinked(board, monkeypatch, what):
+    """So it is with NFS and FUSE."""
+    board.post("key", Block(), b"text")
+    real_lock, real_fstat = LockFile.lock, os.fstat
+
+    def fstat(fd):
+        names = list(real_fstat(fd))
+        names[stat.ST_NLINK] = 1
+        return os.stat_result(names)
+
+    def lock(file, byte):
+        monkeypatch.setattr(LockFile, "lock", real_lock)
+        if what == "removed by somebody else":
+            for name in set(os.listdir(board.folder)) - {"locks"}:
+                os.unlink(os.path.join(board.folder, name))
+        if what == "replaced":
+            board.post("key", Block(), b"more")
+        else:
             board.retract("key")
-            assert len(board) == 0, "nobody reads: the block is gone"
-        real(fd, how)
+        assert len(board) == (what == "replaced"), "nobody reads: the block is gone"
+        real_lock(file, byte)
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(os, "fstat", fstat)
+    monkeypatch.setattr(LockFile, "lock", lock)
     assert take(board.folder, "key") is None
 
 
@@ -117,10 +148,12 @@ def test_posting_the_same_block_again_leaves_the_notice_where_it_is(board):
     block = Block()
     board.post("key", block, b"text")
     (old,) = (notice.posted_s for notice in board._notices.values())
+    (name,) = {*os.listdir(board.folder)} - {"locks"}
+    before = os.stat(os.path.join(board.folder, name))
     lease = take(board.folder, "key")
     time.sleep(0.001)
     board.post("key", block, b"text")
-    assert os.fstat(lease._fd).st_nlink == 1
+    assert os.path.samestat(os.stat(os.path.join(board.folder, name)), before)
     assert len(board) == 1
     assert board._notices["key"].posted_s > old
     lease.close()
@@ -157,11 +190,10 @@ def test_closing(board):
     board.post("key", Block(), b"text")
     lease = take(board.folder, "key")
     assert board.close() == 1
-    assert is_tended(board.folder), "the last reader must not think that the holder was killed"
+    assert lease.holder_lives(), "the last reader must not think that the holder was killed"
     lease.close()
     assert board.close() == 0
     assert not os.path.exists(board.folder)
-    assert not is_tended(board.folder)
     with pytest.raises(ValueError, match="closed"):
         board.post("key", Block(), b"text")
     assert take(board.folder, "key") is None
@@ -191,7 +223,7 @@ def test_links_are_not_followed(board, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("whole")
     board.post("key", Block(), b"text")
-    (name,) = {*os.listdir(board.folder)} - {"tended"}
+    (name,) = {*os.listdir(board.folder)} - {"locks"}
     board.retract("key")
     os.symlink(victim, os.path.join(board.folder, f"{name}.draft"))
     with pytest.raises(FileExistsError):
@@ -207,7 +239,7 @@ def test_a_notice_that_somebody_else_removed(board):
     del block
     lease = take(board.folder, "key")
     for name in os.listdir(board.folder):
-        if name != "tended":
+        if name != "locks":
             os.unlink(os.path.join(board.folder, name))
     board.retract("key")
     gc.collect()
@@ -248,11 +280,201 @@ def test_a_notice_that_cannot_be_written_can_be_later(board, monkeypatch):
 def test_no_file_descriptor_is_left(board):
     before = open_files(board)
     for i in range(50):
-        board.post("key", Block(), b"%d" % i)
-        take(board.folder, "key").close()
-        take(board.folder, "nothing")
-    board.retract("key")
+        board.post(i, Block(), b"%d" % i)
     assert open_files(board) == before
+    leases = [take(board.folder, i) for i in range(50)]
+    assert take(board.folder, "nothing") is None
+    assert open_files(board) == before + 1
+    leave(board.folder)
+    for lease in leases:
+        assert open_files(board) == before + 1, "what is leased is locked"
+        lease.close()
+    assert open_files(board) == before
+    take(board.folder, 0).close()
+    assert open_files(board) == before + 1, "kept for the next one"
+    leave(board.folder)
+    leave(board.folder)
+    assert open_files(board) == before
+
+
+def _post_and_lease_many(parent, count, connection):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    board = Board(parent)
+    for key in range(count):
+        board.post(key, Block(), b"%d" % key)
+    texts = set()
+    for key in range(count):
+        lease = take(board.folder, key)
+        texts.add(int(lease.text))
+        lease.close()
+    assert texts == {*range(count)}
+    leases = [take(board.folder, key) for key in range(0, count, 30)]
+    assert board.sweep(0) == len(leases)
+    for lease in leases:
+        lease.close()
+    connection.send((board.close(), len(os.listdir("/proc/self/fd"))))
+
+
+def test_open_files_do_not_grow_with_the_blocks(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # which is quicker
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+        process = context.Process(target=_post_and_lease_many, args=(folder, 10_000, there))
+        process.start()
+        there.close()
+        left, open_files = here.recv()
+        process.join()
+    assert left == 0
+    assert open_files < 30
+
+
+def _in_child(function):
+    """Fork, and have the child do something and live on; give its process id."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(60)  # whatever becomes of the test
+            os.write(writing, b"1" if function() else b"0")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    went_well = os.read(reading, 1) == b"1"
+    os.close(reading)
+    if not went_well:
+        _end(child)
+    assert went_well
+    return child
+
+
+def _end(child):
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_keeps_no_lease(board):
+    block = Block()
+    alive = weakref.ref(block)
+    board.post("key", block, b"text")
+    board.post("other", Block(), b"more")
+    del block
+    lease, other = take(board.folder, "key"), take(board.folder, "other")
+
+    def look():
+        lease.close()  # it is the parent's
+        return not open_files(board)
+
+    child = _in_child(look)
+    try:
+        board.retract("key")
+        assert board.sweep(60) == 2, "the parent has both leases, whatever the child does"
+        lease.close()
+        assert board.sweep(60) == 1, "the parent's lease has ended, and the child has none"
+        assert alive() is None
+        other.close()
+        leave(board.folder)
+        board.retract("other")
+        assert len(board) == 0
+    finally:
+        _end(child)
+
+
+def _post_and_fork(parent, connection):
+    board = Board(parent)
+    board.post("key", Block(), b"text")
+    connection.send((board.folder, _in_child(lambda: True)))
+    signal.pause()
+
+
+def test_a_killed_holders_child_does_not_stand_in_for_it(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    holder = context.Process(target=_post_and_fork, args=(str(tmp_path), there))
+    holder.start()
+    assert here.poll(30)
+    folder, child = here.recv()
+    try:
+        lease = take(folder, "key")
+        assert lease.holder_lives()
+        holder.kill()
+        holder.join()
+        assert not lease.holder_lives()
+        assert take(folder, "key") is None
+        lease.close()
+        leave(folder)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(tempfile, "mkdtemp"), (os, "open"), (fcntl, "fcntl")],
+    ids=["mkdtemp", "open", "fcntl"],
+)
+def test_a_board_that_cannot_be_made_refuses_posts(tmp_path, monkeypatch, owner, name):
+    real = getattr(owner, name)
+
+    def fail(*args, **kwargs):
+        if name == "open" and not str(args[0]).endswith("locks"):
+            return real(*args, **kwargs)
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        board = Board(str(tmp_path))
+    assert "Function not implemented" in board.refusal
+    assert not os.listdir(tmp_path)
+    with pytest.raises(ValueError, match="Function not implemented"):
+        board.post("key", Block(), b"text")
+    board.retract("key")
+    assert board.sweep(0) == board.close() == len(board) == 0
+
+
+def test_a_board_lingers_until_the_last_reader_is_done(board):
+    block = Block()
+    alive = weakref.ref(block)
+    board.post("key", block, b"text")
+    del block
+    lease = take(board.folder, "key")
+    assert board.close() == 1
+    board.linger()
+    time.sleep(0.01)
+    assert lease.holder_lives()
+    assert alive() is not None
+    lease.close()
+    wait_until(lambda: alive() is None and not os.path.exists(board.folder))
+
+
+def test_a_notice_that_cannot_be_unlinked_is_tried_again(board, monkeypatch):
+    """As long as it is there readers may take it."""
+    board.post("key", Block(), b"text")
+    with monkeypatch.context() as patch:
+
+        def unlink(path):
+            raise OSError(errno.EIO, "Input/output error")
+
+        patch.setattr(os, "unlink", unlink)
+        board.retract("key")
+        assert len(board) == 1
+    lease = take(board.folder, "key")
+    assert board.sweep(60) == 1
+    assert take(board.folder, "key") is None
+    lease.close()
+    assert board.sweep(60) == 0
+
+
+def test_a_full_disk_leaves_no_half_a_notice(board, monkeypatch):
+    board.post("key", Block(), b"old")
+    with monkeypatch.context() as patch:
+        real = os.write
+        patch.setattr(os, "write", lambda fd, text: real(fd, text[:2]))
+        with pytest.raises(OSError, match="as a whole"):
+            board.post("key", Block(), b"new")
+    assert take(board.folder, "key") is None
+    assert os.listdir(board.folder) == ["locks"]
 
 
 def _hold(folder, taken):
@@ -292,11 +514,11 @@ def test_a_killed_holders_notices_are_not_taken(tmp_path):
     folder = here.recv()
     lease = take(folder, "key")
     assert lease.text == b"text"
-    assert is_tended(folder)
+    assert lease.holder_lives()
     holder.kill()
     holder.join()
     assert os.listdir(folder), "it could not clean up"
-    assert not is_tended(folder), "who has a lease finds out"
+    assert not lease.holder_lives(), "who has a lease finds out"
     assert take(folder, "key") is None
     lease.close()
 
@@ -325,7 +547,7 @@ def test_a_worker_in_the_place_of_a_killed_one(tmp_path):
         assert lease.text == b"run %d" % run
         holder.kill()
         holder.join()
-        assert not is_tended(folders[-1])
+        assert not lease.holder_lives()
         lease.close()
     assert len(set(folders)) == 3
 

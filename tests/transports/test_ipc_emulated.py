@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import weakref
@@ -17,6 +16,7 @@ from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferE
 from dask_p2p.transports import cuda_ipc, ipc
 from dask_p2p.transports import posted as module
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.locks import OWNER
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 from tests.transports.test_cuda_ipc import FakeRuntime
@@ -108,13 +108,12 @@ class TestIpcEmulated(Conformance):
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         remote.request()
         remote.confirm()
-        os.close(setup.serving._board._tended)  # as the kernel does for the dead
+        setup.serving._board._file.unlock(OWNER)  # as the kernel does for the dead
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
         with pytest.raises(TransferError, match=r"posted block .* 3 times, and it was not there"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
-        setup.serving._board._tended = os.open(os.devnull, os.O_RDONLY)
 
     @pytest.mark.parametrize(
         ("change", "error", "words"),
