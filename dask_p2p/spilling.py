@@ -31,6 +31,8 @@ def find_in_memory(data: Any, key: Any) -> Any:
 
 def is_spilled(data: Any, key: Any) -> bool:
     """Tell whether a block is there, but not in memory of its own kind."""
+    if isinstance(data, SpillBuffer):
+        return key not in data.memory and key in data.disk  # to look it up would make it recent
     try:
         find_in_memory(data, key)
     except KeyError:

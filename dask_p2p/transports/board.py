@@ -32,6 +32,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -163,16 +164,22 @@ class Board:
         with self._lock:
             for intent in self._intents:
                 intent.void |= intent.key == key
-            self._retract(key)
+            dropped = self._retract(key)
+        del dropped  # freeing a GPU's memory may wait for it: nobody should wait for that lock
 
-    def sweep(self, retain_s: float) -> int:
-        """Retract what was posted longer ago, drop what nobody reads; return how many are left."""
+    def sweep(self, retain_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
+        """Retract what was posted longer ago, or spilled since; drop what nobody reads.
+
+        Return how many blocks are left.
+        """
         with self._lock:
             oldest_s = time.monotonic() - retain_s
-            for key in [k for k, n in self._notices.items() if n.posted_s <= oldest_s]:
-                self._retract(key)
+            due = [k for k, n in self._notices.items() if n.posted_s <= oldest_s or is_spilled(k)]
+            dropped = [self._retract(key) for key in due], self._retracted
             self._retracted = [notice for notice in self._retracted if self._is_kept(notice)]
-            return len(self)
+            left = len(self)
+        del dropped
+        return left
 
     def close(self) -> int:
         """Retract everything, refuse further posts; return how many leases are left."""
@@ -217,10 +224,11 @@ class Board:
         notice.posted_s = time.monotonic()
         return True
 
-    def _retract(self, key: Any) -> None:
+    def _retract(self, key: Any) -> _Notice | None:
         notice = self._notices.pop(key, None)
         if notice is not None and self._is_kept(notice):
             self._retracted.append(notice)
+        return notice
 
     def _is_kept(self, notice: _Notice) -> bool:
         """Take a notice down; tell whether its block must stay, since somebody may read it."""

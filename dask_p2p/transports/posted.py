@@ -353,8 +353,15 @@ class PostedTransport(Transport):
 
     def _sweep(self) -> None:
         self._sweeping = None
-        if self._board.sweep(self.options.board_retain_s):
+        if self._board.sweep(self.options.board_retain_s, self._was_spilled):
             self._sweep_later()
+
+    def _was_spilled(self, key: Any) -> bool:
+        """Tell whether Dask has spilled a block that was posted from memory.
+
+        What is posted keeps its memory, and Dask spills to stay within a limit.
+        """
+        return key not in self._from_disk and self.host.is_on_disk(key)
 
 
 class PostedBlock(RemoteBlock):
