@@ -1,0 +1,182 @@
+"""What is asked of a GPU, with a driver that only says what the test wants."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from dask_p2p.errors import DeviceLostError, TransferError
+from dask_p2p.kernels import device
+
+UUID = bytes.fromhex("00a1000203040506070809000b0c0d0e")
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status):
+        super().__init__(f"error {status}")
+        self.status = status
+
+
+class Runtime:
+    """Of CUDA. Calls are noted; those with a status fail."""
+
+    CUDARuntimeError = CUDARuntimeError
+
+    def __init__(self):
+        self.calls, self.status = [], {}
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append(name)
+            if self.status.get(name):
+                raise CUDARuntimeError(self.status[name])
+            return 0
+
+        return call
+
+
+class Block:
+    """Stands for a CuPy array."""
+
+    device = SimpleNamespace(id=0)
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = Runtime()
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        Device=lambda number: nullcontext(),
+        Stream=lambda **options: SimpleNamespace(
+            wait_event=lambda event: runtime.calls.append("wait event"),
+            synchronize=lambda: runtime.calls.append("synchronize"),
+        ),
+    )
+    cuda.Stream.null = SimpleNamespace(record=lambda: runtime.calls.append("record null"))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device, "_private", {})
+    return runtime
+
+
+def test_a_block_is_waited_for_once(runtime):
+    first, second = Block(), Block()
+    device.wait_until_written([first])
+    assert runtime.calls == ["malloc", "free"]
+    device.wait_until_written([first, second])
+    device.wait_until_written([first, second])
+    assert runtime.calls == ["malloc", "free"] * 2
+    device.wait_until_written([])
+
+
+def test_what_is_marked_need_not_be_waited_for(runtime):
+    block = Block()
+    device.mark_written(block)
+    device.wait_until_written([block])
+    assert runtime.calls == []
+
+
+def test_another_block_in_the_place_of_one_that_is_gone_is_waited_for(runtime):
+    known = len(device._written)
+    for _ in range(100):  # Python soon gives the same id again
+        device.wait_until_written([Block()])
+    gc.collect()
+    assert runtime.calls.count("free") == 100
+    assert len(device._written) == known
+
+
+def test_blocks_of_default_streams_need_the_null_stream_only(runtime):
+    device.wait_until_written([Block()], any_stream=False)
+    assert "malloc" not in runtime.calls
+    assert runtime.calls[-3:] == ["record null", "wait event", "synchronize"]
+
+
+def test_without_memory_the_whole_device_is_waited_for(runtime):
+    runtime.status["malloc"] = 2
+    device.wait_for_all_streams()
+    assert runtime.calls == ["malloc", "deviceSynchronize"]
+
+
+def test_the_null_stream_is_left_alone_while_a_blocking_stream_is_captured(runtime, monkeypatch):
+    pauses = []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            runtime.status.clear()
+
+    runtime.status["streamIsCapturing"] = 906
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=pause)
+    monkeypatch.setattr(device, "time", clock)
+    device.order_after_null_stream([])
+    assert len(pauses) == 3
+    assert runtime.calls[-1] == "record null"
+
+
+def test_a_capture_that_does_not_end_is_named(runtime, monkeypatch):
+    now_s = iter(range(0, 1000, 30))
+    clock = SimpleNamespace(monotonic=lambda: next(now_s), sleep=lambda seconds: None)
+    monkeypatch.setattr(device, "time", clock)
+    runtime.status["streamIsCapturing"] = 906
+    with pytest.raises(TransferError, match="capturing a CUDA graph"):
+        device.wait_for_null_stream()
+
+
+@pytest.mark.parametrize("status", [700, 710, 719, 214])
+def test_whatever_fails_on_a_lost_device_the_loss_is_named(runtime, status):
+    runtime.status["memGetInfo"] = status
+    with (
+        pytest.raises(DeviceLostError, match=f"error {status}.*new process"),
+        device.device_work(),
+    ):
+        raise RuntimeError("RMM: cudaErrorIllegalAddress")
+
+
+@pytest.mark.parametrize("status", [0, 2, 900])
+def test_other_errors_are_what_they_are(runtime, status):
+    runtime.status["memGetInfo"] = status
+    with pytest.raises(ValueError, match="mine"), device.device_work():
+        raise ValueError("mine")
+    device.raise_if_lost()
+
+
+def test_uuids_are_whole_though_they_have_zero_bytes(monkeypatch):
+    """CuPy's own would be empty here."""
+    success = SimpleNamespace(CUDA_SUCCESS=0)
+    driver = SimpleNamespace(
+        CUresult=success,
+        cuDeviceGet=lambda number: (0, number),
+        cuDeviceGetUuid=lambda number: (0, SimpleNamespace(bytes=UUID)),
+    )
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = driver
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    device.uuid.cache_clear()
+    assert device.uuid(0) == UUID
+    device.uuid.cache_clear()
+
+
+def test_uuids_of_nvml_where_there_are_no_bindings(monkeypatch, runtime):
+    nvml = ModuleType("pynvml")
+    nvml.nvmlInit = lambda: None
+    nvml.nvmlDeviceGetHandleByPciBusId = lambda bus_id: bus_id
+    nvml.nvmlDeviceGetUUID = lambda handle: "GPU-00a10002-0304-0506-0708-09000b0c0d0e"
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    device.uuid.cache_clear()
+    assert device.uuid(0) == UUID
+    device.uuid.cache_clear()
+
+
+@pytest.mark.gpu
+def test_the_uuid_of_a_gpu_is_nvmls():
+    import cupy
+    import pynvml
+
+    pynvml.nvmlInit()
+    bus_id = cupy.cuda.runtime.deviceGetPCIBusId(0)
+    named = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByPciBusId(bus_id))
+    assert device.uuid(0).hex() == named.removeprefix("GPU-").replace("-", "")
