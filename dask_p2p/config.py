@@ -7,8 +7,10 @@ needs are read when its graph is built, and travel with it as an `Options` value
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
 from typing import Any, TypeVar
 
 import dask
@@ -17,7 +19,15 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dask_p2p.errors import ConfigError
 
-__all__ = ["MODES", "PRODUCER_STREAMS", "TRANSPORTS", "Options", "ensure_defaults", "options"]
+__all__ = [
+    "MODES",
+    "PRODUCER_STREAMS",
+    "TRANSPORTS",
+    "Options",
+    "checked_options",
+    "ensure_defaults",
+    "options",
+]
 
 MODES = ("async", "sync")
 PRODUCER_STREAMS = ("any", "default")
@@ -69,9 +79,62 @@ class Options:
 
 def ensure_defaults() -> None:
     """Put the package's defaults under the user's configuration. Idempotent."""
+    dask.config.update_defaults(_load_defaults())
+
+
+def _load_defaults() -> dict[str, Any]:
     path = os.path.join(os.path.dirname(__file__), "p2p.yaml")
     with open(path) as file:
-        dask.config.update_defaults(yaml.safe_load(file))
+        defaults: dict[str, Any] = yaml.safe_load(file)
+    return defaults
+
+
+@cache
+def _defaults_by_name() -> dict[str, Any]:
+    return dict(_by_name(_load_defaults()))
+
+
+def _by_name(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full name and the value of each option, ``p2p.memory.staging-limit``."""
+    for part, value in tree.items():
+        name = prefix + str(part).replace("_", "-")  # Dask takes one for the other
+        if isinstance(value, Mapping):
+            yield from _by_name(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def checked_options() -> Options:
+    """Read the options for a user's call: as `options`, and refuse names that are no option's.
+
+    Workers do not refuse them: a configuration may be shared with other versions of the package.
+
+    Raises
+    ------
+    ConfigError
+        If there is no option of a name that is set, or one has a value that it cannot have.
+    """
+    known = _defaults_by_name()
+    for name, value in _by_name({"p2p": dask.config.get("p2p", {})}):
+        empty_section = value is None and any(other.startswith(f"{name}.") for other in known)
+        if name not in known and not empty_section:
+            raise ConfigError(
+                f"expected the name of an option, got {name}; the nearest is "
+                f"{_nearest(name, known)}. Correct it where it is set: in a Dask configuration "
+                f"file, by dask.config.set or by an environment variable."
+            )
+    return options()
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most like another, as a whole and in its last part."""
+
+    def likeness(other: str) -> float:
+        pairs = [(name, other), (name.split(".")[-1], other.split(".")[-1])]
+        return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    of_section = [other for other in known if other.startswith(f"{name}.")]
+    return max(of_section or known, key=likeness)
 
 
 def options() -> Options:
@@ -106,7 +169,8 @@ def options() -> Options:
 
 
 def _read(name: str, parse: Callable[[Any], _T]) -> _T:
-    value = dask.config.get(f"p2p.{name}")
+    # Dask drops a section's other defaults where the section is set as a whole.
+    value = dask.config.get(f"p2p.{name}", _defaults_by_name()[f"p2p.{name}"])
     try:
         return parse(value)
     except (TypeError, ValueError, KeyError) as exc:
@@ -169,5 +233,7 @@ def _transports(value: Any) -> tuple[str, ...] | None:
         return None
     if not isinstance(value, (list, tuple)) or not all(name in TRANSPORTS for name in value):
         raise ValueError(f"expected auto, or a list of names out of {', '.join(TRANSPORTS)}")
+    if not value:
+        raise ValueError("expected auto, or at least one name: comm alone, for example")
     # comm works between any two workers: without a last resort a task could not end.
     return tuple(dict.fromkeys([*value, "comm"]))

@@ -11,7 +11,7 @@ import yaml
 
 import dask_p2p
 from dask_p2p.assemble import OutputSpec
-from dask_p2p.config import options
+from dask_p2p.config import checked_options, options
 from dask_p2p.errors import ConfigError
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -72,8 +72,6 @@ def test_defaults():
 def test_comm_is_always_the_last_resort():
     with dask.config.set({"p2p.transports.order": ["ipc"]}):
         assert options().order("cupy") == options().order("numpy") == ("ipc", "comm")
-    with dask.config.set({"p2p.transports.order": []}):
-        assert options().order("cupy") == ("comm",)
 
 
 def test_who_wants_checksums_has_them():
@@ -94,6 +92,7 @@ def test_who_wants_checksums_has_them():
         ("transports.order", ["ipc", "pigeon"], "out of ipc, cma, ucx, comm"),
         ("transports.order", "ipc", "out of ipc, cma, ucx, comm"),
         ("transports.order", None, "expected auto, or a list"),
+        ("transports.order", [], "at least one name"),
         ("transports.ucx.allow-unencrypted", "perhaps", "true or false"),
         ("transports.comm.part-bytes", "0 B", "at least one byte"),
         ("transports.comm.part-bytes", "much", "like '16 MiB'"),
@@ -107,6 +106,44 @@ def test_a_wrong_option_is_named(name, value, expected):
     message = str(caught.value)
     assert f"p2p.{name} is {value!r}" in message
     assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "wrong", "nearest"),
+    [
+        ({"p2p.transport.order": ["comm"]}, "p2p.transport.order", "p2p.transports.order"),
+        ({"p2p.order": ["comm"]}, "p2p.order", "p2p.transports.order"),
+        ({"p2p.modus": "sync"}, "p2p.modus", "p2p.mode"),
+        ({"p2p.staging-limit": "1 GiB"}, "p2p.staging-limit", "p2p.memory.staging-limit"),
+        (
+            {"p2p.transports.comm.partbytes": "1 MiB"},
+            "p2p.transports.comm.partbytes",
+            "p2p.transports.comm.part-bytes",
+        ),
+        ({"p2p": {"mode": {"kind": "sync"}}}, "p2p.mode.kind", "p2p.mode"),
+        ({"p2p.memory": "1 GiB"}, "p2p.memory", "p2p.memory.staging-limit"),
+        ({"p2p.transports": "comm"}, "p2p.transports", "p2p.transports."),
+        ({"p2p": "sync"}, "p2p", "p2p."),
+    ],
+)
+@pytest.mark.parametrize("operation", [dask_p2p.transpose, dask_p2p.estimate])
+def test_a_misspelt_option_is_named_with_the_nearest(setting, wrong, nearest, operation):
+    with dask.config.set(setting), pytest.raises(ConfigError) as caught:
+        operation(da.ones((4, 4), chunks=2))
+    assert f"got {wrong}; the nearest is {nearest}" in str(caught.value)
+
+
+def test_names_with_underscores_and_empty_sections_are_none_misspelt():
+    with dask.config.set({"p2p": {"low_latency": True, "memory": None, "transports": {}}}):
+        chosen = checked_options()
+    assert chosen.low_latency
+    assert chosen.staging_limit_bytes == 2 * 2**30, "what a section lacks has its default"
+    assert chosen.order("numpy") == ("cma", "comm")
+
+
+def test_workers_take_a_configuration_for_another_version():
+    with dask.config.set({"p2p.transports.carrier-pigeon.range": 3}):
+        assert options().mode == "async"
 
 
 def test_checksums_travel_with_tasks():

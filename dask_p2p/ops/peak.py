@@ -9,7 +9,7 @@ from heapq import nlargest
 from math import prod
 from typing import Any
 
-from dask_p2p.config import options
+from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Chunks, block_indices, block_shape
@@ -98,7 +98,7 @@ def estimate(
         workers, threads = _cluster() or (max(map(len, x.chunks), default=1), 1)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise InputError(f"expected a number of workers, at least 1, got workers={workers!r}.")
-    chosen = options()
+    chosen = checked_options()
     kind = kernel_for(x._meta).name
     item_bytes = x.dtype.itemsize
     input_bytes, _ = _even_share(plan.src_chunks, workers, item_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dask_p2p.config import options
+from dask_p2p.config import checked_options
 from dask_p2p.graph import planned_array
 from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks
 from dask_p2p.plan import Plan, slab_chunks, transpose_plan
@@ -61,7 +61,7 @@ def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) 
     """
     plan = plan_of(x, axes, chunks)
     register_if_possible()
-    return planned_array("p2p-transpose", x, plan, options())
+    return planned_array("p2p-transpose", x, plan, checked_options())
 
 
 def plan_of(x: Any, axes: Sequence[int] | None, chunks: Any) -> Plan:
