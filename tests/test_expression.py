@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.cluster
 def test_results_are_expressions_where_dask_plans_queries():
     """Dask decides when `dask.array` is imported; no option changes it later."""
     env = {**os.environ, "DASK_ARRAY__QUERY_PLANNING": "True"}
@@ -13,6 +16,6 @@ def test_results_are_expressions_where_dask_plans_queries():
         env=env,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
