@@ -48,6 +48,8 @@ def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) 
         If `axes` is no permutation of the axes of `x`.
     ChunksError
         If the chunk sizes of `x` are unknown, or `chunks` does not fit the result.
+    ConfigError
+        If an option has a value that it cannot have, or there is none of a name that is set.
 
     Examples
     --------
