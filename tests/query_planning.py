@@ -37,6 +37,7 @@ def check_values():
     again = dask_p2p.transpose((x + 1).rechunk((3, 4)), chunks=(5, -1)).rechunk((4, 4)) * 2
     np.testing.assert_array_equal(again.compute(), (array.T + 1) * 2)
     np.testing.assert_array_equal(dask_p2p.transpose(y.persist()).compute(), array)
+    assert dask_p2p.transpose(x.max()).compute() == 59
     empty = dask_p2p.transpose(da.zeros((3, 0), chunks=2))
     assert empty.compute().shape == (0, 3)
 

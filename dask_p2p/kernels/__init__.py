@@ -103,7 +103,7 @@ def kernel_for(block: Any) -> Kernel:
     Parameters
     ----------
     block
-        A NumPy or CuPy array. CuPy is imported only if `block` is of CuPy.
+        A NumPy or CuPy array, or a NumPy scalar. CuPy is imported only if `block` is of CuPy.
 
     Returns
     -------
@@ -115,6 +115,7 @@ def kernel_for(block: Any) -> Kernel:
     UnsupportedArrayError
         If plain copies of its bytes would not keep the block's values, or nothing is known of it.
     """
+    block = as_array(block)
     kernel = kernel_named(_package_of(block))
     kernel.check(block)
     return kernel

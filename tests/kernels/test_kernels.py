@@ -10,7 +10,7 @@ from dask_p2p.kernels import Kernel, as_array, kernel_for, kernel_named
 
 
 @pytest.mark.parametrize(
-    "block", [np.zeros(3), np.zeros(()), np.zeros((2, 0)), np.zeros(2, "O")], ids=str
+    "block", [np.zeros(3), np.zeros(()), np.float64(1), np.zeros((2, 0)), np.zeros(2, "O")], ids=str
 )
 def test_arrays_of_numpy_get_the_numpy_kernel(block):
     assert kernel_for(block) is kernel_named("numpy")
@@ -37,7 +37,6 @@ def test_memory_maps_are_plain_arrays(tmp_path):
     [
         (np.ma.masked_array([1, 2], [True, False]), "MaskedArray"),
         (np.ones((2, 2)).view(np.matrix), "matrix"),
-        (np.float64(1), "float64"),
         ([1, 2], "builtins.list"),
         (memoryview(b"12"), "memoryview"),
     ],
