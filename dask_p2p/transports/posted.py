@@ -252,6 +252,10 @@ class PostedTransport(Transport):
         return {self._peer_op: self._answer_peer, self._post_op: self._answer_post}
 
     @property
+    def refusal(self) -> str | None:
+        return self._board.refusal
+
+    @property
     def leased_bytes(self) -> int:
         return self._board.leased_bytes
 
