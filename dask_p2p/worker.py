@@ -83,7 +83,7 @@ class WorkerHost:
     def block(self, key: Any) -> Any:
         """Return a block; one that is spilled is read, and left where it is."""
         if is_probe(key):
-            return self.probes.block(key)
+            return self.probes.block(key, self._worker.memory_manager.memory_limit or None)
         data = self._worker.data
         for _ in range(_LOOKS):
             with suppress(KeyError):

@@ -279,8 +279,12 @@ async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **
     TransferError
         If its handler raises, or its answer cannot be read.
     """
+    calling = asyncio.ensure_future(host.call(holder, op, **kwargs))
+    for task in (calling, asyncio.current_task()):
+        if task is not None:
+            task.add_done_callback(_retrieve_error)
     try:
-        return await asyncio.wait_for(host.call(holder, op, **kwargs), timeout_s)
+        return await asyncio.wait_for(calling, timeout_s)
     except TimeoutError:
         raise UnreachableError(
             f"no answer of {holder} about {about} within {timeout_s:g} s"
@@ -292,6 +296,12 @@ async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **
     except Exception as exc:  # of the holder's, which Dask raises here; or its answer is garbled
         why = f"{type(exc).__name__}: {exc}"
         raise TransferError(f"{holder} could not answer about {about}: {why}", why) from exc
+
+
+def _retrieve_error(task: asyncio.Future[Any]) -> None:
+    """Keep asyncio from logging an error, since whoever asked may have given up by now."""
+    if not task.cancelled():
+        task.exception()
 
 
 def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None) -> None:

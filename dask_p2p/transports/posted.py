@@ -294,7 +294,7 @@ class PostedTransport(Transport):
         for peer, _ in self._peers.values():
             leave(peer.folder)
 
-    async def _answer_peer(self, **unknown: Any) -> dict[str, Any]:
+    async def _answer_peer(self, /, **unknown: Any) -> dict[str, Any]:
         try:
             no_more(unknown)
             peer = await self.host.offload(self._describe)
@@ -316,7 +316,7 @@ class PostedTransport(Transport):
         )
 
     async def _answer_post(
-        self, key: Any = None, shape: Any = None, **unknown: Any
+        self, /, key: Any = None, shape: Any = None, **unknown: Any
     ) -> dict[str, Any]:
         try:
             no_more(unknown)
