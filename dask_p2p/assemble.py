@@ -37,6 +37,7 @@ from dask_p2p.transports.base import (
     Pending,
     RemoteBlock,
     Transport,
+    UnreachableError,
     UnsuitableError,
     check_block,
 )
@@ -134,6 +135,7 @@ class Assembly:
         self._local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
         self._opened: dict[int, RemoteBlock] = {}  # by slot
         self._given_up: list[RemoteBlock] = []
+        self._unreachable: dict[str, str] = {}  # holders, and why: none is waited for twice
         self._local_queued = False
         largest = max((box_size(piece.src) for piece in plan.pieces), default=0)
         self._largest_bytes: int = largest * output.dtype.itemsize
@@ -265,7 +267,7 @@ class Assembly:
             try:
                 parts = self._open(source, pacing, queue.kind)
             except TransferError as exc:
-                failed[source.slot] = exc
+                self._fail(source, exc, failed)
                 continue
             while ahead and ahead[-1].source.way.transport is not transport:
                 # Each may fill all that there is for staging.
@@ -297,6 +299,7 @@ class Assembly:
 
     def _open(self, source: _Source, pacing: Pacing, kind: str) -> Iterator[_Part]:
         """Open a source, and return its parts."""
+        self._check_reachable(source)
         spec = BlockSpec(
             source.ref.key,
             source.way.holder,
@@ -341,6 +344,7 @@ class Assembly:
         if not in_place:  # the first part is on its way, and takes a while
             self._queue_local(queue, out)
         try:
+            self._check_reachable(source)
             region = part.pending.result(self.options.request_timeout_s + GRACE_S)
         except TransferError as exc:
             self._fail(source, exc, failed)
@@ -361,11 +365,21 @@ class Assembly:
     def _fail(self, source: _Source, error: Exception, failed: dict[int, Exception]) -> None:
         """Take note that a source does not come by its current way, and let go of what came."""
         failed[source.slot] = error
-        remote = self._opened.pop(source.slot)
+        if isinstance(error, UnreachableError):
+            self._unreachable[source.way.holder] = str(error)
+        remote = self._opened.pop(source.slot, None)
+        if remote is None:
+            return
         if source.way.transport.in_place:  # kernels that are queued may read there still
             self._given_up.append(remote)
         else:
             remote.close()
+
+    def _check_reachable(self, source: _Source) -> None:
+        """Raise if the holder did not answer about another block: the time would add up."""
+        why = self._unreachable.get(source.way.holder)
+        if why is not None:
+            raise UnreachableError(why)
 
     def _sources(self, kind: str) -> list[_Source]:
         """Return the remote sources in stage order."""

@@ -23,13 +23,11 @@ from dask_p2p.errors import P2PError
 from dask_p2p.registration import register
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.links import BlockRef
-from dask_p2p.transports.probe import check_probe, probe_key
+from dask_p2p.transports.probe import check_probe, most_probe_bytes, probe_key
 
 __all__ = ["Link", "Problem", "Report", "Status", "check", "find_problems"]
 
 _LATENCY_BYTES = 1024
-_HOST_BYTES = 32 * 2**20
-_DEVICE_BYTES = 256 * 2**20
 _REPEATS = 5
 _POOL_GRANULE_BYTES = 2 * 2**20
 _POOL_CURE = (
@@ -316,7 +314,7 @@ def _measure_link(runtime: Any, holder: str, kind: str, chosen: Options) -> Link
     try:
         transport = runtime.links.ways(ref, kind, dtype, chosen.order(kind))[0].transport.name
         latency_s, _ = _time(runtime, holder, kind, _LATENCY_BYTES, chosen)
-        nbytes = _DEVICE_BYTES if kind == "cupy" else _HOST_BYTES
+        nbytes = most_probe_bytes(kind, runtime.memory_bytes("numpy"))
         time_s, transport = _time(runtime, holder, kind, nbytes, chosen)
     except P2PError as exc:
         return Link(runtime.address, holder, None, 0.0, 0.0, {}, f"{type(exc).__name__}: {exc}")

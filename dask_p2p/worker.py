@@ -52,6 +52,10 @@ _KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them 
 _ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
 _RECORDS = 1000  # of tasks that are kept
 _METRIC = "dask-p2p-leased-bytes"
+_REFUSAL = (
+    "dask_p2p: a worker's blocks cannot be read in place, and are sent by messages instead: "
+    "{reason}. Set the worker's --local-directory to a local disk with free space and inodes."
+)
 _LEAVE_S = 1.0  # from the loss of its GPU until a worker's process ends
 _COUNTED_TASKS = 10_000  # whose failed attempts are kept
 
@@ -79,7 +83,7 @@ class WorkerHost:
     def block(self, key: Any) -> Any:
         """Return a block; one that is spilled is read, and left where it is."""
         if is_probe(key):
-            return self.probes.block(key)
+            return self.probes.block(key, self._worker.memory_manager.memory_limit or None)
         data = self._worker.data
         for _ in range(_LOOKS):
             with suppress(KeyError):
@@ -283,17 +287,24 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     name = PLUGIN_NAME
     idempotent = True
+    runtime: WorkerRuntime | None = None  # while it is not set up
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self._meetings: set[asyncio.Future[None]] = set()
 
     def setup(self, worker: Worker) -> None:
-        """Take the place of the worker's handlers, and add the transports'."""
-        self._worker = worker
-        self._host = WorkerHost(worker)
-        self._transports = make_transports(self._host, self.options)
-        self.runtime = WorkerRuntime(worker, self._host, self._transports, self.options)
+        """Take the place of the worker's handlers, and add the transports': all, or nothing."""
+        try:
+            self._worker = worker
+            self._host = WorkerHost(worker)
+            self._transports = make_transports(self._host, self.options)
+            runtime = WorkerRuntime(worker, self._host, self._transports, self.options)
+        except BaseException:
+            worker.plugins.pop(self.name, None)  # Dask keeps what has failed
+            raise
+        for reason in {transport.refusal for transport in self._transports.values()} - {None}:
+            runtime.warn(_REFUSAL.format(reason=reason))
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
         # In a new dict: a heartbeat that goes through the old one just now, and waits for a metric,
@@ -304,6 +315,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self._originals = {op: handlers[op] for op in ("compute-task", "remove-worker")}
         handlers["compute-task"] = self._on_compute_task
         handlers["remove-worker"] = self._on_remove_worker
+        self.runtime = runtime
 
     async def _warm_up(self) -> None:
         """Compile the kernels: once on a machine it takes seconds, for which no task need wait."""
@@ -320,6 +332,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         """
         if on_gpu():
             others = stage_order(addresses, self._host.address)
+            assert self.runtime is not None
             meeting = asyncio.ensure_future(asyncio.to_thread(self.runtime.meet, others, "cupy"))
             self._meetings.add(meeting)  # the loop itself keeps only a weak reference
             meeting.add_done_callback(self._meetings.discard)
@@ -375,7 +388,8 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def _on_remove_worker(self, **message: Any) -> None:
         try:
             self._host.gone(message["worker"])
-            self.runtime.links.forget(message["worker"])
+            if self.runtime is not None:
+                self.runtime.links.forget(message["worker"])
         finally:
             self._originals["remove-worker"](**message)
 

@@ -19,7 +19,7 @@ from dask_p2p.errors import (
 from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.layout import box_slices
 from dask_p2p.plan import slab_chunks, transpose_plan
-from dask_p2p.transports.base import Pacing, RemoteBlock, Transport
+from dask_p2p.transports.base import Pacing, RemoteBlock, Transport, UnreachableError
 from dask_p2p.transports.links import BlockRef, Links
 
 CHUNKS = ((3, 3, 3), (9,))
@@ -321,6 +321,17 @@ def test_a_block_that_nobody_has(quick, peers):
     quick.fails["c", ("x", 2, 0)] = BlockUnavailableError("not there any more")
     with pytest.raises(BlockUnavailableError, match=r"\('x', 2, 0\) could not be brought here"):
         assembly(peers).run()
+    assert quick.open_now == []
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_holder_that_does_not_answer_is_not_asked_for_its_other_blocks(peers, log, late):
+    quick = peers.links.transports["quick"] = FakeTransport("quick", log, part_bytes=24, ahead=1)
+    quick.fails["c", ("x", 0, 0)] = UnreachableError("no answer of c")
+    quick.late = {("x", 0, 0)} if late else set()
+    with pytest.raises(UnreachableError, match="no answer of c"):
+        assembly(peers, ("c", "b", "c")).run()
+    assert opened(log) == [("quick", "c")]
     assert quick.open_now == []
 
 

@@ -62,6 +62,7 @@ __all__ = [
     "Pending",
     "RemoteBlock",
     "Transport",
+    "UnreachableError",
     "UnsuitableError",
     "ask",
     "check_block",
@@ -74,6 +75,9 @@ __all__ = [
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
+# Of a holder that stands still: an attempt at a task takes `Options.request_timeout_s` for it, and
+# `MEET_S` for each transport that has not met it, whatever the number of its blocks. After
+# `Options.attempts` of them, with a pause of 2 s at most between two, the task ends in an error.
 #: How long to wait for a worker that is met for the first time.
 MEET_S = 10.0
 #: Transports keep their deadlines themselves; this much later something is wrong with them.
@@ -99,6 +103,10 @@ class BlockSpec:
 
 class UnsuitableError(TransferError):
     """Another transport brings this block better. That is no failure, and nobody is warned."""
+
+
+class UnreachableError(BlockUnavailableError):
+    """A holder does not answer, or cannot be reached: so it is for all its blocks."""
 
 
 class Host(Protocol):
@@ -199,6 +207,11 @@ class Transport(ABC):
     def handlers(self) -> Mapping[str, Handler]:
         """RPC handlers of the holder's side, by the name of their operation."""
 
+    @property
+    def refusal(self) -> str | None:
+        """Why nobody can read this worker's blocks by this transport; None if others may."""
+        return None
+
     @abstractmethod
     def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
         """Why blocks of this kind ("numpy", "cupy") cannot come from `holder`; None if they may."""
@@ -261,24 +274,34 @@ async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **
 
     Raises
     ------
-    BlockUnavailableError
+    UnreachableError
         If the holder cannot be reached, or does not answer in time.
     TransferError
         If its handler raises, or its answer cannot be read.
     """
+    calling = asyncio.ensure_future(host.call(holder, op, **kwargs))
+    for task in (calling, asyncio.current_task()):
+        if task is not None:
+            task.add_done_callback(_retrieve_error)
     try:
-        return await asyncio.wait_for(host.call(holder, op, **kwargs), timeout_s)
+        return await asyncio.wait_for(calling, timeout_s)
     except TimeoutError:
-        raise BlockUnavailableError(
+        raise UnreachableError(
             f"no answer of {holder} about {about} within {timeout_s:g} s"
         ) from None
     except OSError as exc:  # connections that break, or cannot be made
-        raise BlockUnavailableError(f"{holder} cannot be reached about {about}: {exc}") from exc
+        raise UnreachableError(f"{holder} cannot be reached about {about}: {exc}") from exc
     except MemoryError:  # for the answer, here
         raise
     except Exception as exc:  # of the holder's, which Dask raises here; or its answer is garbled
         why = f"{type(exc).__name__}: {exc}"
         raise TransferError(f"{holder} could not answer about {about}: {why}", why) from exc
+
+
+def _retrieve_error(task: asyncio.Future[Any]) -> None:
+    """Keep asyncio from logging an error, since whoever asked may have given up by now."""
+    if not task.cancelled():
+        task.exception()
 
 
 def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None) -> None:

@@ -28,6 +28,7 @@ reader that of each holder that it has read from, until it leaves (`leave`).
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import tempfile
 import threading
@@ -42,6 +43,8 @@ from weakref import WeakSet
 from dask_p2p.transports.locks import LOCKS, OWNER, LockFile, readers
 
 __all__ = ["Board", "Intent", "Lease", "leave", "take"]
+
+logger = logging.getLogger(__name__)
 
 _LINGER_S = 0.1
 
@@ -95,7 +98,10 @@ class Board:
         except (OSError, AttributeError) as exc:  # the latter where there are no such locks
             self.close()
             self.folder = ""
-            self.refusal = f"descriptors cannot be published in {parent}: {exc}"
+            logger.warning("descriptors cannot be published in %s: %s", parent, exc)
+            # In the same words on all workers that have the same trouble.
+            reason = getattr(exc, "strerror", None) or exc
+            self.refusal = f"its folder for descriptors cannot be set up: {reason}"
 
     def _set_up(self, parent: str) -> None:
         self.folder = tempfile.mkdtemp(prefix="p2p-", dir=parent)  # mode 0o700

@@ -92,6 +92,7 @@ class CommTransport(Transport):
 
     async def _serve(
         self,
+        /,
         key: Any = None,
         box: Any = None,
         shape: Any = None,

@@ -252,6 +252,10 @@ class PostedTransport(Transport):
         return {self._peer_op: self._answer_peer, self._post_op: self._answer_post}
 
     @property
+    def refusal(self) -> str | None:
+        return self._board.refusal
+
+    @property
     def leased_bytes(self) -> int:
         return self._board.leased_bytes
 
@@ -290,7 +294,7 @@ class PostedTransport(Transport):
         for peer, _ in self._peers.values():
             leave(peer.folder)
 
-    async def _answer_peer(self, **unknown: Any) -> dict[str, Any]:
+    async def _answer_peer(self, /, **unknown: Any) -> dict[str, Any]:
         try:
             no_more(unknown)
             peer = await self.host.offload(self._describe)
@@ -312,7 +316,7 @@ class PostedTransport(Transport):
         )
 
     async def _answer_post(
-        self, key: Any = None, shape: Any = None, **unknown: Any
+        self, /, key: Any = None, shape: Any = None, **unknown: Any
     ) -> dict[str, Any]:
         try:
             no_more(unknown)

@@ -16,11 +16,11 @@ from dask_p2p.errors import TransferError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.kernels.queue import queue_for
 
-__all__ = ["PROBE_BYTES", "Probes", "check_probe", "is_probe", "probe_key"]
+__all__ = ["PROBE_BYTES", "Probes", "check_probe", "is_probe", "most_probe_bytes", "probe_key"]
 
 PROBE_BYTES = 2**16  # more than UCX sends at once without a rendezvous
-_MOST_BYTES = 2**30
-_KINDS = ("numpy", "cupy")
+_MOST_BYTES = {"numpy": 32 * 2**20, "cupy": 256 * 2**20}  # by kind
+_MOST_OF_MEMORY = 1 / 32  # that one probe block may take
 _NAME = "dask-p2p-probe"
 _KEPT = 3  # one that proves ways, two by which links are measured
 
@@ -32,6 +32,17 @@ _Key = tuple[str, str, int]
 def probe_key(kind: str, nbytes: int = PROBE_BYTES) -> _Key:
     """Return the key of a probe block: a 1-D array of so many bytes."""
     return (_NAME, kind, nbytes)
+
+
+def most_probe_bytes(kind: str, memory_bytes: int | None) -> int:
+    """Return the size of the largest probe block of a worker with this memory, if it is bounded.
+
+    Sizes are powers of two: all that there can be take no more than two of the largest.
+    """
+    most_bytes = _MOST_BYTES[kind]
+    if memory_bytes is not None:
+        most_bytes = max(PROBE_BYTES, min(most_bytes, int(memory_bytes * _MOST_OF_MEMORY)))
+    return int(2 ** (most_bytes.bit_length() - 1))
 
 
 def is_probe(key: Any) -> bool:
@@ -46,8 +57,8 @@ class Probes:
         self._blocks: OrderedDict[_Key, Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def block(self, key: Any) -> Any:
-        """Return a probe block.
+    def block(self, key: Any, memory_bytes: int | None = None) -> Any:
+        """Return a probe block of a worker with this memory limit, if it has one.
 
         Raises
         ------
@@ -55,9 +66,12 @@ class Probes:
             If the key asks for what is no probe block, or for too large a one.
         """
         _, kind, nbytes = key
-        if kind not in _KINDS or type(nbytes) is not int or not 0 < nbytes <= _MOST_BYTES:
+        if kind not in tuple(_MOST_BYTES):
+            raise ValueError(f"expected a probe block of numpy or cupy, got {key!r}")
+        most_bytes = most_probe_bytes(kind, memory_bytes)
+        if type(nbytes) is not int or nbytes.bit_count() != 1 or not 0 < nbytes <= most_bytes:
             raise ValueError(
-                f"expected a probe block of numpy or cupy and 1 to {_MOST_BYTES} bytes, got {key!r}"
+                f"expected a probe block of a power of two, at most {most_bytes} bytes, got {key!r}"
             )
         key = probe_key(kind, nbytes)
         with self._lock:

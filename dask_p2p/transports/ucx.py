@@ -223,7 +223,7 @@ class UcxTransport(Transport):
     def handlers(self) -> Mapping[str, Handler]:
         return {_PEER_OP: self._answer_peer, _SEND_OP: self._answer_send}
 
-    async def _answer_peer(self, **unknown: Any) -> dict[str, Any]:
+    async def _answer_peer(self, /, **unknown: Any) -> dict[str, Any]:
         try:
             no_more(unknown)
             messenger = await self._started()
@@ -233,6 +233,7 @@ class UcxTransport(Transport):
 
     async def _answer_send(
         self,
+        /,
         key: Any = None,
         boxes: Any = None,
         shape: Any = None,

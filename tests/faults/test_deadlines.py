@@ -115,6 +115,25 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
     check(client, dask_p2p.transpose(x, chunks=(8, -1)))
 
 
+def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
+    reader, holder, *_ = addresses(client)
+    x = source(LARGE, (64, 2048))
+    x = client.persist(x, workers=[holder], allow_other_workers=True)
+    y = client.persist(dask_p2p.transpose(x)[:512], workers=[reader], allow_other_workers=True)
+    wait([x, y])  # they have met
+    del y
+    with halted(client, holder):
+        start_s = time.monotonic()
+        y = client.compute(dask_p2p.transpose(x, chunks=(512, -1))[:512], workers=[reader])
+        with pytest.raises(TransferError, match=f"failed 2 times on {reader}.*no answer of"):
+            y.result(timeout=BOUND_S)
+        assert time.monotonic() - start_s < 5 * DEADLINE_S + 5, "it is not 32 deadlines twice"
+    del y
+    got = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
+    np.testing.assert_array_equal(got, expected(LARGE).T)
+    assert_nothing_is_held(client)
+
+
 def test_a_holder_that_is_halted_in_the_middle(client, gate):
     reader, holder, *_ = addresses(client)
     x = one_block_each(client, source(LARGE, (512, 2048)), addresses(client))

@@ -264,6 +264,14 @@ def with_checksum(request, choices):
 
 
 @pytest.mark.usefixtures("unchanged")
+def test_arguments_with_the_names_of_handlers_own(holder):
+    ops = [f"p2p_{name}" for name in ("region", "cma_peer", "cma_post", "ipc_peer", "ipc_post")]
+    for op in (*ops, "p2p_ucx_peer", "p2p_ucx_send"):
+        for reply in holder.ask(op, [{"self": 1}, {"unknown": 1}, {"kwargs": {}}]):
+            assert is_refusal(reply)
+
+
+@pytest.mark.usefixtures("unchanged")
 @settings(max_examples=EXAMPLES["p2p_region"])
 @given(asked=some(requests()))
 def test_regions(holder, asked):
