@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import threading
 import warnings
+from contextlib import contextmanager
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -235,3 +238,61 @@ def _waiting(dask_worker):
         for ts in dask_worker.state.tasks.values()
         if ts.state == "ready"
     )
+
+
+OF_WORKER = {"ucx_allow_unencrypted": False, "staging_limit_bytes": 64 * 2**20, "board_retain_s": 3}
+OF_CLIENT = {
+    "p2p.transports.ucx.allow-unencrypted": True,
+    "p2p.memory.staging-limit": "3 GiB",
+    "p2p.transports.board.retain": "1 s",
+    "p2p.low-latency": True,
+}
+
+
+@contextmanager
+def worker_process(address, *args):
+    """A worker as a user starts it, with options of its own."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": ":".join(filter(None, sys.path)),
+        "DASK_P2P__TRANSPORTS__UCX__ALLOW_UNENCRYPTED": "False",
+        "DASK_P2P__MEMORY__STAGING_LIMIT": "64 MiB",
+        "DASK_P2P__TRANSPORTS__BOARD__RETAIN": "3 s",
+    }
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard"]
+    process = subprocess.Popen(
+        [*command, "--nthreads", "1", *args], env=env, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _own_options(dask_worker):
+    plugin = dask_worker.plugins[PLUGIN_NAME]
+    own = {name: getattr(plugin.options, name) for name in OF_WORKER}
+    budgets = {transport.packed.limit_bytes for transport in plugin._transports.values()}
+    return own, id(plugin), budgets, sys.getswitchinterval()
+
+
+def test_workers_keep_their_own_options():
+    with (
+        LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        worker_process(cluster.scheduler_address, "--preload", "dask_p2p.preload"),
+    ):
+        client.wait_for_workers(1, timeout=60)
+        wait_until(lambda: have_plugin(client), timeout_s=60)
+        (before,) = client.run(_own_options).values()
+        with worker_process(cluster.scheduler_address), dask.config.set(OF_CLIENT):
+            client.wait_for_workers(2, timeout=60)
+            dask_p2p.register(client)
+            check(client, lazy())
+            after = client.run(_own_options).values()
+            assert before in after, "the plugin that was there is there"
+            for own, _, budgets, switch_s in after:
+                assert own == OF_WORKER
+                assert budgets == {64 * 2**20}
+                assert switch_s == 0.005
