@@ -22,8 +22,10 @@ from dask_p2p.errors import (
     MemoryLimitError,
     P2PError,
     P2PWarning,
+    RegistrationError,
     TransferError,
     UnsupportedArrayError,
+    VersionError,
 )
 
 if TYPE_CHECKING:
@@ -46,8 +48,10 @@ __all__ = [
     "MemoryLimitError",
     "P2PError",
     "P2PWarning",
+    "RegistrationError",
     "TransferError",
     "UnsupportedArrayError",
+    "VersionError",
     "check",
     "estimate",
     "local_cluster",

@@ -43,10 +43,12 @@ from dask_p2p.transports.base import (
 )
 from dask_p2p.transports.links import BlockRef, Links, Way
 from dask_p2p.transports.pacing import Pacing, staging_bytes
+from dask_p2p.versioned import versioned
 
 __all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
 
 
+@versioned()
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
     """What all blocks of one output have in common."""
@@ -57,6 +59,7 @@ class OutputSpec:
     options: Options
 
 
+@versioned()
 @dataclass(frozen=True, slots=True)
 class Stage:
     """What came from one remote block."""

@@ -1,7 +1,8 @@
 """Options: the ``p2p`` part of Dask's configuration, read in this place only.
 
 Workers do not see what a client sets later with `dask.config.set`: the options that a task
-needs are read when its graph is built, and travel with it as an `Options` value.
+needs are read when its graph is built, and travel with it as an `Options` value. What concerns a
+worker itself, and all whom it serves, it reads from its own configuration.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
 from dask_p2p.errors import ConfigError
+from dask_p2p.versioned import versioned
 
 __all__ = [
     "MODES",
@@ -40,6 +42,7 @@ _BEST = {"cupy": ("ipc", "ucx", "comm"), "numpy": ("cma", "comm")}
 _T = TypeVar("_T")
 
 
+@versioned(defaults=lambda: options())
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a task needs to know; made by `options`."""

@@ -6,13 +6,15 @@
     ├── InputError (ValueError)         the request cannot be carried out as given
     │   ├── AxesError                   axes are no permutation of the array's axes
     │   ├── ChunksError                 chunks are unknown, or do not fit the shape
-    │   └── UnsupportedArrayError       masked, sparse, object dtype on a GPU, ...
+    │   ├── UnsupportedArrayError       masked, sparse, object dtype on a GPU, ...
+    │   └── VersionError                another version of the package has written it
     ├── BlockMismatchError              a block is not what the Dask array declares
     ├── TransferError                   a region could not be brought to its reader
     │   └── BlockUnavailableError       a holder no longer has, or never had, the block
     ├── DeviceLostError                 a worker's GPU works no more; the worker leaves
     ├── MemoryLimitError (MemoryError)  a block needs more memory than there is
     ├── ConfigError (ValueError)        an option has a value that it cannot have
+    ├── RegistrationError               the scheduler or a worker cannot take part
     └── FileError (OSError)             a file cannot be read or written as asked
 
 Each message says what was expected, what came, and what to do.
@@ -32,8 +34,10 @@ __all__ = [
     "MemoryLimitError",
     "P2PError",
     "P2PWarning",
+    "RegistrationError",
     "TransferError",
     "UnsupportedArrayError",
+    "VersionError",
 ]
 
 
@@ -55,6 +59,10 @@ class ChunksError(InputError):
 
 class UnsupportedArrayError(InputError):
     """The array is of a kind whose values plain copies of its bytes would not keep."""
+
+
+class VersionError(InputError):
+    """What another version of the package has written, and this one cannot read."""
 
 
 class BlockMismatchError(P2PError):
@@ -117,6 +125,13 @@ class DeviceLostError(P2PError):
 
 class ConfigError(P2PError, ValueError):
     """An option has a value that it cannot have."""
+
+
+class RegistrationError(P2PError):
+    """The scheduler or a worker cannot take part in transfers.
+
+    The package is missing there, or is another version, or its configuration is wrong.
+    """
 
 
 class FileError(P2PError, OSError):

@@ -11,6 +11,7 @@ from dask_p2p.config import Options
 from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import block_indices
 from dask_p2p.plan import Plan
+from dask_p2p.registration import assemble
 from dask_p2p.task import AssembleTask
 
 __all__ = ["assemble_tasks"]
@@ -39,5 +40,5 @@ def assemble_tasks(name: str, x: Any, plan: Plan, options: Options) -> dict[Any,
     for index in plan.indices():
         key = (name, *index)
         sources = [refs[source] for source in plan.sources(index)]
-        tasks[key] = AssembleTask.of(key, plan, index, output, sources)
+        tasks[key] = AssembleTask.of(key, plan, index, output, sources, assemble)
     return tasks

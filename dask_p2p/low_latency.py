@@ -3,7 +3,8 @@
 Dask's client, scheduler and workers collect messages, and send no two batches within 10, 5 and 2 ms
 of each other. For a graph of many small tasks that saves work. For one layer whose tasks take 30 ms
 it costs more than it saves: here the pauses are made 0.5 ms. That concerns everything that the
-cluster does, so a user has to ask for it.
+cluster does, so a user has to ask for it: the client, the scheduler and each worker read it in
+their own configuration.
 
 A worker has several threads in a transfer: one a task, one a reader, the event loop. A thread that
 has to wait for Python's lock gets it after 5 ms, or whenever it is let go of; with low latency that
@@ -18,11 +19,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from distributed import Worker, WorkerPlugin
 from distributed.batched import BatchedSend
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-__all__ = ["INTERVAL_S", "SchedulerLatency", "WorkerLatency", "shorten"]
+__all__ = ["INTERVAL_S", "SchedulerLatency", "shorten", "shorten_worker"]
 
 INTERVAL_S = 0.5e-3
 
@@ -33,16 +33,10 @@ def shorten(stream: Any) -> None:
         stream.interval = min(stream.interval, INTERVAL_S)
 
 
-class WorkerLatency(WorkerPlugin):  # type: ignore[misc]
-    """Shortens the pauses of each worker and its threads."""
-
-    name = "dask-p2p-low-latency"
-    idempotent = True
-
-    def setup(self, worker: Worker) -> None:
-        """Set the intervals of the stream to the scheduler, and of Python's threads."""
-        shorten(worker.batched_stream)
-        sys.setswitchinterval(min(sys.getswitchinterval(), INTERVAL_S))
+def shorten_worker(worker: Any) -> None:
+    """Shorten the pauses of a worker: of its stream to the scheduler, and of Python's threads."""
+    shorten(worker.batched_stream)
+    sys.setswitchinterval(min(sys.getswitchinterval(), INTERVAL_S))
 
 
 class SchedulerLatency(SchedulerPlugin):  # type: ignore[misc]

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dask_p2p.layout import (
     Box,
@@ -52,10 +52,12 @@ from dask_p2p.layout import (
     overlaps,
     split_evenly,
 )
+from dask_p2p.versioned import versioned
 
 __all__ = ["BlockPlan", "Piece", "Plan", "slab_chunks", "stage_order", "transpose_plan"]
 
 
+@versioned()
 class Piece(NamedTuple):  # there are as many as blocks squared: a tuple is made and sent quickest
     """One region of a source block, and the region of the output block that it fills.
 
@@ -67,6 +69,7 @@ class Piece(NamedTuple):  # there are as many as blocks squared: a tuple is made
     dst: Box  # relative to the output block, in the output's order of axes
 
 
+@versioned()
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
     """How one output block is assembled."""
@@ -78,6 +81,7 @@ class BlockPlan:
     pieces: tuple[Piece, ...]
 
 
+@versioned()  # without what is cached: each task carries a plan, and reads one block of it
 @dataclass(frozen=True)
 class Plan:
     """How all blocks of an output are assembled from the blocks of an input.
@@ -95,10 +99,6 @@ class Plan:
     src_chunks: Chunks
     dst_chunks: Chunks
     axes: tuple[int, ...]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without what is cached: each task carries a plan, and reads one block of it.
-        return Plan, (self.src_chunks, self.dst_chunks, self.axes)
 
     @cached_property
     def _overlaps(self) -> list[list[list[Overlap]]]:

@@ -1,27 +1,38 @@
-"""How the worker plugin gets onto a cluster."""
+"""How the plugins get onto a cluster.
+
+The client, or a worker that lacks them, gives the scheduler its plugin (`dask_p2p.scheduler`); that
+sees to the workers.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
-import time
+import warnings
 from typing import Any
 from weakref import WeakSet
 
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.config import options
+from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
+from dask_p2p.task import assemble_block, whereabouts
+from dask_p2p.versioned import this_version
 
-__all__ = ["register", "register_if_possible", "workers_of"]
+__all__ = ["ask_later", "assemble", "register", "register_if_possible", "workers_of"]
 
-_TRIES = 5
-_PAUSE_S = 0.2  # for the scheduler to notice who died
+logger = logging.getLogger(__name__)
 
-_registered: WeakSet[Any] = WeakSet()  # clients whose cluster has the plugin
+_RETRY_S = 1.0
+_registered: WeakSet[Any] = WeakSet()  # clients whose cluster has the plugins
+_asked: WeakSet[Any] = WeakSet()  # workers that lack the plugin, and have asked for it
 
 
 def register(client: Any = None) -> Any:
-    """Put the worker plugin on a cluster: on its workers, and on those that join later.
+    """Put the plugins on a cluster: on its scheduler, its workers, and those that join later.
 
     Calling it again changes nothing. `dask_p2p.transpose` calls it by itself where it finds a
-    synchronous client.
+    client; an asynchronous one registers while `transpose` goes on. A worker that does not answer
+    for ten seconds is named in a warning, and gets the plugin when it goes on.
 
     Parameters
     ----------
@@ -37,25 +48,123 @@ def register(client: Any = None) -> Any:
     ------
     ValueError
         If there is no client.
+    RegistrationError
+        If the scheduler or a worker cannot take part, since it lacks the package or has another
+        version of it.
     """
     from distributed import default_client
 
     client = default_client(client)
-    return _register_async(client) if client.asynchronous else _register(client)
+    if client.asynchronous:
+        return _register_async(client)
+    client.sync(_register_async, client)
+    return None
+
+
+def register_if_possible() -> None:
+    """Register with the current client, once with each, or within a task for its worker."""
+    # Without distributed imported there cannot be a client, and importing it takes a while.
+    if "distributed" not in sys.modules:
+        return
+    from distributed import default_client
+    from distributed.utils import sync
+
+    worker, runtime = whereabouts()
+    if worker is not None:
+        if runtime is None:
+            _report(sync(worker.loop, _ask, worker.scheduler))
+        return
+    try:
+        client = default_client()
+    except ValueError:
+        return
+    if client in _registered or client.status != "running":
+        return
+    if client.asynchronous:
+        _registered.add(client)
+        client.loop.add_callback(_register_later, client)
+    else:
+        register(client)
+
+
+def assemble(*args: Any) -> Any:
+    """Do a task's work; where the plugin is missing, ask for it, so that later tasks have it."""
+    worker, runtime = whereabouts()
+    if worker is not None and runtime is None and worker not in _asked:
+        _asked.add(worker)
+        worker.loop.add_callback(ask_later, worker)
+    return assemble_block(*args)
+
+
+async def ask_later(worker: Any) -> None:
+    """Have the scheduler put the plugins on the cluster, as soon as it can be reached."""
+    from distributed.core import Status
+
+    while worker.status in (Status.init, Status.running, Status.paused):
+        try:
+            await _give_plugin(worker.scheduler)
+            return
+        except OSError:
+            await asyncio.sleep(_RETRY_S)
+        except Exception as exc:  # it works without, if slower
+            logger.warning("the scheduler did not take the plugin: %s", exc)
+            return
 
 
 async def _register_async(client: Any) -> None:
-    for plugin in _plugins(client):
-        await client.register_plugin(plugin)
-    # Workers that die meanwhile need not meet anybody.
-    await client.run(meet, [*await _workers_of(client)], on_error="ignore")
+    if options().low_latency:
+        from dask_p2p.low_latency import shorten
 
-
-def _register(client: Any) -> None:
-    for plugin in _plugins(client):
-        _tell_all(client, plugin)
+        shorten(client.scheduler_comm)
+    _report(await _ask(client.scheduler))
     _registered.add(client)
-    client.run(meet, [*workers_of(client)], on_error="ignore")
+
+
+async def _register_later(client: Any) -> None:
+    try:
+        await _register_async(client)
+    except (P2PError, OSError) as exc:
+        _registered.discard(client)
+        warnings.warn(f"dask_p2p: {exc}", P2PWarning, stacklevel=2)
+
+
+async def _ask(scheduler: Any) -> dict[str, Any]:
+    """Ask a scheduler to have all workers take part; return which cannot, and which are silent."""
+    await _give_plugin(scheduler)
+    answer: dict[str, Any] = await scheduler.p2p_register()
+    return answer
+
+
+async def _give_plugin(scheduler: Any) -> None:
+    from distributed.protocol.pickle import dumps
+
+    from dask_p2p.scheduler import P2PSchedulerPlugin, installed_version
+
+    plugin = P2PSchedulerPlugin()
+    try:
+        await scheduler.register_scheduler_plugin(
+            plugin=dumps(plugin), name=plugin.name, idempotent=True
+        )
+    except (ImportError, AttributeError) as exc:  # it cannot read the plugin
+        there = await installed_version(scheduler.run_function)
+        raise RegistrationError(
+            f"expected {this_version()} on the scheduler, got {there} ({exc}). Install the same "
+            f"version on clients, scheduler and workers."
+        ) from exc
+
+
+def _report(answer: dict[str, Any]) -> None:
+    """Raise if workers cannot take part, and warn of those that do not answer."""
+    from dask_p2p.scheduler import ANSWER_S, cannot_take_part
+
+    if answer["failed"]:
+        raise RegistrationError(cannot_take_part(answer["failed"]))
+    if answer["silent"]:
+        text = (
+            f"no answer of {', '.join(sorted(answer['silent']))} within {ANSWER_S:g} s: what is "
+            f"sent there waits. If it goes on, it takes part; if not, close it."
+        )
+        warnings.warn(text, P2PWarning, stacklevel=4)
 
 
 def workers_of(client: Any) -> dict[str, dict[str, Any]]:
@@ -71,53 +180,3 @@ def workers_of(client: Any) -> dict[str, dict[str, Any]]:
 async def _workers_of(client: Any) -> dict[str, dict[str, Any]]:
     workers: dict[str, dict[str, Any]] = (await client.scheduler.identity(n_workers=-1))["workers"]
     return workers
-
-
-def _plugins(client: Any) -> list[Any]:
-    """Return what has to be registered, by the options that are configured here."""
-    from dask_p2p.worker import make_plugin
-
-    plugins = [make_plugin()]
-    if plugins[0].options.low_latency:
-        from dask_p2p.low_latency import SchedulerLatency, WorkerLatency, shorten
-
-        shorten(client.scheduler_comm)
-        plugins += [SchedulerLatency(), WorkerLatency()]
-    return plugins
-
-
-def _tell_all(client: Any, plugin: Any) -> None:
-    for left in reversed(range(_TRIES)):
-        try:
-            client.register_plugin(plugin)
-            return
-        except OSError:
-            # A worker died while all were being told. The scheduler knows the plugin now, and would
-            # take a second registration for done; but some of the living may not have heard of it.
-            if not left:
-                raise
-            plugin.idempotent = False
-            time.sleep(_PAUSE_S)
-
-
-def meet(addresses: list[str], dask_worker: Any) -> None:
-    """Have a worker find out how it reaches the others, before it needs to."""
-    plugin = dask_worker.plugins.get(PLUGIN_NAME)
-    if plugin is not None:
-        plugin.meet(addresses)
-
-
-def register_if_possible() -> None:
-    """Register with the current client, if there is a synchronous one, and only once with each."""
-    # Without distributed imported there cannot be a client, and importing it takes a while.
-    if "distributed" not in sys.modules:
-        return
-    from distributed import default_client
-
-    try:
-        client = default_client()
-    except ValueError:
-        return
-    if client.asynchronous or client in _registered or client.status != "running":
-        return
-    _register(client)

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from dask.task_spec import Task, TaskRef
+from dask.utils import format_bytes
 
 from dask_p2p.assemble import Assembly, OutputSpec, Peers, Stage
 from dask_p2p.config import Options
@@ -25,8 +27,19 @@ from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError
 from dask_p2p.layout import Index
 from dask_p2p.plan import Plan
 from dask_p2p.transports.links import BlockRef
+from dask_p2p.versioned import check_readable
 
-__all__ = ["PLUGIN_NAME", "AssembleTask", "Attempts", "Record", "Runtime", "warn_client"]
+__all__ = [
+    "PLUGIN_NAME",
+    "AssembleTask",
+    "AttemptLog",
+    "Attempts",
+    "Record",
+    "Runtime",
+    "plugin_runtime",
+    "warn_client",
+    "whereabouts",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +47,12 @@ logger = logging.getLogger(__name__)
 PLUGIN_NAME = "dask-p2p"
 
 _LONGEST_BACKOFF_S = 2.0
+_TAKEN_OFF = "the worker's plugin was taken off while the task waited"
 _KEPT_CAUSES = 8  # of a task's failed attempts: the last ones that differ
 _CAUSE_CHARS = 500  # of each
+_COUNTED_TASKS = 10_000  # whose failed attempts are kept
 _warned: WeakSet[Any] = WeakSet()  # workers that have said that they lack the plugin
+_unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers that lost it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +94,44 @@ class Attempts:
         )
 
 
+class AttemptLog:
+    """The failed attempts of one worker at its tasks.
+
+    Parameters
+    ----------
+    address : str
+        The worker's.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._failed: OrderedDict[Any, Attempts] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def failed(self, key: Any, cause: str) -> Attempts:
+        """Take note of a failed attempt at this task; return what is known of all there were."""
+        with self._lock:
+            attempts = self._failed.pop(key, None) or Attempts()
+            attempts.add(cause)
+            self._failed[key] = attempts
+            while len(self._failed) > _COUNTED_TASKS:
+                self._failed.popitem(last=False)
+            return attempts
+
+    def gave_up(self, key: Any) -> None:
+        """Forget the attempts at this task: if it is wanted again, it gets as many anew."""
+        with self._lock:
+            self._failed.pop(key, None)
+
+
 class Runtime(Peers, Protocol):
     """What a task needs of the plugin of its worker."""
 
     def failed(self, key: Any, cause: str) -> Attempts:
-        """Take note of a failed attempt at this task; return what is known of all there were."""
+        """See `AttemptLog`."""
 
     def gave_up(self, key: Any) -> None:
-        """Forget the attempts at this task: if it is wanted again, it gets as many anew."""
+        """See `AttemptLog`."""
 
     def on_device_lost(self, error: DeviceLostError) -> bool:
         """Have the worker leave because its GPU works no more; return whether it does."""
@@ -121,10 +167,16 @@ class AssembleTask(Task):  # type: ignore[misc]
 
     @classmethod
     def of(
-        cls, key: Any, plan: Plan, index: Index, output: OutputSpec, sources: Iterable[TaskRef]
+        cls,
+        key: Any,
+        plan: Plan,
+        index: Index,
+        output: OutputSpec,
+        sources: Iterable[TaskRef],
+        function: Callable[..., Any] | None = None,
     ) -> AssembleTask:
-        """Make the task from references to its sources."""
-        return cls(key, _assemble, key, plan, index, output, *sources)
+        """Make the task from references to its sources; by default `assemble_block` does it."""
+        return cls(key, function or assemble_block, key, plan, index, output, *sources)
 
     def with_references(self, references: Mapping[Any, BlockRef]) -> AssembleTask:
         """Return the task with these dependencies replaced by references."""
@@ -134,13 +186,17 @@ class AssembleTask(Task):  # type: ignore[misc]
         return type(self)(self.key, self.func, *args)
 
 
-def _assemble(key: Any, plan: Plan, index: Index, output: OutputSpec, *blocks: Any) -> Any:
-    """Do the task's work, on any scheduler."""
+def assemble_block(key: Any, plan: Plan, index: Index, output: OutputSpec, *blocks: Any) -> Any:
+    """Do a task's work, on any scheduler."""
+    check_readable(plan, output)
     start_s = time.time()
-    worker, runtime = _whereabouts()
+    worker, runtime = whereabouts()
     if runtime is None:
-        if worker is not None and len(blocks) > 1:
-            _warn_once(worker)
+        if any(isinstance(block, BlockRef) for block in blocks):
+            log = _unplugged.setdefault(worker, AttemptLog(worker.address))
+            _try_again(key, TransferError(_TAKEN_OFF), log, output.options)
+        if worker is not None:
+            _warn_of_whole_blocks(worker, [(output.source, *s) for s in plan.sources(index)])
         return Assembly(plan.block(index), output, blocks).run()
     assembly = Assembly(plan.block(index), output, blocks, runtime)
     try:
@@ -157,18 +213,23 @@ def _assemble(key: Any, plan: Plan, index: Index, output: OutputSpec, *blocks: A
     return result
 
 
-def _try_again(key: Any, error: TransferError, runtime: Runtime, options: Options) -> NoReturn:
+_assemble = assemble_block  # as tasks of the first version name it
+
+
+def _try_again(
+    key: Any, error: TransferError, log: Runtime | AttemptLog, options: Options
+) -> NoReturn:
     """Give the task back to the scheduler, which knows by now who died or what moved.
 
     `Reschedule` itself is neither counted nor bounded in Dask: the count is kept here.
     """
     from distributed import Reschedule
 
-    attempts = runtime.failed(key, str(error))
+    attempts = log.failed(key, str(error))
     if attempts.count >= options.attempts:
-        runtime.gave_up(key)
+        log.gave_up(key)
         raise TransferError(
-            f"task {key!r} failed {attempts.count} times on {runtime.address}: {attempts}. "
+            f"task {key!r} failed {attempts.count} times on {log.address}: {attempts}. "
             f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "
             f"set how long to try."
         ) from error
@@ -177,7 +238,7 @@ def _try_again(key: Any, error: TransferError, runtime: Runtime, options: Option
     raise Reschedule() from error
 
 
-def _whereabouts() -> tuple[Any, Runtime | None]:
+def whereabouts() -> tuple[Any, Runtime | None]:
     """Return the worker that this thread works for, and its plugin; None where there is none."""
     try:
         from distributed import get_worker
@@ -185,18 +246,32 @@ def _whereabouts() -> tuple[Any, Runtime | None]:
         worker = get_worker()
     except (ImportError, ValueError):
         return None, None
-    plugin = worker.plugins.get(PLUGIN_NAME)
-    return worker, None if plugin is None else plugin.runtime
+    return worker, plugin_runtime(worker)
 
 
-def _warn_once(worker: Any) -> None:
+def plugin_runtime(worker: Any) -> Runtime | None:
+    """Return what a worker's plugin offers to tasks; None without one that is set up."""
+    return getattr(worker.plugins.get(PLUGIN_NAME), "runtime", None)
+
+
+def _warn_of_whole_blocks(worker: Any, keys: list[Any]) -> None:
+    """Tell the user, once for each worker, what a task has moved for want of the plugin."""
     if worker in _warned:
+        return
+    wanted = set(keys)
+    moved_bytes = sum(
+        nbytes
+        for transfer in list(worker.transfer_incoming_log)
+        for key, nbytes in transfer["keys"].items()
+        if key in wanted
+    )
+    if not moved_bytes:
         return
     _warned.add(worker)
     text = (
-        "dask_p2p: whole blocks were moved between workers, because they lack the package's "
-        "plugin. Call dask_p2p.register(client), or start the workers with "
-        "--preload dask_p2p.preload."
+        f"dask_p2p: {format_bytes(moved_bytes)} were moved as whole blocks to {worker.address}, "
+        f"for one block of a result, because the worker lacked the package's plugin. Call "
+        f"dask_p2p.register(client) first, or start the scheduler with --preload dask_p2p.preload."
     )
     warn_client(worker, text, P2PWarning)
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 from asyncio import AbstractEventLoop
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
@@ -32,15 +31,24 @@ from dask_p2p.environment import on_gpu
 from dask_p2p.errors import DeviceLostError, P2PWarning
 from dask_p2p.kernels import device_memory_bytes, warm_up
 from dask_p2p.kernels.device import device_work, raise_if_lost
+from dask_p2p.low_latency import shorten_worker
 from dask_p2p.plan import BlockPlan, Piece, stage_order
 from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
-from dask_p2p.task import PLUGIN_NAME, AssembleTask, Attempts, Record, warn_client
+from dask_p2p.task import (
+    PLUGIN_NAME,
+    AssembleTask,
+    AttemptLog,
+    Record,
+    plugin_runtime,
+    warn_client,
+)
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.links import BlockRef, Links
 from dask_p2p.transports.probe import Probes, is_probe, probe_key
+from dask_p2p.versioned import versioned
 
-__all__ = ["P2PPlugin", "WorkerRuntime", "by_reference", "make_plugin"]
+__all__ = ["P2PPlugin", "WorkerRuntime", "by_reference", "meet", "set_up"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +65,6 @@ _REFUSAL = (
     "{reason}. Set the worker's --local-directory to a local disk with free space and inodes."
 )
 _LEAVE_S = 1.0  # from the loss of its GPU until a worker's process ends
-_COUNTED_TASKS = 10_000  # whose failed attempts are kept
 
 
 class WorkerHost:
@@ -192,7 +199,7 @@ async def _end_process(worker: Worker) -> None:
         os._exit(1)
 
 
-class WorkerRuntime:
+class WorkerRuntime(AttemptLog):
     """What tasks need of the worker that they run on."""
 
     def __init__(
@@ -202,14 +209,12 @@ class WorkerRuntime:
         transports: Mapping[str, Transport],
         options: Options,
     ) -> None:
-        self.address: str = worker.address
+        super().__init__(worker.address)
         self._options = options
         self.links = Links(transports, self.warn)
         self.records: deque[Record] = deque(maxlen=_RECORDS)
         self._worker = worker
         self._host = host
-        self._failed: OrderedDict[Any, Attempts] = OrderedDict()
-        self._lock = threading.Lock()
 
     def warn(self, text: str) -> None:
         """Warn the user, wherever they are."""
@@ -257,52 +262,42 @@ class WorkerRuntime:
             held |= {f"{name}.{what}": count for what, count in transport.held().items()}
         return held
 
-    def failed(self, key: Any, cause: str) -> Attempts:
-        with self._lock:
-            attempts = self._failed.pop(key, None) or Attempts()
-            attempts.add(cause)
-            self._failed[key] = attempts
-            while len(self._failed) > _COUNTED_TASKS:
-                self._failed.popitem(last=False)
-            return attempts
-
-    def gave_up(self, key: Any) -> None:
-        with self._lock:
-            self._failed.pop(key, None)
-
     def done(self, record: Record) -> None:
-        with self._lock:
-            self._failed.pop(record.key, None)
-            self.records.append(record)
+        self.gave_up(record.key)
+        self.records.append(record)
 
 
+@versioned(strict=True)
 class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     """Makes a worker take part in peer-to-peer transfers.
 
     Parameters
     ----------
-    options : Options
-        The worker's own; tasks bring theirs with them.
+    options : Options, optional
+        The worker's own; tasks bring theirs with them. By default those configured on the worker.
     """
 
     name = PLUGIN_NAME
     idempotent = True
     runtime: WorkerRuntime | None = None  # while it is not set up
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options | None = None) -> None:
         self.options = options
         self._meetings: set[asyncio.Future[None]] = set()
 
     def setup(self, worker: Worker) -> None:
         """Take the place of the worker's handlers, and add the transports': all, or nothing."""
         try:
+            self.options = own = self.options or options()
             self._worker = worker
             self._host = WorkerHost(worker)
-            self._transports = make_transports(self._host, self.options)
-            runtime = WorkerRuntime(worker, self._host, self._transports, self.options)
+            self._transports = make_transports(self._host, own)
+            runtime = WorkerRuntime(worker, self._host, self._transports, own)
         except BaseException:
             worker.plugins.pop(self.name, None)  # Dask keeps what has failed
             raise
+        if own.low_latency:
+            shorten_worker(worker)
         for reason in {transport.refusal for transport in self._transports.values()} - {None}:
             runtime.warn(_REFUSAL.format(reason=reason))
         for transport in self._transports.values():
@@ -324,6 +319,10 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
                 await self._host.offload(warm_up, "cupy")
             except Exception:  # the first task will meet it again, and say so
                 logger.debug("kernels could not be compiled ahead", exc_info=True)
+
+    def __setstate__(self, state: Any) -> None:
+        # The first version sent its options with it; a worker takes its own.
+        self.__init__()  # type: ignore[misc]
 
     def meet(self, addresses: Iterable[str]) -> None:
         """Find out how other workers are reached, in the background: this opens what is to be kept.
@@ -423,6 +422,14 @@ def by_reference(
     }
 
 
-def make_plugin() -> P2PPlugin:
-    """Make the plugin with the options that are configured here."""
-    return P2PPlugin(options())
+async def set_up(plugin: P2PPlugin, dask_worker: Worker) -> None:
+    """Put the plugin on a worker; one that is there already, and works, stays."""
+    if plugin_runtime(dask_worker) is None:
+        await dask_worker.plugin_add(plugin, catch_errors=False)
+
+
+def meet(addresses: list[str], dask_worker: Worker) -> None:
+    """Have a worker find out how it reaches the others, before it needs to."""
+    plugin = dask_worker.plugins.get(PLUGIN_NAME)
+    if plugin is not None:
+        plugin.meet(addresses)

@@ -27,23 +27,32 @@ def intervals(client):
 
 def test_all_streams_also_later_ones():
     with (
+        dask.config.set({"p2p.low-latency": True}),  # which the workers' nannies hand on
         LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
+        assert min(intervals(client)) > INTERVAL_S  # only once registered
         dask_p2p.register(client)
-        assert min(intervals(client)) > INTERVAL_S  # only if asked for
-        with dask.config.set({"p2p.low-latency": True}):
-            dask_p2p.register(client)
-            assert intervals(client) == {INTERVAL_S}
-            cluster.scale(2)
-            client.wait_for_workers(2)
-            assert set(client.run(sys.getswitchinterval).values()) == {INTERVAL_S}
-            with Client(cluster) as other:
-                dask_p2p.register(other)
-                assert intervals(other) == {INTERVAL_S}
+        assert intervals(client) == {INTERVAL_S}
+        cluster.scale(2)
+        client.wait_for_workers(2)
+        assert set(client.run(sys.getswitchinterval).values()) == {INTERVAL_S}
+        with Client(cluster) as other:
+            dask_p2p.register(other)
+            assert intervals(other) == {INTERVAL_S}
         x = np.arange(48.0).reshape(8, 6)
         y = dask_p2p.transpose(da.from_array(x, chunks=(2, 6)))
         np.testing.assert_array_equal(y.compute(), x.T)
+
+
+def test_a_client_decides_for_itself_alone(client):
+    dask_p2p.register(client)
+    with dask.config.set({"p2p.low-latency": True}):
+        dask_p2p.register(client)
+    assert client.scheduler_comm.interval == INTERVAL_S
+    assert min(client.run(lambda dask_worker: dask_worker.batched_stream.interval).values()) > (
+        INTERVAL_S
+    )
 
 
 def test_shorter_ones_and_other_things_are_left_alone():

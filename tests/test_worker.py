@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -21,12 +20,12 @@ from dask.task_spec import TaskRef
 from distributed import Client, LocalCluster, wait
 
 import dask_p2p
+from dask_p2p import task as task_module
 from dask_p2p import worker as worker_module
 from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import TRANSPORTS, options
 from dask_p2p.errors import (
     BlockMismatchError,
-    P2PWarning,
     TransferError,
     UnsupportedArrayError,
 )
@@ -34,7 +33,7 @@ from dask_p2p.plan import transpose_plan
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
 from dask_p2p.transports.links import BlockRef
-from dask_p2p.worker import P2PPlugin, WorkerHost, by_reference, make_plugin
+from dask_p2p.worker import P2PPlugin, WorkerHost, by_reference
 from tests.support import indexed, persisted, tls_client, used
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
@@ -203,7 +202,7 @@ def test_what_others_are_about_to_read_is_posted_unless_that_is_off(kind, order,
 
 
 def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
-    monkeypatch.setattr(worker_module, "_COUNTED_TASKS", 3)
+    monkeypatch.setattr(task_module, "_COUNTED_TASKS", 3)
     worker = SimpleNamespace(address="tcp://here")
     runtime = worker_module.WorkerRuntime(worker, None, {}, options())
     for key in range(10):
@@ -330,7 +329,7 @@ def test_heartbeats_go_on_while_the_plugin_comes_and_goes():
                 return metrics
 
             metrics = await beat()
-            await worker.plugin_add(make_plugin(), catch_errors=False)
+            await worker.plugin_add(P2PPlugin(), catch_errors=False)
             changed.set()
             assert (await metrics)["last"] == 2
             metrics = await beat()
@@ -507,26 +506,6 @@ def test_async_client_awaits():
             assert sum(seen.values()) == 4
 
     asyncio.run(main())
-
-
-def test_without_the_plugin_it_works_with_one_warning():
-    x = indexed((40, 12))
-    y = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))  # no client yet: nothing registered
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("default")
-        np.testing.assert_array_equal(client.compute(y).result(), x.T)
-        deadline = time.monotonic() + 10
-        while not caught and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.5)  # for a second one, which must not come
-        said = len(client.get_events("warn"))
-    assert said <= 2, "a worker says it once"
-    ours = [w for w in caught if issubclass(w.category, P2PWarning)]
-    assert [str(w.message).startswith("dask_p2p: whole blocks were moved") for w in ours] == [True]
 
 
 def test_preload_on_workers_and_on_schedulers():

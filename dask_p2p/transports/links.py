@@ -11,12 +11,14 @@ from typing import Any
 
 from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.transports.base import Transport
+from dask_p2p.versioned import versioned
 
 __all__ = ["BlockRef", "Links", "Way"]
 
 logger = logging.getLogger(__name__)
 
 
+@versioned()
 @dataclass(frozen=True, slots=True)
 class BlockRef:
     """Stands in a task for a block that other workers hold."""

@@ -30,7 +30,7 @@ from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.ucx import UcxTransport
-from dask_p2p.worker import make_plugin
+from dask_p2p.worker import P2PPlugin
 from tests.transports.loopback import EventLoop, LoopbackHost
 
 # 10,000 requests in all: hypothesis makes an example's requests faster than as many examples.
@@ -458,7 +458,7 @@ def test_a_raw_client_of_a_worker(caplog):
             asynchronous=True,
         ) as cluster:  # fmt: skip
             (worker,) = cluster.workers.values()
-            await worker.plugin_add(plugin=make_plugin(), name=PLUGIN_NAME)
+            await worker.plugin_add(plugin=P2PPlugin(), name=PLUGIN_NAME)
             worker.data["x", 0, 0] = BLOCKS["x", 0, 0]
             comm = await connect(worker.address)
             for request in wrong:

@@ -26,13 +26,8 @@ from tests.faults.support import (
 from tests.transports.loopback import EventLoop, wait_until
 
 SHAPE = (384, 384)  # 1.1 MiB
+LIMIT_BYTES = 2**30
 PARTS = {"p2p.transports.comm.part-bytes": "16 kiB", "p2p.transports.cma.part-bytes": "16 kiB"}
-# Only what Dask itself manages counts: what else the processes take is more than all of it.
-BY_DASK_ALONE = {
-    "distributed.worker.memory.spill": False,
-    "distributed.worker.memory.pause": False,
-    "distributed.worker.memory.terminate": False,
-}
 
 
 def on_disk(client):
@@ -56,7 +51,7 @@ def check(client, y):
 @pytest.mark.parametrize("transport", ["comm", "cma"])
 @pytest.mark.parametrize("when", ["before the first pull", "in the middle"])
 def test_blocks_go_to_disk_while_they_are_read(gate, when, transport):
-    options = PARTS | BY_DASK_ALONE | {"p2p.transports.order": [transport]}
+    options = PARTS | {"p2p.transports.order": [transport]}
     with cluster_of(3, options) as client:
         x = one_block_each(client, source(SHAPE, (128, 384)), addresses(client))
         wait(x)
@@ -73,10 +68,10 @@ def test_blocks_go_to_disk_while_they_are_read(gate, when, transport):
 @pytest.mark.parametrize("transport", ["comm", "cma"])
 def test_less_memory_than_the_blocks_take(transport):
     """A fifth of what inputs and outputs take: they go to disk and come back all the time."""
-    memory_bytes = int(2 * expected(SHAPE).nbytes / 2 / 5 / 0.6)  # of each of two workers
-    options = PARTS | BY_DASK_ALONE | {"p2p.transports.order": [transport]}
-    options |= {"distributed.worker.memory.target": 0.6}
-    with cluster_of(2, options, memory_limit=memory_bytes) as client:
+    kept_bytes = 2 * expected(SHAPE).nbytes / 2 / 5  # of each of two workers
+    options = PARTS | {"p2p.transports.order": [transport]}
+    options |= {"distributed.worker.memory.target": kept_bytes / LIMIT_BYTES}
+    with cluster_of(2, options, memory_limit=LIMIT_BYTES) as client:
         x = client.persist(source(SHAPE, (48, 384)))
         wait(x)
         assert on_disk(client) >= 3

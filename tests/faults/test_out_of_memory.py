@@ -25,7 +25,6 @@ from tests.faults.support import (
     source,
 )
 from tests.faults.test_attempts import known
-from tests.faults.test_memory_pressure import BY_DASK_ALONE
 from tests.transports.loopback import wait_until
 
 SHAPE = (384, 384)
@@ -192,23 +191,22 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
 
 def test_what_can_never_fit_is_refused_at_once():
     """Dask would let the worker try, again and again, until the operating system ends it."""
-    with cluster_of(2, PARTS | BY_DASK_ALONE, memory_limit=600_000) as client:
-        x = one_block_each(client, source(SHAPE, (24, 384)), [*addresses(client)] * 8)
+    shape = (6000, 6000)  # 275 MiB
+    with cluster_of(2, memory_limit="400 MiB") as client:
+        x = one_block_each(client, source(shape, (750, 6000)), [*addresses(client)] * 4)
         wait(x)
-        y = dask_p2p.transpose(x, chunks=(192, 384))
+        y = dask_p2p.transpose(x, chunks=shape)
         with pytest.raises(
-            MemoryLimitError, match=r"fits into the 585\.94 kiB .*missing"
+            MemoryLimitError, match=r"fits into the 400\.00 MiB .*missing"
         ) as caught:
             client.compute(y).result(timeout=BOUND_S)
-        assert caught.value.needed_bytes > 192 * 384 * 8
+        assert caught.value.needed_bytes > y.nbytes
         assert all(failed == {} for failed in client.run(attempts).values())
         assert_nothing_is_held(client)
-        # Inputs and outputs together are far more than the limit, but they can go to disk.
-        smaller = dask_p2p.transpose(x, chunks=(24, 384))
-        np.testing.assert_array_equal(
-            client.compute(smaller.sum(axis=1)).result(timeout=BOUND_S),
-            expected(SHAPE).T.sum(axis=1),
-        )
+        # Inputs and outputs together are more than the limit, but they can go to disk.
+        rows = dask_p2p.transpose(x, chunks=(750, 6000)).sum(axis=1)
+        expected_rows = 6000.0 * np.arange(6000) + 6000.0 * 5999 * 6000 / 2
+        np.testing.assert_array_equal(client.compute(rows).result(timeout=BOUND_S), expected_rows)
 
 
 def test_leased_bytes_are_among_a_workers_metrics(pair):

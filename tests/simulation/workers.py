@@ -238,7 +238,7 @@ class World:
         put(dask_p2p.worker, "device_memory_bytes", lambda: None)
         put(dask_p2p.worker, "WorkerHost", Host)
         put(dask_p2p.worker, "make_transports", self._make_transports)
-        put(dask_p2p.task, "_whereabouts", self._whereabouts)
+        put(dask_p2p.task, "whereabouts", self._whereabouts)
         put(posted, "take", self._take)
         clock = SimpleNamespace(monotonic=self.loop.time, time=self.loop.time, sleep=self._sleep)
         for module in (posted, board, comm, dask_p2p.task):

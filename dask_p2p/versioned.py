@@ -1,0 +1,176 @@
+"""Values that travel between processes, where other versions of the package may run.
+
+A value is pickled as the names and values of its fields, with the number of the format. Whoever
+reads it drops the names that it does not know, and takes defaults for those that are missing.
+A change that another version must not read in this way, since it would mean something else, takes
+a new `FORMAT`.
+
+Values in tasks are read without errors: Dask takes an error of unpickling for a broken connection,
+and gives up the worker at its other end. What cannot be read becomes an `Unreadable`. The task
+that finds it raises, by `check_readable`, and its client gets the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib import import_module, metadata
+from typing import Any, NoReturn, TypeVar
+
+from dask_p2p.errors import InputError, P2PError, VersionError
+
+__all__ = [
+    "FORMAT",
+    "Unreadable",
+    "check_readable",
+    "own_version",
+    "read",
+    "this_version",
+    "versioned",
+]
+
+#: Raised with each change after which values mean something else to other versions.
+FORMAT = 1
+
+_CURE = "Install the same version on clients, scheduler and workers."
+
+_C = TypeVar("_C", bound=type)
+
+
+def versioned(
+    *, defaults: Callable[[], Any] | None = None, strict: bool = False
+) -> Callable[[_C], _C]:
+    """Have a class pickled by the names of its fields.
+
+    Parameters
+    ----------
+    defaults : callable, optional
+        Returns an instance from which missing fields are taken. By default they have the defaults
+        of the class, and a missing field without one makes the value unreadable.
+    strict : bool, optional
+        Whether a value that cannot be read is an error at once. For what does not travel in tasks.
+    """
+
+    def decorate(cls: _C) -> _C:
+        reader = read if strict else _read_or_replace
+
+        def reduce(self: Any) -> tuple[Any, ...]:
+            values = {name: getattr(self, name) for name in _names(cls)}
+            return reader, (FORMAT, own_version(), cls.__module__, cls.__qualname__, values)
+
+        changed: Any = cls
+        changed.__reduce__ = reduce
+        changed._p2p_defaults = staticmethod(defaults) if defaults else None
+        if is_dataclass(cls):
+            changed.__setstate__ = _take_positions
+        return cls
+
+    return decorate
+
+
+def read(form: int, version: str, module: str, name: str, values: dict[str, Any]) -> Any:
+    """Return a value from what was pickled. These parameters stay as they are in all versions.
+
+    Parameters
+    ----------
+    form, version
+        Format and version of the package that wrote it.
+    module, name
+        Where its class is.
+    values
+        Its fields by name.
+
+    Raises
+    ------
+    VersionError
+        If this version cannot read it.
+    """
+    writer = f"dask_p2p {version} (format {form})"
+    if form != FORMAT:
+        _refuse(f"{module}.{name} of {writer}", VersionError)
+    cls = getattr(_module(module), name, None)
+    if cls is None:
+        _refuse(f"{module}.{name} of {writer}, which is unknown here", VersionError)
+    given = {known: values[known] for known in _names(cls) if known in values}
+    if cls._p2p_defaults is not None and len(given) < len(_names(cls)):
+        own = cls._p2p_defaults()
+        given = {known: given.get(known, getattr(own, known)) for known in _names(cls)}
+    try:
+        return cls(**given)
+    except TypeError as exc:
+        _refuse(f"{module}.{name} of {writer} with other fields ({exc})", VersionError)
+
+
+class Unreadable:
+    """Stands for a value that another version of the package has written.
+
+    Parameters
+    ----------
+    error : P2PError
+        To be raised where the value is needed.
+    """
+
+    def __init__(self, error: P2PError) -> None:
+        self.error = error
+
+
+def check_readable(*values: Any) -> None:
+    """Raise the error of the first value that is unreadable, or has a field that is."""
+    for value in values:
+        for part in (value, *(getattr(value, name) for name in _names(type(value)))):
+            if isinstance(part, Unreadable):
+                raise part.error
+
+
+def this_version() -> str:
+    """Name this package with its version and its format."""
+    return f"dask_p2p {own_version()} (format {FORMAT})"
+
+
+@cache
+def own_version() -> str:
+    """Return the version of this package."""
+    try:
+        return metadata.version("dask-p2p")
+    except metadata.PackageNotFoundError:  # it runs from a folder
+        return "unknown"
+
+
+def _read_or_replace(*written: Any) -> Any:
+    try:
+        return read(*written)
+    except P2PError as exc:
+        return Unreadable(exc)
+
+
+def _take_positions(self: Any, state: Any) -> None:
+    """Take what the first version wrote: a bare list, in an order that only that version knows."""
+    cls = type(self)
+    try:
+        if cls._p2p_defaults is None:
+            # That version knows this error, and none that came later.
+            _refuse(f"{cls.__module__}.{cls.__qualname__} of dask_p2p 0.1 (no format)", InputError)
+        own = cls._p2p_defaults()
+        values = {name: getattr(own, name) for name in _names(cls)}
+    except P2PError as exc:
+        values = dict.fromkeys(_names(cls), Unreadable(exc))
+    for name, value in values.items():
+        object.__setattr__(self, name, value)
+
+
+def _names(cls: type) -> tuple[str, ...]:
+    if is_dataclass(cls):
+        return tuple(field.name for field in fields(cls))
+    return getattr(cls, "_fields", ())  # of a named tuple
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+def _refuse(what: str, error: type[P2PError]) -> NoReturn:
+    raise error(f"expected values of {this_version()}, got {what}. {_CURE}")

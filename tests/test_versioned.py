@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, fields, replace
+
+import dask
+import numpy as np
+import pytest
+
+from dask_p2p import versioned as module
+from dask_p2p.assemble import OutputSpec, Stage
+from dask_p2p.config import Options, options
+from dask_p2p.errors import InputError, VersionError
+from dask_p2p.plan import Piece, transpose_plan
+from dask_p2p.transports.links import BlockRef
+from dask_p2p.versioned import FORMAT, Unreadable, check_readable, versioned
+from dask_p2p.worker import P2PPlugin
+
+PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
+OUTPUT = OutputSpec("x", np.dtype("i8"), "numpy", options())
+VALUES = [
+    options(),
+    OUTPUT,
+    PLAN,
+    PLAN.block((0, 0)),
+    Piece(0, ((0, 1),), ((0, 1),)),
+    BlockRef("x", ("a", "b")),
+    Stage("a", "comm", 3),
+]
+
+
+@versioned()
+@dataclass(frozen=True, slots=True)
+class Value:
+    needed: int
+    other: int = 7
+
+
+def written(value, **changes):
+    """What another version would have written."""
+    reader, (form, _, place, name, values) = value.__reduce__()
+    values = {**values, **changes.pop("values", {})}
+    for lacking in changes.pop("without", ()):
+        del values[lacking]
+    return reader(changes.pop("form", form), "9.9", place, changes.pop("name", name), values)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_it_travels(value):
+    again = pickle.loads(pickle.dumps(value))
+    assert again == value
+    assert type(again) is type(value)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_names_that_are_unknown_are_dropped(value):
+    assert written(value, values={"what_comes_later": 1}) == value
+
+
+def test_names_that_are_missing_take_defaults():
+    assert written(Value(1, 2), without=["other"]) == Value(1)
+    with dask.config.set({"p2p.attempts": 3}):
+        lacking = written(replace(options(), mode="sync"), without=["attempts", "backoff_s"])
+    assert lacking == replace(options(), mode="sync", attempts=3)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"form": FORMAT + 1}, {"without": ["needed"]}, {"name": "Later"}], ids=str
+)
+def test_what_cannot_be_read_is_an_error_where_it_is_used(changes):
+    """Never in unpickling, by which Dask would lose a worker."""
+    found = pickle.loads(pickle.dumps(written(Value(1), **changes)))
+    assert isinstance(found, Unreadable)
+    holder = replace(OUTPUT, options=found)
+    for value in (found, holder, pickle.loads(pickle.dumps(holder))):
+        with pytest.raises(VersionError) as caught:
+            check_readable(PLAN, value)
+        assert f"(format {FORMAT}), got " in str(caught.value)
+        assert f"of dask_p2p 9.9 (format {changes.get('form', FORMAT)})" in str(caught.value)
+    check_readable(PLAN, OUTPUT)
+
+
+def test_plugins_of_another_format_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr(module, "FORMAT", FORMAT + 1)
+    sent = pickle.dumps(P2PPlugin())
+    monkeypatch.undo()
+    with pytest.raises(VersionError, match=f"format {FORMAT + 1}"):
+        pickle.loads(sent)
+
+
+def by_position(cls, values):
+    """As the first version pickled it."""
+    value = object.__new__(cls)
+    value.__setstate__(values)
+    return value
+
+
+def test_what_the_first_version_wrote_by_position():
+    with pytest.raises(InputError, match=r"OutputSpec of dask_p2p 0\.1 \(no format\)"):
+        check_readable(by_position(OutputSpec, ["x", np.dtype("i8"), "numpy", None]))
+    # Options in an order that is not known are those of the process that reads them.
+    assert by_position(Options, list(range(len(fields(Options)) - 1))) == options()
