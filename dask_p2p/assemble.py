@@ -27,8 +27,8 @@ from dask_p2p.config import Options
 from dask_p2p.errors import BlockUnavailableError, P2PError, TransferError
 from dask_p2p.kernels import as_array, device_of, kernel_for
 from dask_p2p.kernels.device import device_work
-from dask_p2p.kernels.queue import Queue, queue_for
-from dask_p2p.layout import Box, box_size, box_slices, split_box
+from dask_p2p.kernels.queue import SLOTS, Queue, queue_for
+from dask_p2p.layout import Box, box_size, box_slices, split_box, taper_box
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.plan import BlockPlan, Piece, stage_order
 from dask_p2p.transports.base import (
@@ -46,6 +46,8 @@ from dask_p2p.transports.pacing import Pacing, staging_bytes
 from dask_p2p.versioned import versioned
 
 __all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
+
+_LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
 
 
 @versioned()
@@ -105,6 +107,7 @@ class _Part:
     pending: Pending
     dst: Box
     slot_bytes: int  # of the largest part, of any source, that comes by this transport
+    near: Any = None  # of the queue, which has begun to bring it; None if it comes by messages
 
 
 class Assembly:
@@ -140,6 +143,7 @@ class Assembly:
         self._given_up: list[RemoteBlock] = []
         self._unreachable: dict[str, str] = {}  # holders, and why: none is waited for twice
         self._local_queued = False
+        self._out: Any = None
         largest = max((box_size(piece.src) for piece in plan.pieces), default=0)
         self._largest_bytes: int = largest * output.dtype.itemsize
 
@@ -170,6 +174,7 @@ class Assembly:
             said = f"{type(exc).__name__}: {exc}"
             # What the frames below hold, half an output perhaps, goes with them, not with `exc`.
             traceback.clear_frames(exc.__traceback__)
+            self._out = None
         raise self._need(self.output.kind).error(said, self._where)
 
     def _run(self) -> Any:
@@ -184,23 +189,27 @@ class Assembly:
             local = {self.key(slot): block for slot, block in self._local.items()}
             self.peers.serving(local, kind, self.options)
         queue = queue_for(kind, beside_copies=bool(self._remote))
-        queue.wait_until_written(self._local.values(), any_stream=self.options.any_producer_stream)
-        out = queue.empty(self.plan.shape, self.output.dtype)
         try:
             if self._in_sync:
-                self._queue_local(queue, out)
+                self._queue_local(queue)
                 queue.synchronize()
             todo = self._sources(queue.kind)
             while True:
-                self._bring_remote(todo, queue, out)
-                self._queue_local(queue, out)
+                self._bring_remote(todo, queue)
+                self._queue_local(queue)
                 queue.synchronize()
                 todo = self._unconfirmed(todo)
                 if not todo:
                     break
         finally:
             self._finish(queue)
-        return out
+        return self._out
+
+    def _target(self, queue: Queue) -> Any:
+        """Return the output. It is allocated late, while the first parts are on their way."""
+        if self._out is None:
+            self._out = queue.empty(self.plan.shape, self.output.dtype)
+        return self._out
 
     def _need(self, kind: str) -> Need:
         itemsize = self.output.dtype.itemsize
@@ -225,20 +234,22 @@ class Assembly:
                 leases.callback(remote.close)
             queue.synchronize()
 
-    def _queue_local(self, queue: Queue, out: Any) -> None:
+    def _queue_local(self, queue: Queue) -> None:
         """Queue stage 0, once: in async mode when the first regions are on their way."""
         if self._local_queued:
             return
         self._local_queued = True
+        out = self._target(queue)
+        queue.wait_until_written(self._local.values(), any_stream=self.options.any_producer_stream)
         for piece in self.plan.pieces:
             if piece.source in self._local:
                 region = self._local[piece.source][box_slices(piece.src)]
                 queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, aside=True)
 
-    def _bring_remote(self, todo: list[_Source], queue: Queue, out: Any) -> None:
+    def _bring_remote(self, todo: list[_Source], queue: Queue) -> None:
         """Bring remote blocks, each by the best way that works."""
         while todo:
-            failed = self._round(todo, queue, out)
+            failed = self._round(todo, queue)
             todo = [source for source in todo if source.slot in failed]
             for source in todo:
                 self._next_way(source, failed[source.slot])
@@ -257,7 +268,7 @@ class Assembly:
                 self._record(source)
         return wrong
 
-    def _round(self, todo: list[_Source], queue: Queue, out: Any) -> dict[int, Exception]:
+    def _round(self, todo: list[_Source], queue: Queue) -> dict[int, Exception]:
         """Try one way for each source; return the failures. What failed is brought again whole."""
         failed: dict[int, Exception] = {}
         ahead: deque[_Part] = deque()
@@ -268,25 +279,27 @@ class Assembly:
                 pacings[transport.name] = self._pacing(transport, queue.kind)
             pacing = pacings[transport.name]
             try:
-                parts = self._open(source, pacing, queue.kind)
+                parts = self._open(source, pacing, queue.kind, is_last=source is todo[-1])
             except TransferError as exc:
                 self._fail(source, exc, failed)
                 continue
             while ahead and ahead[-1].source.way.transport is not transport:
                 # Each may fill all that there is for staging.
-                self._place(ahead.popleft(), failed, queue, out)
+                self._place(ahead.popleft(), failed, queue)
             try:
                 for part in parts:
+                    if transport.in_place:
+                        part.near = queue.bring_near(self._wait_for(part), part.slot_bytes)
                     ahead.append(part)
                     while len(ahead) > pacing.parts_in_flight:
-                        self._place(ahead.popleft(), failed, queue, out)
+                        self._place(ahead.popleft(), failed, queue)
                     if source.slot in failed:
                         break  # nothing more of it
                     del part  # which may be placed already: the next one takes its room
             except TransferError as exc:
                 self._fail(source, exc, failed)
         while ahead:
-            self._place(ahead.popleft(), failed, queue, out)
+            self._place(ahead.popleft(), failed, queue)
         return failed
 
     def _pacing(self, transport: Transport, kind: str) -> Pacing:
@@ -294,14 +307,20 @@ class Assembly:
         if pacing.part_bytes is not None and pacing.part_bytes < self.output.dtype.itemsize:
             # A part has one item at least, and so they go one at a time, or not through slots.
             pacing = Pacing(None if transport.in_place else pacing.part_bytes, 0)
-        return replace(pacing, parts_in_flight=0) if self._in_sync else pacing
+        if self._in_sync:
+            return replace(pacing, parts_in_flight=0)
+        return replace(pacing, parts_in_flight=SLOTS - 1) if transport.in_place else pacing
 
     @property
     def _in_sync(self) -> bool:
         return self.options.mode == "sync"
 
-    def _open(self, source: _Source, pacing: Pacing, kind: str) -> Iterator[_Part]:
+    def _open(
+        self, source: _Source, pacing: Pacing, kind: str, *, is_last: bool
+    ) -> Iterator[_Part]:
         """Open a source, and return its parts."""
+        transport = source.way.transport
+        tapered = source.pieces[-1] if transport.in_place and is_last else None
         self._check_reachable(source)
         spec = BlockSpec(
             source.ref.key,
@@ -314,19 +333,25 @@ class Assembly:
         boxes = (
             (src, self._destination(piece, src))
             for piece in source.pieces
-            for src in self._parts(piece, pacing.part_bytes)
+            for src in self._parts(piece, pacing.part_bytes, piece is tapered)
         )
         wanted, placed = tee(boxes)
-        remote = source.way.transport.open(spec, (src for src, _ in wanted), self.options)
+        remote = transport.open(spec, (src for src, _ in wanted), self.options)
         self._opened[source.slot] = remote
         slot_bytes = min(pacing.part_bytes or 0, self._largest_bytes)
         return (_Part(source, remote.request(), dst, slot_bytes) for _, dst in placed)
 
-    def _parts(self, piece: Piece, part_bytes: int | None) -> Iterator[Box]:
-        elements = max(1, box_size(piece.src))
-        if part_bytes is not None:
-            elements = max(1, part_bytes // max(1, self.output.dtype.itemsize))
-        return split_box(piece.src, elements)
+    def _parts(self, piece: Piece, part_bytes: int | None, is_tapered: bool) -> Iterator[Box]:
+        """Cut a piece into parts.
+
+        The last one of a task is tapered: nothing comes any more while its end is put into place.
+        """
+        itemsize = max(1, self.output.dtype.itemsize)
+        elements = max(1, box_size(piece.src) if part_bytes is None else part_bytes // itemsize)
+        parts = split_box(piece.src, elements)
+        if not is_tapered or part_bytes is None:
+            return parts
+        return _tapered(parts, max(1, _LAST_PART_BYTES // itemsize))
 
     def _destination(self, piece: Piece, src: Box) -> Box:
         """Return the part of the piece's destination box that this part of its source box fills."""
@@ -338,32 +363,35 @@ class Assembly:
             for axis, (start, _) in zip(self.plan.axes, piece.dst, strict=True)
         )
 
-    def _place(self, part: _Part, failed: dict[int, Exception], queue: Queue, out: Any) -> None:
+    def _place(self, part: _Part, failed: dict[int, Exception], queue: Queue) -> None:
         """Wait for a part and put it where it belongs."""
-        source = part.source
-        if source.slot in failed:
+        if part.source.slot in failed:
             return
-        in_place = source.way.transport.in_place
-        if not in_place:  # the first part is on its way, and takes a while
-            self._queue_local(queue, out)
-        try:
-            self._check_reachable(source)
-            region = part.pending.result(self.options.request_timeout_s + GRACE_S)
-        except TransferError as exc:
-            self._fail(source, exc, failed)
-            return
-        except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
-            said = f"no answer of {source.way.holder} in time, and no word of the event loop"
-            self._fail(source, TransferError(said), failed)
-            return
-        dst = out[box_slices(part.dst)]
-        if in_place:
-            queue.permute_from_peer(dst, region, self.plan.axes, part.slot_bytes)
-            self._queue_local(queue, out)  # now that the first part is on its way
+        place = box_slices(part.dst)
+        if part.near is not None:
+            queue.permute_from_peer(self._target(queue)[place], part.near, self.plan.axes)
+            self._queue_local(queue)  # now that the first parts are on their way
         else:
-            queue.permute_and_drop(dst, region, self.plan.axes)
+            self._queue_local(queue)  # while the first part is on its way
+            try:
+                region = self._wait_for(part)
+            except TransferError as exc:
+                self._fail(part.source, exc, failed)
+                return
+            queue.permute_and_drop(self._target(queue)[place], region, self.plan.axes)
         if self._in_sync:
             queue.synchronize()
+
+    def _wait_for(self, part: _Part) -> Any:
+        """Return a part's region when it is here."""
+        self._check_reachable(part.source)
+        try:
+            return part.pending.result(self.options.request_timeout_s + GRACE_S)
+        except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
+            raise TransferError(
+                f"no answer of {part.source.way.holder} in time, and the worker's event loop did "
+                f"not respond"
+            ) from None
 
     def _fail(self, source: _Source, error: Exception, failed: dict[int, Exception]) -> None:
         """Take note that a source does not come by its current way, and let go of what came."""
@@ -433,3 +461,12 @@ class Assembly:
         elements = sum(box_size(piece.src) for piece in source.pieces)
         nbytes = elements * self.output.dtype.itemsize
         self.stages.append(Stage(source.way.holder, source.way.transport.name, nbytes))
+
+
+def _tapered(parts: Iterator[Box], least_elements: int) -> Iterator[Box]:
+    """Taper the last of some boxes."""
+    for last in parts:
+        for part in parts:
+            yield last
+            last = part
+        yield from taper_box(last, least_elements)

@@ -36,6 +36,7 @@ __all__ = [
     "overlaps",
     "split_box",
     "split_evenly",
+    "taper_box",
 ]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -169,3 +170,18 @@ def split_box(box: Box, max_elements: int) -> Iterator[Box]:
     for lo in range(start, stop, rows):
         part = (*box[:axis], (lo, min(lo + rows, stop)), *box[axis + 1 :])
         yield from split_box(part, max_elements)
+
+
+def taper_box(box: Box, least_elements: int) -> Iterator[Box]:
+    """Cut a box into smaller and smaller boxes, of about `least_elements` in the end.
+
+    >>> list(taper_box(((0, 8), (0, 10)), 20))
+    [((0, 4), (0, 10)), ((4, 6), (0, 10)), ((6, 8), (0, 10))]
+    """
+    while box_size(box) > least_elements:
+        *halves, last = split_box(box, -(-box_size(box) // 2))
+        if not halves:
+            break
+        yield from halves
+        box = last
+    yield box

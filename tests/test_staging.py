@@ -190,14 +190,13 @@ def test_ipc(workers, monkeypatch, limit_bytes):
     monkeypatch.setattr("dask_p2p.transports.pacing._SMALLEST_SLOT_BYTES", 1)
     chosen = replace(options(), staging_limit_bytes=limit_bytes)
     slots_bytes = []
-    permute = HostQueue.permute_from_peer
 
-    def metered(self, dst, src, axes, slot_bytes):
+    def metered(self, src, slot_bytes):
         if src.nbytes <= slot_bytes:  # else it is read in place
             slots_bytes.append(slot_bytes)
-        permute(self, dst, src, axes, slot_bytes)
+        return src
 
-    monkeypatch.setattr(HostQueue, "permute_from_peer", metered)
+    monkeypatch.setattr(HostQueue, "bring_near", metered)
     assemble(chosen, "abc", quick=make(InPlace, "reader", chosen))
     assert SLOTS * max(slots_bytes, default=0) <= limit_bytes
     assert bool(slots_bytes) == (limit_bytes > 100), "that is put to use"

@@ -86,13 +86,28 @@ def engine_pitch(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
     return pitch if pitch.rows == 1 or pitch.run_bytes >= _SHORTEST_RUN_BYTES else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Slot:
     """Local memory for one part of a peer's block."""
 
     memory: Any
     full: Any  # event: what was copied is there
     free: Any  # event: what was there is not needed any more
+    is_used: bool = False  # whether `free` says anything
+
+
+class _Near(NamedTuple):
+    """A part of a peer's block, in a slot or where it is."""
+
+    array: Any
+    slot: _Slot | None
+
+
+class _OfThread(NamedTuple):
+    """What a thread has for its queues on one GPU."""
+
+    streams: tuple[Any, Any, Any, Any]
+    events: tuple[Any, ...]  # two for each slot
 
 
 class Queue(Protocol):
@@ -121,17 +136,23 @@ class Queue(Protocol):
         The caller can let go of it at once: it is kept until it has been read.
         """
 
-    def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
-        """Do the same where `src` lies in another GPU's memory.
+    def bring_near(self, src: Any, slot_bytes: int) -> Any:
+        """Begin to bring a part of a block that lies in another GPU's memory.
+
+        It is put into place by `permute_from_peer`, which takes what is returned here. Of `SLOTS`
+        parts one has to be put into place before the next can be brought.
 
         Parameters
         ----------
-        dst, src, axes
-            As for `permute`.
+        src
+            The part. It is kept until all that is queued is done.
         slot_bytes
-            A part of at most so many bytes may go through local memory first; the queue holds
-            `SLOTS` such parts at most. Larger ones are read in place.
+            A part of at most so many bytes may go through local memory. Larger ones are read in
+            place.
         """
+
+    def permute_from_peer(self, dst: Any, near: Any, axes: Sequence[int]) -> None:
+        """Do ``dst[...] = part.transpose(axes)`` with a part from `bring_near`."""
 
     def pack(self, dst: Any, src: Any) -> Callable[[], None]:
         """Queue a copy of a region into a C-ordered array; return a function that waits for it."""
@@ -165,8 +186,11 @@ class HostQueue:
     def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
         self.permute(dst, src if isinstance(src, np.ndarray) else src.get(), axes)
 
-    def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
-        self.permute(dst, src, axes)
+    def bring_near(self, src: Any, slot_bytes: int) -> Any:
+        return src
+
+    def permute_from_peer(self, dst: Any, near: Any, axes: Sequence[int]) -> None:
+        self.permute(dst, near, axes)
 
     def pack(self, dst: Any, src: Any) -> Callable[[], None]:
         self.permute(dst, src, range(src.ndim))
@@ -209,13 +233,18 @@ class DeviceQueue:
         self._cupy = cupy
         self._gently = beside_copies
         self._kernel = kernel_named("cupy")
-        streams: dict[Any, Any] = self._per_thread.__dict__
+        known: dict[Any, _OfThread] = self._per_thread.__dict__
         self._device = device = cupy.cuda.runtime.getDevice()
-        if device not in streams:
-            make = cupy.cuda.Stream
-            priorities = (0, 0, 0, _FIRST)
-            streams[device] = tuple(make(non_blocking=True, priority=p) for p in priorities)
-        self._all = self._stream, self._copies, self._aside, self._emptying = streams[device]
+        if device not in known:
+            make, event = cupy.cuda.Stream, cupy.cuda.Event
+            first, second, third, last = (
+                make(non_blocking=True, priority=p) for p in (0, 0, 0, _FIRST)
+            )
+            events = tuple(event(disable_timing=True) for _ in range(2 * SLOTS))
+            known[device] = _OfThread((first, second, third, last), events)
+        self._all = self._stream, self._copies, self._aside, self._emptying = known[device].streams
+        self._events = known[device].events
+        self._is_busy = False
         self._slots: deque[_Slot] = deque()  # the one that has waited longest first
         self._in_place = False  # because there is no memory for slots
         self._unread: deque[tuple[Any, Any]] = deque()  # events, and what is read until then
@@ -252,6 +281,7 @@ class DeviceQueue:
             self._permute_on(self._aside if aside else self._stream, dst, src, axes)
 
     def _permute_on(self, stream: Any, dst: Any, src: Any, axes: Sequence[int]) -> None:
+        self._is_busy = True
         self._kernel.permute_into(dst, src, axes, stream=stream, gently=self._gently)
 
     def _permute_from_device(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
@@ -288,20 +318,26 @@ class DeviceQueue:
         while len(self._unread) > MOST_UNREAD or (self._unread and self._unread[0][0].done):
             self._unread.popleft()[0].synchronize()
 
-    def permute_from_peer(self, dst: Any, src: Any, axes: Sequence[int], slot_bytes: int) -> None:
+    def bring_near(self, src: Any, slot_bytes: int) -> _Near:
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
         slot = None
         if pitch is not None and src.nbytes <= slot_bytes:
             slot = self._next_slot(slot_bytes)
         if pitch is None or slot is None:
-            self._permute_on(self._stream, dst, src, axes)
-            return
+            return _Near(src, None)
         near = self._cupy.ndarray(src.shape, src.dtype, slot.memory.data)
         self._copy(near, src, pitch)
         slot.full.record(self._copies)
-        self._emptying.wait_event(slot.full)
-        self._permute_on(self._emptying, dst, near, axes)
-        slot.free.record(self._emptying)
+        return _Near(near, slot)
+
+    def permute_from_peer(self, dst: Any, near: _Near, axes: Sequence[int]) -> None:
+        if near.slot is None:
+            self._permute_on(self._stream, dst, near.array, axes)
+            return
+        self._emptying.wait_event(near.slot.full)
+        self._permute_on(self._emptying, dst, near.array, axes)
+        near.slot.free.record(self._emptying)
+        near.slot.is_used = True
 
     def pack(self, dst: Any, src: Any) -> Callable[[], None]:
         # By a copy engine too: beside UCX's copies it takes less from them than a kernel does.
@@ -316,6 +352,7 @@ class DeviceQueue:
         return wait
 
     def _copy(self, dst: Any, src: Any, pitch: Pitch) -> None:
+        self._is_busy = True
         self._cupy.cuda.runtime.memcpy2DAsync(
             dst.data.ptr, pitch.run_bytes, src.data.ptr, pitch.stride_bytes,
             pitch.run_bytes, pitch.rows, _MEMCPY_DEFAULT, self._copies.ptr,
@@ -325,8 +362,10 @@ class DeviceQueue:
         return array.get(stream=self._stream)
 
     def synchronize(self) -> None:
-        for stream in self._all:
-            stream.synchronize()
+        if self._is_busy:
+            for stream in self._all:
+                stream.synchronize()
+            self._is_busy = False
         self._unread.clear()
         while self._made:
             device_module.mark_written(self._made.pop())
@@ -345,18 +384,22 @@ class DeviceQueue:
         if self._in_place:
             return None
         slot = self._slots.popleft()
-        self._copies.wait_event(slot.free)  # of a new one nothing is recorded, nor waited for
+        if slot.is_used:
+            self._copies.wait_event(slot.free)
         self._slots.append(slot)
         return slot
 
     def _new_slots(self, slot_bytes: int) -> Iterator[_Slot]:
-        """Allocate all slots at once: each allocation takes as long as a part is on its way."""
+        """Allocate all slots at once: each allocation takes as long as a part is on its way.
+
+        On the stream that fills them, so that there is nothing to wait for.
+        """
         step_bytes = -(-slot_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        memory = self.scratch((SLOTS * step_bytes,), np.uint8)
-        event = self._cupy.cuda.Event
-        for start in range(0, memory.nbytes, step_bytes):
-            part = memory[start : start + slot_bytes]
-            yield _Slot(part, event(disable_timing=True), event(disable_timing=True))
+        with self._copies:
+            memory = self._kernel.empty((SLOTS * step_bytes,), np.uint8)
+        for number in range(SLOTS):
+            part = memory[number * step_bytes :][:slot_bytes]
+            yield _Slot(part, self._events[2 * number], self._events[2 * number + 1])
 
 
 def queue_for(kind: str, *, beside_copies: bool = False) -> Queue:

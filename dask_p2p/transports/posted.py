@@ -261,7 +261,9 @@ class PostedTransport(Transport):
 
     def serving(self, blocks: Mapping[Any, Any]) -> None:
         for key, block in blocks.items():
-            if kernel_for(block).name != self.kind or self._closed or self.host.is_on_disk(key):
+            if kernel_for(block).name != self.kind or self._closed:
+                continue
+            if self._board.renew(key, block) or self.host.is_on_disk(key):
                 continue
             try:
                 # What is held by now: the task may have been cancelled, its block released.
@@ -361,11 +363,8 @@ class PostedTransport(Transport):
             self._sweep_later()
 
     def _was_spilled(self, key: Any) -> bool:
-        """Tell whether Dask has spilled a block that was posted from memory.
-
-        What is posted keeps its memory, and Dask spills to stay within a limit.
-        """
-        return key not in self._from_disk and self.host.is_on_disk(key)
+        """Tell whether a posted block is spilled: Dask wants its memory back."""
+        return self.host.is_on_disk(key)
 
 
 class PostedBlock(RemoteBlock):
