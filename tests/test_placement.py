@@ -92,10 +92,3 @@ def test_an_array_larger_than_one_workers_memory():
     limit_bytes = 400 * MEBIBYTE
     with dask_p2p.local_cluster(6, memory_limit=limit_bytes) as cluster, Client(cluster) as client:
         _transposed(client, (7200, 7400), 6, limit_bytes)
-
-
-@pytest.mark.slow
-def test_an_array_of_ten_times_one_workers_memory():
-    limit_bytes = 280 * MEBIBYTE
-    with dask_p2p.local_cluster(20, memory_limit=limit_bytes) as cluster, Client(cluster) as client:
-        _transposed(client, (19200, 19200), 40, limit_bytes)
