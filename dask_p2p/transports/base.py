@@ -279,11 +279,11 @@ async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **
     TransferError
         If its handler raises, or its answer cannot be read.
     """
-    calling = asyncio.ensure_future(host.call(holder, op, **kwargs))
-    for task in (calling, asyncio.current_task()):
-        if task is not None:
-            task.add_done_callback(_retrieve_error)
     try:
+        calling = asyncio.ensure_future(host.call(holder, op, **kwargs))
+        for task in (calling, asyncio.current_task()):
+            if task is not None:
+                task.add_done_callback(_retrieve_error)
         return await asyncio.wait_for(calling, timeout_s)
     except TimeoutError:
         raise UnreachableError(

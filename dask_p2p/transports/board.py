@@ -245,7 +245,7 @@ class Board:
                     os.unlink(notice.path)
                 notice.path = ""
             return self._file.is_locked(notice.byte)
-        except OSError:  # nobody knows: it is tried again
+        except (OSError, MemoryError):  # nobody knows: it is tried again
             return True
 
 
@@ -302,7 +302,8 @@ def take(folder: str, key: Any) -> Lease | None:
     except FileNotFoundError:
         return None
     finally:
-        os.close(fd)
+        with suppress(OSError):  # which would end in a lease that nobody has
+            os.close(fd)
 
 
 def leave(folder: str) -> None:

@@ -159,8 +159,9 @@ class SimulatedWorker:
         self.board.refusal = "killed"
         transport = self.plugin._transports["ipc"]
         transport._closed = True
-        if transport._sweeping is not None:
-            transport._sweeping.cancel()
+        for timer in (transport._sweeping, transport._closing):
+            if timer is not None:
+                timer.cancel()
         self.world.buried(self)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -238,6 +240,34 @@ class TestCma(Conformance):
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
+
+    def test_what_is_read_still_when_the_holder_closes_is_let_go_of_later(
+        self, setup, block, monkeypatch
+    ):
+        """A reader may stand still for longer than a worker's plugin can wait for it."""
+        monkeypatch.setattr(posted, "_CLOSE_S", 0.0)
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        setup.close_holder()
+        assert setup.serving.held() == {"posted": 1}
+        np.testing.assert_array_equal(remote.request().result(), array)
+        wait_until(lambda: setup.serving.held() == {"posted": 0})
+        assert not os.path.exists(setup.serving._board.folder)
+
+    def test_a_reader_with_its_last_file_descriptor(self, setup, block, monkeypatch):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+
+        def no_more(*args, **kwargs):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", no_more)
+            with pytest.raises(TransferError, match="Too many open files"):
+                self.open(setup, key, array, ((0, 6), (0, 10)))
+            np.testing.assert_array_equal(remote.request().result(), array)
+            remote.confirm()
+            remote.close()
 
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
         setup.serving.options = replace(options(), board_retain_s=0.05)

@@ -37,6 +37,11 @@ def test_a_notice_that_is_not_that_of_the_block():
         Posted.parse(replace(posted, key="('x', 1)").text(), block, "t")
     with pytest.raises(BlockMismatchError):
         Posted.parse(replace(posted, shape=(3, 2)).text(), block, "t")
-    for torn in (b"", posted.text()[:-1], b"{}", b"[]"):
+    wrong = [{"strides": strides} for strides in ("ab", None, (8,), (2**64, 8), (8.0, 8))]
+    wrong += [{"shape": shape} for shape in (None, 7, ("2", "3"))] + [{"dtype": None}]
+    for changes in wrong:
+        with pytest.raises(TransferError, match=r"t: the notice of .* cannot be read"):
+            Posted.parse(replace(posted, **changes).text(), block, "t")
+    for torn in (b"", b"\xff", b"[" * 100_000, posted.text()[:-1], b"{}", b"[]"):
         with pytest.raises(TransferError, match=r"t: the notice of .* cannot be read"):
             Posted.parse(torn, block, "t")
