@@ -7,46 +7,25 @@ measured at once, each worker reading from one and read by one, as in a transpos
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from dask_p2p.config import Options, options
+from dask_p2p.config import options
 from dask_p2p.environment import link_gbs, on_gpu, versions
-from dask_p2p.errors import P2PError
+from dask_p2p.link_speed import FAR, Link, clear_probes, measure_from
 from dask_p2p.registration import register
 from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.transports.links import BlockRef
-from dask_p2p.transports.probe import check_probe, most_probe_bytes, probe_key
 
 __all__ = ["Link", "Problem", "Report", "Status", "check", "find_problems"]
 
-_LATENCY_BYTES = 1024
-_REPEATS = 5
 _POOL_GRANULE_BYTES = 2 * 2**20
 _POOL_CURE = (
     'Start the cluster with dask_p2p.local_cluster(), or with rmm_pool_size="40 GiB" (a multiple '
     'of 2 MiB) and rmm_allocator_external_lib_list=["cupy"]'
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How blocks come from one worker to another."""
-
-    reader: str  # address
-    holder: str
-    transport: str | None  # that is used; None if nothing works
-    gbs: float  # 1e9 bytes per second, of one large block
-    latency_s: float  # of one small block
-    obstacles: Mapping[str, str] = field(default_factory=dict)  # why others are not, by transport
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +127,8 @@ def _measure_links(client: Any, workers: list[Status]) -> list[Link]:
     for stage in range(1, len(addresses)):
         holders = {a: addresses[(i + stage) % len(addresses)] for i, a in enumerate(addresses)}
         # Tasks bring the client's options with them.
-        links += client.run(_measure_from, holders, kind, options()).values()
-    client.run(_clear_probes)
+        links += client.run(measure_from, holders, kind, options()).values()
+    client.run(clear_probes)
     return sorted(links, key=lambda link: (link.reader, link.holder))
 
 
@@ -174,6 +153,9 @@ def find_problems(
             what = f"no transport brings blocks from {link.holder}: {link.error}"
             cure = "See whether the two workers can connect to each other"
             causes[what, cure].append(link.reader)
+        if link.quicker is not None:
+            what = f"{link.quicker} is more than {FAR} times as fast as {link.transport}"
+            causes[what, "Name it first in p2p.transports.order"].append(link.reader)
         for transport, why in link.obstacles.items():
             # Workers in one process pass each other's blocks on as they are.
             if not any(words in why for words in ("not numpy", "not cupy", "share a process")):
@@ -297,46 +279,3 @@ def _rmm_status() -> dict[str, Any]:
         resource = resource.get_upstream()
     pool_bytes = resource.pool_size() if hasattr(resource, "pool_size") else None
     return {"memory_resource": type(resource).__name__, "pool_bytes": pool_bytes}
-
-
-async def _measure_from(
-    holders: Mapping[str, str], kind: str, chosen: Options, dask_worker: Any
-) -> Link:
-    """Measure the link from this worker's holder, on a thread as tasks have them."""
-    holder = holders[dask_worker.address]
-    runtime = dask_worker.plugins[PLUGIN_NAME].runtime
-    return await asyncio.to_thread(_measure_link, runtime, holder, kind, chosen)
-
-
-def _measure_link(runtime: Any, holder: str, kind: str, chosen: Options) -> Link:
-    dtype = np.dtype("u1")
-    ref = BlockRef(probe_key(kind), (holder,))
-    try:
-        transport = runtime.links.ways(ref, kind, dtype, chosen.order(kind))[0].transport.name
-        latency_s, _ = _time(runtime, holder, kind, _LATENCY_BYTES, chosen)
-        nbytes = most_probe_bytes(kind, runtime.memory_bytes("numpy"))
-        time_s, transport = _time(runtime, holder, kind, nbytes, chosen)
-    except P2PError as exc:
-        return Link(runtime.address, holder, None, 0.0, 0.0, {}, f"{type(exc).__name__}: {exc}")
-    obstacles = {}
-    for name in chosen.order(kind)[: chosen.order(kind).index(transport)]:
-        why = runtime.links.transports[name].obstacle(holder, kind, dtype)
-        why = why or runtime.links.failure(holder, name)
-        if why is not None:
-            obstacles[name] = why
-    return Link(runtime.address, holder, transport, nbytes / time_s / 1e9, latency_s, obstacles)
-
-
-def _time(runtime: Any, holder: str, kind: str, nbytes: int, chosen: Options) -> tuple[float, str]:
-    """Return the least time for a probe block of this size, and what brought it."""
-    best_s, transport = float("inf"), ""
-    for _ in range(_REPEATS):
-        start_s = time.perf_counter()
-        region, transport = runtime.bring_probe(holder, kind, nbytes, chosen)
-        best_s = min(best_s, time.perf_counter() - start_s)
-    check_probe(region)
-    return best_s, transport
-
-
-def _clear_probes(dask_worker: Any) -> None:
-    dask_worker.plugins[PLUGIN_NAME].clear_probes()

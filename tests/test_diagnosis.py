@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import dask
+import dask.array as da
 import pytest
 from distributed import Client, LocalCluster
 
@@ -11,7 +12,7 @@ from dask_p2p.diagnosis import Link, Report, Status, find_problems
 from dask_p2p.errors import InputError
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
-from tests.support import given_up
+from tests.support import given_up, persisted, used
 
 VERSIONS = {"dask": "1", "cupy": "14", "ucxx": None}
 GOOD = Status(
@@ -136,6 +137,45 @@ def test_a_plugin_that_was_missing():
         assert set(leased_bytes(client).values()) == {0}, "also of what proved the ways"
         assert "plugin was missing" in problem.what
         assert dask_p2p.check(client).problems == []
+
+
+def slow_down():
+    """Have all blocks come late by cma; measure them only once, and small ones."""
+    import time
+
+    from dask_p2p import link_speed
+    from dask_p2p.transports.cma import CmaTransport
+
+    link_speed._REPEATS, link_speed.most_probe_bytes = 1, lambda *_: 2**20
+    opened = CmaTransport.opened
+
+    def opened_late(*args):
+        time.sleep(2)
+        return opened(*args)
+
+    CmaTransport.opened = opened_late
+
+
+def test_a_transport_that_is_quicker_by_far_is_used_and_told():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        client.run(slow_down)
+        with dask.config.set({"p2p.transports.order": ["cma", "comm"]}):
+            report = dask_p2p.check(client)
+        assert {(link.transport, link.quicker) for link in report.links} == {("cma", "comm")}
+        (problem,) = report.problems
+        assert problem.what == "comm is more than 2 times as fast as cma"
+        assert "Name it first in p2p.transports.order" in problem.cure
+        report = dask_p2p.check(client)
+        assert {link.transport for link in report.links} == {"comm"}
+        assert [p.what for p in report.problems] == [
+            "cma is not used: comm is more than 2 times as fast"
+        ]
+        x = persisted(client, da.ones((40, 30), chunks=(10, 30)))
+        assert used(client, persisted(client, dask_p2p.transpose(x))) == {"comm"}
 
 
 def test_an_asynchronous_client_is_refused():

@@ -3,11 +3,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
+from importlib.resources import files
 
 import pytest
+from click.testing import CliRunner
 
 import dask_p2p
 from dask_p2p import errors
+from dask_p2p.cli import p2p
 
 LOOK = """
 import json, os, sys
@@ -76,3 +80,10 @@ def test_every_error_is_public_and_of_one_tree():
         assert getattr(dask_p2p, name) is getattr(errors, name)
         if name != "P2PWarning":
             assert issubclass(getattr(errors, name), errors.P2PError)
+
+
+def test_the_version_and_the_types_are_there():
+    assert dask_p2p.__version__ == version("dask-p2p")
+    result = CliRunner().invoke(p2p, ["--version"])
+    assert result.output == f"dask p2p, version {dask_p2p.__version__}\n"
+    assert files("dask_p2p").joinpath("py.typed").is_file()

@@ -304,15 +304,15 @@ def test_what_comm_packs_for_others(workers, monkeypatch, limit_bytes):
     serving = make(CommTransport, "holder", replace(options(), staging_limit_bytes=limit_bytes))
     network["holder"].blocks = {"x": X}
     meter = Meter()
-    empty = HostQueue.empty
+    scratch = HostQueue.scratch
 
     def metered(self, shape, dtype):
-        array = empty(self, shape, dtype)
+        array = scratch(self, shape, dtype)
         meter.add(array.nbytes)
         meter.until_gone(array, array.nbytes)
         return array
 
-    monkeypatch.setattr(HostQueue, "empty", metered)
+    monkeypatch.setattr(HostQueue, "scratch", metered)
     assert set(read_at_once(reader, "x", BOXES, options())) == {EXPECTED}
     assert 0 < meter.peak_bytes <= max(limit_bytes, 768)
     wait_until(lambda: serving.packed.taken_bytes == 0)  # the holder may end after its reader

@@ -44,5 +44,6 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup)
+@click.version_option(package_name="dask-p2p", prog_name="dask p2p")
 def p2p() -> None:
     """Peer-to-peer transposes of arrays between workers."""

@@ -24,7 +24,9 @@ def rival_ways(site: Site, methods: Sequence[str]) -> dict[str, Way]:
 
 def _rival_protocol(site: Site) -> str | None:
     """On GPUs Dask's own ways are quickest over UCX; this package's do not depend on it."""
-    return "ucx" if site.gpus and find_spec("distributed_ucxx") is not None else None
+    if not site.gpus or site.scheduler is not None:
+        return None
+    return "ucx" if find_spec("distributed_ucxx") is not None else None
 
 
 def measure_on(

@@ -30,6 +30,7 @@ __all__ = [
     "cpu_option",
     "one_line_errors",
     "order_of_axes",
+    "scheduler_option",
     "start",
     "workers_option",
 ]
@@ -103,6 +104,11 @@ workers_option = click.option(
     metavar="N",
     help="Workers, one a GPU or of one thread.  [default: one for each GPU, else 4]",
 )
+scheduler_option = click.option(
+    "--scheduler",
+    metavar="ADDRESS",
+    help="Cluster to use.  [default: one that is started here, as dask p2p demo does]",
+)
 cpu_option = click.option("--cpu", is_flag=True, help="CPU workers, even if there are GPUs.")
 
 
@@ -126,6 +132,7 @@ class Site:
     gpus: tuple[str, ...]  # one for each worker; none for CPU workers
     note: str | None  # what a user should know of the choice
     memory_bytes: int  # that is free, all workers together
+    scheduler: str | None = None  # address of a cluster that is there already
 
     @property
     def kind(self) -> str:
@@ -133,8 +140,12 @@ class Site:
         return "cupy" if self.gpus else "numpy"
 
 
-def choose_site(workers: int | None, cpu: bool) -> Site:
-    """Choose GPUs where there is more than one, else CPU workers."""
+def choose_site(workers: int | None, cpu: bool, scheduler: str | None = None) -> Site:
+    """Choose the cluster that is there, or GPUs where there is more than one, or CPU workers."""
+    if scheduler is not None:
+        if workers or cpu:
+            raise click.UsageError("--workers and --cpu are for a cluster that is started here")
+        return _running_site(scheduler)
     import psutil
 
     from dask_p2p.cluster import free_gpu_bytes, usable_gpus
@@ -156,6 +167,26 @@ def choose_site(workers: int | None, cpu: bool) -> Site:
         )
     free_bytes = int(psutil.virtual_memory().available)
     return Site(workers or _CPU_WORKERS, (), note, free_bytes)
+
+
+def _running_site(scheduler: str) -> Site:
+    """Find out what a cluster has. Its arrays are on GPUs if all of its workers are."""
+    from dask_p2p.environment import on_gpu
+    from dask_p2p.files.passes import usable_memory_bytes, worker_count
+
+    with connect(scheduler) as client:
+        workers = worker_count(client)
+        on_gpus = client.run(on_gpu)
+        if not all(on_gpus.values()):
+            return Site(workers, (), None, usable_memory_bytes(client), scheduler)
+        free_bytes = client.run(_free_device_bytes)
+        return Site(workers, (*on_gpus,), None, workers * min(free_bytes.values()), scheduler)
+
+
+def _free_device_bytes() -> int:
+    import cupy
+
+    return int(cupy.cuda.runtime.memGetInfo()[0])
 
 
 def check_fits(
@@ -183,7 +214,9 @@ def check_fits(
 
 @contextlib.contextmanager
 def start(site: Site, **options: Any) -> Iterator[Any]:
-    """Start the cluster, and give a client of it; both end with the block.
+    """Start the cluster, or connect to the one that is there; give a client of it.
+
+    What was started ends with the block.
 
     Parameters
     ----------
@@ -195,6 +228,10 @@ def start(site: Site, **options: Any) -> Iterator[Any]:
 
     from dask_p2p.cluster import local_cluster
 
+    if site.scheduler is not None:
+        with connect(site.scheduler) as client, client.as_current():
+            yield client
+        return
     # What a task meets comes back as the command's own error, in one line. What would be logged
     # besides are heartbeats that the cluster's end cuts off, and each of Dask's own P2P runs.
     with (

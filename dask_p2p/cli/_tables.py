@@ -105,8 +105,10 @@ def devices_text(site: Site, names: Sequence[str]) -> str:
         Of each worker's GPU or processor.
     """
     models = Counter(names)
+    listed = ", ".join(f"{count} x {name}" for name, count in models.items())
+    if site.scheduler is not None:
+        return f"{counted(site.workers, 'worker')} of {site.scheduler}: {listed}"
     if site.gpus:
-        listed = ", ".join(f"{count} x {name}" for name, count in models.items())
         return f"{counted(site.workers, 'worker')}, one a GPU: {listed}"
     return (
         f"{counted(site.workers, 'one-thread worker')} over TCP on {', '.join(models)}, "

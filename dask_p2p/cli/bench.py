@@ -41,6 +41,7 @@ from dask_p2p.cli._options import (
     cpu_option,
     one_line_errors,
     order_of_axes,
+    scheduler_option,
     workers_option,
 )
 from dask_p2p.layout import split_evenly
@@ -98,6 +99,7 @@ def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> st
 )
 @click.option("--dtype", type=DTYPE, default="float32", show_default=True, metavar="NAME")
 @axes_option
+@scheduler_option
 @workers_option
 @cpu_option
 @click.option(
@@ -130,6 +132,7 @@ def bench(
     shape: tuple[int, ...] | None,
     dtype: Any,
     axes: tuple[int, ...] | None,
+    scheduler: str | None,
     workers: int | None,
     cpu: bool,
     mode: str,
@@ -142,7 +145,7 @@ def bench(
 
     console = output(to_stderr=target == "-")
     with one_line_errors():
-        site = choose_site(workers, cpu)
+        site = choose_site(workers, cpu, scheduler)
         shape = shape or _default_shape(site, dtype.itemsize)
         order = order_of_axes(axes, shape)
         check_fits(site, shape, dtype, order, "--shape")

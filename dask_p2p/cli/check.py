@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,9 @@ import click
 
 from dask_p2p.cli._options import (
     choose_site,
-    connect,
     cpu_option,
     one_line_errors,
+    scheduler_option,
     start,
     workers_option,
 )
@@ -25,13 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["check"]
 
+_NO_PAIR = (
+    "There is one worker only, and no pair of workers to check. If there should be more, see "
+    "whether they have joined, and run this again."
+)
+
 
 @click.command()
-@click.option(
-    "--scheduler",
-    metavar="ADDRESS",
-    help="Cluster to look at.  [default: one that is started here, as dask p2p demo does]",
-)
+@scheduler_option
 @workers_option
 @cpu_option
 @click.pass_context
@@ -42,30 +42,19 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
     """
     from dask_p2p import diagnosis
     from dask_p2p.cli._tables import output
+    from dask_p2p.registration import register
 
-    if scheduler and (workers or cpu):
-        raise click.UsageError("--workers and --cpu are for a cluster that is started here")
     console = output()
-    with one_line_errors(), _client(scheduler, workers, cpu) as client:
+    with one_line_errors(), start(choose_site(workers, cpu, scheduler)) as client:
+        if scheduler is None:
+            register(client)
         report = diagnosis.check(client)
-    for shown in (_workers_table(report), *_matrices(report), *_problems(report)):
+    pairs = _matrices(report) if len(report.workers) > 1 else [_NO_PAIR]
+    for shown in (_workers_table(report), *pairs, *_problems(report)):
         console.print(shown)
         console.print()
     if any(link.error for link in report.links):
         ctx.exit(1)
-
-
-@contextmanager
-def _client(scheduler: str | None, workers: int | None, cpu: bool) -> Iterator[Any]:
-    from dask_p2p.registration import register
-
-    if scheduler is not None:
-        with connect(scheduler) as client:
-            yield client
-    else:
-        with start(choose_site(workers, cpu)) as client:
-            register(client)
-            yield client
 
 
 def _workers_table(report: Report) -> Table:
@@ -122,7 +111,7 @@ def _matrix(report: Report, title: str, cell: Any) -> Table:
 
 def _problems(report: Report) -> Sequence[str]:
     if not report.problems:
-        return ["Nothing is in the way."]
+        return ["Nothing is in the way."] if len(report.workers) > 1 else []
     numbers = {worker.address: str(number) for number, worker in enumerate(report.workers)}
     return [
         f"Worker {', '.join(numbers[a] for a in problem.workers)}: {problem.what}.\n"

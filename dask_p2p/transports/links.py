@@ -51,6 +51,7 @@ class Links:
         self._warn = warn
         self._broken: dict[tuple[str, str], str] = {}  # (holder, transport) -> why
         self._proved: set[tuple[str, str, str]] = set()  # (holder, transport, kind) that worked
+        self._preferred: dict[tuple[str, tuple[str, ...]], str] = {}  # by holder and order
         self._warned: set[str] = set()  # texts
         self._lock = threading.Lock()
         self._proving: defaultdict[tuple[str, str, str], threading.Lock]
@@ -72,7 +73,7 @@ class Links:
         for holder in ref.holders:
             open_ = [
                 Way(holder, transport)
-                for transport in (self.transports[name] for name in order)
+                for transport in (self.transports[name] for name in self._order(holder, order))
                 if transport.obstacle(holder, kind, dtype) is None
             ]
             # Where everything has failed before, everything is tried again.
@@ -82,6 +83,28 @@ class Links:
                 left.pop(0)
             ways.extend(left)
         return ways
+
+    def _order(self, holder: str, order: tuple[str, ...]) -> tuple[str, ...]:
+        preferred = self._preferred.get((holder, order))
+        return order if preferred is None else tuple(dict.fromkeys((preferred, *order)))
+
+    def prefer(self, holder: str, order: tuple[str, ...], transport: str | None) -> None:
+        """Have a transport tried first for a holder, wherever this order is given.
+
+        Parameters
+        ----------
+        holder
+            Address.
+        order
+            Names of the transports that may be used, best first, as far as that was known.
+        transport
+            Name of the one that was measured to be quicker by far. None lets the order stand.
+        """
+        with self._lock:
+            if transport is None:
+                self._preferred.pop((holder, order), None)
+            else:
+                self._preferred[holder, order] = transport
 
     def _is_broken(self, way: Way) -> bool:
         return (way.holder, way.transport.name) in self._broken
@@ -132,6 +155,8 @@ class Links:
         with self._lock:
             for pair in [pair for pair in self._broken if pair[0] == holder]:
                 del self._broken[pair]
+            for preferred in [known for known in self._preferred if known[0] == holder]:
+                del self._preferred[preferred]
             self._proved = {proof for proof in self._proved if proof[0] != holder}
             for proof in [proof for proof in self._proving if proof[0] == holder]:
                 del self._proving[proof]

@@ -48,6 +48,17 @@ def test_the_articles_fields(bench):
     assert "All 786432 elements are where they belong." in result.stdout
 
 
+def test_a_cluster_that_is_there(cluster):
+    arguments = ["--scheduler", cluster.scheduler_address, "--shape", "80x60", "--repeats", "1"]
+    result = CliRunner().invoke(p2p, ["bench", *arguments, "--rivals"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"4 workers of {cluster.scheduler_address}" in fact(result.stdout, "devices")
+    assert "All 4800 elements are where they belong." in result.stdout
+    assert "failed" not in result.stdout
+    result = CliRunner().invoke(p2p, ["bench", *arguments, "--workers", "2"])
+    assert "for a cluster that is started here" in result.stderr
+
+
 def test_json_of_both_modes_and_the_rivals(bench, monkeypatch):
     def p2p_fails(method):
         def way(x, axes):

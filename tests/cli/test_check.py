@@ -32,6 +32,14 @@ def test_a_cluster_that_is_there(run, cluster, client):
         assert worker in result.output
 
 
+def test_one_worker_makes_no_pair(run):
+    result = run("--workers", "1", "--cpu")
+    assert result.exit_code == 0, result.output
+    assert "no pair of workers to check" in result.output
+    assert "Nothing is in the way." not in result.output
+    assert "GB/s" not in result.output
+
+
 def test_problems_and_links_that_do_not_work(run, cluster, monkeypatch):
     broken = diagnosis.Link("b", "a", None, 0.0, 0.0, {}, "TransferError: no answer")
     problem = diagnosis.Problem(("a", "b"), "something is slow", "Do this")

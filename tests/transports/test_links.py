@@ -65,6 +65,23 @@ def test_obstacles_and_order(links):
     assert ways(links, ("a",), order=("comm",)) == [("a", "comm")]
 
 
+def test_what_is_quicker_by_far_comes_first_where_the_same_order_is_given(links):
+    links.prefer("a", ("ipc", "comm"), "comm")
+    assert ways(links, ("a",)) == [("a", "comm"), ("a", "ipc")]
+    assert ways(links, ("b",)) == [("b", "ipc"), ("b", "comm")]
+    assert ways(links, ("a",), order=("ipc",)) == [("a", "ipc")]
+    links.report_failure(found(links, ("a",))[0], TransferError("broken"), last=False)
+    assert ways(links, ("a",)) == [("a", "ipc")]
+    links.forget("a")
+    assert ways(links, ("a",)) == [("a", "ipc"), ("a", "comm")]
+
+
+def test_a_preference_can_be_taken_back(links):
+    links.prefer("a", ("ipc", "comm"), "comm")
+    links.prefer("a", ("ipc", "comm"), None)
+    assert ways(links, ("a",)) == [("a", "ipc"), ("a", "comm")]
+
+
 def test_a_failure_is_reported_once_and_kept_to_its_holder(links, said):
     error = TransferError("ipc: a could not send block k: why", reason="why")
     links.report_failure(found(links, ("a",))[0], error, last=False)

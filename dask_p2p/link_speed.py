@@ -1,0 +1,135 @@
+"""How fast blocks come from one worker to another, and by what: runs on the workers.
+
+Every transport that may be used after the first one is measured too. One that is quicker by far is
+preferred from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.config import Options
+from dask_p2p.errors import P2PError
+from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.transports.links import BlockRef
+from dask_p2p.transports.probe import check_probe, most_probe_bytes, probe_key
+
+__all__ = ["FAR", "Link", "clear_probes", "measure_from"]
+
+FAR = 2  #: Times as fast that another transport must be to be preferred.
+
+_LATENCY_BYTES = 1024
+_REPEATS = 5
+_FEW_REPEATS = 2  # of transports that are used only if they are quicker by far
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How blocks come from one worker to another."""
+
+    reader: str  # address
+    holder: str
+    transport: str | None  # that is used; None if nothing works
+    gbs: float  # 1e9 bytes per second, of one large block
+    latency_s: float  # of one small block
+    obstacles: Mapping[str, str] = field(default_factory=dict)  # why others are not, by transport
+    error: str | None = None
+    quicker: str | None = None  # a later transport that would take less than half the time
+
+
+async def measure_from(
+    holders: Mapping[str, str], kind: str, chosen: Options, dask_worker: Any
+) -> Link:
+    """Measure the link from this worker's holder, on a thread as tasks have them."""
+    holder = holders[dask_worker.address]
+    runtime = dask_worker.plugins[PLUGIN_NAME].runtime
+    return await asyncio.to_thread(_measure_link, runtime, holder, kind, chosen)
+
+
+def _measure_link(runtime: Any, holder: str, kind: str, chosen: Options) -> Link:
+    order = chosen.order(kind)
+    nbytes = most_probe_bytes(kind, runtime.memory_bytes("numpy"))
+    quicker = None
+    runtime.links.prefer(holder, order, None)  # what was measured before may not hold any more
+    try:
+        first = latency_s, time_s, transport = _measure(runtime, holder, kind, nbytes, chosen)
+        quicker = _quicker(runtime, holder, kind, nbytes, chosen, *first[1:])
+        # Who named an order has it.
+        if quicker is not None and chosen.transports is None:
+            runtime.links.prefer(holder, order, quicker)
+            latency_s, time_s, transport = _measure(runtime, holder, kind, nbytes, chosen)
+    except P2PError as exc:
+        return Link(runtime.address, holder, None, 0.0, 0.0, {}, f"{type(exc).__name__}: {exc}")
+    obstacles = {}
+    for name in order[: order.index(transport)]:
+        why = _why_not(runtime, holder, kind, name)
+        if why is None and transport == quicker:
+            why = f"{quicker} is more than {FAR} times as fast"
+        if why is not None:
+            obstacles[name] = why
+    gbs = nbytes / time_s / 1e9
+    quicker = None if transport == quicker else quicker
+    return Link(runtime.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
+
+
+def _why_not(runtime: Any, holder: str, kind: str, transport: str) -> str | None:
+    why: str | None = runtime.links.transports[transport].obstacle(holder, kind, np.dtype("u1"))
+    return why or runtime.links.failure(holder, transport)
+
+
+def _measure(
+    runtime: Any, holder: str, kind: str, nbytes: int, chosen: Options
+) -> tuple[float, float, str]:
+    """Return the time of a small block and of a large one, and what brought that one."""
+    # The first one is tried before anything is timed.
+    runtime.links.ways(
+        BlockRef(probe_key(kind), (holder,)), kind, np.dtype("u1"), chosen.order(kind)
+    )
+    latency_s, _ = _time(runtime, holder, kind, _LATENCY_BYTES, chosen)
+    return latency_s, *_time(runtime, holder, kind, nbytes, chosen)
+
+
+def _quicker(
+    runtime: Any,
+    holder: str,
+    kind: str,
+    nbytes: int,
+    chosen: Options,
+    time_s: float,
+    transport: str,
+) -> str | None:
+    """Return the quickest later transport, if it takes less than half the time."""
+    order = chosen.order(kind)
+    times_s = {}
+    for name in order[order.index(transport) + 1 :]:
+        alone = replace(chosen, transports=(name,))
+        if _why_not(runtime, holder, kind, name) is None:
+            with contextlib.suppress(P2PError):
+                times_s[name], _ = _time(runtime, holder, kind, nbytes, alone, _FEW_REPEATS)
+    best = min(times_s, key=lambda name: times_s[name], default=None)
+    return best if best is not None and FAR * times_s[best] < time_s else None
+
+
+def _time(
+    runtime: Any, holder: str, kind: str, nbytes: int, chosen: Options, repeats: int = _REPEATS
+) -> tuple[float, str]:
+    """Return the least time for a probe block of this size, and what brought it."""
+    best_s, transport = float("inf"), ""
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        region, transport = runtime.bring_probe(holder, kind, nbytes, chosen)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    check_probe(region)
+    return best_s, transport
+
+
+def clear_probes(dask_worker: Any) -> None:
+    """Let go of the blocks that were measured."""
+    dask_worker.plugins[PLUGIN_NAME].clear_probes()
