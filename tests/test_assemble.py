@@ -296,7 +296,7 @@ def test_an_answer_that_nobody_gives_in_time(quick, slow, peers, log, monkeypatc
     assert opened(log)[-2:] == [("slow", "c"), ("slow", "a")]
     for holder in "ac":
         said = peers.links.failure(holder, "quick")
-        assert said == f"no answer of {holder} in time, and no word of the event loop"
+        assert said == f"no answer of {holder} in time, and the worker's event loop did not respond"
 
 
 def test_an_obstacle_is_no_failure(peers, log):

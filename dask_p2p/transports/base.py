@@ -228,7 +228,7 @@ class Transport(ABC):
             region = remote.request().result(MEET_S + GRACE_S)
             check_probe(region)
         except TimeoutError:
-            raise TransferError(f"{self.name}: no word of the event loop") from None
+            raise TransferError(f"{self.name}: the worker's event loop did not respond") from None
         finally:
             remote.close()
 

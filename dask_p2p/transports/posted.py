@@ -217,7 +217,7 @@ class PostedTransport(Transport):
         try:
             return asyncio.run_coroutine_threadsafe(asking, self.host.loop).result(timeout_s + 5)
         except TimeoutError:
-            raise TransferError(f"{self.name}: no word of the event loop") from None
+            raise TransferError(f"{self.name}: the worker's event loop did not respond") from None
 
     def _lease(self, peer: Peer, block: BlockSpec, options: Options) -> Lease:
         """Take a lease; if the holder does not post by itself, ask it to."""

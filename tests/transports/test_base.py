@@ -127,6 +127,8 @@ class FailingTransport(Transport):
 def test_a_probe_that_fails_says_so_and_leaves_nothing_open(error):
     transport = FailingTransport(error)
     transport.options = options()
-    with pytest.raises(TransferError, match=r"trouble|failing: no word of the event loop"):
+    with pytest.raises(
+        TransferError, match=r"trouble|failing: the worker's event loop did not respond"
+    ):
         transport.probe("there", "numpy")
     assert transport.block.closed

@@ -231,7 +231,7 @@ class TestIpcEmulated(Conformance):
 
     def test_an_event_loop_that_is_stuck(self, setup, loop):
         loop.loop.call_soon_threadsafe(time.sleep, 1)
-        with pytest.raises(TransferError, match="ipc: no word of the event loop"):
+        with pytest.raises(TransferError, match="ipc: the worker's event loop did not respond"):
             setup.reader._ask("holder", "p2p_ipc_peer", -4.8, "where it runs")
 
     def test_a_board_that_cannot_be_read(self, setup, block, monkeypatch):

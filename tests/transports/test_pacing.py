@@ -28,7 +28,7 @@ KINDS = ("numpy", "cupy")
 
 def test_defaults_are_not_cut():
     chosen = options()
-    assert ipc_pacing(chosen).part_bytes == 64 * MIB
+    assert ipc_pacing(chosen).part_bytes == 128 * MIB
     assert ucx_pacing(chosen, "cupy").part_bytes == 256 * MIB
     assert ucx_pacing(chosen, "numpy").part_bytes == 16 * MIB
     assert comm_pacing(chosen, "cupy").part_bytes == 16 * MIB
