@@ -31,6 +31,7 @@ from dask_p2p.errors import DeviceLostError, TransferError
 __all__ = [
     "current_device",
     "device_work",
+    "is_managed",
     "is_shareable",
     "mark_written",
     "order_after_null_stream",
@@ -106,6 +107,16 @@ def is_shareable(address: int) -> bool:
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
     error, capable = driver.cuPointerGetAttribute(attribute, address)
     return error != driver.CUresult.CUDA_SUCCESS or bool(capable)
+
+
+def is_managed(address: int) -> bool:
+    """Tell whether memory is managed: its pages are where they were touched last."""
+    driver = _driver()
+    if driver is None:
+        return False
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
+    error, managed = driver.cuPointerGetAttribute(attribute, address)
+    return error == driver.CUresult.CUDA_SUCCESS and bool(managed)
 
 
 # --- streams ---

@@ -257,8 +257,13 @@ class DeviceQueue:
         # what the null stream still does with memory that it gave back before must be over
         # before this queue writes there.
         device_module.wait_for_null_stream()
-        with self._cupy.cuda.Stream.null:
+        with self._cupy.cuda.Stream.null as stream:
             array = self._kernel.empty(shape, dtype)
+            if array.nbytes and device_module.is_managed(array.data.ptr):
+                # All its pages at once; kernels would have them made one by one.
+                self._cupy.cuda.runtime.memPrefetchAsync(
+                    array.data.ptr, array.nbytes, self._device, stream.ptr
+                )
         device_module.order_after_null_stream(self._all)
         self._made.append(array)
         return array
@@ -342,6 +347,8 @@ class DeviceQueue:
     def pack(self, dst: Any, src: Any) -> Callable[[], None]:
         # By a copy engine too: beside UCX's copies it takes less from them than a kernel does.
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
+        if pitch is not None and device_module.is_managed(src.data.ptr):
+            pitch = None  # such memory they bring through the host
         if pitch is None:
             self.permute(dst, src, range(src.ndim))
         else:

@@ -8,7 +8,7 @@ holder's memory. The reader's queue fetches them over NVLink or PCIe, part by pa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from math import prod
 from typing import Any, ClassVar
@@ -70,7 +70,6 @@ class IpcTransport(PostedTransport):
             raise TransferError(f"ipc: {block} is on another GPU than its holder's: {obstacle}")
         block_bytes = prod(block.shape) * block.dtype.itemsize
         mapping = self._mappings.acquire(peer.folder, place, block_bytes)
-        self.host.loop.call_soon_threadsafe(self._close_later)
         try:
             array = cuda_ipc.array_at(
                 mapping.address + place.offset_bytes, posted.shape, posted.strides, block.dtype
@@ -78,7 +77,11 @@ class IpcTransport(PostedTransport):
         except BaseException:
             mapping.release()
             raise
-        return _IpcBlock(array, boxes, mapping, block, lease)
+        return _IpcBlock(array, boxes, mapping, self._closed_one, block, lease)
+
+    def _closed_one(self) -> None:
+        # Not when a mapping is opened: the event loop would be in the way of the first copy.
+        self.host.loop.call_soon_threadsafe(self._close_later)
 
     def forget(self, holder: str) -> None:
         known = self._peers.get(holder)
@@ -110,9 +113,15 @@ class IpcTransport(PostedTransport):
 
 class _IpcBlock(PostedBlock):
     def __init__(
-        self, array: Any, boxes: Iterable[Box], mapping: cuda_ipc.Mapping, *lease: Any
+        self,
+        array: Any,
+        boxes: Iterable[Box],
+        mapping: cuda_ipc.Mapping,
+        closed: Callable[[], None],
+        *lease: Any,
     ) -> None:
         super().__init__(*lease)
+        self._tell_closed = closed
         self._array = array
         self._boxes = iter(boxes)
         self._mapping = mapping
@@ -124,3 +133,4 @@ class _IpcBlock(PostedBlock):
         if self.is_open:
             super().close()
             self._mapping.release()
+            self._tell_closed()

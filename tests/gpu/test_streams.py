@@ -382,6 +382,13 @@ def on_device(block, block_info):
         return cupy.asarray(block)
 
 
+def on_second_device(block):
+    import cupy
+
+    with cupy.cuda.Device(1):
+        return cupy.asarray(block)
+
+
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous", "one process"])
 def test_two_gpus_of_one_process(scheduler):
     import cupy
@@ -406,9 +413,8 @@ def test_two_gpus_of_one_process(scheduler):
 def test_all_blocks_on_another_gpu_than_the_current_one():
     import cupy
 
-    with cupy.cuda.Device(1):
-        blocks = [cupy.asarray(VALUES[start : start + 256]) for start in range(0, 1024, 256)]
-    x = da.concatenate([da.from_array(b, chunks=b.shape, asarray=False) for b in blocks])
+    x = da.from_array(VALUES, chunks=(256, 1024))
+    x = x.map_blocks(on_second_device, dtype="f4", meta=cupy.empty((0, 0), "f4"))
     y = dask_p2p.transpose(x)
     devices = y.map_blocks(
         lambda b: np.full((1, 1), b.device.id), chunks=(1, 1), meta=np.empty((0, 0))
