@@ -36,6 +36,7 @@ from dask_p2p.transports.base import (
     BlockSpec,
     Pending,
     RemoteBlock,
+    SilentError,
     Transport,
     UnreachableError,
     UnsuitableError,
@@ -141,7 +142,8 @@ class Assembly:
         self._local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
         self._opened: dict[int, RemoteBlock] = {}  # by slot
         self._given_up: list[RemoteBlock] = []
-        self._unreachable: dict[str, str] = {}  # holders, and why: none is waited for twice
+        # Holders, by this transport or by all (None), and why: none is waited for twice.
+        self._unreachable: dict[tuple[str, str | None], str] = {}
         self._local_queued = False
         self._out: Any = None
         largest = max((box_size(piece.src) for piece in plan.pieces), default=0)
@@ -397,7 +399,9 @@ class Assembly:
         """Take note that a source does not come by its current way, and let go of what came."""
         failed[source.slot] = error
         if isinstance(error, UnreachableError):
-            self._unreachable[source.way.holder] = str(error)
+            self._unreachable[source.way.holder, None] = str(error)
+        elif isinstance(error, SilentError):
+            self._unreachable[source.way.holder, source.way.transport.name] = str(error)
         remote = self._opened.pop(source.slot, None)
         if remote is None:
             return
@@ -408,9 +412,11 @@ class Assembly:
 
     def _check_reachable(self, source: _Source) -> None:
         """Raise if the holder did not answer about another block: the time would add up."""
-        why = self._unreachable.get(source.way.holder)
-        if why is not None:
+        holder, transport = source.way.holder, source.way.transport.name
+        if (why := self._unreachable.get((holder, None))) is not None:
             raise UnreachableError(why)
+        if (why := self._unreachable.get((holder, transport))) is not None:
+            raise SilentError(why)
 
     def _sources(self, kind: str) -> list[_Source]:
         """Return the remote sources in stage order."""

@@ -61,6 +61,7 @@ __all__ = [
     "Pacing",
     "Pending",
     "RemoteBlock",
+    "SilentError",
     "Transport",
     "UnreachableError",
     "UnsuitableError",
@@ -107,6 +108,10 @@ class UnsuitableError(TransferError):
 
 class UnreachableError(BlockUnavailableError):
     """A holder does not answer, or cannot be reached: so it is for all its blocks."""
+
+
+class SilentError(TransferError):
+    """Nothing came from a holder in time: so it is for all its blocks by the same transport."""
 
 
 class Host(Protocol):

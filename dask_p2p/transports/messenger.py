@@ -23,6 +23,7 @@ import numpy as np
 
 from dask_p2p.errors import TransferError
 from dask_p2p.kernels.device import relax_capture
+from dask_p2p.transports.base import SilentError
 
 __all__ = ["Message", "Messenger", "ucxx_obstacle"]
 
@@ -77,7 +78,7 @@ class Message:
             while not self._request.completed:
                 failed()
                 if time.monotonic() > deadline_s:
-                    raise TransferError(f"no message within {timeout_s:g} s")
+                    raise SilentError(f"no message within {timeout_s:g} s")
                 time.sleep(_NAP_S)
         except BaseException:
             self._give_up(self)

@@ -48,6 +48,7 @@ from dask_p2p.transports.base import (
     Host,
     Pending,
     RemoteBlock,
+    SilentError,
     Transport,
     ask,
     check_reply,
@@ -450,7 +451,8 @@ class _UcxBlock(RemoteBlock):
             if self._answered() is exc:
                 raise
             said = f"ucx: {self._block} does not come: {exc}"
-            raise TransferError(said, reason=str(exc)) from exc
+            error = SilentError if isinstance(exc, SilentError) else TransferError
+            raise error(said, reason=str(exc)) from exc
         finally:
             self._pending.remove(message)
 
