@@ -184,6 +184,8 @@ class Assembly:
         for slot, block in self._local.items():
             kind = kernel_for(block).name
             check_block(block, self.key(slot), self.plan.source_shapes[slot], self.output.dtype)
+        if self.peers is not None:
+            self._need(kind).check(self.peers.memory_bytes(kind), self._where)
         if self._remote and self.peers is not None:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(slot): block for slot, block in self._local.items()}
@@ -208,8 +210,6 @@ class Assembly:
     def _target(self, queue: Queue) -> Any:
         """Return the output. It is allocated late, while the first parts are on their way."""
         if self._out is None:
-            if self.peers is not None:
-                self._need(queue.kind).check(self.peers.memory_bytes(queue.kind), self._where)
             self._out = queue.empty(self.plan.shape, self.output.dtype)
         return self._out
 

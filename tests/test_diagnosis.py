@@ -150,7 +150,7 @@ def slow_down():
     opened = CmaTransport.opened
 
     def opened_late(*args):
-        time.sleep(2)
+        time.sleep(0.7)
         return opened(*args)
 
     CmaTransport.opened = opened_late

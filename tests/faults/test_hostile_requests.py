@@ -36,9 +36,9 @@ from tests.transports.loopback import EventLoop, LoopbackHost
 # 10,000 requests in all: hypothesis makes an example's requests faster than as many examples.
 REQUESTS_AN_EXAMPLE = 10
 EXAMPLES = {
-    "p2p_region": 400,
+    "p2p_region": 200,
     "p2p_post": 100,  # of ipc, and of cma
-    "p2p_ucx_send": 300,
+    "p2p_ucx_send": 150,
     "p2p_peer": 50,  # of ipc, of cma, and of ucx
 }
 

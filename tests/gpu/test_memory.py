@@ -146,6 +146,10 @@ def test_parts_are_read_in_place_where_there_is_no_memory_to_copy_them_into():
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
 
 
+def count_blocks(dask_worker):
+    return len(dask_worker.data)
+
+
 def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
     """Each block is an allocation of its own, and would stay taken as long as it is mapped."""
     from distributed import Client
@@ -168,6 +172,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
             assert used(client, y) == {"ipc"}
             del a, y
             wait_until(lambda: not any(posted for posted, _ in held_blocks(client).values()))
+            wait_until(lambda: not any(client.run(count_blocks).values()))
             taken.append(max(client.run(taken_bytes).values()))
     assert max(taken[5:]) - taken[4] < 2**25, taken
 

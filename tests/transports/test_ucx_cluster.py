@@ -87,8 +87,15 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
             assert said is None if allowed else "requires encryption" in said
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
-@pytest.mark.parametrize("moment_s", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("how", "moment_s"),
+    [
+        pytest.param(signal.SIGKILL, 0.3, id="SIGKILL-0.3"),
+        pytest.param(signal.SIGTERM, 0.0, id="SIGTERM-0.0"),
+        pytest.param(signal.SIGKILL, 0.0, id="SIGKILL-0.0", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 0.3, id="SIGTERM-0.3", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_worker(how, moment_s):
     shape = (3000, 1500)
     with (
