@@ -18,6 +18,7 @@ at the same time, but never parts of two of the others.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from dask_p2p.config import Options
 from dask_p2p.kernels.queue import MOST_UNREAD, SLOTS
@@ -95,6 +96,7 @@ def comm_pacing(options: Options, kind: str) -> Pacing:
     return Pacing(max(1, min(options.comm_part_bytes, most_bytes)), in_flight)
 
 
+@lru_cache(maxsize=1024)  # each task of an array asks the same, before it does anything else
 def staging_bytes(
     options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
 ) -> int:

@@ -312,14 +312,31 @@ def test_what_no_gpu_has_is_refused_at_once():
     x = x.map_blocks(
         lambda b: cupy.broadcast_to(cupy.ones((), "u1"), b.shape), meta=cupy.empty((0, 0), "u1")
     )
-    # Dask itself would refuse it where the inputs are more than half of the host's memory.
     with (
-        dask_p2p.local_cluster(2, gpus=True, memory_limit="200 GiB", **POOL) as cluster,
+        dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster,
         Client(cluster) as client,
         pytest.raises(MemoryLimitError, match=r"are missing.*chunks=") as caught,
     ):
         client.compute(dask_p2p.transpose(x, chunks=-1)).result(timeout=60)
     assert caught.value.missing_bytes > 0
+
+
+@pytest.mark.slow
+def test_an_array_that_is_larger_than_the_hosts_memory_of_its_workers():
+    """Dask's own check would count all blocks of device memory against the limit of the host's."""
+    from distributed import Client
+
+    shape = (131072, 131072)
+    with (
+        dask_p2p.local_cluster(
+            2, gpus=True, memory_limit="16 GiB", rmm_pool_size=100 * 2**30
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(client, indexed_array(shape, (65536, 131072), "f4", kind="cupy"))
+        y = persisted(client, dask_p2p.transpose(a))
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        assert used(client, y) == {"ipc"}
 
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx"])
