@@ -107,7 +107,7 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
         with pytest.raises(TransferError, match=f"failed 2 times on {reader}") as caught:
             late.result(timeout=BOUND_S)
         # By ucx the first attempt is followed by one over comm.
-        assert time.monotonic() - start_s < 3 * DEADLINE_S + 3
+        assert time.monotonic() - start_s < 3 * DEADLINE_S + 10  # on a busy machine
     said = str(caught.value)
     for words in (f"block ('{x.name}', 3, 0)", f"no answer of {holder}", "comm: ", "p2p.timeouts"):
         assert words in said
@@ -146,7 +146,7 @@ def test_a_holder_that_is_halted_in_the_middle(client, gate):
         gate.open()
         with pytest.raises(TransferError, match=f"failed 2 times on {reader}.*{holder}"):
             y.result(timeout=BOUND_S)
-        assert time.monotonic() - start_s < 3 * DEADLINE_S + 3
+        assert time.monotonic() - start_s < 3 * DEADLINE_S + 10  # on a busy machine
     del y
     got = client.compute(dask_p2p.transpose(x, chunks=(256, -1))).result(timeout=BOUND_S)
     np.testing.assert_array_equal(got, expected(LARGE).T)

@@ -206,7 +206,9 @@ def test_what_can_never_fit_is_refused_at_once():
         # Inputs and outputs together are more than the limit, but they can go to disk.
         rows = dask_p2p.transpose(x, chunks=(750, 6000)).sum(axis=1)
         expected_rows = 6000.0 * np.arange(6000) + 6000.0 * 5999 * 6000 / 2
-        np.testing.assert_array_equal(client.compute(rows).result(timeout=BOUND_S), expected_rows)
+        np.testing.assert_array_equal(
+            client.compute(rows).result(timeout=3 * BOUND_S), expected_rows
+        )
 
 
 def test_leased_bytes_are_among_a_workers_metrics(pair):

@@ -270,8 +270,10 @@ def test_tiles_cover_the_box_and_grids_keep_their_limits(shape, itemsize, data):
         if "copy" in launch.entry:
             assert np.prod(launch.step) <= COPY_WORDS
         if launch.first_tile == 0:
-            outer = launch.outer[1:] if "copy" in launch.entry else launch.outer
+            steps = "copy" in launch.entry or "cells" in launch.entry  # of the first outer axis
+            outer = launch.outer[1:] if steps else launch.outer
             extents = [a.extent for a in (launch.k, launch.i, launch.j, *outer)]
+            extents.append(launch.cells or 1)
             items += int(np.prod(extents, dtype=object)) * word // itemsize
     assert items == int(np.prod(shape, dtype=object))
 
