@@ -41,10 +41,10 @@ def pytest_configure(config):
 def pytest_xdist_auto_num_workers(config):
     """Run all tests in parallel, but one by one those that are named, and those on GPUs.
 
-    More at a time than there are cores: tests of clusters mostly wait.
+    More at a time than there are cores: tests of clusters also wait.
     """
     named = config.args_source is config.ArgsSource.ARGS
-    return 0 if named or gpu_count() else min(2 * (os.cpu_count() or 1), MOST_PROCESSES)
+    return 0 if named or gpu_count() else min(3 * (os.cpu_count() or 1) // 2, MOST_PROCESSES)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -549,7 +549,12 @@ def test_spilled_inputs():
 # --- faults ---
 
 
-@pytest.mark.parametrize("moment_s", [0.0, 0.2, 0.6])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "moment_s", [pytest.param(0.0, marks=SLOW), 0.2, pytest.param(0.6, marks=SLOW)]
+)
 def test_a_killed_worker(moment_s):
     x = indexed((2000, 1500), float)
     with (

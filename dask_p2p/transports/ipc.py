@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from math import prod
 from typing import Any, ClassVar
@@ -81,7 +82,8 @@ class IpcTransport(PostedTransport):
 
     def _closed_one(self) -> None:
         # Not when a mapping is opened: the event loop would be in the way of the first copy.
-        self.host.loop.call_soon_threadsafe(self._close_later)
+        with suppress(RuntimeError):  # the loop is closed
+            self.host.loop.call_soon_threadsafe(self._close_later)
 
     def forget(self, holder: str) -> None:
         known = self._peers.get(holder)

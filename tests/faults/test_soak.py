@@ -17,7 +17,7 @@ PARTS = {
     "p2p.transports.comm.part-bytes": "8 kiB",
     "p2p.transports.ucx.host-part-bytes": "8 kiB",
 }
-WARM_UP = 60  # until pools, caches and Dask's own logs of bounded length have grown
+WARM_UP = 45  # until pools, caches and Dask's own logs of bounded length have grown
 MIB = 2**20
 
 # Dask's own logs grow by 20 kiB a run, with its own rechunk too. A leak of a block would be 128 kiB
@@ -44,7 +44,7 @@ def run(client, x, number):
         assert (got == expected(SHAPE).T).all()
 
 
-@pytest.mark.parametrize("runs", [120, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [90, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", [["cma"], ["comm"], ["ucx"]], ids=str)
 def test_nothing_grows(runs, order):
     with cluster_of(2, {**PARTS, "p2p.transports.order": order}) as client:

@@ -27,7 +27,7 @@ SHAPE = (48, 48)
 PARTS = {"p2p.transports.comm.part-bytes": 256}
 
 
-@pytest.mark.parametrize("number", [2, 10])
+@pytest.mark.parametrize("number", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_others_end_while_a_worker_waits_in_the_middle_of_one(gate, number):
     """Its thread is taken, and yet the others read the blocks that it holds."""
     with cluster_of(3, PARTS) as client:
@@ -52,7 +52,9 @@ def test_others_end_while_a_worker_waits_in_the_middle_of_one(gate, number):
         assert_nothing_is_held(client)
 
 
-@pytest.mark.parametrize(("number", "bound_s"), [(2, 15), (10, 30)])
+@pytest.mark.parametrize(
+    ("number", "bound_s"), [(2, 15), pytest.param(10, 30, marks=pytest.mark.slow)]
+)
 def test_all_at_once_within_a_deadline(number, bound_s):
     """From nothing, inputs included, each worker with tasks of all of them."""
     with cluster_of(2, PARTS) as client:
