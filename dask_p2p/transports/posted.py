@@ -359,12 +359,9 @@ class PostedTransport(Transport):
 
     def _sweep(self) -> None:
         self._sweeping = None
-        if self._board.sweep(self.options.board_retain_s, self._was_spilled):
+        # What is spilled is withdrawn too: Dask wants its memory back.
+        if self._board.sweep(self.options.board_retain_s, self.host.is_on_disk):
             self._sweep_later()
-
-    def _was_spilled(self, key: Any) -> bool:
-        """Tell whether a posted block is spilled: Dask wants its memory back."""
-        return self.host.is_on_disk(key)
 
 
 class PostedBlock(RemoteBlock):
