@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from types import CodeType
 
 import pytest
@@ -109,12 +108,14 @@ def cluster():
     """Four single-thread worker processes over TCP, shared by all tests that do no harm."""
     from distributed import LocalCluster
 
+    from tests.support import import_path
+
     with LocalCluster(
         n_workers=4,
         threads_per_worker=1,
         protocol="tcp://",
         dashboard_address=":0",
-        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+        env={"PYTHONPATH": import_path()},
     ) as cluster:
         yield cluster
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 
 import numpy as np
 
 from dask_p2p.measure import collect
 from dask_p2p.task import PLUGIN_NAME
+
+
+def import_path():
+    """This process' import path, as a value of PYTHONPATH for processes that it starts."""
+    return ":".join(filter(None, sys.path))
 
 
 def persisted(client, x):

@@ -24,7 +24,7 @@ from dask_p2p import task as task_module
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
-from tests.support import indexed, result_of
+from tests.support import import_path, indexed, result_of
 from tests.transports.loopback import wait_until
 
 SHAPE = (40, 12)
@@ -37,7 +37,7 @@ def own_cluster():
         n_workers=2,
         threads_per_worker=1,
         dashboard_address=":0",
-        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+        env={"PYTHONPATH": import_path()},
     ) as cluster:
         yield cluster
 
@@ -254,7 +254,7 @@ def worker_process(address, *args):
     """A worker as a user starts it, with options of its own."""
     env = {
         **os.environ,
-        "PYTHONPATH": ":".join(filter(None, sys.path)),
+        "PYTHONPATH": import_path(),
         "DASK_P2P__TRANSPORTS__UCX__ALLOW_UNENCRYPTED": "False",
         "DASK_P2P__MEMORY__STAGING_LIMIT": "64 MiB",
         "DASK_P2P__TRANSPORTS__BOARD__RETAIN": "3 s",

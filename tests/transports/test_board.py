@@ -382,6 +382,16 @@ def test_a_forked_child_keeps_no_lease(board):
         _end(child)
 
 
+def _started(function, *args):
+    """A process that runs a function, and what it sends first; it gets a connection to send by."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=function, args=(*args, there))
+    process.start()
+    assert here.poll(30)
+    return process, here.recv()
+
+
 def _post_and_fork(parent, connection):
     board = Board(parent)
     board.post("key", Block(), b"text")
@@ -390,12 +400,7 @@ def _post_and_fork(parent, connection):
 
 
 def test_a_killed_holders_child_does_not_stand_in_for_it(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    holder = context.Process(target=_post_and_fork, args=(str(tmp_path), there))
-    holder.start()
-    assert here.poll(30)
-    folder, child = here.recv()
+    holder, (folder, child) = _started(_post_and_fork, str(tmp_path))
     try:
         lease = take(folder, "key")
         assert lease.holder_lives()
@@ -498,20 +503,15 @@ def test_a_killed_readers_lease_ends(board):
     wait_until(lambda: board.sweep(60) == 0)
 
 
-def _post(parent, connection):
+def _post(parent, text, connection):
     board = Board(parent)
-    board.post("key", Block(), b"text")
+    board.post("key", Block(), text)
     connection.send(board.folder)
     signal.pause()
 
 
 def test_a_killed_holders_notices_are_not_taken(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    holder = context.Process(target=_post, args=(str(tmp_path), there))
-    holder.start()
-    assert here.poll(30)
-    folder = here.recv()
+    holder, folder = _started(_post, str(tmp_path), b"text")
     lease = take(folder, "key")
     assert lease.text == b"text"
     assert lease.holder_lives()
@@ -523,23 +523,12 @@ def test_a_killed_holders_notices_are_not_taken(tmp_path):
     lease.close()
 
 
-def _post_run(parent, run, connection):
-    board = Board(parent)
-    board.post("key", Block(), b"run %d" % run)
-    connection.send(board.folder)
-    signal.pause()
-
-
 def test_a_worker_in_the_place_of_a_killed_one(tmp_path):
     """At the same address, in the same folder, with the same key: of another run."""
-    context = multiprocessing.get_context("spawn")
     folders = []
     for run in (1, 2, 3):
-        here, there = context.Pipe()
-        holder = context.Process(target=_post_run, args=(str(tmp_path), run, there))
-        holder.start()
-        assert here.poll(30)
-        folders.append(here.recv())
+        holder, folder = _started(_post, str(tmp_path), b"run %d" % run)
+        folders.append(folder)
         left_behind = folders[:-1]
         assert all(len(os.listdir(folder)) == 2 for folder in left_behind)
         assert [take(folder, "key") for folder in left_behind] == [None] * (run - 1)
