@@ -24,6 +24,7 @@ from dask_p2p.kernels._geometry import reduce_copy
 __all__ = [
     "MOST_UNREAD",
     "SLOTS",
+    "BeingRead",
     "DeviceQueue",
     "HostQueue",
     "Pitch",
@@ -108,6 +109,30 @@ class _OfThread(NamedTuple):
 
     streams: tuple[Any, Any, Any, Any]
     events: tuple[Any, ...]  # two for each slot
+
+
+class BeingRead:
+    """Arrays that are kept until a device has read them: their memory may be another's after that.
+
+    At most `most` of them, the oldest are waited for.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: deque[tuple[Any, Any]] = deque()  # events, and what is read until then
+
+    def add(self, array: Any, read: Any) -> None:
+        """Keep an array until this event has happened."""
+        self._kept.append((read, array))
+        while len(self._kept) > self._most or (self._kept and self._kept[0][0].done):
+            # By name: the array must outlive the event, and the deque holds it no more.
+            event, oldest = self._kept.popleft()
+            event.synchronize()
+            del oldest
+
+    def clear(self) -> None:
+        """Let go of all of them; only when everything is done."""
+        self._kept.clear()
 
 
 class Queue(Protocol):
@@ -247,7 +272,7 @@ class DeviceQueue:
         self._is_busy = False
         self._slots: deque[_Slot] = deque()  # the one that has waited longest first
         self._in_place = False  # because there is no memory for slots
-        self._unread: deque[tuple[Any, Any]] = deque()  # events, and what is read until then
+        self._unread = BeingRead(MOST_UNREAD)
         self._private = device_module.private_stream()
         self._made: list[Any] = []  # by `empty`, since the last `synchronize`
 
@@ -319,9 +344,7 @@ class DeviceQueue:
         # Its memory may be another's as soon as it is let go of: not before the kernel has read it.
         read = self._cupy.cuda.Event(disable_timing=True)
         read.record(self._stream)
-        self._unread.append((read, src))
-        while len(self._unread) > MOST_UNREAD or (self._unread and self._unread[0][0].done):
-            self._unread.popleft()[0].synchronize()
+        self._unread.add(src, read)
 
     def bring_near(self, src: Any, slot_bytes: int) -> _Near:
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import doctest
+import weakref
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.kernels import queue as module
-from dask_p2p.kernels.queue import HostQueue, Pitch, engine_pitch, pitched, queue_for
+from dask_p2p.kernels.queue import BeingRead, HostQueue, Pitch, engine_pitch, pitched, queue_for
 
 
 def test_examples_in_docstrings():
@@ -170,6 +171,37 @@ def test_rows_that_are_further_apart_than_copy_engines_go():
     queue.synchronize()
     np.testing.assert_array_equal(dst.get(), region.get().T)
     np.testing.assert_array_equal(packed.get(), region.get())
+
+
+class Read:
+    """Stands for an event: happens when it is waited for, and the array must still be there."""
+
+    def __init__(self, array):
+        self.array = weakref.ref(array)
+        self.done = False
+
+    def synchronize(self):
+        assert self.array() is not None, "its memory is another's before it has been read"
+        self.done = True
+
+
+def test_what_is_being_read_is_kept_until_then():
+    being_read = BeingRead(2)
+    events = []
+    for _ in range(5):
+        array = np.empty(3)
+        events.append(Read(array))
+        being_read.add(array, events[-1])
+        del array
+    assert [event.done for event in events] == [True, True, True, False, False]
+    assert [event.array() is None for event in events] == [True, True, True, False, False]
+    events[3].done = True  # by itself
+    array = np.empty(3)
+    being_read.add(array, Read(array))
+    assert events[3].array() is None
+    assert events[4].array() is not None
+    being_read.clear()
+    assert events[4].array() is None
 
 
 @pytest.mark.gpu
