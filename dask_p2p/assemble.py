@@ -81,8 +81,8 @@ class Peers(Protocol):
     def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
         """Take note that other workers are about to read these blocks of this kind."""
 
-    def memory_bytes(self, kind: str) -> int | None:
-        """Return all memory for blocks of this kind; None if it is not bounded."""
+    def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
+        """Return all memory for blocks of this kind if that is less than wanted; else None."""
 
 
 @dataclass(slots=True)
@@ -185,7 +185,9 @@ class Assembly:
             kind = kernel_for(block).name
             check_block(block, self.key(slot), self.plan.source_shapes[slot], self.output.dtype)
         if self.peers is not None:
-            self._need(kind).check(self.peers.memory_bytes(kind), self._where)
+            need = self._need(kind)
+            if (there_bytes := self.peers.memory_below(need.total_bytes, kind)) is not None:
+                raise need.too_large(there_bytes, self._where)
         if self._remote and self.peers is not None:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(slot): block for slot, block in self._local.items()}

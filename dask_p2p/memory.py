@@ -46,26 +46,20 @@ class Need:
         """All of it."""
         return self.output_bytes + self.staging_bytes + self.input_bytes
 
-    def check(self, there_bytes: int | None, where: str) -> None:
-        """Refuse what can never fit.
+    def too_large(self, there_bytes: int, where: str) -> MemoryLimitError:
+        """Return the error for what can never fit.
 
         Parameters
         ----------
         there_bytes
-            All memory that there is, whatever it is used for now; None if that is not bounded.
+            All memory that there is, whatever it is used for now.
         where
             Whose memory.
-
-        Raises
-        ------
-        MemoryLimitError
-            If even that is not enough.
         """
-        if there_bytes is not None and self.total_bytes > there_bytes:
-            raise self._error(
-                f"expected a block that fits into the {_bytes(there_bytes)} of {where}, got one",
-                self.total_bytes - there_bytes,
-            )
+        return self._error(
+            f"expected a block that fits into the {_bytes(there_bytes)} of {where}, got one",
+            self.total_bytes - there_bytes,
+        )
 
     def error(self, said: str, where: str) -> MemoryLimitError:
         """Return the error for an allocation that failed.

@@ -29,7 +29,7 @@ from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options, options
 from dask_p2p.environment import on_gpu
 from dask_p2p.errors import DeviceLostError, P2PWarning
-from dask_p2p.kernels import device_memory_bytes, warm_up
+from dask_p2p.kernels import device_memory_below, warm_up
 from dask_p2p.kernels.device import device_work, raise_if_lost
 from dask_p2p.low_latency import shorten_worker
 from dask_p2p.plan import BlockPlan, Piece, stage_order
@@ -227,10 +227,11 @@ class WorkerRuntime(AttemptLog):
     def on_device_lost(self, error: DeviceLostError) -> bool:
         return self._host.on_device_lost(error)
 
-    def memory_bytes(self, kind: str) -> int | None:
+    def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
         if kind == "cupy":
-            return device_memory_bytes()
-        return self._worker.memory_manager.memory_limit or None
+            return device_memory_below(wanted_bytes)
+        limit_bytes: int = self._worker.memory_manager.memory_limit or wanted_bytes
+        return limit_bytes if limit_bytes < wanted_bytes else None
 
     def meet(self, holders: Iterable[str], kind: str) -> None:
         """Prove the way that blocks of this kind will take from each of these workers."""

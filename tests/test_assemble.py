@@ -104,8 +104,9 @@ class FakePeers:
     def serving(self, blocks, kind, options):
         self.served += blocks
 
-    def memory_bytes(self, kind):
-        return self.memory
+    def memory_below(self, wanted_bytes, kind):
+        limit_bytes = self.memory
+        return None if limit_bytes is None or wanted_bytes <= limit_bytes else limit_bytes
 
 
 @pytest.fixture

@@ -33,16 +33,13 @@ def test_the_error_is_of_both_trees_and_travels():
 
 def test_what_can_never_fit_is_refused_with_figures():
     need = Need(4 * MIB, 2 * MIB, 1 * MIB, 2 * MIB)
-    need.check(7 * MIB, "worker a")
-    need.check(None, "worker a")
-    with pytest.raises(MemoryLimitError) as caught:
-        need.check(6 * MIB, "worker a")
-    said = str(caught.value)
+    error = need.too_large(6 * MIB, "worker a")
+    said = str(error)
     for words in ("6.00 MiB (6,291,456 bytes) of worker a", "needs 7.00 MiB", "4.00 MiB",
                   "1.00 MiB (1,048,576 bytes) are missing", "chunks=", "more workers",
                   "p2p.memory.staging-limit (now 2.00 MiB"):  # fmt: skip
         assert words in said
-    assert (caught.value.needed_bytes, caught.value.missing_bytes) == (7 * MIB, MIB)
+    assert (error.needed_bytes, error.missing_bytes) == (7 * MIB, MIB)
 
 
 def test_what_counts_as_out_of_memory():

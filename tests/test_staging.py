@@ -67,7 +67,7 @@ class Peers:
     def serving(self, blocks, kind, options):
         pass
 
-    def memory_bytes(self, kind):
+    def memory_below(self, wanted_bytes, kind):
         return None
 
 

@@ -37,7 +37,7 @@ from dask_p2p.errors import UnsupportedArrayError
 __all__ = [
     "Kernel",
     "as_array",
-    "device_memory_bytes",
+    "device_memory_below",
     "device_of",
     "kernel_for",
     "kernel_named",
@@ -159,11 +159,11 @@ def warm_up(name: str) -> None:
         compile_ahead()
 
 
-def device_memory_bytes() -> int | None:
-    """Return all memory of the current GPU; None where arrays can have more than that."""
-    from dask_p2p.kernels.cupy import memory_bytes
+def device_memory_below(wanted_bytes: int) -> int | None:
+    """Return all memory of the current GPU if arrays can have no more, and want it; else None."""
+    from dask_p2p.kernels.cupy import memory_below
 
-    return memory_bytes()
+    return memory_below(wanted_bytes)
 
 
 def _cupy_kernel() -> Kernel:

@@ -31,7 +31,7 @@ from dask_p2p.kernels._launch import (
     plan_launches,
 )
 
-__all__ = ["KERNEL", "CupyKernel", "LaunchGeometry", "launch_geometry", "memory_bytes", "warm_up"]
+__all__ = ["KERNEL", "CupyKernel", "LaunchGeometry", "launch_geometry", "memory_below", "warm_up"]
 
 COMPILER_OPTIONS = ("--std=c++17",)
 # Shared memory that a block reserves and does not use when it runs gently: with it two blocks of
@@ -160,8 +160,11 @@ def _gentle_too(kernel: Any) -> _Loaded:
     return _Loaded(kernel.kernel, gentle_bytes)
 
 
-def memory_bytes() -> int | None:
-    """Return all memory of the current GPU; None where arrays can have more than that."""
+def memory_below(wanted_bytes: int) -> int | None:
+    """Return all memory of the current GPU if arrays can have no more, and want it; else None."""
+    total_bytes = _total_bytes(cupy.cuda.runtime.getDevice())
+    if wanted_bytes <= total_bytes:
+        return None
     if "rmm" in sys.modules:
         import rmm
 
@@ -170,7 +173,7 @@ def memory_bytes() -> int | None:
             resource = resource.get_upstream()
         if type(resource).__name__ not in ("CudaMemoryResource", "CudaAsyncMemoryResource"):
             return None  # managed memory, perhaps, which goes beyond the GPU's own
-    return _total_bytes(cupy.cuda.runtime.getDevice())
+    return total_bytes
 
 
 @cache  # it asks the driver, and each task wants to know

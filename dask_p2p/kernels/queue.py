@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ __all__ = [
     "BeingRead",
     "DeviceQueue",
     "HostQueue",
+    "KeptSlots",
     "Pitch",
     "Queue",
     "engine_pitch",
@@ -104,11 +106,58 @@ class _Near(NamedTuple):
     slot: _Slot | None
 
 
-class _OfThread(NamedTuple):
-    """What a thread has for its queues on one GPU."""
+class KeptSlots:
+    """Slots that queues are done with, for the next one: to allocate them delays its first copy.
 
-    streams: tuple[Any, Any, Any, Any]
-    events: tuple[Any, ...]  # two for each slot
+    They are given up when nobody has used any for `KEEP_S`, or when memory runs out.
+    """
+
+    KEEP_S = 1.0
+
+    def __init__(self) -> None:
+        self._kept: dict[int | None, list[list[_Slot]]] = {}  # by device
+        self._used_s = 0.0  # monotonic
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+
+    def take(self, device: int | None, slot_bytes: int) -> list[_Slot]:
+        """Return slots of at least so many bytes; none if there are none."""
+        with self._lock:
+            for slots in self._kept.get(device, ()):
+                if slots[0].memory.nbytes >= slot_bytes:
+                    self._kept[device].remove(slots)
+                    return slots
+        return []
+
+    def keep(self, device: int | None, slots: list[_Slot]) -> None:
+        """Keep slots. Nothing reads or writes them any more."""
+        for slot in slots:
+            slot.is_used = False
+        with self._lock:
+            self._kept.setdefault(device, []).append(slots)
+            self._used_s = time.monotonic()
+            if self._timer is None:
+                self._start_timer()
+
+    def clear(self) -> bool:
+        """Give all up; return whether there were any."""
+        with self._lock:
+            kept, self._kept = self._kept, {}
+        return any(kept.values())
+
+    def _start_timer(self) -> None:
+        self._timer = threading.Timer(self.KEEP_S, self._expire)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _expire(self) -> None:
+        with self._lock:
+            if time.monotonic() - self._used_s < self.KEEP_S:
+                self._start_timer()
+                return
+            self._timer = None
+        with device_module.device_work():
+            self.clear()
 
 
 class BeingRead:
@@ -250,7 +299,8 @@ class DeviceQueue:
     """
 
     kind = "cupy"
-    _per_thread = threading.local()
+    _per_thread = threading.local()  # streams by device
+    _kept_slots = KeptSlots()
 
     def __init__(self, beside_copies: bool = False) -> None:
         import cupy
@@ -258,17 +308,15 @@ class DeviceQueue:
         self._cupy = cupy
         self._gently = beside_copies
         self._kernel = kernel_named("cupy")
-        known: dict[Any, _OfThread] = self._per_thread.__dict__
+        known: dict[Any, Any] = self._per_thread.__dict__
         self._device = device = cupy.cuda.runtime.getDevice()
         if device not in known:
-            make, event = cupy.cuda.Stream, cupy.cuda.Event
+            make = cupy.cuda.Stream
             first, second, third, last = (
                 make(non_blocking=True, priority=p) for p in (0, 0, 0, _FIRST)
             )
-            events = tuple(event(disable_timing=True) for _ in range(2 * SLOTS))
-            known[device] = _OfThread((first, second, third, last), events)
-        self._all = self._stream, self._copies, self._aside, self._emptying = known[device].streams
-        self._events = known[device].events
+            known[device] = (first, second, third, last)
+        self._all = self._stream, self._copies, self._aside, self._emptying = known[device]
         self._is_busy = False
         self._slots: deque[_Slot] = deque()  # the one that has waited longest first
         self._in_place = False  # because there is no memory for slots
@@ -283,7 +331,12 @@ class DeviceQueue:
         # before this queue writes there.
         device_module.wait_for_null_stream()
         with self._cupy.cuda.Stream.null as stream:
-            array = self._kernel.empty(shape, dtype)
+            try:
+                array = self._kernel.empty(shape, dtype)
+            except MemoryError:
+                if not self._kept_slots.clear():
+                    raise
+                array = self._kernel.empty(shape, dtype)
             if array.nbytes and device_module.is_managed(array.data.ptr):
                 # All its pages at once; kernels would have them made one by one.
                 self._cupy.cuda.runtime.memPrefetchAsync(
@@ -396,6 +449,9 @@ class DeviceQueue:
             for stream in self._all:
                 stream.synchronize()
             self._is_busy = False
+            if self._slots:
+                self._kept_slots.keep(self._device, list(self._slots))
+                self._slots.clear()
         self._unread.clear()
         while self._made:
             device_module.mark_written(self._made.pop())
@@ -407,7 +463,8 @@ class DeviceQueue:
         """
         if not self._slots and not self._in_place:
             try:
-                self._slots.extend(self._new_slots(slot_bytes))
+                kept = self._kept_slots.take(self._device, slot_bytes)
+                self._slots.extend(kept or self._new_slots(slot_bytes))
             except MemoryError as exc:  # of CuPy and of RMM too
                 logger.debug("no memory to copy parts into, they are read in place: %s", exc)
                 self._in_place = True
@@ -425,11 +482,12 @@ class DeviceQueue:
         On the stream that fills them, so that there is nothing to wait for.
         """
         step_bytes = -(-slot_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        event = self._cupy.cuda.Event
         with self._copies:
             memory = self._kernel.empty((SLOTS * step_bytes,), np.uint8)
         for number in range(SLOTS):
             part = memory[number * step_bytes :][:slot_bytes]
-            yield _Slot(part, self._events[2 * number], self._events[2 * number + 1])
+            yield _Slot(part, event(disable_timing=True), event(disable_timing=True))
 
 
 def queue_for(kind: str, *, beside_copies: bool = False) -> Queue:

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.kernels import queue as module
-from dask_p2p.kernels.queue import BeingRead, HostQueue, Pitch, engine_pitch, pitched, queue_for
+from dask_p2p.kernels.queue import (
+    BeingRead,
+    HostQueue,
+    KeptSlots,
+    Pitch,
+    engine_pitch,
+    pitched,
+    queue_for,
+)
+from tests.transports.loopback import wait_until
 
 
 def test_examples_in_docstrings():
@@ -202,6 +211,33 @@ def test_what_is_being_read_is_kept_until_then():
     assert events[4].array() is not None
     being_read.clear()
     assert events[4].array() is None
+
+
+class Slot:
+    def __init__(self, nbytes):
+        self.memory = np.empty(nbytes, "u1")
+        self.is_used = True
+
+
+def test_slots_are_kept_for_the_next_queue(monkeypatch):
+    kept = KeptSlots()
+    monkeypatch.setattr(kept, "KEEP_S", 0.2)
+    small, large = [Slot(10)], [Slot(100)]
+    kept.keep(0, small)
+    kept.keep(0, large)
+    assert not any(slot.is_used for slot in [*small, *large])
+    assert kept.take(1, 10) == [], "another device's"
+    assert kept.take(0, 50) is large
+    assert kept.take(0, 50) == [], "too small, or in use"
+    assert kept.take(0, 10) is small
+    kept.keep(0, small)
+    assert kept.clear()
+    assert not kept.clear()
+    assert kept.take(0, 10) == []
+    gone = weakref.ref(large[0].memory)
+    kept.keep(0, large)
+    del large
+    wait_until(lambda: gone() is None, 5)
 
 
 @pytest.mark.gpu

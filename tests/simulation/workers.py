@@ -236,7 +236,7 @@ class World:
         put(cuda_ipc, "array_at", self.driver.array_at)
         put(ipc, "wait_until_written", lambda blocks, any_stream: halt("export"))
         put(dask_p2p.worker, "on_gpu", lambda: False)
-        put(dask_p2p.worker, "device_memory_bytes", lambda: None)
+        put(dask_p2p.worker, "device_memory_below", lambda wanted_bytes: None)
         put(dask_p2p.worker, "WorkerHost", Host)
         put(dask_p2p.worker, "make_transports", self._make_transports)
         put(dask_p2p.task, "whereabouts", self._whereabouts)
