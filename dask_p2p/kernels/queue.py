@@ -89,7 +89,7 @@ def engine_pitch(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
     return pitch if pitch.rows == 1 or pitch.run_bytes >= _SHORTEST_RUN_BYTES else None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # arrays are not equal or unequal as a whole
 class _Slot:
     """Local memory for one part of a peer's block."""
 
@@ -123,10 +123,10 @@ class KeptSlots:
     def take(self, device: int | None, slot_bytes: int) -> list[_Slot]:
         """Return slots of at least so many bytes; none if there are none."""
         with self._lock:
-            for slots in self._kept.get(device, ()):
+            kept = self._kept.get(device, [])
+            for number, slots in enumerate(kept):
                 if slots[0].memory.nbytes >= slot_bytes:
-                    self._kept[device].remove(slots)
-                    return slots
+                    return kept.pop(number)
         return []
 
     def keep(self, device: int | None, slots: list[_Slot]) -> None:

@@ -213,10 +213,8 @@ def test_what_is_being_read_is_kept_until_then():
     assert events[4].array() is None
 
 
-class Slot:
-    def __init__(self, nbytes):
-        self.memory = np.empty(nbytes, "u1")
-        self.is_used = True
+def Slot(nbytes):  # noqa: N802
+    return module._Slot(np.empty(nbytes, "u1"), None, None, is_used=True)
 
 
 def test_slots_are_kept_for_the_next_queue(monkeypatch):
