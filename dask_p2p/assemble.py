@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from itertools import tee
+from dataclasses import dataclass, field
+from itertools import groupby
 from math import prod
 from typing import Any, Protocol
 
@@ -28,14 +28,14 @@ from dask_p2p.errors import BlockUnavailableError, P2PError, TransferError
 from dask_p2p.kernels import as_array, device_of, kernel_for
 from dask_p2p.kernels.device import device_work
 from dask_p2p.kernels.queue import SLOTS, Queue, queue_for
-from dask_p2p.layout import Box, box_size, box_slices, split_box, taper_box
+from dask_p2p.layout import Box, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.plan import BlockPlan, Piece, stage_order
 from dask_p2p.transports.base import (
     GRACE_S,
-    BlockSpec,
-    Pending,
-    RemoteBlock,
+    Reading,
+    Region,
+    Request,
     SilentError,
     Transport,
     UnreachableError,
@@ -43,12 +43,10 @@ from dask_p2p.transports.base import (
     check_block,
 )
 from dask_p2p.transports.links import BlockRef, Links, Way
-from dask_p2p.transports.pacing import Pacing, staging_bytes
+from dask_p2p.transports.pacing import staging_bytes
 from dask_p2p.versioned import versioned
 
 __all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
-
-_LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
 
 
 @versioned()
@@ -94,6 +92,8 @@ class _Source:
     pieces: list[Piece]
     ways: list[Way]
     causes: list[str] = field(default_factory=list)
+    brought_by: Reading | None = None  # that has not failed
+    left: int = 0  # elements that have not been put into place
 
     @property
     def way(self) -> Way:
@@ -101,14 +101,26 @@ class _Source:
 
 
 @dataclass(slots=True)
-class _Part:
-    """A part of a piece on its way."""
+class _Read:
+    """What is read of one holder at a time."""
 
-    source: _Source
-    pending: Pending
-    dst: Box
-    slot_bytes: int  # of the largest part, of any source, that comes by this transport
+    transport: Transport
+    sources: list[_Source]
+    reading: Reading
+    slot_bytes: int  # of the largest part, if it is to come through local memory
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A region on its way."""
+
+    read: _Read
+    region: Region
     near: Any = None  # of the queue, which has begun to bring it; None if it comes by messages
+
+    @property
+    def source(self) -> _Source:
+        return self.read.sources[self.region.part.request]
 
 
 class Assembly:
@@ -140,14 +152,11 @@ class Assembly:
         self.stages: list[Stage] = []  # what came from where, for the record
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
         self._local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
-        self._opened: dict[int, RemoteBlock] = {}  # by slot
-        self._given_up: list[RemoteBlock] = []
+        self._reads: list[_Read] = []  # all that is open
         # Holders, by this transport or by all (None), and why: none is waited for twice.
         self._unreachable: dict[tuple[str, str | None], str] = {}
         self._local_queued = False
         self._out: Any = None
-        largest = max((box_size(piece.src) for piece in plan.pieces), default=0)
-        self._largest_bytes: int = largest * output.dtype.itemsize
 
     def key(self, slot: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -202,7 +211,7 @@ class Assembly:
                 self._bring_remote(todo, queue)
                 self._queue_local(queue)
                 queue.synchronize()
-                todo = self._unconfirmed(todo)
+                todo = self._unconfirmed()
                 if not todo:
                     break
         finally:
@@ -234,8 +243,8 @@ class Assembly:
     def _finish(self, queue: Queue) -> None:
         """Wait for all kernels, and only then end the leases: also where something failed."""
         with ExitStack() as leases:
-            for remote in [*self._opened.values(), *self._given_up]:
-                leases.callback(remote.close)
+            for read in self._reads:
+                leases.callback(read.reading.close)
             queue.synchronize()
 
     def _queue_local(self, queue: Queue) -> None:
@@ -258,104 +267,94 @@ class Assembly:
             for source in todo:
                 self._next_way(source, failed[source.slot])
 
-    def _unconfirmed(self, sources: list[_Source]) -> list[_Source]:
+    def _unconfirmed(self) -> list[_Source]:
         """Return those that may have come wrong, each to be brought by its next way."""
-        wrong = []
-        for source in sources:
+        wrong: list[_Source] = []
+        while self._reads:
+            read = self._reads.pop(0)
+            sources = [source for source in read.sources if source.brought_by is read.reading]
             try:
-                self._opened[source.slot].confirm()
+                read.reading.confirm()
+                for source in sources:
+                    if source.left:
+                        name = source.way.transport.name
+                        raise TransferError(f"{name}: {source.ref.key!r} came only in part")
             except TransferError as exc:
-                self._opened.pop(source.slot).close()
-                self._next_way(source, exc)
-                wrong.append(source)
+                for source in sources:
+                    self._next_way(source, exc)
+                wrong += sources
             else:
-                self._record(source)
+                for source in sources:
+                    self._record(source)
+            finally:
+                read.reading.close()
         return wrong
 
     def _round(self, todo: list[_Source], queue: Queue) -> dict[int, Exception]:
         """Try one way for each source; return the failures. What failed is brought again whole."""
         failed: dict[int, Exception] = {}
-        ahead: deque[_Part] = deque()
-        pacings: dict[str, Pacing] = {}  # the same for all that comes by a transport
-        for source in todo:
-            transport = source.way.transport
-            if transport.name not in pacings:
-                pacings[transport.name] = self._pacing(transport, queue.kind)
-            pacing = pacings[transport.name]
+        ahead: deque[_Coming] = deque()
+        for _, group in groupby(todo, key=lambda source: source.way):
+            sources = list(group)
             try:
-                parts = self._open(source, pacing, queue.kind, is_last=source is todo[-1])
+                read = self._begin(sources, queue.kind)
             except TransferError as exc:
-                self._fail(source, exc, failed)
+                for source in sources:
+                    self._note_failure(source, exc, failed)
                 continue
-            while ahead and ahead[-1].source.way.transport is not transport:
+            while ahead and ahead[-1].read.transport is not read.transport:
                 # Each may fill all that there is for staging.
                 self._place(ahead.popleft(), failed, queue)
-            try:
-                for part in parts:
-                    if transport.in_place:
-                        part.near = queue.bring_near(self._wait_for(part), part.slot_bytes)
-                    ahead.append(part)
-                    while len(ahead) > pacing.parts_in_flight:
-                        self._place(ahead.popleft(), failed, queue)
-                    if source.slot in failed:
-                        break  # nothing more of it
-                    del part  # which may be placed already: the next one takes its room
-            except TransferError as exc:
-                self._fail(source, exc, failed)
+            for region in read.reading:
+                coming = _Coming(read, region)
+                if read.transport.in_place:
+                    try:
+                        coming.near = queue.bring_near(self._wait_for(coming), read.slot_bytes)
+                    except TransferError as exc:
+                        self._fail(coming, exc, failed)
+                        continue
+                ahead.append(coming)
+                del region, coming  # which may be placed already: the next one takes its room
+                while len(ahead) > self._ahead(read):
+                    self._place(ahead.popleft(), failed, queue)
         while ahead:
             self._place(ahead.popleft(), failed, queue)
         return failed
 
-    def _pacing(self, transport: Transport, kind: str) -> Pacing:
-        pacing = transport.pacing(self.options, kind).for_regions(self._largest_bytes)
-        if pacing.part_bytes is not None and pacing.part_bytes < self.output.dtype.itemsize:
-            # A part has one item at least, and so they go one at a time, or not through slots.
-            pacing = Pacing(None if transport.in_place else pacing.part_bytes, 0)
-        if self._in_sync:
-            return replace(pacing, parts_in_flight=0)
-        return replace(pacing, parts_in_flight=SLOTS - 1) if transport.in_place else pacing
+    def _begin(self, sources: list[_Source], kind: str) -> _Read:
+        """Begin to read these sources, which have one way in common."""
+        way = sources[0].way
+        self._check_reachable(way)
+        dtype = self.output.dtype
+        requests = [
+            Request(
+                source.ref.key,
+                way.holder,
+                self.plan.source_shapes[source.slot],
+                dtype,
+                kind,
+                [piece.src for piece in source.pieces],
+            )
+            for source in sources
+        ]
+        reading = way.transport.read(requests, self.options)
+        largest = max(box_size(box) for request in requests for box in request.boxes)
+        slot_bytes = min(reading.part_bytes or 0, largest * dtype.itemsize)
+        read = _Read(way.transport, sources, reading, slot_bytes)
+        for source in sources:
+            source.brought_by = reading
+            source.left = sum(box_size(piece.src) for piece in source.pieces)
+        self._reads.append(read)
+        return read
+
+    def _ahead(self, read: _Read) -> int:
+        if read.transport.in_place:  # copies that are queued, each into a slot
+            return 0 if self._in_sync else SLOTS - 1
+        return read.reading.ahead
 
     @property
     def _in_sync(self) -> bool:
         return self.options.mode == "sync"
-
-    def _open(
-        self, source: _Source, pacing: Pacing, kind: str, *, is_last: bool
-    ) -> Iterator[_Part]:
-        """Open a source, and return its parts."""
-        transport = source.way.transport
-        tapered = source.pieces[-1] if transport.in_place and is_last else None
-        self._check_reachable(source)
-        spec = BlockSpec(
-            source.ref.key,
-            source.way.holder,
-            self.plan.source_shapes[source.slot],
-            self.output.dtype,
-            kind,
-        )
-        # As late as may be: a region can have hundreds of parts, and the first should soon be here.
-        boxes = (
-            (src, self._destination(piece, src))
-            for piece in source.pieces
-            for src in self._parts(piece, pacing.part_bytes, piece is tapered)
-        )
-        wanted, placed = tee(boxes)
-        remote = transport.open(spec, (src for src, _ in wanted), self.options)
-        self._opened[source.slot] = remote
-        slot_bytes = min(pacing.part_bytes or 0, self._largest_bytes)
-        return (_Part(source, remote.request(), dst, slot_bytes) for _, dst in placed)
-
-    def _parts(self, piece: Piece, part_bytes: int | None, is_tapered: bool) -> Iterator[Box]:
-        """Cut a piece into parts.
-
-        The last one of a task is tapered: nothing comes any more while its end is put into place.
-        """
-        itemsize = max(1, self.output.dtype.itemsize)
-        elements = max(1, box_size(piece.src) if part_bytes is None else part_bytes // itemsize)
-        parts = split_box(piece.src, elements)
-        if not is_tapered or part_bytes is None:
-            return parts
-        return _tapered(parts, max(1, _LAST_PART_BYTES // itemsize))
 
     def _destination(self, piece: Piece, src: Box) -> Box:
         """Return the part of the piece's destination box that this part of its source box fills."""
@@ -367,54 +366,66 @@ class Assembly:
             for axis, (start, _) in zip(self.plan.axes, piece.dst, strict=True)
         )
 
-    def _place(self, part: _Part, failed: dict[int, Exception], queue: Queue) -> None:
-        """Wait for a part and put it where it belongs."""
-        if part.source.slot in failed:
+    def _place(self, coming: _Coming, failed: dict[int, Exception], queue: Queue) -> None:
+        """Wait for a region and put it where it belongs."""
+        source, part = coming.source, coming.region.part
+        if source.slot in failed:
             return
-        place = box_slices(part.dst)
-        if part.near is not None:
-            queue.permute_from_peer(self._target(queue)[place], part.near, self.plan.axes)
+        place = box_slices(self._destination(source.pieces[part.piece], part.box))
+        source.left -= box_size(part.box)
+        if coming.near is not None:
+            queue.permute_from_peer(self._target(queue)[place], coming.near, self.plan.axes)
             self._queue_local(queue)  # now that the first parts are on their way
         else:
             self._queue_local(queue)  # while the first part is on its way
             try:
-                region = self._wait_for(part)
+                region = self._wait_for(coming)
             except TransferError as exc:
-                self._fail(part.source, exc, failed)
+                self._fail(coming, exc, failed)
                 return
             queue.permute_and_drop(self._target(queue)[place], region, self.plan.axes)
         if self._in_sync:
             queue.synchronize()
 
-    def _wait_for(self, part: _Part) -> Any:
-        """Return a part's region when it is here."""
-        self._check_reachable(part.source)
+    def _wait_for(self, coming: _Coming) -> Any:
+        """Return a region's array when it is here."""
+        way = coming.source.way
+        self._check_reachable(way)
         try:
-            return part.pending.result(self.options.request_timeout_s + GRACE_S)
+            return coming.region.pending.result(self.options.request_timeout_s + GRACE_S)
         except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
             raise TransferError(
-                f"no answer of {part.source.way.holder} in time, and the worker's event loop did "
-                f"not respond"
+                f"no answer of {way.holder} in time, and the worker's event loop did not respond"
             ) from None
 
-    def _fail(self, source: _Source, error: Exception, failed: dict[int, Exception]) -> None:
+    def _fail(self, coming: _Coming, error: Exception, failed: dict[int, Exception]) -> None:
         """Take note that a source does not come by its current way, and let go of what came."""
+        read = coming.read
+        read.reading.drop(coming.region.part.request)
+        self._note_failure(coming.source, error, failed)
+        if isinstance(error, (UnreachableError, SilentError)):
+            for number, source in enumerate(read.sources):  # nothing more comes from there
+                read.reading.drop(number)
+                if source.left:
+                    self._note_failure(source, error, failed)
+        if read.transport.in_place:
+            return  # kernels that are queued may read there still
+        if all(source.slot in failed for source in read.sources):
+            read.reading.close()
+
+    def _note_failure(
+        self, source: _Source, error: Exception, failed: dict[int, Exception]
+    ) -> None:
         failed[source.slot] = error
+        source.brought_by = None
         if isinstance(error, UnreachableError):
             self._unreachable[source.way.holder, None] = str(error)
         elif isinstance(error, SilentError):
             self._unreachable[source.way.holder, source.way.transport.name] = str(error)
-        remote = self._opened.pop(source.slot, None)
-        if remote is None:
-            return
-        if source.way.transport.in_place:  # kernels that are queued may read there still
-            self._given_up.append(remote)
-        else:
-            remote.close()
 
-    def _check_reachable(self, source: _Source) -> None:
+    def _check_reachable(self, way: Way) -> None:
         """Raise if the holder did not answer about another block: the time would add up."""
-        holder, transport = source.way.holder, source.way.transport.name
+        holder, transport = way.holder, way.transport.name
         if (why := self._unreachable.get((holder, None))) is not None:
             raise UnreachableError(why)
         if (why := self._unreachable.get((holder, transport))) is not None:
@@ -469,12 +480,3 @@ class Assembly:
         elements = sum(box_size(piece.src) for piece in source.pieces)
         nbytes = elements * self.output.dtype.itemsize
         self.stages.append(Stage(source.way.holder, source.way.transport.name, nbytes))
-
-
-def _tapered(parts: Iterator[Box], least_elements: int) -> Iterator[Box]:
-    """Taper the last of some boxes."""
-    for last in parts:
-        for part in parts:
-            yield last
-            last = part
-        yield from taper_box(last, least_elements)

@@ -37,6 +37,7 @@ __all__ = [
     "split_box",
     "split_evenly",
     "taper_box",
+    "taper_last",
 ]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -185,3 +186,18 @@ def taper_box(box: Box, least_elements: int) -> Iterator[Box]:
         yield from halves
         box = last
     yield box
+
+
+def taper_last(boxes: Iterable[Box], least_elements: int) -> Iterator[Box]:
+    """Taper the last of some boxes.
+
+    >>> list(taper_last([((0, 8), (0, 10)), ((8, 10), (0, 10))], 10))
+    [((0, 8), (0, 10)), ((8, 9), (0, 10)), ((9, 10), (0, 10))]
+    """
+    waiting: Box | None = None
+    for box in boxes:
+        if waiting is not None:
+            yield waiting
+        waiting = box
+    if waiting is not None:
+        yield from taper_box(waiting, least_elements)

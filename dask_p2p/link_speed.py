@@ -50,12 +50,12 @@ async def measure_from(
     """Measure the link from this worker's holder, on a thread as tasks have them."""
     holder = holders[dask_worker.address]
     runtime = dask_worker.plugins[PLUGIN_NAME].runtime
-    return await asyncio.to_thread(_measure_link, runtime, holder, kind, chosen)
+    nbytes = most_probe_bytes(kind, dask_worker.memory_manager.memory_limit or None)
+    return await asyncio.to_thread(_measure_link, runtime, holder, kind, nbytes, chosen)
 
 
-def _measure_link(runtime: Any, holder: str, kind: str, chosen: Options) -> Link:
+def _measure_link(runtime: Any, holder: str, kind: str, nbytes: int, chosen: Options) -> Link:
     order = chosen.order(kind)
-    nbytes = most_probe_bytes(kind, runtime.memory_bytes("numpy"))
     quicker = None
     runtime.links.prefer(holder, order, None)  # what was measured before may not hold any more
     try:

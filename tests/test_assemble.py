@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -19,7 +20,14 @@ from dask_p2p.errors import (
 from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.layout import box_slices
 from dask_p2p.plan import slab_chunks, transpose_plan
-from dask_p2p.transports.base import Pacing, RemoteBlock, Transport, UnreachableError
+from dask_p2p.transports.base import (
+    Failed,
+    Pacing,
+    Reading,
+    Region,
+    Transport,
+    UnreachableError,
+)
 from dask_p2p.transports.links import BlockRef, Links
 
 CHUNKS = ((3, 3, 3), (9,))
@@ -59,37 +67,48 @@ class FakeTransport(Transport):
     def pacing(self, options, kind):
         return Pacing(self.part_bytes, self.ahead)
 
-    def open(self, block, boxes, options):
-        self.log.append(("open", self.name, block.holder, block.key))
-        error = self.fails.get((block.holder, block.key))
-        if error is not None and block.key not in self.late:
-            raise error
-        return FakeBlock(self, block, boxes, error)
+    def read(self, requests, options):
+        return FakeReading(self, requests, self.flow(requests, options))
 
     async def close(self):
         pass
 
 
-class FakeBlock(RemoteBlock):
-    def __init__(self, transport, block, boxes, error):
-        self.transport, self.block, self.error = transport, block, error
-        self.boxes = list(boxes)
-        self.requests = 0
+class FakeReading(Reading):
+    """Notes when each block is opened, and when each region of it is asked for."""
+
+    def __init__(self, transport, requests, pacing):
+        super().__init__(requests, pacing)
+        self.transport = transport
+        self.asked = Counter()
         transport.open_now.append(self)
 
-    def request(self):
-        box = self.boxes[self.requests]
-        self.transport.log.append(("request", self.block.key))
-        self.requests += 1
+    def __iter__(self):
+        for part in self.parts():
+            request = self.requests[part.request]
+            error = self.transport.fails.get((request.holder, request.key))
+            if not self.asked[request.key]:
+                opening = ("open", self.transport.name, request.holder, request.key)
+                self.transport.log.append(opening)
+                if error is not None and request.key not in self.transport.late:
+                    self.drop(part.request)
+                    yield Region(part, Failed(error))
+                    continue
+            yield Region(part, self.request(request, part.box, error))
+
+    def request(self, request, box, error):
+        self.transport.log.append(("request", request.key))
+        self.asked[request.key] += 1
         future = Future()
-        if self.error is not None and self.requests == 2:
-            future.set_exception(self.error)
+        if error is not None and self.asked[request.key] == 2:
+            future.set_exception(error)
         else:
-            future.set_result(BLOCKS[self.block.key][box_slices(box)].copy())
+            future.set_result(BLOCKS[request.key][box_slices(box)].copy())
         return future
 
     def close(self):
-        self.transport.open_now.remove(self)
+        if self in self.transport.open_now:
+            self.transport.open_now.remove(self)
 
 
 class FakePeers:
@@ -263,14 +282,16 @@ def test_what_lies_elsewhere_is_let_go_of_only_when_nothing_reads_it(
     quick, slow, peers, log, monkeypatch, late
 ):
     """Also where it failed: kernels that read what came before may still be queued."""
-    synchronize, close = HostQueue.synchronize, FakeBlock.close
+    synchronize, close = HostQueue.synchronize, FakeReading.close
 
     def logged(what, function):
         return lambda self: (log.append((what,)), function(self))[1]
 
     monkeypatch.setattr(HostQueue, "synchronize", logged("synchronize", synchronize))
-    monkeypatch.setattr(FakeBlock, "close", logged("close", close))
-    monkeypatch.setattr(FakeBlock, "confirm", logged("confirm", FakeBlock.confirm), raising=False)
+    monkeypatch.setattr(FakeReading, "close", logged("close", close))
+    monkeypatch.setattr(
+        FakeReading, "confirm", logged("confirm", FakeReading.confirm), raising=False
+    )
     quick.in_place, quick.part_bytes = True, 24
     if late:
         quick.fails["c", ("x", 2, 0)] = TransferError("broke off")
@@ -286,11 +307,11 @@ def test_what_lies_elsewhere_is_let_go_of_only_when_nothing_reads_it(
 
 def test_an_answer_that_nobody_gives_in_time(quick, slow, peers, log, monkeypatch):
     """Where the event loop that keeps the deadlines is stuck."""
-    request = FakeBlock.request
+    request = FakeReading.request
     monkeypatch.setattr(
-        FakeBlock,
+        FakeReading,
         "request",
-        lambda self: Future() if self.transport is quick else request(self),
+        lambda self, *args: Future() if self.transport is quick else request(self, *args),
     )
     monkeypatch.setattr("dask_p2p.assemble.GRACE_S", 0.0)
     check(assembly(peers, request_timeout_s=0.05).run())
@@ -327,7 +348,7 @@ def test_a_block_that_nobody_has(quick, peers):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_holder_that_does_not_answer_is_not_asked_for_its_other_blocks(peers, log, late):
-    quick = peers.links.transports["quick"] = FakeTransport("quick", log, part_bytes=24, ahead=1)
+    quick = peers.links.transports["quick"] = FakeTransport("quick", log, part_bytes=24, ahead=0)
     quick.fails["c", ("x", 0, 0)] = UnreachableError("no answer of c")
     quick.late = {("x", 0, 0)} if late else set()
     with pytest.raises(UnreachableError, match="no answer of c"):
@@ -368,7 +389,7 @@ def test_all_leases_end_whatever_else_fails(quick, peers, monkeypatch, what):
     if what == "the kernels":
         monkeypatch.setattr(HostQueue, "synchronize", fail)
     else:
-        monkeypatch.setattr(FakeBlock, "close", close)
+        monkeypatch.setattr(FakeReading, "close", close)
     with pytest.raises(RuntimeError, match="the device is lost"):
         assembly(peers).run()
     assert quick.open_now == []
@@ -378,7 +399,7 @@ def test_what_may_be_wrong_is_not_returned(quick, peers, monkeypatch):
     def confirm(self):
         raise TransferError("the holder died under the reader")
 
-    monkeypatch.setattr(FakeBlock, "confirm", confirm)
+    monkeypatch.setattr(FakeReading, "confirm", confirm)
     with pytest.raises(TransferError, match="died under"):
         assembly(peers).run()
     assert quick.open_now == []
@@ -386,20 +407,20 @@ def test_what_may_be_wrong_is_not_returned(quick, peers, monkeypatch):
 
 def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeypatch):
     """And is told apart from what is confirmed, which is not brought again."""
-    request, wrong = FakeBlock.request, ("x", 2, 0)
+    request, wrong = FakeReading.request, ("x", 2, 0)
 
-    def request_wrong(self):
-        future = request(self)
-        if self.transport is quick and self.block.key == wrong:
+    def request_wrong(self, of, *args):
+        future = request(self, of, *args)
+        if self.transport is quick and of.key == wrong:
             future.result()[...] += 1
         return future
 
     def confirm(self):
-        if self.transport is quick and self.block.key == wrong:
+        if self.transport is quick and self.requests[0].key == wrong:
             raise TransferError("quick: what came is not what was sent")
 
-    monkeypatch.setattr(FakeBlock, "request", request_wrong)
-    monkeypatch.setattr(FakeBlock, "confirm", confirm)
+    monkeypatch.setattr(FakeReading, "request", request_wrong)
+    monkeypatch.setattr(FakeReading, "confirm", confirm)
     made = assembly(peers)
     np.testing.assert_array_equal(made.run(), X.T[3:6])
     assert [(stage.holder, stage.transport) for stage in made.stages] == [

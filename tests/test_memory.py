@@ -122,15 +122,15 @@ def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, mo
     outputs = NthFails(KERNEL.empty, 2)
     parts = NthFails(np.copy, 4)
     monkeypatch.setattr(KERNEL, "empty", outputs, raising=False)
-    from tests.test_assemble import BLOCKS, FakeBlock, box_slices
+    from tests.test_assemble import BLOCKS, FakeReading, box_slices
 
-    def request(self):
-        future = real(self)
-        future._result = parts(BLOCKS[self.block.key][box_slices(self.boxes[self.requests - 1])])
+    def request(self, of, box, error):
+        future = real(self, of, box, error)
+        future._result = parts(BLOCKS[of.key][box_slices(box)])
         return future
 
-    real = FakeBlock.request
-    monkeypatch.setattr(FakeBlock, "request", request)
+    real = FakeReading.request
+    monkeypatch.setattr(FakeReading, "request", request)
     gc.disable()  # what goes must go without it
     try:
         with pytest.raises(MemoryLimitError, match="needs 576 B: 216 B for itself") as caught:

@@ -17,14 +17,16 @@ from dask_p2p.errors import TransferError
 from dask_p2p.kernels.queue import SLOTS, HostQueue
 from dask_p2p.layout import box_shape, box_size, box_slices
 from dask_p2p.plan import slab_chunks, transpose_plan
+from dask_p2p.transports import comm as comm_module
 from dask_p2p.transports import make_transports
-from dask_p2p.transports.base import Arrived, BlockSpec, Pacing, RemoteBlock, Transport
+from dask_p2p.transports.base import Arrived, Pacing, Reading, Region, Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.links import BlockRef, Links
 from dask_p2p.transports.ucx import UcxTransport
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
+from tests.transports.reading import open_block
 
 X = np.arange(24 * 24.0).reshape(24, 24)
 CHUNKS = ((8, 8, 8), (24,))
@@ -130,15 +132,16 @@ def test_comm(workers, monkeypatch, limit_bytes, mode):
         make(CommTransport, holder, options())
         network[holder].blocks = BLOCKS
     meter = Meter()
-    pull = type(reader.open(BlockSpec("x", "a", (1,), X.dtype, "numpy"), [], chosen))._pull
+    pull = comm_module._CommReading._pull
 
-    async def metered(self, box):
-        meter.add(box_size(box) * ITEM)
-        region = await pull(self, box)
-        meter.until_gone(region, region.nbytes)
-        return region
+    async def metered(self, parts):
+        meter.add(sum(box_size(part.box) for part in parts) * ITEM)
+        regions = await pull(self, parts)
+        for region in regions:
+            meter.until_gone(region, region.nbytes)
+        return regions
 
-    monkeypatch.setattr("dask_p2p.transports.comm._CommBlock._pull", metered)
+    monkeypatch.setattr(comm_module._CommReading, "_pull", metered)
     assemble(chosen, "abc", comm=reader)
     assert 0 < meter.peak_bytes <= max(limit_bytes, ITEM)
 
@@ -169,16 +172,15 @@ class InPlace(IpcTransport):
     def obstacle(self, holder, kind, dtype):
         return None
 
-    def open(self, block, boxes, options):
-        return InPlaceBlock(block, boxes)
+    def read(self, requests, options):
+        return InPlaceReading(requests, self.flow(requests, options))
 
 
-class InPlaceBlock(RemoteBlock):
-    def __init__(self, block, boxes):
-        self.regions = iter([BLOCKS[block.key][box_slices(box)] for box in boxes])
-
-    def request(self):
-        return Arrived(next(self.regions))
+class InPlaceReading(Reading):
+    def __iter__(self):
+        for part in self.parts():
+            block = BLOCKS[self.requests[part.request].key]
+            yield Region(part, Arrived(block[box_slices(part.box)]))
 
     def close(self):
         pass
@@ -222,34 +224,35 @@ class Filling(Transport):
     def pacing(self, options, kind):
         return Pacing(self.limit_bytes // self.parts, self.parts - 1)
 
-    def open(self, block, boxes, options):
-        return FillingBlock(self, block, boxes)
+    def read(self, requests, options):
+        return FillingReading(self, requests, self.pacing(options, "numpy"))
 
     async def close(self):
         pass
 
 
-class FillingBlock(RemoteBlock):
+class FillingReading(Reading):
     """Like those of ucx, it keeps what came until it is closed, if there was an error."""
 
-    def __init__(self, transport, block, boxes):
-        self.transport, self.block, self.boxes = transport, block, iter(boxes)
-        self.number = 0
+    def __init__(self, transport, requests, pacing):
+        super().__init__(requests, pacing)
+        self.transport = transport
         self.kept = []
 
-    def request(self):
-        box = next(self.boxes)
-        self.transport.meter.add(box_size(box) * ITEM)
-        region = BLOCKS[self.block.key][box_slices(box)].copy()
-        self.transport.meter.until_gone(region, region.nbytes)
-        self.number += 1
-        future = Future()
-        if self.transport.fails_at is not None and self.number >= self.transport.fails_at:
-            self.kept.append(region)
-            future.set_exception(TransferError("on purpose"))
-        else:
-            future.set_result(region)
-        return future
+    def __iter__(self):
+        for number, part in enumerate(self.parts(), 1):
+            self.transport.meter.add(box_size(part.box) * ITEM)
+            region = BLOCKS[self.requests[part.request].key][box_slices(part.box)].copy()
+            self.transport.meter.until_gone(region, region.nbytes)
+            future = Future()
+            if self.transport.fails_at is not None and number >= self.transport.fails_at:
+                self.kept.append(region)
+                future.set_exception(TransferError("on purpose"))
+            else:
+                future.set_result(region)
+            del region
+            yield Region(part, future)
+            del future
 
     def close(self):
         self.kept.clear()
@@ -278,10 +281,10 @@ def test_what_failed_does_not_add_up(monkeypatch):
 
 def read_at_once(reader, key, boxes, chosen, times=6):
     """Read all boxes, one after another, so often at the same time; return the results' bytes."""
-    spec = BlockSpec(key, "holder", X.shape, X.dtype, "numpy")
+    of = "holder", key, X.shape, X.dtype, "numpy"
 
     def read():
-        remote = reader.open(spec, boxes, chosen)
+        remote = open_block(reader, *of, boxes, chosen)
         try:
             return b"".join(
                 np.array(remote.request().result(30)).tobytes() for _ in range(len(boxes))
@@ -375,8 +378,8 @@ def test_a_holder_gives_up_by_itself(workers, loop):
     network["holder"].blocks = {"x": X}
     taken = serving.packed.room()
     assert taken.take(1000)
-    request = {"key": "x", "boxes": BOXES, "shape": X.shape, "dtype": "float64 <f8"}
-    request |= {"tag": 1, "reader": "reader", "closed": 0, "ahead": 2}
+    request = {"blocks": [("x", X.shape)], "parts": [(0, box) for box in BOXES]}
+    request |= {"dtype": "float64 <f8", "tag": 1, "reader": "reader", "closed": 0, "ahead": 2}
     request["wait_s"] = 0.2
     answering = serving.handlers()["p2p_ucx_send"](**request)
     try:

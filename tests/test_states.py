@@ -134,7 +134,7 @@ async def test_the_plugin_goes_while_tasks_run(c, s, *workers):
     await c.unregister_worker_plugin(PLUGIN_NAME)
     for worker in workers:
         assert PLUGIN_NAME not in worker.plugins
-        assert "p2p_region" not in worker.handlers
+        assert "p2p_comm_read" not in worker.handlers
     y2 = c.persist(dask_p2p.transpose(x + 1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -578,10 +578,10 @@ def test_a_killed_worker(moment_s):
 
 def test_a_holder_that_never_answers_well_ends_in_a_named_error():
     def sabotage(dask_worker):
-        async def refuse(key, box, shape):
+        async def refuse(blocks, parts):
             return {"status": "error", "message": "sabotaged"}
 
-        dask_worker.handlers["p2p_region"] = refuse
+        dask_worker.handlers["p2p_comm_read"] = refuse
 
     x = indexed((40, 12))
     with (
@@ -605,16 +605,20 @@ def test_a_holder_that_never_answers_well_ends_in_a_named_error():
 def test_a_block_that_is_gone_is_asked_for_again():
     def lose_once(dask_worker):
         handlers = dask_worker.handlers
-        serve = handlers["p2p_region"]
+        serve = handlers["p2p_comm_read"]
         lost = set()
 
-        async def missing_first(key, box, shape):
-            if key not in lost:
-                lost.add(key)
-                return {"status": "missing"}
-            return await serve(key=key, box=box, shape=shape)
+        async def missing_first(blocks, parts):
+            reply = await serve(blocks=blocks, parts=parts)
+            for number, (key, _) in enumerate(blocks):
+                if key not in lost:
+                    lost.add(key)
+                    for place, (of_block, _) in enumerate(parts):
+                        if of_block == number:
+                            reply["parts"][place] = {"status": "missing"}
+            return reply
 
-        handlers["p2p_region"] = missing_first
+        handlers["p2p_comm_read"] = missing_first
 
     x = indexed((40, 12))
     with (

@@ -1,27 +1,29 @@
 """What every transport promises.
 
-A transport brings a region of a block that another worker holds to this worker. It knows keys,
-boxes and bytes; not axes, plans or Dask graphs. It has two sides in one object: as *reader* it
-opens blocks of other workers, as *holder* it answers their requests with its `handlers`.
+A transport brings regions of blocks that another worker holds to this worker. It knows keys, boxes
+and bytes; not axes, plans or Dask graphs. It has two sides in one object: as *reader* it reads
+blocks of other workers, as *holder* it answers their requests with its `handlers`.
 
-Ordering
-    Who opens a block says which regions of it will be requested, in which order, so that a holder
-    can work ahead. Requests may complete in any order.
+Requests
+    A reader asks for all that it wants of one holder at once (`Transport.read`), and gets a
+    `Reading`: an iterator of regions on their way. The transport cuts them into parts, asks for
+    several ahead, and keeps below the staging limit.
 Completion
-    `RemoteBlock.request` returns at once with something to wait for. When that is done, its array
-    can be read on this worker: by any thread, or by a kernel on any stream.
+    Each region can be waited for. When it is here, its array can be read on this worker: by any
+    thread, or by a kernel on any stream.
 Who may touch what, when
     An array is read-only. If it lies in the holder's memory (`Transport.in_place`) it is valid
-    until its `RemoteBlock` is closed, and the holder's block is *leased* from `open` until then: it
-    stays where it is even if Dask spills, cancels or releases it. Close only after all kernels that
-    read are synchronised. Otherwise it is the reader's own: let go of it when it has been read.
+    until its `Reading` is closed, and the holder's block is *leased* until then: it stays where it
+    is even if Dask spills, cancels or releases it. Close only after all kernels that read are
+    synchronised. Otherwise it is the reader's own: let go of it when it has been read.
 Failure
-    `BlockUnavailableError` if the holder lacks the block or is silent, `BlockMismatchError` if the
-    block is not of the declared kind, `TransferError` for anything else. Never wrong data, as far
-    as can be told: a region that comes changed is found where `Options.checksum` asks for it.
+    `BlockUnavailableError` if the holder lacks a block or is silent, `BlockMismatchError` if a
+    block is not of the declared kind, `TransferError` for anything else. A block that fails does
+    not keep the others of its holder from coming. Never wrong data, as far as can be told: a region
+    that comes changed is found where `Options.checksum` asks for it.
 Threads
-    `open`, `request` and `close` are called by task threads, several at a time; handlers run on
-    the worker's event loop and never block it.
+    `read` and a `Reading` are used by task threads, several at a time; handlers run on the worker's
+    event loop and never block it.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -46,7 +49,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.kernels import as_array, kernel_for
-from dask_p2p.layout import Box
+from dask_p2p.layout import Box, box_size, split_box, taper_last
 from dask_p2p.transports.budget import Budget
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
@@ -55,12 +58,15 @@ __all__ = [
     "GRACE_S",
     "MEET_S",
     "Arrived",
-    "BlockSpec",
+    "Failed",
     "Handler",
     "Host",
     "Pacing",
+    "Part",
     "Pending",
-    "RemoteBlock",
+    "Reading",
+    "Region",
+    "Request",
     "SilentError",
     "Transport",
     "UnreachableError",
@@ -85,18 +91,20 @@ MEET_S = 10.0
 GRACE_S = 10.0
 
 _BYTE = np.dtype("u1")
+_LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSpec:
-    """A block of another worker, as the Dask array declares it."""
+class Request:
+    """What is wanted of a block of another worker, which is as the Dask array declares it."""
 
     key: Any  # Dask key
     holder: str  # address of the worker that holds it
     shape: tuple[int, ...]
     dtype: Any  # numpy.dtype
     kind: str  # that is wanted here: "numpy" or "cupy"
+    boxes: Sequence[Box]
 
     def __str__(self) -> str:
         return f"block {self.key!r} of {self.holder}"
@@ -166,12 +174,58 @@ class Arrived:
         return self.region
 
 
-class RemoteBlock(ABC):
-    """A block of another worker, opened for reading."""
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A region that will not come."""
+
+    error: Exception
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Raise the error."""
+        raise self.error
+
+
+class Part(NamedTuple):
+    """A part of what is wanted, small enough to be asked for at once."""
+
+    request: int  # number among the requests
+    piece: int  # number of the box, among those of the request
+    box: Box
+
+
+class Region(NamedTuple):
+    """A part on its way."""
+
+    part: Part
+    pending: Pending
+
+
+class Reading(ABC):
+    """Regions of one holder's blocks on their way here.
+
+    Iterating asks for one region after another.
+
+    Attributes
+    ----------
+    ahead : int
+        Regions that may be asked for while the one before them is put into place.
+    part_bytes : int or None
+        Of the largest part; None if there is no limit.
+    """
+
+    def __init__(self, requests: Sequence[Request], pacing: Pacing) -> None:
+        self.requests = requests
+        self.ahead = pacing.parts_in_flight
+        self.part_bytes = pacing.part_bytes
+        self._dropped: set[int] = set()
 
     @abstractmethod
-    def request(self) -> Pending:
-        """Ask for the next region."""
+    def __iter__(self) -> Iterator[Region]:
+        """Ask for the next regions."""
+
+    def drop(self, request: int) -> None:
+        """Ask for nothing more of this request, which has failed."""
+        self._dropped.add(request)
 
     def confirm(self) -> None:  # noqa: B027  # optional
         """Raise `TransferError` if what was read may be wrong, now that all reading is done.
@@ -182,7 +236,33 @@ class RemoteBlock(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the lease. Whatever is still under way is given up."""
+        """End all leases. Whatever is still under way is given up. Idempotent."""
+
+    def parts(self, *, is_tapered: bool = False) -> Iterator[Part]:
+        """Cut what is wanted into parts, but for what was dropped.
+
+        They are made as late as may be: a region can have hundreds of parts, and the first should
+        soon be here.
+
+        Parameters
+        ----------
+        is_tapered
+            Whether the last parts are smaller and smaller: nothing comes any more while the end of
+            the last one is put into place.
+        """
+        last = len(self.requests) - 1
+        for number, request in enumerate(self.requests):
+            itemsize = max(1, request.dtype.itemsize)
+            for piece, box in enumerate(request.boxes):
+                size = box_size(box)
+                limit = size if self.part_bytes is None else self.part_bytes // itemsize
+                boxes = split_box(box, max(1, limit)) if size else iter([box])
+                if is_tapered and number == last and self.part_bytes is not None:
+                    boxes = taper_last(boxes, max(1, _LAST_PART_BYTES // itemsize))
+                for part in boxes:
+                    if number in self._dropped:
+                        break
+                    yield Part(number, piece, part)
 
 
 class Transport(ABC):
@@ -227,23 +307,40 @@ class Transport(ABC):
         What is opened for it stays open.
         """
         timeouts = replace(self.options, request_timeout_s=MEET_S)
-        block = BlockSpec(probe_key(kind), holder, (PROBE_BYTES,), _BYTE, kind)
-        remote = self.open(block, [((0, PROBE_BYTES),)], timeouts)
-        try:
-            region = remote.request().result(MEET_S + GRACE_S)
-            check_probe(region)
-        except TimeoutError:
-            raise TransferError(f"{self.name}: the worker's event loop did not respond") from None
-        finally:
-            remote.close()
+        whole = ((0, PROBE_BYTES),)
+        request = Request(probe_key(kind), holder, (PROBE_BYTES,), _BYTE, kind, [whole])
+        with closing(self.read([request], timeouts)) as reading:
+            try:
+                for region in reading:
+                    check_probe(region.pending.result(MEET_S + GRACE_S))
+            except TimeoutError:
+                said = f"{self.name}: the worker's event loop did not respond"
+                raise TransferError(said) from None
+
+    @abstractmethod
+    def read(self, requests: Sequence[Request], options: Options) -> Reading:
+        """Begin to read blocks of one holder.
+
+        Raises
+        ------
+        TransferError
+            If nothing of it will come. What fails for one block only is told by its regions.
+        """
 
     @abstractmethod
     def pacing(self, options: Options, kind: str) -> Pacing:
         """In what parts, and how many of them at a time, regions should be asked for."""
 
-    @abstractmethod
-    def open(self, block: BlockSpec, boxes: Iterable[Box], options: Options) -> RemoteBlock:
-        """Open a block, to read these boxes of it, in this order."""
+    def flow(self, requests: Sequence[Request], options: Options) -> Pacing:
+        """Return how to ask for these requests: the pacing, as far as they allow it."""
+        pacing = self.pacing(options, requests[0].kind)
+        sizes = [box_size(box) for request in requests for box in request.boxes]
+        itemsize = requests[0].dtype.itemsize
+        pacing = pacing.for_regions(max(sizes, default=0) * itemsize)
+        if pacing.part_bytes is not None and pacing.part_bytes < itemsize:
+            # A part has one item at least, and so they go one at a time, or not through slots.
+            pacing = Pacing(None if self.in_place else pacing.part_bytes, 0)
+        return replace(pacing, parts_in_flight=0) if options.mode == "sync" else pacing
 
     @property
     def leased_bytes(self) -> int:
@@ -373,7 +470,7 @@ def refuse(exc: Exception) -> dict[str, Any]:
     return {"status": "error", "message": said}
 
 
-def check_reply(reply: Any, block: BlockSpec, transport: str) -> dict[str, Any]:
+def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
     """Return a holder's reply if it is a good one; else raise what it says."""
     status = reply.get("status") if isinstance(reply, dict) else None
     if status == "ok":

@@ -8,7 +8,7 @@ processor's cache, and permutes each from there. The holder packs nothing and se
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from secrets import token_bytes
@@ -20,7 +20,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports import process_memory
-from dask_p2p.transports.base import BlockSpec, Host, Pending, RemoteBlock, UnsuitableError
+from dask_p2p.transports.base import Host, Pending, Request, UnsuitableError
 from dask_p2p.transports.board import Lease
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.pacing import Pacing, cma_pacing, idle_bytes
@@ -77,23 +77,20 @@ class CmaTransport(PostedTransport):
     def place_of(self, block: Any) -> dict[str, Any]:
         return {"address": process_memory.address_of(block)}
 
-    def opened(
-        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Iterable[Box], lease: Lease
-    ) -> RemoteBlock:
-        boxes = list(boxes)
+    def opened(self, peer: Peer, posted: Posted, block: Request, lease: Lease) -> PostedBlock:
         address = posted.place.get("address") if isinstance(posted.place, dict) else None
         if type(address) is not int or not 0 <= address < 2**64:
             raise TransferError(f"cma: the notice of {block} has no address: {posted.place!r}")
-        _check_runs(block, posted, boxes)
-        return _CmaBlock(peer, posted, address, boxes, self._buffers, block, lease)
+        _check_runs(block, posted)
+        return _CmaBlock(peer, posted, address, self._buffers, block, lease)
 
 
-def _check_runs(block: BlockSpec, posted: Posted, boxes: Sequence[Box]) -> None:
+def _check_runs(block: Request, posted: Posted) -> None:
     """Refuse a block whose elements, as far as they are wanted, lie too far apart."""
     itemsize = block.dtype.itemsize
-    largest = box_shape(max(boxes, key=box_size, default=()))
+    largest = box_shape(max(block.boxes, key=box_size, default=()))
     run_bytes = process_memory.run_bytes_of(largest, posted.strides, itemsize)
-    nbytes = sum(map(box_size, boxes)) * itemsize
+    nbytes = sum(map(box_size, block.boxes)) * itemsize
     if run_bytes < _SHORT_RUN_BYTES and nbytes > _MOST_SHORT_RUNS * run_bytes:
         raise UnsuitableError(
             f"cma: what is wanted of {block} lies in memory in runs of {run_bytes} bytes"
@@ -106,24 +103,24 @@ class _CmaBlock(PostedBlock):
         peer: Peer,
         posted: Posted,
         address: int,
-        boxes: Sequence[Box],
         buffers: Buffers,
-        *lease: Any,
+        block: Request,
+        lease: Lease,
     ) -> None:
-        super().__init__(*lease)
+        super().__init__(block, lease)
+        self._request = block
         self._pid = peer.pid
         self._strides = posted.strides
         self._address = address
-        self._boxes = iter(boxes)
-        self._unread = len(boxes)
+        self._unread = sum(map(box_size, block.boxes))  # elements
         self._buffers = buffers
 
-    def request(self) -> Pending:
-        return _Region(self._read, next(self._boxes))
+    def region(self, box: Box) -> Pending:
+        return _Region(self._read, box)
 
     def _read(self, box: Box) -> Any:
         region = self._copied(box)
-        self._unread -= 1
+        self._unread -= box_size(box)
         if not self._unread:
             # All that is wanted is here: the holder need not keep its block any longer.
             self.confirm()
@@ -131,11 +128,12 @@ class _CmaBlock(PostedBlock):
         return region
 
     def _copied(self, box: Box) -> Any:
-        if not self.is_open:
-            raise TransferError(f"cma: {self._block} was closed before it was read")
-        shape, dtype = box_shape(box), self._block.dtype
+        block = self._request
+        shape, dtype = box_shape(box), block.dtype
         if 0 in shape:
             return np.empty(shape, dtype)
+        if not self.is_open:
+            raise TransferError(f"cma: {block} was closed before it was read")
         start_bytes = sum(first * s for (first, _), s in zip(box, self._strides, strict=True))
         try:
             runs = process_memory.runs_of(
@@ -146,9 +144,9 @@ class _CmaBlock(PostedBlock):
         except (OSError, OverflowError) as exc:  # the latter for places outside of any memory
             self.confirm()
             if getattr(exc, "errno", None) == errno.ESRCH:
-                said = f"{self._block.holder} ended while {self._block} was read"
+                said = f"{block.holder} ended while {block} was read"
                 raise BlockUnavailableError(said) from exc
-            raise TransferError(f"cma: {self._block} cannot be read: {exc}") from exc
+            raise TransferError(f"cma: {block} cannot be read: {exc}") from exc
         return np.broadcast_to(region, shape)
 
 

@@ -1,10 +1,11 @@
 """``comm``: regions over Dask's own connections, between any two workers.
 
-The holder cuts the region out of its block, packs it into one piece of memory and sends it as
-the answer to an RPC; Dask's serialisation and protocol (tcp, tls, ucx, inproc) do the rest. GPU
-regions are sent from device memory where the protocol can (ucx), else through host memory.
+A reader asks a holder by one RPC for several parts at a time, of whatever blocks. The holder cuts
+each out of its block, packs it into one piece of memory and sends them as the answer; Dask's
+serialisation and protocol (tcp, tls, ucx, inproc) do the rest. GPU regions are sent from device
+memory where the protocol can (ucx), else through host memory.
 
-With ``p2p.checksum`` the answer holds a checksum too, of the packed bytes.
+With ``p2p.checksum`` the answer holds checksums too, of the packed bytes.
 """
 
 from __future__ import annotations
@@ -12,23 +13,26 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from distributed.protocol import to_serialize
 
 from dask_p2p.config import Options
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.kernels import device_of, kernel_for
 from dask_p2p.kernels.checksum import algorithm_for
 from dask_p2p.kernels.queue import queue_for
-from dask_p2p.layout import Box, box_shape, box_slices
+from dask_p2p.layout import Box, box_shape, box_size, box_slices
 from dask_p2p.transports.base import (
-    BlockSpec,
     Handler,
     Host,
-    RemoteBlock,
+    Part,
+    Reading,
+    Region,
+    Request,
     Transport,
     ask,
     check_reply,
@@ -38,9 +42,8 @@ from dask_p2p.transports.base import (
 )
 from dask_p2p.transports.pacing import Pacing, comm_pacing
 from dask_p2p.transports.requests import (
-    checked_box,
-    checked_key,
-    checked_shape,
+    checked_blocks,
+    checked_parts,
     checked_yes_or_no,
     no_more,
 )
@@ -48,7 +51,8 @@ from dask_p2p.transports.sums import algorithm_of, check_sum, region_sum
 
 __all__ = ["CommTransport"]
 
-_OP = "p2p_region"
+_OP = "p2p_comm_read"
+_MOST_PARTS = 256  # in one answer: each is a frame of its own
 _PAUSE_S = 1e-3  # while others have packed as much as may be
 
 
@@ -60,7 +64,7 @@ class CommTransport(Transport):
     def __init__(self, host: Host, options: Options) -> None:
         super().__init__(host, options)
         self._closed = False
-        self._opened: set[_CommBlock] = set()  # by task threads
+        self._opened: set[_CommReading] = set()  # by task threads
         self._serving = 0  # requests; changed on the event loop only
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -75,15 +79,16 @@ class CommTransport(Transport):
     def pacing(self, options: Options, kind: str) -> Pacing:
         return comm_pacing(options, kind)
 
-    def open(self, block: BlockSpec, boxes: Iterable[Box], options: Options) -> RemoteBlock:
-        opened = _CommBlock(self.host, block, boxes, options, self._opened.discard)
-        self._opened.add(opened)
-        return opened
+    def read(self, requests: Sequence[Request], options: Options) -> Reading:
+        pacing = self.flow(requests, options)
+        reading = _CommReading(self.host, requests, pacing, options, self._opened.discard)
+        self._opened.add(reading)
+        return reading
 
     def held(self) -> dict[str, int]:
         return {
             "opened": len(self._opened),
-            "requested": sum(block.under_way for block in list(self._opened)),
+            "requested": sum(reading.under_way for reading in list(self._opened)),
             "serving": self._serving,
         }
 
@@ -93,43 +98,60 @@ class CommTransport(Transport):
     async def _serve(
         self,
         /,
-        key: Any = None,
-        box: Any = None,
-        shape: Any = None,
+        blocks: Any = None,
+        parts: Any = None,
         checksum: Any = False,
         **unknown: Any,
     ) -> dict[str, Any]:
-        """Answer one request. The block is referenced, and so leased, until it is sent."""
+        """Answer one request. Blocks are referenced, and so leased, until they are sent."""
         if self._closed:
             return {"status": "error", "message": "the worker is closing"}
         self._serving += 1
         try:
             no_more(unknown)
-            shape = checked_shape(shape)
-            box = checked_box(box, shape)
+            blocks = checked_blocks(blocks)
+            parts = checked_parts(parts, [shape for _, shape in blocks])
             checksum = checked_yes_or_no("checksum", checksum)
-            region, sums = await self._packed(checked_key(key), box, shape, checksum)
+            answers = await self._packed(blocks, parts, checksum)
         except Exception as exc:
             return refuse(exc)
         finally:
             self._serving -= 1
-        return {"status": "ok", "data": to_serialize(region), **sums}
+        return {"status": "ok", "parts": answers}
 
     async def _packed(
-        self, key: Any, box: Box, shape: tuple[int, ...], checksum: bool
-    ) -> tuple[Any, dict[str, Any]]:
-        """Return a packed region, as soon as there is room for it, and what goes with it."""
+        self, blocks: Sequence[tuple[Any, Any]], parts: Sequence[tuple[int, Box]], checksum: bool
+    ) -> list[dict[str, Any]]:
+        """Return answers for the first parts, as many as there is room for, but one at least."""
         deadline_s = time.monotonic() + self.options.request_timeout_s
-        while (region := await self.host.offload(self._pack, key, box, shape)) is None:
+        while True:
+            answers = await self.host.offload(self._pack_some, blocks, parts, checksum)
+            if answers or not parts:
+                return answers
             if time.monotonic() > deadline_s:
                 raise TransferError("it has packed as much for others as p2p.memory allows")
             await asyncio.sleep(_PAUSE_S)
-        if not checksum:
-            return region, {}
-        # By what is sent: the reader gets it in the same kind of memory.
-        algorithm = algorithm_for(region)
-        found = await self.host.offload(region_sum, key, box, region, algorithm)
-        return region, {"checksum": (algorithm, found)}
+
+    def _pack_some(
+        self, blocks: Sequence[tuple[Any, Any]], parts: Sequence[tuple[int, Box]], checksum: bool
+    ) -> list[dict[str, Any]]:
+        """Pack parts for which there is room now; say of a block that fails why it does."""
+        answers: list[dict[str, Any]] = []
+        for number, box in parts:
+            key, shape = blocks[number]
+            try:
+                region = self._pack(key, box, shape)
+                if region is None:
+                    break
+                answer: dict[str, Any] = {"status": "ok", "data": to_serialize(region)}
+                if checksum:
+                    # By what is sent: the reader gets it in the same kind of memory.
+                    algorithm = algorithm_for(region)
+                    answer["checksum"] = (algorithm, region_sum(key, box, region, algorithm))
+            except Exception as exc:
+                answer = refuse(exc)
+            answers.append(answer)
+        return answers
 
     def _pack(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
         """Pack a region; return None if there is no room for it now."""
@@ -160,72 +182,131 @@ class CommTransport(Transport):
         return packed
 
 
-class _CommBlock(RemoteBlock):
+class _CommReading(Reading):
     def __init__(
         self,
         host: Host,
-        block: BlockSpec,
-        boxes: Iterable[Box],
+        requests: Sequence[Request],
+        pacing: Pacing,
         options: Options,
-        closed: Callable[[_CommBlock], None],
+        closed: Callable[[_CommReading], None],
     ) -> None:
+        super().__init__(requests, pacing)
         self._host = host
-        self._block = block
-        self._boxes = iter(boxes)
+        self._answers_ahead = pacing.parts_in_flight
         self._timeout_s = options.request_timeout_s
         # Objects are pickled: their bytes are others here than there.
-        self._with_sum = options.checksum and not block.dtype.hasobject
-        self._requests: set[Future[Any]] = set()
+        self._with_sum = options.checksum and not requests[0].dtype.hasobject
+        self._calls: set[Future[Any]] = set()
         self._tell_closed = closed
 
     @property
     def under_way(self) -> int:
-        """Requests that are not answered yet."""
-        return len(self._requests)
+        """Calls that are not answered yet."""
+        return len(self._calls)
 
-    def request(self) -> Future[Any]:
-        future = asyncio.run_coroutine_threadsafe(self._pull(next(self._boxes)), self._host.loop)
-        self._requests.add(future)
-        future.add_done_callback(self._requests.discard)
-        return future
+    def __iter__(self) -> Iterator[Region]:
+        for parts in self._batches():
+            future = asyncio.run_coroutine_threadsafe(self._pull(parts), self._host.loop)
+            self._calls.add(future)
+            future.add_done_callback(self._calls.discard)
+            self.ahead = self._answers_ahead * len(parts)
+            for number, part in enumerate(parts):
+                yield Region(part, _Answer(future, number))
+
+    def _batches(self) -> Iterator[list[Part]]:
+        """Put parts together that weigh as much as one may."""
+        batch: list[Part] = []
+        batch_bytes = 0
+        for part in self.parts():
+            nbytes = box_size(part.box) * self.requests[part.request].dtype.itemsize
+            is_full = self.part_bytes is not None and batch_bytes + nbytes > self.part_bytes
+            if batch and (is_full or len(batch) == _MOST_PARTS):
+                yield batch
+                batch, batch_bytes = [], 0
+            batch.append(part)
+            batch_bytes += nbytes
+        if batch:
+            yield batch
 
     def close(self) -> None:
-        for future in list(self._requests):
+        for future in list(self._calls):
             future.cancel()
         self._tell_closed(self)
 
-    async def _pull(self, box: Box) -> Any:
-        block = self._block
+    async def _pull(self, parts: Sequence[Part]) -> list[Any]:
+        """Return, for each part, the region or the error that came in its place."""
+        regions: list[Any] = []
+        while left := parts[len(regions) :]:
+            answers = await self._ask(left)  # about the first of them
+            regions += [await self._region(*pair) for pair in zip(left, answers, strict=False)]
+        return regions
+
+    async def _ask(self, parts: Sequence[Part]) -> Sequence[Any]:
+        # Blocks are named once, however many parts of them are asked for.
+        numbers = {number: i for i, number in enumerate(dict.fromkeys(p.request for p in parts))}
+        asked = [self.requests[number] for number in numbers]
         more = {"checksum": True} if self._with_sum else {}
+        about = f"block {asked[0].key!r}" + (f" and {len(asked) - 1} others" if asked[1:] else "")
         reply = check_reply(
             await ask(
-                self._host, block.holder, _OP, self._timeout_s, f"block {block.key!r}",
-                key=block.key, box=box, shape=block.shape, **more,
+                self._host, asked[0].holder, _OP, self._timeout_s, about,
+                blocks=[(request.key, request.shape) for request in asked],
+                parts=[(numbers[part.request], part.box) for part in parts], **more,
             ),
-            block,
+            asked[0],
             "comm",
         )  # fmt: skip
-        region: Any = reply.get("data")
-        shape = getattr(region, "shape", type(region).__name__)
-        if shape != box_shape(box):
-            raise TransferError(
-                f"comm: {block.holder} sent {shape} instead of {box_shape(box)} of {block}"
-            )
-        if region.dtype != block.dtype:
-            raise mismatch(block, block.dtype, region.dtype)
-        if self._with_sum:
-            await self._host.offload(self._check, region, box, reply.get("checksum"))
+        answers: Any = reply.get("parts")
+        if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
+            raise TransferError(f"comm: {asked[0].holder} did not answer about any part: {reply}")
+        result: Sequence[Any] = answers
+        return result
+
+    async def _region(self, part: Part, answer: Any) -> Any:
+        request, box = self.requests[part.request], part.box
+        try:
+            region: Any = check_reply(answer, request, "comm").get("data")
+            shape = getattr(region, "shape", type(region).__name__)
+            if shape != box_shape(box):
+                raise TransferError(
+                    f"comm: {request.holder} sent {shape} instead of {box_shape(box)} of {request}"
+                )
+            if region.dtype != request.dtype:
+                raise mismatch(request, request.dtype, region.dtype)
+            if self._with_sum:
+                said = answer.get("checksum")
+                await self._host.offload(_check, request, region, box, said)
+        except (TransferError, BlockMismatchError) as exc:
+            return exc
         return region
 
-    def _check(self, region: Any, box: Box, said: Any) -> None:
-        """Raise `TransferError` unless the region is what the holder sent, by its checksum."""
-        block = self._block
-        try:
-            name, there = said
-            algorithm = algorithm_of(name)
-        except (TypeError, ValueError):
-            raise TransferError(
-                f"comm: {block.holder} sent no checksum of {box} of {block}, but {said!r:.100}"
-            ) from None
-        here = region_sum(block.key, box, region, algorithm)
-        check_sum("comm", block, box, here, there, algorithm)
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One of the parts that a call is about."""
+
+    call: Future[list[Any]]
+    number: int
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Wait for the answer, and return the region."""
+        answers = self.call.result(timeout_s)
+        # It is the caller's own from here on.
+        region, answers[self.number] = answers[self.number], None
+        if isinstance(region, Exception):
+            raise region
+        return region
+
+
+def _check(request: Request, region: Any, box: Box, said: Any) -> None:
+    """Raise `TransferError` unless the region is what the holder sent, by its checksum."""
+    try:
+        name, there = said
+        algorithm = algorithm_of(name)
+    except (TypeError, ValueError):
+        raise TransferError(
+            f"comm: {request.holder} sent no checksum of {box} of {request}, but {said!r:.100}"
+        ) from None
+    here = region_sum(request.key, box, region, algorithm)
+    check_sum("comm", request, box, here, there, algorithm)

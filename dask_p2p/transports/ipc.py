@@ -8,7 +8,7 @@ holder's memory. The reader's queue fetches them over NVLink or PCIe, part by pa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from math import prod
@@ -19,7 +19,7 @@ from dask_p2p.errors import TransferError
 from dask_p2p.kernels.device import wait_until_written
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
-from dask_p2p.transports.base import Arrived, BlockSpec, Host, Pending, RemoteBlock
+from dask_p2p.transports.base import Arrived, Host, Pending, Request
 from dask_p2p.transports.board import Lease
 from dask_p2p.transports.pacing import Pacing, ipc_pacing
 from dask_p2p.transports.posted import Peer, Posted, PostedBlock, PostedTransport
@@ -57,9 +57,7 @@ class IpcTransport(PostedTransport):
     def place_of(self, block: Any) -> dict[str, Any]:
         return asdict(cuda_ipc.export(block))
 
-    def opened(
-        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Iterable[Box], lease: Lease
-    ) -> RemoteBlock:
+    def opened(self, peer: Peer, posted: Posted, block: Request, lease: Lease) -> PostedBlock:
         try:
             place = cuda_ipc.Place(**posted.place)
             bytes.fromhex(place.handle)
@@ -78,7 +76,7 @@ class IpcTransport(PostedTransport):
         except BaseException:
             mapping.release()
             raise
-        return _IpcBlock(array, boxes, mapping, self._closed_one, block, lease)
+        return _IpcBlock(array, mapping, self._closed_one, block, lease)
 
     def _closed_one(self) -> None:
         # Not when a mapping is opened: the event loop would be in the way of the first copy.
@@ -117,7 +115,6 @@ class _IpcBlock(PostedBlock):
     def __init__(
         self,
         array: Any,
-        boxes: Iterable[Box],
         mapping: cuda_ipc.Mapping,
         closed: Callable[[], None],
         *lease: Any,
@@ -125,11 +122,10 @@ class _IpcBlock(PostedBlock):
         super().__init__(*lease)
         self._tell_closed = closed
         self._array = array
-        self._boxes = iter(boxes)
         self._mapping = mapping
 
-    def request(self) -> Pending:
-        return Arrived(self._array[box_slices(next(self._boxes))])
+    def region(self, box: Box) -> Pending:
+        return Arrived(self._array[box_slices(box)])
 
     def close(self) -> None:
         if self.is_open:

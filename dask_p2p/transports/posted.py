@@ -15,26 +15,29 @@ import json
 import logging
 import os
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
-from dask_p2p.errors import BlockUnavailableError, TransferError
+from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.kernels import kernel_for, kernel_named
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports.base import (
     MEET_S,
     Arrived,
-    BlockSpec,
+    Failed,
     Handler,
     Host,
+    Pacing,
     Pending,
-    RemoteBlock,
+    Reading,
+    Region,
+    Request,
     Transport,
     ask,
     check_reply,
@@ -45,8 +48,8 @@ from dask_p2p.transports.base import (
 )
 from dask_p2p.transports.board import Board, Intent, Lease, leave, take
 from dask_p2p.transports.requests import (
+    checked_blocks,
     checked_integer,
-    checked_key,
     checked_shape,
     checked_strides,
     checked_text,
@@ -62,6 +65,7 @@ _CLOSE_S = 5.0  # how long closing waits for readers
 _POLL_S = 20e-6
 _MOST_FROM_DISK = 2
 _ASKS = 3  # for a block to be posted
+_MOST_POSTED = 10_000  # by one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class Posted:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def parse(cls, text: bytes, block: BlockSpec, name: str) -> Posted:
+    def parse(cls, text: bytes, block: Request, name: str) -> Posted:
         """Read a notice; refuse one that does not describe the block."""
         try:
             posted = _read(text)
@@ -157,9 +161,7 @@ class PostedTransport(Transport):
         """Wait until all values of a block are there."""
 
     @abstractmethod
-    def opened(
-        self, peer: Peer, posted: Posted, block: BlockSpec, boxes: Iterable[Box], lease: Lease
-    ) -> RemoteBlock:
+    def opened(self, peer: Peer, posted: Posted, block: Request, lease: Lease) -> PostedBlock:
         """Return a block on which a lease was taken. If this fails, the lease is ended."""
 
     # --- the reader's side, in task threads ---
@@ -173,17 +175,24 @@ class PostedTransport(Transport):
         except TransferError as exc:
             return str(exc)
 
-    def open(self, block: BlockSpec, boxes: Iterable[Box], options: Options) -> RemoteBlock:
-        if 0 in block.shape:
-            return _EmptyBlock(kernel_named(self.kind).empty(block.shape, block.dtype), boxes)
-        peer, obstacle = self._known(block.holder)
+    def read(self, requests: Sequence[Request], options: Options) -> Reading:
+        peer, obstacle = self._known(requests[0].holder)
         if obstacle is not None:
-            raise TransferError(f"{self.name}: {block.holder} cannot be read in place: {obstacle}")
+            said = f"{requests[0].holder} cannot be read in place: {obstacle}"
+            raise TransferError(f"{self.name}: {said}")
+        pacing = self.flow(requests, options)
+        return _PostedReading(self, peer, requests, pacing, options)
+
+    def open(self, peer: Peer, requests: Sequence[Request], options: Options) -> PostedBlock:
+        """Take a lease on the first of these blocks; the holder may be asked for the others too."""
+        block = requests[0]
+        if 0 in block.shape:
+            return _EmptyBlock(kernel_named(self.kind).empty(block.shape, block.dtype))
         with ExitStack() as undo:
-            lease = self._lease(peer, block, options)
+            lease = self._lease(peer, requests, options)
             undo.callback(lease.close)
             posted = Posted.parse(lease.text, block, self.name)
-            opened = self.opened(peer, posted, block, boxes, lease)
+            opened = self.opened(peer, posted, block, lease)
             undo.pop_all()
         return opened
 
@@ -219,8 +228,9 @@ class PostedTransport(Transport):
         except TimeoutError:
             raise TransferError(f"{self.name}: the worker's event loop did not respond") from None
 
-    def _lease(self, peer: Peer, block: BlockSpec, options: Options) -> Lease:
-        """Take a lease; if the holder does not post by itself, ask it to."""
+    def _lease(self, peer: Peer, requests: Sequence[Request], options: Options) -> Lease:
+        """Take a lease on the first block; if the holder does not post by itself, ask it to."""
+        block = requests[0]
         deadline_s = time.monotonic() + options.board_wait_s
         try:
             while (lease := take(peer.folder, block.key)) is None:
@@ -232,9 +242,9 @@ class PostedTransport(Transport):
                     break
                 timeout_s = options.request_timeout_s
                 about = f"block {block.key!r}"
-                reply = self._ask(
-                    block.holder, self._post_op, timeout_s, about, key=block.key, shape=block.shape
-                )
+                # The others too, so that it need be asked once only.
+                blocks = [(request.key, request.shape) for request in requests[:_MOST_POSTED]]
+                reply = self._ask(block.holder, self._post_op, timeout_s, about, blocks=blocks)
                 check_reply(reply, block, self.name)
                 # It may be gone again: moved and back, or one of many that were on disk.
                 lease = take(peer.folder, block.key)
@@ -265,11 +275,16 @@ class PostedTransport(Transport):
                 continue
             if self._board.renew(key, block) or self.host.is_on_disk(key):
                 continue
+            # What is held by now: the task may have been cancelled, its block released.
+            self._post_ahead([(key, block.shape)])
+
+    def _post_ahead(self, blocks: Iterable[tuple[Any, tuple[int, ...]]]) -> None:
+        """Post what is in memory. It is only ahead of time: readers will ask, and be told why."""
+        for key, shape in blocks:
             try:
-                # What is held by now: the task may have been cancelled, its block released.
-                self._find_and_post(key, block.shape)
+                if not self.host.is_on_disk(key):
+                    self._find_and_post(key, shape)
             except Exception as exc:
-                # It is only ahead of time. Readers will ask, and be told why.
                 logger.debug("block %r is not posted: %s: %s", key, type(exc).__name__, exc)
 
     def released(self, key: Any) -> None:
@@ -317,13 +332,13 @@ class PostedTransport(Transport):
             refusal=self._board.refusal,
         )
 
-    async def _answer_post(
-        self, /, key: Any = None, shape: Any = None, **unknown: Any
-    ) -> dict[str, Any]:
+    async def _answer_post(self, /, blocks: Any = None, **unknown: Any) -> dict[str, Any]:
+        """Post the first of these blocks, and of the others those that are in memory."""
         try:
             no_more(unknown)
-            checked = checked_key(key), checked_shape(shape)
-            await self.host.offload(self._find_and_post, *checked)
+            first, *others = checked_blocks(blocks)
+            await self.host.offload(self._find_and_post, *first)
+            await self.host.offload(self._post_ahead, others)
         except Exception as exc:
             return refuse(exc)
         return {"status": "ok"}
@@ -364,7 +379,7 @@ class PostedTransport(Transport):
             self._sweep_later()
 
 
-class PostedBlock(RemoteBlock):
+class PostedBlock(ABC):
     """A block that is read under a lease.
 
     Parameters
@@ -372,21 +387,25 @@ class PostedBlock(RemoteBlock):
     block
         As it is declared.
     lease
-        Ended with `close`.
+        Ended with `close`; None for a block that needs none.
     """
 
-    def __init__(self, block: BlockSpec, lease: Lease) -> None:
+    def __init__(self, block: Request | None, lease: Lease | None) -> None:
         self._block = block
-        self._lease: Lease | None = lease
+        self._lease = lease
 
     @property
     def is_open(self) -> bool:
         """Whether the lease has not ended."""
         return self._lease is not None
 
+    @abstractmethod
+    def region(self, box: Box) -> Pending:
+        """Return a region of it."""
+
     def confirm(self) -> None:
-        # What is read of a process that has ended is nowhere promised.
-        if self._lease is None:
+        """Raise an error if the holder has ended: what is read of it then is nowhere promised."""
+        if self._lease is None or self._block is None:
             return
         try:
             lives = self._lease.holder_lives()
@@ -397,22 +416,68 @@ class PostedBlock(RemoteBlock):
             raise BlockUnavailableError(f"{self._block.holder} ended while {self._block} was read")
 
     def close(self) -> None:
+        """End the lease. Idempotent."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
 
 
-class _EmptyBlock(RemoteBlock):
+class _EmptyBlock(PostedBlock):
     """A block without elements: it has no address, and needs no lease."""
 
-    def __init__(self, array: Any, boxes: Iterable[Box]) -> None:
-        self._regions = (array[box_slices(box)] for box in boxes)
+    def __init__(self, array: Any) -> None:
+        super().__init__(None, None)
+        self._array = array
 
-    def request(self) -> Pending:
-        return Arrived(next(self._regions))
+    def region(self, box: Box) -> Pending:
+        return Arrived(self._array[box_slices(box)])
+
+
+class _PostedReading(Reading):
+    """Blocks that are leased one after another, each when its first part is wanted.
+
+    Where the holder keeps its memory for nothing else, a block is let go of with its last part.
+    """
+
+    def __init__(
+        self,
+        transport: PostedTransport,
+        peer: Peer,
+        requests: Sequence[Request],
+        pacing: Pacing,
+        options: Options,
+    ) -> None:
+        super().__init__(requests, pacing)
+        self._transport = transport
+        self._peer = peer
+        self._options = options
+        self._opened: dict[int, PostedBlock] = {}
+
+    def __iter__(self) -> Iterator[Region]:
+        for part in self.parts(is_tapered=self._transport.in_place):
+            try:
+                block = self._block(part.request)
+            except (TransferError, BlockMismatchError) as exc:
+                self.drop(part.request)
+                yield Region(part, Failed(exc))
+            else:
+                yield Region(part, block.region(part.box))
+
+    def _block(self, number: int) -> PostedBlock:
+        block = self._opened.get(number)
+        if block is None:
+            left = self.requests[number:]
+            block = self._opened[number] = self._transport.open(self._peer, left, self._options)
+        return block
+
+    def confirm(self) -> None:
+        for block in self._opened.values():
+            block.confirm()
 
     def close(self) -> None:
-        pass
+        with ExitStack() as leases:  # each, whatever becomes of the others
+            for block in self._opened.values():
+                leases.callback(block.close)
 
 
 @cache

@@ -7,17 +7,18 @@ are not whole, objects whose own code would run) reaches a worker's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dask_p2p.layout import Box
 
 __all__ = [
     "MalformedRequestError",
+    "checked_blocks",
     "checked_box",
-    "checked_boxes",
     "checked_integer",
     "checked_key",
+    "checked_parts",
     "checked_seconds",
     "checked_shape",
     "checked_strides",
@@ -29,7 +30,7 @@ __all__ = [
 _MOST_DIMENSIONS = 64  # of NumPy's arrays
 _DEEPEST_KEY = 8  # tuples in tuples: hashing deeper ones can exhaust the stack
 _LONGEST_KEY = 1000  # parts of one tuple
-_MOST_BOXES = 2**16
+_MOST_PARTS = 2**16
 _LONGEST_TEXT = 10_000  # structured dtypes can be long
 _LONGEST_S = 3600
 
@@ -79,13 +80,29 @@ def checked_box(box: Any, shape: tuple[int, ...]) -> Box:
     return checked
 
 
-def checked_boxes(boxes: Any, shape: tuple[int, ...]) -> list[Box]:
-    """Return boxes that lie in a block of this shape."""
-    if type(boxes) not in (tuple, list):
-        raise MalformedRequestError(f"boxes: expected a sequence, got {_kind(boxes)}")
-    if len(boxes) > _MOST_BOXES:
-        raise MalformedRequestError(f"boxes: expected at most {_MOST_BOXES}, got more")
-    return [checked_box(box, shape) for box in boxes]
+def checked_blocks(blocks: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """Return keys and shapes of blocks."""
+    pairs = _pairs("blocks", blocks)
+    return [(checked_key(key), checked_shape(shape)) for key, shape in pairs]
+
+
+def checked_parts(parts: Any, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, Box]]:
+    """Return numbers of blocks, and boxes that lie in them."""
+    checked = []
+    for number, box in _pairs("parts", parts):
+        checked_integer("block", number, 0, len(shapes) - 1)
+        checked.append((number, checked_box(box, shapes[number])))
+    return checked
+
+
+def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
+    if type(value) not in (tuple, list):
+        raise MalformedRequestError(f"{name}: expected a sequence, got {_kind(value)}")
+    if len(value) > _MOST_PARTS:
+        raise MalformedRequestError(f"{name}: expected at most {_MOST_PARTS}, got more")
+    if any(type(pair) not in (tuple, list) or len(pair) != 2 for pair in value):
+        raise MalformedRequestError(f"{name}: expected pairs")
+    return [(first, second) for first, second in value]
 
 
 def checked_integer(name: str, value: Any, least: int, most: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from dask_p2p.errors import TransferError
 from dask_p2p.kernels.checksum import ALGORITHMS, checksum
 from dask_p2p.layout import Box
-from dask_p2p.transports.base import BlockSpec
+from dask_p2p.transports.base import Request
 
 __all__ = ["algorithm_of", "check_sum", "region_sum"]
 
@@ -34,7 +34,7 @@ def algorithm_of(name: Any) -> str:
 
 
 def check_sum(
-    transport: str, block: BlockSpec, box: Box, here: int, there: Any, algorithm: str
+    transport: str, block: Request, box: Box, here: int, there: Any, algorithm: str
 ) -> None:
     """Raise `TransferError` unless a region's sum is the same here and there."""
     if type(there) is not int or not 0 <= there < _SUMS:

@@ -1,14 +1,14 @@
 """``ucx``: packed regions over UCX: NVLink, InfiniBand, shared memory or TCP, whatever is there.
 
-A reader asks for all that it needs of a block by one RPC of Dask, and names a tag. The holder packs
-region after region into buffers, and sends each under a tag of its own, from its UCX endpoint to
+A reader asks for all that it needs of a holder by one RPC of Dask, and names a tag. The holder
+packs part after part into buffers, and sends each under a tag of its own, from its UCX endpoint to
 the reader's. UCX moves a message when the reader is ready for it, and a holder has only a few
 packed ones waiting::
 
     reader                                     holder
-      --- RPC: key, boxes, shape, tag --------->  pack region 0
-    look out for tag 0  <== message ============  send it; pack region 1
-    put region 0 into place; tag 1  <== message   send it; buffer 0 is free; pack region 2
+      --- RPC: keys, boxes, tag -------------->  pack part 0
+    look out for tag 0  <== message ============  send it; pack part 1
+    put part 0 into place; tag 1  <== message   send it; buffer 0 is free; pack part 2
     ...
       <-- reply: bytes sent --------------------  all have arrived
 
@@ -26,14 +26,16 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.kernels import device_of, kernel_for
 from dask_p2p.kernels.checksum import ALGORITHMS
 from dask_p2p.kernels.device import current_device
@@ -43,11 +45,12 @@ from dask_p2p.transports.base import (
     GRACE_S,
     MEET_S,
     Arrived,
-    BlockSpec,
     Handler,
     Host,
-    Pending,
-    RemoteBlock,
+    Part,
+    Reading,
+    Region,
+    Request,
     SilentError,
     Transport,
     ask,
@@ -62,11 +65,10 @@ from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.messenger import Message, Messenger, ucxx_obstacle
 from dask_p2p.transports.pacing import Pacing, idle_bytes, ucx_pacing
 from dask_p2p.transports.requests import (
-    checked_boxes,
+    checked_blocks,
     checked_integer,
-    checked_key,
+    checked_parts,
     checked_seconds,
-    checked_shape,
     checked_text,
     no_more,
 )
@@ -117,48 +119,19 @@ class UcxTransport(Transport):
     def pacing(self, options: Options, kind: str) -> Pacing:
         return ucx_pacing(options, kind)
 
-    def open(self, block: BlockSpec, boxes: Iterable[Box], options: Options) -> RemoteBlock:
-        messenger, boxes = self.messenger(), list(boxes)
-        full = [box for box in boxes if box_size(box)]
-        with self._lock:
-            tag = self._next_tag
-            self._next_tag = (tag + len(full)) % 2**62
-        opened = _UcxBlock(block, boxes, tag, messenger, self._buffers[block.kind], options)
-        if full:
-            closed = messenger.closed(self._addresses.get(block.holder, b""))
-            asking = asyncio.run_coroutine_threadsafe(
-                self._ask(block, full, tag, closed, options), self.host.loop
-            )
-            opened.follow(asking)
-        return opened
-
-    async def _ask(
-        self, block: BlockSpec, boxes: Sequence[Box], tag: int, closed: int, options: Options
-    ) -> Any:
-        """Have the holder send regions; return when it says that all have arrived.
-
-        What is returned is what it says to be their checksums, if they were asked for.
-        """
-        wait_s = options.request_timeout_s
-        more = {"checksum": ALGORITHMS[block.kind]} if options.checksum else {}
-        # Each message has a deadline of its own, and whoever waits for it gives up there.
-        total_s = wait_s * (len(boxes) + 1)
-        reply = check_reply(
-            await ask(
-                self.host, block.holder, _SEND_OP, total_s, f"block {block.key!r}",
-                key=block.key, boxes=boxes, shape=block.shape, dtype=dtype_text(block.dtype),
-                tag=tag, reader=self.host.address, closed=closed,
-                ahead=options.ucx_parts_in_flight, wait_s=wait_s, **more,
-            ),
-            block,
-            self.name,
-        )  # fmt: skip
-        expected = sum(map(box_size, boxes)) * block.dtype.itemsize
-        if reply.get("nbytes") != expected:
-            raise TransferError(
-                f"ucx: {block.holder} sent {reply.get('nbytes')} bytes of {block}, not {expected}"
-            )
-        return reply.get("checksums")
+    def read(self, requests: Sequence[Request], options: Options) -> Reading:
+        messenger = self.messenger()
+        pacing = self.flow(requests, options)
+        buffers = self._buffers[requests[0].kind]
+        reading = _UcxReading(self.host, requests, pacing, options, messenger, buffers)
+        messages = sum(1 for part in reading.all_parts if box_size(part.box))
+        if messages:
+            with self._lock:
+                reading.tag = self._next_tag
+                self._next_tag = (reading.tag + messages) % 2**62
+            closed = messenger.closed(self._addresses.get(requests[0].holder, b""))
+            reading.start(closed)
+        return reading
 
     # --- both sides ---
 
@@ -189,6 +162,10 @@ class UcxTransport(Transport):
         assert self._messenger is not None
         resting = asyncio.ensure_future(self.host.offload(self._messenger.rest, _REST_S))
         resting.add_done_callback(lambda _: self._rest_later())
+
+    def buffers(self, kind: str) -> Buffers:
+        """Return the buffers for messages of blocks of this kind."""
+        return self._buffers[kind]
 
     def held(self) -> dict[str, int]:
         messages = 0 if self._messenger is None else self._messenger.under_way
@@ -235,9 +212,8 @@ class UcxTransport(Transport):
     async def _answer_send(
         self,
         /,
-        key: Any = None,
-        boxes: Any = None,
-        shape: Any = None,
+        blocks: Any = None,
+        parts: Any = None,
         dtype: Any = None,
         tag: Any = None,
         reader: Any = None,
@@ -247,14 +223,14 @@ class UcxTransport(Transport):
         checksum: Any = None,
         **unknown: Any,
     ) -> dict[str, Any]:
-        """Send regions, under this tag and those after it. The block is leased until they are."""
+        """Send parts of blocks, under this tag and those after it. Blocks are leased until then."""
         self._serving += 1
         try:
             no_more(unknown)
-            shape = checked_shape(shape)
-            boxes = checked_boxes(boxes, shape)
-            key, dtype = checked_key(key), checked_text("dtype", dtype)
-            tag = checked_integer("tag", tag, 0, _TAGS - 1 - len(boxes))
+            blocks = checked_blocks(blocks)
+            parts = checked_parts(parts, [shape for _, shape in blocks])
+            dtype = checked_text("dtype", dtype)
+            tag = checked_integer("tag", tag, 0, _TAGS - 1 - len(parts))
             closed = checked_integer("closed", closed, 0, _MOST_CLOSED)
             ahead = checked_integer("ahead", ahead, 1, _MOST_AHEAD)
             wait_s = checked_seconds("wait_s", wait_s)
@@ -263,15 +239,15 @@ class UcxTransport(Transport):
             address = await self._address_of(checked_text("reader", reader))
             room = self.packed.room()
             outbox = _Outbox(messenger, address, closed, tag, ahead, wait_s, room)
-            nbytes, sums = await self.host.offload(
-                self._send, key, boxes, shape, dtype, outbox, algorithm, threads=self._threads
-            )
+            sending = _Sending(self, dtype, outbox, algorithm)
+            failure = await self.host.offload(sending.run, blocks, parts, threads=self._threads)
         except Exception as exc:
             return refuse(exc)
         finally:
             self._serving -= 1
-        more = {} if algorithm is None else {"checksums": sums}
-        return {"status": "ok", "nbytes": nbytes, **more}
+        sent = {"sent": len(sending.sums), "nbytes": outbox.sent_bytes}
+        more = {} if algorithm is None else {"checksums": sending.sums}
+        return {"status": "ok", **sent, **more, **failure}
 
     async def _address_of(self, reader: str) -> bytes:
         """Return where a worker's messages go to. It is asked itself, so that nobody else can say.
@@ -287,57 +263,79 @@ class UcxTransport(Transport):
             self._addresses[reader] = address
         return address
 
-    def _send(
-        self,
-        key: Any,
-        boxes: list[Box],
-        shape: tuple[int, ...],
-        dtype: str,
-        outbox: _Outbox,
-        algorithm: str | None,
-    ) -> tuple[int, list[int]]:
-        """Pack and send regions of a block; return how many bytes that were, and checksums."""
-        block = find_block(self.host, key, shape)
-        if dtype != dtype_text(block.dtype):
-            raise mismatch(f"block {key!r}", dtype, dtype_text(block.dtype))
-        with device_of(block):
-            return self._send_block(key, boxes, block, outbox, algorithm)
 
-    def _send_block(
-        self, key: Any, boxes: list[Box], block: Any, outbox: _Outbox, algorithm: str | None
-    ) -> tuple[int, list[int]]:
-        kind = kernel_for(block).name
+class _Sending:
+    """Parts of blocks packed one after another, one while another is sent.
+
+    Attributes
+    ----------
+    sums : list of int
+        For each message that was sent its checksum; 0 where none is asked for.
+    """
+
+    def __init__(
+        self, transport: UcxTransport, dtype: str, outbox: _Outbox, algorithm: str | None
+    ) -> None:
+        self.sums: list[int] = []
+        self._transport = transport
+        self._dtype = dtype
+        self._outbox = outbox
+        self._algorithm = algorithm
+        # With the key, the box, and how to wait for the values.
+        self._packed: deque[tuple[Any, Any, Box, Callable[[], None]]] = deque()
+
+    def run(
+        self, blocks: Sequence[tuple[Any, tuple[int, ...]]], parts: Sequence[tuple[int, Box]]
+    ) -> dict[str, Any]:
+        """Send all parts, up to the first block that fails; return what is to be said of that."""
+        try:
+            for number, group in groupby(parts, key=itemgetter(0)):
+                key, shape = blocks[number]
+                try:
+                    block = self._find(key, shape)
+                except Exception as exc:
+                    self._send_packed(0)
+                    return {**refuse(exc), "block": number}
+                with device_of(block):
+                    self._send(key, block, [box for _, box in group])
+                del block
+        finally:
+            self._outbox.close()
+        return {}
+
+    def _find(self, key: Any, shape: tuple[int, ...]) -> Any:
+        block = find_block(self._transport.host, key, shape)
+        if self._dtype != dtype_text(block.dtype):
+            raise mismatch(f"block {key!r}", self._dtype, dtype_text(block.dtype))
+        return block
+
+    def _send(self, key: Any, block: Any, boxes: Sequence[Box]) -> None:
+        kind, transport = kernel_for(block).name, self._transport
         queue = queue_for(kind, beside_copies=True)
-        queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
-        # With its box, and how to wait for its values.
-        packed: deque[tuple[Any, Box, Callable[[], None]]] = deque()
-        sums: list[int] = []
-
-        def send_packed(left: int) -> None:
-            while len(packed) > left:
-                array, box, wait = packed.popleft()
-                wait()
-                if algorithm is not None:
-                    sums.append(region_sum(key, box, array, algorithm))
-                outbox.send(array)
-
+        queue.wait_until_written([block], any_stream=transport.options.any_producer_stream)
+        buffers = transport.buffers(kind)
         try:
             for box in boxes:
                 nbytes = box_size(box) * block.dtype.itemsize
-                if not outbox.has_room(nbytes):
-                    send_packed(0)
-                    outbox.make_room(nbytes)
-                array = self._buffers[kind].take(box_shape(box), block.dtype)
-                packed.append((array, box, queue.pack(array, block[box_slices(box)])))
+                if not self._outbox.has_room(nbytes):
+                    self._send_packed(0)
+                    self._outbox.make_room(nbytes)
+                array = buffers.take(box_shape(box), block.dtype)
+                self._packed.append((array, key, box, queue.pack(array, block[box_slices(box)])))
                 del array
-                send_packed(1)  # one is packed while another is sent
-            send_packed(0)
+                self._send_packed(1)  # one is packed while another is sent
+            self._send_packed(0)
         finally:
-            try:
-                queue.synchronize()  # only then may buffers be used again
-            finally:
-                outbox.close()
-        return outbox.sent_bytes, sums
+            queue.synchronize()  # only then may buffers be used again
+
+    def _send_packed(self, left: int) -> None:
+        while len(self._packed) > left:
+            array, key, box, wait = self._packed.popleft()
+            wait()
+            algorithm = self._algorithm
+            sum_ = 0 if algorithm is None else region_sum(key, box, array, algorithm)
+            self._outbox.send(array)
+            self.sums.append(sum_)
 
 
 class _Outbox:
@@ -402,81 +400,144 @@ class _Outbox:
         self._room.give_back(size_bytes)
 
 
-class _UcxBlock(RemoteBlock):
-    """A block whose regions arrive one after another."""
+class _UcxReading(Reading):
+    """Parts that arrive one after another, each as a message."""
 
     def __init__(
         self,
-        block: BlockSpec,
-        boxes: Sequence[Box],
-        tag: int,
+        host: Host,
+        requests: Sequence[Request],
+        pacing: Pacing,
+        options: Options,
         messenger: Messenger,
         buffers: Buffers,
-        options: Options,
     ) -> None:
-        self._block = block
-        self._boxes = iter(boxes)
-        self._messages = sum(1 for box in boxes if box_size(box))
-        self._requested = 0  # of these messages
-        self._algorithm = ALGORITHMS[block.kind] if options.checksum else None
-        self._sums: dict[int, tuple[Box, int]] = {}  # of what came, by its number
-        self._tag = tag
+        super().__init__(requests, pacing)
+        self.all_parts = list(self.parts())
+        self.tag = 0  # of the first message
+        self._host = host
+        self._options = options
         self._messenger = messenger
         self._buffers = buffers
-        self._timeout_s = options.request_timeout_s
-        self._asking: Future[Any] | None = None
+        self._algorithm = ALGORITHMS[requests[0].kind] if options.checksum else None
+        self._here: dict[int, tuple[Part, int]] = {}  # checksums of what came, by its number
+        self._there: dict[int, Any] = {}  # as the holder says
+        self._refused: dict[int, Exception] = {}  # by request
+        self._broken: Exception | None = None  # that keeps the others from coming too
+        self._asking: Future[None] | None = None
         self._pending: list[Message] = []
 
-    def follow(self, asking: Future[Any]) -> None:
-        """Take note of the holder's answer, which comes when all have arrived."""
-        self._asking = asking
+    def start(self, closed: int) -> None:
+        """Ask the holder; its answer comes when all have arrived."""
+        self._asking = asyncio.run_coroutine_threadsafe(self._ask(closed), self._host.loop)
 
-    def request(self) -> Pending:
-        box = next(self._boxes)
-        shape = box_shape(box)
-        region = self._buffers.take(shape, self._block.dtype)
-        if not prod(shape):
-            return Arrived(region)
-        message = self._messenger.receive(_raw(region), self._tag)
-        self._tag += 1
-        self._pending.append(message)
-        self._requested += 1
-        return _Arriving(self, message, region, self._requested - 1, box)
+    async def _ask(self, closed: int) -> None:
+        """Have the holder send all messages; of a block that fails it sends none, or no more."""
+        messages = [part for part in self.all_parts if box_size(part.box)]
+        done = 0
+        while done < len(messages):
+            asked = list(dict.fromkeys(part.request for part in messages[done:]))
+            reply = await self._ask_for(messages[done:], asked, self.tag + done, closed)
+            failed = _failed_of(reply, asked)
+            about = self.requests[asked[0] if failed is None else failed]
+            try:
+                check_reply(reply, about, "ucx")
+                sent = len(messages) - done
+            except (TransferError, BlockMismatchError) as exc:
+                if failed is None:
+                    raise
+                sent = checked_integer("sent", reply.get("sent"), 0, len(messages) - done)
+                self._refused[failed] = exc
+            self._note_sent(reply, messages[done : done + sent], done, about)
+            done += sent
+            while done < len(messages) and messages[done].request in self._refused:
+                done += 1
 
-    def wait(self, message: Message) -> None:
+    async def _ask_for(
+        self, parts: Sequence[Part], asked: Sequence[int], tag: int, closed: int
+    ) -> Any:
+        numbers = {request: number for number, request in enumerate(asked)}
+        first, options = self.requests[asked[0]], self._options
+        wait_s = options.request_timeout_s
+        more = {} if self._algorithm is None else {"checksum": self._algorithm}
+        # Each message has a deadline of its own, and whoever waits for it gives up there.
+        return await ask(
+            self._host, first.holder, _SEND_OP, wait_s * (len(parts) + 1), f"block {first.key!r}",
+            blocks=[(self.requests[n].key, self.requests[n].shape) for n in asked],
+            parts=[(numbers[part.request], part.box) for part in parts],
+            dtype=dtype_text(first.dtype), tag=tag, reader=self._host.address, closed=closed,
+            ahead=max(options.ucx_parts_in_flight, self.ahead), wait_s=wait_s, **more,
+        )  # fmt: skip
+
+    def _note_sent(
+        self, reply: dict[str, Any], parts: Sequence[Part], first: int, about: Request
+    ) -> None:
+        """Check what the holder says to have sent, from this message on."""
+        expected = sum(box_size(part.box) for part in parts) * about.dtype.itemsize
+        if reply.get("nbytes") != expected:
+            raise TransferError(
+                f"ucx: {about.holder} sent {reply.get('nbytes')} bytes of {about}, not {expected}"
+            )
+        if self._algorithm is None:
+            return
+        sums: Any = reply.get("checksums")
+        if type(sums) not in (list, tuple) or len(sums) != len(parts):
+            raise TransferError(f"ucx: {about.holder} sent no checksums of {about}")
+        self._there.update(enumerate(sums, first))
+
+    def __iter__(self) -> Iterator[Region]:
+        number = 0
+        for part in self.all_parts:
+            is_message = bool(box_size(part.box))
+            if part.request not in self._dropped:
+                request = self.requests[part.request]
+                region = self._buffers.take(box_shape(part.box), request.dtype)
+                if is_message:
+                    message = self._messenger.receive(_raw(region), self.tag + number)
+                    self._pending.append(message)
+                    yield Region(part, _Arriving(self, message, region, number, part))
+                else:
+                    yield Region(part, Arrived(region))
+                del region
+            number += is_message
+
+    def wait(self, message: Message, part: Part) -> None:
         """Wait for a message, or for the holder's word that there will be none."""
+        request = self.requests[part.request]
         try:
-            message.result(self._timeout_s, self._check_answer)
-        except TransferError as exc:
-            if self._answered() is exc:
+            message.result(self._options.request_timeout_s, partial(self._check_answer, part))
+        except (TransferError, BlockMismatchError) as exc:
+            if exc is self._refused.get(part.request) or exc is self._answered():
                 raise
-            said = f"ucx: {self._block} does not come: {exc}"
+            said = f"ucx: {request} does not come: {exc}"
             error = SilentError if isinstance(exc, SilentError) else TransferError
-            raise error(said, reason=str(exc)) from exc
+            # The holder goes on with the next message only when this one has arrived.
+            self._broken = error(said, reason=str(exc))
+            raise self._broken from exc
         finally:
             self._pending.remove(message)
 
-    def note(self, number: int, box: Box, region: Any) -> None:
+    def note(self, number: int, part: Part, region: Any) -> None:
         """Make the checksum of a region that is here, to be compared in the end."""
         if self._algorithm is not None:
-            self._sums[number] = box, region_sum(self._block.key, box, region, self._algorithm)
+            key = self.requests[part.request].key
+            self._here[number] = part, region_sum(key, part.box, region, self._algorithm)
 
     def confirm(self) -> None:
         # UCX takes a message that is too short for a good one: only the holder knows.
         if self._asking is None:
             return
+        first = self.requests[0]
         try:
-            theirs = self._asking.result(self._timeout_s + GRACE_S)
+            self._asking.result(self._options.request_timeout_s + GRACE_S)
         except TimeoutError:
             raise TransferError(
-                f"ucx: {self._block.holder} does not say that it has sent {self._block}"
+                f"ucx: {first.holder} does not say that it has sent {first}"
             ) from None
-        if self._algorithm is None:
-            return
-        if type(theirs) not in (list, tuple) or len(theirs) != self._messages:
-            raise TransferError(f"ucx: {self._block.holder} sent no checksums of {self._block}")
-        for number, (box, here) in self._sums.items():
-            check_sum("ucx", self._block, box, here, theirs[number], self._algorithm)
+        for number, (part, here) in self._here.items():
+            request, there = self.requests[part.request], self._there.get(number)
+            assert self._algorithm is not None
+            check_sum("ucx", request, part.box, here, there, self._algorithm)
 
     def close(self) -> None:
         if self._asking is not None:
@@ -492,8 +553,8 @@ class _UcxBlock(RemoteBlock):
             return None
         return asking.exception()
 
-    def _check_answer(self) -> None:
-        error = self._answered()
+    def _check_answer(self, part: Part) -> None:
+        error = self._refused.get(part.request) or self._answered() or self._broken
         if error is not None:
             raise error
 
@@ -502,16 +563,22 @@ class _UcxBlock(RemoteBlock):
 class _Arriving:
     """A region on its way."""
 
-    block: _UcxBlock
+    reading: _UcxReading
     message: Message
     region: Any
-    number: int  # among those of the block
-    box: Box
+    number: int  # of the message
+    part: Part
 
     def result(self, timeout_s: float | None = None) -> Any:
-        self.block.wait(self.message)
-        self.block.note(self.number, self.box, self.region)
+        self.reading.wait(self.message, self.part)
+        self.reading.note(self.number, self.part, self.region)
         return self.region
+
+
+def _failed_of(reply: Any, asked: Sequence[int]) -> int | None:
+    """Return which of the requests that were asked for has failed on its own; None if none has."""
+    number = reply.get("block") if isinstance(reply, dict) else None
+    return asked[number] if type(number) is int and 0 <= number < len(asked) else None
 
 
 def _raw(array: Any) -> Any:

@@ -17,7 +17,7 @@ from distributed.comm import CommClosedError
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.messenger import Message, Messenger
 
-OPS = ("p2p_region", "p2p_ucx_send")
+OPS = ("p2p_comm_read", "p2p_ucx_send")
 
 #: Of answers to RPCs.
 ANSWERS = ("drop", "lose", "hang", "delay", "duplicate", "reorder", "truncate", "flip", "garble")
@@ -89,7 +89,8 @@ class FaultyCalls:
             raise
         if fault is None:
             return reply
-        if fault in ("truncate", "flip") and not np.size(reply.get("data", ())):
+        spoilt = [answer for answer in reply.get("parts", ()) if np.size(answer.get("data", ()))]
+        if fault in ("truncate", "flip") and not spoilt:
             return reply  # nothing to spoil
         self.faults.done[fault] += 1
         if fault == "lose":  # on its way back
@@ -105,12 +106,12 @@ class FaultyCalls:
         elif fault == "garble":
             reply = {"status": "ok"}
         else:
-            data = reply["data"]
+            answer = self.faults.random.choice(spoilt)
+            data = answer["data"]
             if fault == "truncate":
-                data = data[: data.shape[0] - 1]
+                answer["data"] = data[: data.shape[0] - 1]
             else:
-                data = flipped(data, self.faults.random.randrange(8 * data.nbytes))
-            reply = {**reply, "data": data}
+                answer["data"] = flipped(data, self.faults.random.randrange(8 * data.nbytes))
         return reply
 
     async def _reorder(self):

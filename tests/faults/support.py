@@ -167,13 +167,13 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
             spring(dask_worker, act, what)
 
     if moment == "asked":
-        serve = dask_worker.handlers["p2p_region"]
+        serve = dask_worker.handlers["p2p_comm_read"]
 
         async def asked(**kwargs):
             passing()
             return await serve(**kwargs)
 
-        dask_worker.handlers["p2p_region"] = asked
+        dask_worker.handlers["p2p_comm_read"] = asked
         return
     owner, name = {
         "posting": (PostedTransport, "_post"),

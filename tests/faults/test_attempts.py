@@ -43,8 +43,8 @@ def fail(how, dask_worker):
             raise CommClosedError("on purpose")
         return {"status": "ok", "data": "nonsense"}
 
-    dask_worker.good_answer = dask_worker.handlers["p2p_region"]
-    dask_worker.handlers["p2p_region"] = answer
+    dask_worker.good_answer = dask_worker.handlers["p2p_comm_read"]
+    dask_worker.handlers["p2p_comm_read"] = answer
 
 
 def requests(dask_worker):
@@ -52,7 +52,7 @@ def requests(dask_worker):
 
 
 def recover(dask_worker):
-    dask_worker.handlers["p2p_region"] = dask_worker.good_answer
+    dask_worker.handlers["p2p_comm_read"] = dask_worker.good_answer
     return dask_worker.failed_requests
 
 

@@ -25,7 +25,8 @@ from dask_p2p.layout import box_slices
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports import ipc as ipc_module
-from dask_p2p.transports.base import find_block
+from dask_p2p.transports import ucx as ucx_module
+from dask_p2p.transports.base import find_block, refuse
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
@@ -36,7 +37,7 @@ from tests.transports.loopback import EventLoop, LoopbackHost
 # 10,000 requests in all: hypothesis makes an example's requests faster than as many examples.
 REQUESTS_AN_EXAMPLE = 10
 EXAMPLES = {
-    "p2p_region": 200,
+    "p2p_comm_read": 200,
     "p2p_post": 100,  # of ipc, and of cma
     "p2p_ucx_send": 150,
     "p2p_peer": 50,  # of ipc, of cma, and of ucx
@@ -150,6 +151,21 @@ def requests(draw):
     return request
 
 
+def wire(request):
+    """Return a request about one block as readers send it: for several blocks, and their parts."""
+    rest = {k: v for k, v in request.items() if k not in ("key", "shape", "box", "boxes")}
+    of_block = tuple(request[name] for name in ("key", "shape") if name in request)
+    if of_block:
+        rest["blocks"] = [of_block]
+    if "box" in request:
+        rest["parts"] = [(0, request["box"])]
+    elif type(boxes := request.get("boxes")) in (tuple, list):
+        rest["parts"] = type(boxes)([(0, box) for box in boxes])
+    elif "boxes" in request:
+        rest["parts"] = boxes
+    return rest
+
+
 def is_key(value):
     if type(value) is tuple:
         return all(type(part) in (str, int, float) for part in value)
@@ -179,7 +195,12 @@ def is_good(request, fields):
 
 
 def is_refusal(reply):
-    """A short text and nothing else."""
+    """A short text and nothing else, but for how much was sent before."""
+    more = ("block", "sent", "nbytes", "checksums")
+    assert all(type(reply.get(name, 0)) in (int, list) for name in more)
+    reply = {name: said for name, said in reply.items() if name not in more}
+    if "parts" in reply:  # it is said of each
+        return all(map(is_refusal, reply["parts"])) and reply["parts"] != []
     if reply == {"status": "missing"}:
         return True
     return (
@@ -210,12 +231,19 @@ def holder(tmp_path_factory):
     async def address_of(reader):
         return b"somewhere"
 
-    def send(key, boxes, shape, dtype, outbox, algorithm):
-        block = find_block(host, key, shape)
-        assert (type(dtype), outbox._ahead > 0, outbox._timeout_s >= 0) == (str, True, True)
+    def send(self, blocks, parts):
+        outbox = self._outbox
+        assert (type(self._dtype), outbox._ahead > 0, outbox._timeout_s >= 0) == (str, True, True)
         assert 0 <= outbox._tag < 2**64
-        assert algorithm in (None, "crc32", "mixed64")
-        return sum(block[box_slices(box)].nbytes for box in boxes), []
+        assert self._algorithm in (None, "crc32", "mixed64")
+        for number, (key, shape) in enumerate(blocks):
+            try:
+                block = find_block(host, key, shape)
+            except Exception as exc:
+                return {**refuse(exc), "block": number}
+            for _, box in parts:
+                block[box_slices(box)]  # it lies in it
+        return {}
 
     def ask(op, requests):
         async def all_of_them():
@@ -233,7 +261,7 @@ def holder(tmp_path_factory):
         # Nothing leaves this process.
         patch.setattr(ucx, "messenger", lambda: SimpleNamespace(address=b"here"))
         patch.setattr(ucx, "_address_of", address_of)
-        patch.setattr(ucx, "_send", send)
+        patch.setattr(ucx_module._Sending, "run", send)
         Bomb.went_off.clear()
         yield SimpleNamespace(host=host, ask=ask, boards=boards, loop=loop)
     for transport in (ipc, cma):
@@ -265,22 +293,24 @@ def with_checksum(request, choices):
 
 @pytest.mark.usefixtures("unchanged")
 def test_arguments_with_the_names_of_handlers_own(holder):
-    ops = [f"p2p_{name}" for name in ("region", "cma_peer", "cma_post", "ipc_peer", "ipc_post")]
+    ops = [f"p2p_{name}" for name in ("comm_read", "cma_peer", "cma_post", "ipc_peer", "ipc_post")]
     for op in (*ops, "p2p_ucx_peer", "p2p_ucx_send"):
         for reply in holder.ask(op, [{"self": 1}, {"unknown": 1}, {"kwargs": {}}]):
             assert is_refusal(reply)
 
 
 @pytest.mark.usefixtures("unchanged")
-@settings(max_examples=EXAMPLES["p2p_region"])
+@settings(max_examples=EXAMPLES["p2p_comm_read"])
 @given(asked=some(requests()))
 def test_regions(holder, asked):
-    for request, reply in zip(asked, holder.ask("p2p_region", asked), strict=True):
+    sent = [wire(request) for request in asked]
+    for request, reply in zip(asked, holder.ask("p2p_comm_read", sent), strict=True):
         rest, good_sum = with_checksum(request, (False, True))
         if good_sum and is_good(rest, ("key", "box", "shape")):
-            assert ("checksum" in reply) == request.get("checksum", False)
+            (answer,) = reply["parts"]
+            assert ("checksum" in answer) == request.get("checksum", False)
             box = tuple(slice(*pair) for pair in request["box"])
-            np.testing.assert_array_equal(reply["data"].data, BLOCKS[request["key"]][box])
+            np.testing.assert_array_equal(answer["data"].data, BLOCKS[request["key"]][box])
         else:
             assert is_refusal(reply)
 
@@ -293,7 +323,8 @@ def test_posts(holder, transport, asked):
     board = holder.boards[transport]
     for request in asked:
         request.pop("box", None)
-    for request, reply in zip(asked, holder.ask(f"p2p_{transport}_post", asked), strict=True):
+    sent = [wire(request) for request in asked]
+    for request, reply in zip(asked, holder.ask(f"p2p_{transport}_post", sent), strict=True):
         if is_good(request, ("key", "shape")):
             assert reply == {"status": "ok"}
             board.retract(request["key"])
@@ -342,11 +373,14 @@ def is_good_send(request):
 @settings(max_examples=EXAMPLES["p2p_ucx_send"])
 @given(asked=some(send_requests()))
 def test_sends(holder, asked):
-    for request, reply in zip(asked, holder.ask("p2p_ucx_send", asked), strict=True):
+    sent = [wire(request) for request in asked]
+    for request, reply in zip(asked, holder.ask("p2p_ucx_send", sent), strict=True):
         rest, good_sum = with_checksum(request, (None, "crc32", "mixed64"))
         if good_sum and is_good_send(rest):
             asked = request.get("checksum") is not None
-            assert set(reply) == {"status", "nbytes"} | ({"checksums"} if asked else set())
+            words = {"status", "nbytes", "sent"} | ({"checksums"} if asked else set())
+            assert set(reply) == words
+            assert reply["status"] == "ok"
         else:
             assert is_refusal(reply)
 
@@ -395,10 +429,21 @@ def test_peers(holder, op, answer, asked):
 @pytest.mark.usefixtures("unchanged")
 def test_what_is_nearly_right(holder, change):
     good = {"key": ("x", 0, 0), "box": ((0, 1), (0, 1)), "shape": (6, 10)}
-    assert holder.ask("p2p_region", [good])[0]["status"] == "ok"
-    (reply,) = holder.ask("p2p_region", [{**good, **change}])
+    assert holder.ask("p2p_comm_read", [wire(good)])[0]["parts"][0]["status"] == "ok"
+    (reply,) = holder.ask("p2p_comm_read", [wire({**good, **change})])
     assert is_refusal(reply)
-    assert reply["status"] != "missing", "it was not even looked for"
+    assert reply != {"status": "missing"}, "it was not even looked for"
+
+
+@pytest.mark.usefixtures("unchanged")
+@settings(max_examples=EXAMPLES["p2p_comm_read"])
+@given(asked=some(st.tuples(st.sampled_from(["blocks", "parts"]), garbage)))
+def test_blocks_and_parts_that_are_garbage(holder, asked):
+    good = wire({"key": ("x", 0, 0), "box": ((0, 1), (0, 1)), "shape": (6, 10)})
+    sent = [{**good, field: value} for field, value in asked]
+    for request, reply in zip(sent, holder.ask("p2p_comm_read", sent), strict=True):
+        nothing = type(request["parts"]) in (tuple, list) and len(request["parts"]) == 0
+        assert is_refusal(reply) or (nothing and reply == {"status": "ok", "parts": []})
 
 
 @pytest.mark.parametrize(
@@ -423,8 +468,8 @@ def test_sends_that_are_nearly_right(holder, change, words):
     good = {"key": ("x", 0, 0), "boxes": [((0, 1), (0, 1))] * 2, "shape": (6, 10)}
     good |= {"dtype": "float64 <f8", "tag": 2**64 - 3, "reader": "tcp://a:1", "ahead": 64}
     good |= {"closed": 2**31, "wait_s": 3600, "checksum": "crc32"}
-    assert holder.ask("p2p_ucx_send", [good])[0]["status"] == "ok"
-    (reply,) = holder.ask("p2p_ucx_send", [{**good, **change}])
+    assert holder.ask("p2p_ucx_send", [wire(good)])[0]["status"] == "ok"
+    (reply,) = holder.ask("p2p_ucx_send", [wire({**good, **change})])
     assert is_refusal(reply)
     assert words in reply["message"]
 
@@ -461,17 +506,15 @@ def test_a_raw_client_of_a_worker(caplog):
             await worker.plugin_add(plugin=P2PPlugin(), name=PLUGIN_NAME)
             worker.data["x", 0, 0] = BLOCKS["x", 0, 0]
             comm = await connect(worker.address)
-            for request in wrong:
-                assert is_refusal(await ask(comm, "p2p_region", request)), request
-                if "box" in request:
-                    request = {**request, "box": 1}  # which these requests do not have
+            for request in map(wire, wrong):
+                assert is_refusal(await ask(comm, "p2p_comm_read", request)), request
                 for transport in ("ipc", "cma"):
                     assert is_refusal(await ask(comm, f"p2p_{transport}_post", request)), request
                     if request:
                         said = await ask(comm, f"p2p_{transport}_peer", request)
                         assert is_refusal(said), request
-            reply = await ask(comm, "p2p_region", good)
-            np.testing.assert_array_equal(reply["data"], [[0.0, 1.0]])
+            reply = await ask(comm, "p2p_comm_read", wire(good))
+            np.testing.assert_array_equal(reply["parts"][0]["data"], [[0.0, 1.0]])
             assert list(worker.data) == [("x", 0, 0)]
             await comm.close()
 

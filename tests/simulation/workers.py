@@ -23,7 +23,7 @@ import dask_p2p.kernels.queue
 import dask_p2p.task
 import dask_p2p.worker
 from dask_p2p.transports import board, comm, cuda_ipc, ipc, locks, posted
-from dask_p2p.transports.base import Pacing, RemoteBlock
+from dask_p2p.transports.base import Pacing, Region
 from tests.simulation.actors import Actor, KilledError, Loop, current, halt
 from tests.simulation.gpu import Driver, Memory, Queue
 
@@ -35,9 +35,34 @@ class _Halting:
     def pacing(self, options, kind):
         return Pacing(16, 1)  # a region is two parts
 
-    def open(self, block, boxes, options):
+    def read(self, requests, options):
         halt("open", trouble=True)
-        return _HaltingBlock(super().open(block, boxes, options))
+        reading = super().read(requests, options)
+        regions = reading.__class__.__iter__
+        halting = type("Halting", (reading.__class__,), {"__iter__": _halting(regions)})
+        reading.__class__ = halting
+        return reading
+
+
+def _halting(regions):
+    """Have whoever waits for a region halt."""
+
+    def __iter__(self):  # noqa: N807
+        for part, pending in regions(self):
+            yield Region(part, SimpleNamespace(result=partial(_result, pending)))
+
+    return __iter__
+
+
+def _result(pending, timeout_s):
+    actor = current()
+    call = getattr(pending, "call", pending)
+    actor.awaited = call if hasattr(call, "done") else None
+    try:
+        halt("wait", trouble=True)
+    finally:
+        actor.awaited = None
+    return pending.result(10)
 
 
 class HaltingIpc(_Halting, ipc.IpcTransport):
@@ -50,28 +75,6 @@ class HaltingIpc(_Halting, ipc.IpcTransport):
 
 class HaltingComm(_Halting, comm.CommTransport):
     pass
-
-
-class _HaltingBlock(RemoteBlock):
-    def __init__(self, block):
-        self._block = block
-        self.confirm, self.close = block.confirm, block.close
-
-    def request(self):
-        pending = self._block.request()
-        return SimpleNamespace(result=partial(self._result, pending))
-
-    def _result(self, pending, timeout_s):
-        actor = current()
-        actor.awaited = pending if hasattr(pending, "done") else None
-        try:
-            halt("wait", trouble=True)
-        finally:
-            actor.awaited = None
-        return pending.result(10)
-
-    def close(self):
-        """Replaced by the block's own."""
 
 
 class Lease:

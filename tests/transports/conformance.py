@@ -9,7 +9,7 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
-from dask_p2p.transports.base import BlockSpec
+from tests.transports.reading import open_block
 
 
 class Conformance:
@@ -31,15 +31,18 @@ class Conformance:
     """
 
     options = options()
+    is_eager = False
 
     def open(self, setup, key, array, *boxes, **options):
-        spec = BlockSpec(key, setup.holder, array.shape, array.dtype, setup.kind)
-        return setup.reader.open(spec, boxes, replace(self.options, **options))
+        of = setup.holder, key, array.shape, array.dtype, setup.kind
+        whole = tuple((0, length) for length in array.shape)
+        options = replace(self.options, **options)
+        return open_block(setup.reader, *of, boxes or [whole], options, is_eager=self.is_eager)
 
     def read(self, setup, key, array, box, **options):
         remote = self.open(setup, key, array, box, **options)
         try:
-            region = np.array(setup.to_numpy(remote.request().result(20)))
+            region = remote.whole(setup.to_numpy, 20)
             remote.confirm()
             return region
         finally:

@@ -73,8 +73,7 @@ class LoopbackHost:
         other.calls.append(op)
         if other.delay_s:
             await asyncio.sleep(other.delay_s)
-        kwargs = loads(dumps(kwargs))
-        return loads(dumps(await other.handlers[op](**kwargs)))
+        return _sent(await other.handlers[op](**_sent(kwargs)))
 
     async def offload(self, function, *args, threads=None):
         return await self.loop.run_in_executor(self._threads, function, *args)
@@ -126,6 +125,11 @@ def linked(make, loop, folder, options):
         loop.run(transport.close())
     for host in hosts:
         host.close()
+
+
+def _sent(message):
+    """Return a message as it arrives: in other memory."""
+    return loads([bytearray(frame) for frame in dumps(message)])
 
 
 def wait_until(condition, timeout_s=60.0):

@@ -13,8 +13,11 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.transports.base import (
-    BlockSpec,
-    RemoteBlock,
+    Failed,
+    Part,
+    Reading,
+    Region,
+    Request,
     Transport,
     check_block,
     check_reply,
@@ -85,27 +88,24 @@ def test_what_a_holder_raises_reaches_the_reader_as_text(raised, error, words):
     reply = refuse(raised)
     assert all(type(said) is str for said in reply.values())
     with pytest.raises(error, match=words) as caught:
-        check_reply(reply, BlockSpec("x", "there", (2,), F8, "numpy"), "comm")
+        check_reply(reply, Request("x", "there", (2,), F8, "numpy", []), "comm")
     assert type(caught.value) is error
 
 
 @pytest.mark.parametrize("reply", [None, "ok", {}, {"status": "OK"}, [("status", "ok")]], ids=str)
 def test_what_is_no_reply(reply):
     with pytest.raises(TransferError, match="there could not send block 'x'"):
-        check_reply(reply, BlockSpec("x", "there", (2,), F8, "numpy"), "comm")
+        check_reply(reply, Request("x", "there", (2,), F8, "numpy", []), "comm")
 
 
-class Failing(RemoteBlock):
-    """A block whose region does not come."""
+class FailingReading(Reading):
+    """Of which nothing comes."""
 
     def __init__(self, error):
         self.error, self.closed = error, False
 
-    def request(self):
-        return self
-
-    def result(self, timeout_s):
-        raise self.error
+    def __iter__(self):
+        yield Region(Part(0, 0, ((0, 1),)), Failed(self.error))
 
     def close(self):
         self.closed = True
@@ -115,10 +115,10 @@ class FailingTransport(Transport):
     name = "failing"
 
     def __init__(self, error):
-        self.block = Failing(error)
+        self.reading = FailingReading(error)
 
-    def open(self, block, boxes, options):
-        return self.block
+    def read(self, requests, options):
+        return self.reading
 
     handlers = obstacle = pacing = close = None
 
@@ -131,4 +131,4 @@ def test_a_probe_that_fails_says_so_and_leaves_nothing_open(error):
         TransferError, match=r"trouble|failing: the worker's event loop did not respond"
     ):
         transport.probe("there", "numpy")
-    assert transport.block.closed
+    assert transport.reading.closed

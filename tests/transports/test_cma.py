@@ -42,6 +42,8 @@ def described(setup, monkeypatch, **changes):
 
 
 class TestCma(Conformance):
+    is_eager = True
+
     def test_a_probe_comes_unharmed(self, setup):
         setup.reader.probe(setup.holder, "numpy")
         assert setup.reader._buffers.idle_bytes == PROBE_BYTES
@@ -233,7 +235,7 @@ class TestCma(Conformance):
         remote.confirm()
         with subprocess.Popen([sys.executable, "-c", ""]) as ended:
             ended.wait()
-        remote._pid = ended.pid
+        remote.reading._opened[0]._pid = ended.pid
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.request().result()
         setup.serving._board._file.unlock(OWNER)  # as the kernel does for the dead

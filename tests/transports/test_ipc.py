@@ -142,6 +142,8 @@ def setup(pair, loop, tmp_path_factory):
 @pytest.mark.gpu(2)
 @pytest.mark.filterwarnings("default")
 class TestIpc(Conformance):
+    is_eager = True
+
     def open(self, setup, key, array, *boxes, **options):
         assert setup.reader.obstacle(setup.holder, setup.kind, np.dtype("f8")) is None
         return super().open(setup, key, array, *boxes, **options)

@@ -87,6 +87,8 @@ def nothing_is_kept(setup, key):
 
 
 class TestIpcEmulated(Conformance):
+    is_eager = True
+
     def test_what_is_posted_need_not_be_asked_for(self, setup, block):
         key, array = block
         setup.serving.serving(setup.host.blocks)
@@ -190,7 +192,7 @@ class TestIpcEmulated(Conformance):
         remote.close()
         remote.close()
         remote = self.open(setup, key, array)
-        assert remote._mapping.users == 1
+        assert remote.reading._opened[0]._mapping.users == 1
         remote.close()
 
     def test_nothing_is_posted_before_its_values_are_there(self, setup, block, monkeypatch):

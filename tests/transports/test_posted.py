@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.transports.base import BlockSpec, dtype_text
+from dask_p2p.transports.base import Request, dtype_text
 from dask_p2p.transports.posted import Peer, Posted, _apart
 
 HERE = Peer("boot", "pid:[1]", 1000, 1, "/tmp/a", "aa")
@@ -30,7 +30,7 @@ def test_what_sets_processes_apart(changes, words):
 
 
 def test_a_notice_that_is_not_that_of_the_block():
-    block = BlockSpec(("x", 0), "holder", (2, 3), np.dtype("f8"), "cupy")
+    block = Request(("x", 0), "holder", (2, 3), np.dtype("f8"), "cupy", [])
     posted = Posted("('x', 0)", (2, 3), (24, 8), dtype_text(np.dtype("f8")), {"address": 1})
     assert Posted.parse(posted.text(), block, "t") == posted
     with pytest.raises(TransferError, match=r"t: .* is that of \('x', 1\)"):

@@ -8,10 +8,11 @@ import pytest
 
 from dask_p2p.transports.requests import (
     MalformedRequestError,
+    checked_blocks,
     checked_box,
-    checked_boxes,
     checked_integer,
     checked_key,
+    checked_parts,
     checked_seconds,
     checked_shape,
     checked_text,
@@ -47,7 +48,7 @@ def deep(levels):
 
 
 box = partial(checked_box, shape=(6, 10))
-boxes = partial(checked_boxes, shape=(6, 10))
+parts = partial(checked_parts, shapes=[(6, 10), (3,)])
 number = partial(checked_integer, "tag", least=0, most=7)
 seconds = partial(checked_seconds, "wait_s")
 text = partial(checked_text, "dtype")
@@ -83,8 +84,9 @@ def test_what_readers_send(check, value):
 def test_lists_become_tuples():
     assert checked_shape([6, 10]) == (6, 10)
     assert box([[0, 1], [2, 3]]) == ((0, 1), (2, 3))
-    assert boxes(([[0, 1], [2, 3]],)) == [((0, 1), (2, 3))]
-    assert len(boxes([((0, 1), (2, 3))] * 2**16)) == 2**16
+    assert parts(([0, [[0, 1], [2, 3]]], (1, ((0, 1),)))) == [(0, ((0, 1), (2, 3))), (1, ((0, 1),))]
+    assert len(parts([(1, ((0, 1),))] * 2**16)) == 2**16
+    assert checked_blocks([["x", [6, 10]]]) == [("x", (6, 10))]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +120,18 @@ def test_lists_become_tuples():
         (box, ((-1, 1), (0, 1)), "does not lie in"),
         (box, ((3, 2), (0, 1)), "does not lie in"),
         (box, ((0, 6), (0, 11)), "does not lie in"),
-        (boxes, {((0, 1), (0, 1))}, "expected a sequence, got set"),
-        (boxes, Tuple((((0, 1), (0, 1)),)), "expected a sequence, got Tuple"),
-        (boxes, [((0, 1), (0, 1))] * (2**16 + 1), "at most 65536"),
-        (boxes, [((0, 1), (0, 1)), ((0, 7), (0, 1))], "does not lie in"),
+        (parts, {(1, ((0, 1),))}, "expected a sequence, got set"),
+        (parts, Tuple([(1, ((0, 1),))]), "expected a sequence, got Tuple"),
+        (parts, [(1, ((0, 1),))] * (2**16 + 1), "at most 65536"),
+        (parts, [(1, ((0, 1),)), (1, ((0, 7),))], "does not lie in"),
+        (parts, [(2, ((0, 1),))], "expected 0 to 1"),
+        (parts, [(True, ((0, 1),))], "expected an integer, got bool"),
+        (parts, [(1, ((0, 1),), 2)], "expected pairs"),
+        (parts, ["xy"], "expected pairs"),
+        (checked_blocks, [("x", (1,)), ("y",)], "expected pairs"),
+        (checked_blocks, {"x": (1,)}, "expected a sequence, got dict"),
+        (checked_blocks, [(["x"], (1,))], "key: expected"),
+        (checked_blocks, [("x", (-1,))], "no negative lengths"),
         (number, 1.0, "expected an integer, got float"),
         (number, True, "expected an integer, got bool"),
         (number, Integer(1), "expected an integer, got Integer"),

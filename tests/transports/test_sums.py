@@ -13,12 +13,12 @@ from distributed.protocol import to_serialize
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError
 from dask_p2p.transports import ucx as ucx_module
-from dask_p2p.transports.base import BlockSpec
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.messenger import Messenger
 from dask_p2p.transports.ucx import UcxTransport
 from tests.faults.faulty import flipped
 from tests.transports.loopback import linked
+from tests.transports.reading import open_block
 from tests.transports.test_comm import TestComm as _TestComm
 from tests.transports.test_comm import setup as comm_setup  # noqa: F401
 from tests.transports.test_ucx import TestUcx as _TestUcx
@@ -62,15 +62,16 @@ def link(request, loop, tmp_path, monkeypatch):
             name=request.param, reader=setup.reader, holder=there, change=lambda array: array
         )
         if link.name == "comm":
-            serve = there.handlers["p2p_region"]
+            serve = there.handlers["p2p_comm_read"]
 
             async def changed(**kwargs):
                 reply = await serve(**kwargs)
-                if reply["status"] != "ok":
-                    return reply
-                return {**reply, "data": to_serialize(link.change(reply["data"].data))}
+                for answer in reply.get("parts", ()):
+                    if answer["status"] == "ok":
+                        answer["data"] = to_serialize(link.change(answer["data"].data))
+                return reply
 
-            there.handlers["p2p_region"] = changed
+            there.handlers["p2p_comm_read"] = changed
         else:
             send = Messenger.send
             monkeypatch.setattr(
@@ -83,8 +84,8 @@ def link(request, loop, tmp_path, monkeypatch):
 
 def read(link, checksum, boxes=(BOX,)):
     chosen = replace(options(), checksum=checksum, request_timeout_s=10.0)
-    spec = BlockSpec(KEY, "holder", BLOCK.shape, BLOCK.dtype, "numpy")
-    remote = link.reader.open(spec, boxes, chosen)
+    of = "holder", KEY, BLOCK.shape, BLOCK.dtype, "numpy"
+    remote = open_block(link.reader, *of, boxes, chosen)
     try:
         regions = [remote.request() for _ in boxes]
         regions = [np.array(region.result(10)) for region in regions]
@@ -122,19 +123,16 @@ def test_the_part_that_is_flipped_is_named(link):
         read(link, True, rows)
 
 
-@pytest.mark.parametrize("what", ["box", "block"])
+@pytest.mark.parametrize("what", ["part", "block"])
 def test_an_answer_to_another_request_is_found(link, what):
     """As large and as whole as the right one: what was asked for changed on its way."""
-    op = {"comm": "p2p_region", "ucx": "p2p_ucx_send"}[link.name]
+    op = {"comm": "p2p_comm_read", "ucx": "p2p_ucx_send"}[link.name]
     serve = link.holder.handlers[op]
     box, link.holder.blocks["other"] = ((4, 48), (5, 38)), BLOCK + 1
 
     async def misheard(**kwargs):
-        if what == "block":
-            asked = {"key": "other"}
-        else:
-            asked = {"box": box} if link.name == "comm" else {"boxes": [box]}
-        return await serve(**{**kwargs, **asked})
+        other = {"blocks": [("other", BLOCK.shape)], "parts": [(0, box)]}
+        return await serve(**{**kwargs, f"{what}s": other[f"{what}s"]})
 
     link.holder.handlers[op] = misheard
     came = REGION + 1 if what == "block" else BLOCK[4:48, 5:38]
@@ -147,14 +145,15 @@ def test_an_answer_to_another_request_is_found(link, what):
     "said", [None, 5, "crc32", [], [-1], ["crc32", -1], ["crc32", True], ["md5", 1]], ids=str
 )
 def test_a_holder_that_sends_no_checksum(link, said):
-    op, field = {
-        "comm": ("p2p_region", "checksum"),
-        "ucx": ("p2p_ucx_send", "checksums"),
-    }[link.name]
+    op = {"comm": "p2p_comm_read", "ucx": "p2p_ucx_send"}[link.name]
     serve = link.holder.handlers[op]
 
     async def silent(**kwargs):
-        return {**await serve(**kwargs), field: said}
+        reply = await serve(**kwargs)
+        if link.name == "comm":
+            reply["parts"][0]["checksum"] = said
+            return reply
+        return {**reply, "checksums": said}
 
     link.holder.handlers[op] = silent
     with pytest.raises(TransferError, match=r"holder sent no checksums? of"):
@@ -162,12 +161,11 @@ def test_a_holder_that_sends_no_checksum(link, said):
 
 
 def test_algorithms_that_nobody_knows_are_refused(link, loop):
+    request = {"blocks": [(KEY, BLOCK.shape)], "parts": [(0, BOX)]}
     if link.name == "comm":
-        request = {"key": KEY, "box": BOX, "shape": BLOCK.shape}
-        reply = loop.run(link.holder.handlers["p2p_region"](**request, checksum="crc32"))
+        reply = loop.run(link.holder.handlers["p2p_comm_read"](**request, checksum="crc32"))
     else:
-        request = {"key": KEY, "boxes": [BOX], "shape": BLOCK.shape, "dtype": "float64 <f8"}
-        request |= {"tag": 1, "reader": "reader", "closed": 0, "ahead": 1}
+        request |= {"dtype": "float64 <f8", "tag": 1, "reader": "reader", "closed": 0, "ahead": 1}
         request |= {"wait_s": 1.0, "checksum": "md5"}
         reply = loop.run(link.holder.handlers["p2p_ucx_send"](**request))
     assert reply["status"] == "error"

@@ -171,20 +171,25 @@ class TestUcx(Conformance):
             {"tag": -1},
             {"tag": 2**64},
             {"tag": "7"},
-            {"boxes": [((0, 7), (0, 10))]},
-            {"boxes": [((0, 1.5), (0, 10))]},
-            {"boxes": [((0, 1),)]},
-            {"boxes": [5]},
-            {"boxes": None},
+            {"parts": [(0, ((0, 7), (0, 10)))]},
+            {"parts": [(0, ((0, 1.5), (0, 10)))]},
+            {"parts": [(0, ((0, 1),))]},
+            {"parts": [(1, ((0, 6), (0, 10)))]},
+            {"parts": [(0, ((0, 6), (0, 10)), 0)]},
+            {"parts": [5]},
+            {"parts": None},
             {"closed": -1},
             {"closed": None},
             {"ahead": 0},
             {"ahead": 1e9},
-            {"shape": (6,)},
-            {"shape": 5},
+            {"blocks": [(("x-1", 0, 0), (6,))]},
+            {"blocks": [(("x-1", 0, 0), 5)]},
+            {"blocks": [("x-1", 0, 0)]},
+            {"blocks": []},
+            {"blocks": 5},
             {"dtype": "float32 <f4"},
             {"wait_s": "long"},
-            {"key": ["unhashable", []]},
+            {"blocks": [(["unhashable", []], (6, 10))]},
             {"reader": 5},
             {"reader": "nobody"},
         ],
@@ -193,10 +198,9 @@ class TestUcx(Conformance):
     def test_requests_that_make_no_sense(self, setup, loop, block, change):
         key, _ = block
         request = {
-            "key": key,
-            "boxes": [((0, 6), (0, 10))],
+            "blocks": [(key, (6, 10))],
+            "parts": [(0, ((0, 6), (0, 10)))],
             "ahead": 2,
-            "shape": (6, 10),
             "dtype": "float64 <f8",
             "tag": 1,
             "reader": "reader",
@@ -230,7 +234,7 @@ class TestUcx(Conformance):
 
     def test_a_message_that_never_comes(self, setup, block):
         async def lie(**kwargs):
-            return {"status": "ok", "nbytes": 8}
+            return {"status": "ok", "nbytes": 8, "checksums": [0]}
 
         setup.host.handlers["p2p_ucx_send"] = lie
         key, array = block
@@ -265,7 +269,8 @@ class TestUcx(Conformance):
         array = np.arange(20 * 2**14).reshape(20, 2**14)  # rows that UCX does not send at once
         setup.put("block", array)
         rows = [((i, i + 1), (0, 2**14)) for i in range(20)]
-        remote = self.open(setup, "block", array, *rows, ucx_parts_in_flight=2)
+        full_parts = {"ucx_parts_in_flight": 2, "ucx_host_part_bytes": 2**17}
+        remote = self.open(setup, "block", array, *rows, **full_parts)
         wait_until(lambda: setup.serving.held()["messages"] == 3)
         for i in range(20):
             np.testing.assert_array_equal(remote.request().result(20), array[i : i + 1])

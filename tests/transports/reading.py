@@ -1,0 +1,54 @@
+"""Reading of one block, region by region, as tests of transports do."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+
+from dask_p2p.layout import box_shape
+from dask_p2p.transports.base import Failed, Request
+
+
+class OneBlock:
+    """A block of which each box is asked for on its own.
+
+    Parameters
+    ----------
+    is_eager
+        Whether the first region is asked for at once, so that its error, if it has one, is raised.
+    """
+
+    def __init__(self, transport, request, options, is_eager=False):
+        self.reading = transport.read([request], options)
+        self._regions = iter(self.reading)
+        self.confirm, self.close = self.reading.confirm, self.reading.close
+        if is_eager:
+            try:
+                first = next(self._regions)
+                if isinstance(first.pending, Failed):
+                    first.pending.result()
+            except BaseException:
+                self.close()
+                raise
+            self._regions = chain([first], self._regions)
+
+    def request(self):
+        return next(self._regions).pending
+
+    def whole(self, to_numpy, timeout_s):
+        """Return all that is left of one box, put together."""
+        (box,) = self.reading.requests[0].boxes
+        result = np.empty([max(0, n) for n in box_shape(box)], self.reading.requests[0].dtype)
+        for region in self._regions:
+            place = tuple(
+                slice(start - low, stop - low)
+                for (start, stop), (low, _) in zip(region.part.box, box, strict=True)
+            )
+            result[place] = to_numpy(region.pending.result(timeout_s))
+        return result
+
+
+def open_block(transport, holder, key, shape, dtype, kind, boxes, options, **kwargs):
+    request = Request(key, holder, shape, dtype, kind, list(boxes))
+    return OneBlock(transport, request, options, **kwargs)
