@@ -5,9 +5,9 @@
     job = prepare("in.npy", "out.zarr", (2, 0, 1))  # checks; writes nothing
     summary = transpose_file(job, client)
 
-`bands` plans the passes, in integers; `npy` and `zarrs` (with `zarr_metadata` and `zarr_groups`)
+`tiling` plans the passes, in integers; `npy` and `zarr_io` (with `zarr_metadata` and `zarr_groups`)
 read and write boxes; `output` keeps the output's name free of half-written work, `writers` knows
-who still writes, and `space` whether all of it can fit; `passes` runs one pass on the workers;
+who still writes, and `space` whether all of it can fit; `execute` runs one pass on the workers;
 `job` puts these together.
 """
 

@@ -14,19 +14,19 @@ from dask.array.core import normalize_chunks
 from dask.utils import format_bytes
 
 from dask_p2p.errors import AxesError, ChunksError, InputError
-from dask_p2p.files.bands import Bands, plan_bands
-from dask_p2p.files.npy import NpySource, NpyTarget, create_npy, open_npy
-from dask_p2p.files.output import check_output, partial
-from dask_p2p.files.passes import (
+from dask_p2p.files.execute import (
     Layout,
     default_memory_bytes,
     run_pass,
     usable_memory_bytes,
     worker_count,
 )
+from dask_p2p.files.file_errors import file_errors
+from dask_p2p.files.npy import NpySource, NpyTarget, create_npy, open_npy
+from dask_p2p.files.output import check_output, partial
 from dask_p2p.files.space import check_space
-from dask_p2p.files.trouble import file_errors
-from dask_p2p.files.zarrs import ZarrSource, ZarrTarget, create_zarr, open_zarr
+from dask_p2p.files.tiling import Bands, plan_bands
+from dask_p2p.files.zarr_io import ZarrSource, ZarrTarget, create_zarr, open_zarr
 from dask_p2p.layout import normal_axes
 
 if TYPE_CHECKING:

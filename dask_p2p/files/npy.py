@@ -17,15 +17,15 @@ import numpy as np
 from dask.utils import format_bytes
 
 from dask_p2p.errors import FileError
-from dask_p2p.files.bands import extents
-from dask_p2p.files.trouble import file_errors, no_space
+from dask_p2p.files.file_errors import file_errors, no_space
+from dask_p2p.files.tiling import extents
 from dask_p2p.files.writers import writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from dask_p2p.files.bands import Box
+    from dask_p2p.files.tiling import Box
 
 __all__ = ["NpySource", "NpyTarget", "create_npy", "open_npy"]
 

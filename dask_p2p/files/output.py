@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dask_p2p.errors import FileError, P2PWarning
-from dask_p2p.files.trouble import file_errors, one_line
-from dask_p2p.files.zarrs import holds_zarr
+from dask_p2p.files.file_errors import file_errors, one_line
+from dask_p2p.files.zarr_io import holds_zarr
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from dask.utils import format_bytes
 
-from dask_p2p.files.bands import band_of_input, extents, plan_bands
-from dask_p2p.files.trouble import no_space
-from dask_p2p.files.zarrs import compressed_bytes
+from dask_p2p.files.file_errors import no_space
+from dask_p2p.files.tiling import band_of_input, extents, plan_bands
+from dask_p2p.files.zarr_io import compressed_bytes
 
 if TYPE_CHECKING:
     from dask_p2p.files.job import Job
-    from dask_p2p.files.zarrs import ZarrTarget
+    from dask_p2p.files.zarr_io import ZarrTarget
 
 __all__ = ["check_space"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from dask_p2p.errors import AxesError, ChunksError, FileError, InputError, P2PError
 from dask_p2p.files import prepare, transpose_file
-from dask_p2p.files.passes import default_memory_bytes
+from dask_p2p.files.execute import default_memory_bytes
 from dask_p2p.registration import workers_of
 
 zarr = pytest.importorskip("zarr")
@@ -417,9 +417,9 @@ def test_wrong_chunks(work, chunks):
 def test_a_scheduler_without_workers(tmp_path, monkeypatch):
     from distributed import Client, LocalCluster
 
-    from dask_p2p.files import passes
+    from dask_p2p.files import execute
 
-    monkeypatch.setattr(passes, "_WORKERS_WAIT_S", 0.2)
+    monkeypatch.setattr(execute, "_WORKERS_WAIT_S", 0.2)
     source = put(tmp_path, np.zeros(3))
     with (
         LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,

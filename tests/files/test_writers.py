@@ -45,7 +45,7 @@ def test_nobody_begins_to_write_after_that(tmp_path):
 
 def test_chunks_that_zarr_goes_on_to_write_after_an_error(tmp_path, monkeypatch):
     zarr = pytest.importorskip("zarr", minversion="3")
-    from dask_p2p.files.zarrs import create_zarr
+    from dask_p2p.files.zarr_io import create_zarr
 
     path = tmp_path / "out.partial"
     target = create_zarr(path, "out.zarr", (4,), np.dtype(int), (1,))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_p2p.files.zarrs import create_zarr, open_zarr
+from dask_p2p.files.zarr_io import create_zarr, open_zarr
 
 xarray = pytest.importorskip("xarray")
 zarr = pytest.importorskip("zarr", minversion="3")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import FileError
-from dask_p2p.files.zarrs import create_zarr, open_zarr
+from dask_p2p.files.zarr_io import create_zarr, open_zarr
 
 zarr = pytest.importorskip("zarr", minversion="3")
 

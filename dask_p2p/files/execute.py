@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, P2PError
-from dask_p2p.files.bands import band_of_input, extents, slabs
+from dask_p2p.files.tiling import band_of_input, extents, slabs
 from dask_p2p.files.writers import stop_writers
 from dask_p2p.registration import workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dask_p2p.files.bands import Box
     from dask_p2p.files.npy import NpySource, NpyTarget
-    from dask_p2p.files.zarrs import ZarrSource, ZarrTarget
+    from dask_p2p.files.tiling import Box
+    from dask_p2p.files.zarr_io import ZarrSource, ZarrTarget
 
 __all__ = ["Layout", "default_memory_bytes", "run_pass", "usable_memory_bytes", "worker_count"]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.files.bands import (
+from dask_p2p.files.tiling import (
     Bands,
     band_of_input,
     cut,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_p2p.errors import FileError
-from dask_p2p.files.bands import extents
-from dask_p2p.files.trouble import file_errors
+from dask_p2p.files.file_errors import file_errors
+from dask_p2p.files.tiling import extents
 from dask_p2p.files.writers import writing
 from dask_p2p.files.zarr_groups import copy_group, is_consolidated
 from dask_p2p.files.zarr_metadata import read_metadata
@@ -23,7 +23,7 @@ from dask_p2p.files.zarr_metadata import read_metadata
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dask_p2p.files.bands import Box
+    from dask_p2p.files.tiling import Box
 
 __all__ = [
     "ZarrSource",
