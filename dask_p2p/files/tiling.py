@@ -19,112 +19,74 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from dask_p2p.layout import Box, block_bounds, split_evenly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Bands", "Box", "band_of_input", "cut", "extents", "plan_bands", "slabs"]
-
-Box = tuple[tuple[int, int], ...]
-"""Half-open ``(start, stop)`` along each axis."""
+__all__ = ["input_box", "slabs", "tile_count", "tile_steps", "tiles", "whole"]
 
 
-@dataclass(frozen=True)
-class Bands:
-    """A grid of boxes that covers an array.
+def whole(shape: Sequence[int]) -> Box:
+    """Box of all of an array."""
+    return tuple((0, extent) for extent in shape)
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of the output.
-    steps : tuple of int
-        Extent of a band along each axis; the last band of an axis may be shorter.
-    """
 
-    shape: tuple[int, ...]
-    steps: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return math.prod(-(-n // step) for n, step in zip(self.shape, self.steps, strict=True))
-
-    def __iter__(self) -> Iterator[Box]:
-        axes = zip(self.shape, self.steps, strict=True)
-        return itertools.product(
-            *([(lo, min(lo + step, n)) for lo in range(0, n, step)] for n, step in axes)
+def tiles(box: Box, steps: Sequence[int]) -> Iterator[Box]:
+    """Boxes with the extents ``steps`` that cover a box; the last of an axis may be shorter."""
+    return itertools.product(
+        *(
+            [(lo, min(lo + step, stop)) for lo in range(start, stop, step)]
+            for (start, stop), step in zip(box, steps, strict=True)
         )
+    )
 
 
-def plan_bands(
+def tile_count(shape: Sequence[int], steps: Sequence[int]) -> int:
+    """Count the tiles of an array without making them: there may be very many."""
+    return math.prod(-(-n // step) for n, step in zip(shape, steps, strict=True))
+
+
+def tile_steps(
     shape: Sequence[int],
-    *,
-    unit: Sequence[int],
-    prefer: Sequence[int],
-    itemsize_bytes: int,
-    budget_bytes: int,
-) -> Bands:
-    """Cut an output into bands that fit into memory, along as few leading axes as will do.
+    most: int,
+    unit: Sequence[int] | None = None,
+    prefer: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Extents of tiles that have few elements, cut along as few leading axes as will do.
 
     Parameters
     ----------
     shape : sequence of int
-        Shape of the output, no axis empty.
-    unit : sequence of int
-        A band starts at a multiple of this along each axis.
-    prefer : sequence of int
-        A band starts at a multiple of this too, where the budget allows it.
-    itemsize_bytes : int
-        Size of an element.
-    budget_bytes : int
-        Most that the input part and the output part of one band may take together. A band of one
-        unit along every axis is the smallest there is, even if it takes more.
-
-    Returns
-    -------
-    Bands
+        Shape of the array, no axis empty.
+    most : int
+        Elements of a tile. A tile of one unit along every axis is the smallest there is, even if
+        it has more.
+    unit : sequence of int, optional
+        A tile starts at a multiple of this along each axis.
+    prefer : sequence of int, optional
+        A tile starts at a multiple of this too, where ``most`` allows it.
     """
-    most = budget_bytes // (2 * itemsize_bytes)  # elements: a band is there as input and as output
     steps = list(shape)
+    unit = unit or [1] * len(steps)
     for axis, extent in enumerate(shape):
-        row = math.prod(steps) // steps[axis]
-        fit = most // row
+        fit = most // math.prod(steps[axis + 1 :]) // math.prod(steps[:axis])
         if fit >= extent:
             break
-        for size in (math.lcm(unit[axis], prefer[axis]), unit[axis]):
+        for size in (math.lcm(unit[axis], (prefer or unit)[axis]), unit[axis]):
             if fit >= size:
-                steps[axis] = _even(extent, fit // size * size, size)
-                return Bands(tuple(shape), tuple(steps))
+                parts = -(-extent // (fit // size * size))
+                steps[axis] = -(-extent // (parts * size)) * size  # no more parts, but equal ones
+                return tuple(steps)
         steps[axis] = min(unit[axis], extent)
-    return Bands(tuple(shape), tuple(steps))
+    return tuple(steps)
 
 
-def _even(extent: int, most: int, unit: int) -> int:
-    """Size, a multiple of ``unit``, that makes no more parts than ``most``, but equal ones."""
-    parts = -(-extent // most)
-    return -(-extent // (parts * unit)) * unit
-
-
-def band_of_input(band: Box, axes: Sequence[int]) -> Box:
-    """Box of the input whose transpose is the box ``band`` of the output."""
-    box: list[tuple[int, int]] = [(0, 0)] * len(band)
-    for side, axis in zip(band, axes, strict=True):
-        box[axis] = side
-    return tuple(box)
-
-
-def extents(box: Box) -> tuple[int, ...]:
-    """Shape of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
-def cut(start: int, stop: int, unit: int, parts: int) -> tuple[int, ...]:
-    """Sizes of about equal parts of a range, at most ``parts``, cut at multiples of ``unit``."""
-    first = start // unit
-    units = max(1, -(-stop // unit) - first)
-    parts = min(parts, units)
-    edges = [start, *((first + units * k // parts) * unit for k in range(1, parts)), stop]
-    return tuple(hi - lo for lo, hi in itertools.pairwise(edges))
+def input_box(box: Box, axes: Sequence[int]) -> Box:
+    """Box of the input whose transpose is a box of the output."""
+    return tuple(box[axes.index(axis)] for axis in range(len(axes)))
 
 
 def slabs(box: Box, unit: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
@@ -133,10 +95,17 @@ def slabs(box: Box, unit: Sequence[int], parts: int) -> tuple[tuple[int, ...], .
     The first axis that gives each worker a part is taken: in a C-ordered file a cut along an
     early axis leaves the runs of bytes long.
     """
-    if not box:
-        return ()
     units = [-(-stop // u) - start // u for (start, stop), u in zip(box, unit, strict=True)]
-    chosen = max(range(len(box)), key=lambda axis: min(units[axis], parts))
+    chosen = max(range(len(box)), key=lambda axis: min(units[axis], parts), default=0)
     return tuple(
-        cut(*side, unit[axis], parts if axis == chosen else 1) for axis, side in enumerate(box)
+        _cut(*side, unit[axis], min(parts, units[axis]) if axis == chosen else 1)
+        for axis, side in enumerate(box)
     )
+
+
+def _cut(start: int, stop: int, unit: int, parts: int) -> tuple[int, ...]:
+    """Sizes of about equal parts of a range, cut at multiples of ``unit``."""
+    first = start // unit
+    bounds = block_bounds(split_evenly(-(-stop // unit) - first, parts))
+    edges = [min(max((first + bound) * unit, start), stop) for bound in bounds]
+    return tuple(hi - lo for lo, hi in itertools.pairwise(edges))

@@ -199,6 +199,7 @@ def test_an_old_one_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
 
     final = tmp_path / "out.zarr"
     fill(final, "folder", "old")
+    monkeypatch.setattr(output, "_REMOVE_PAUSE_S", 0)
     monkeypatch.setattr(output.shutil, "rmtree", fail)
     with pytest.warns(P2PWarning, match="old one is left"):
         write(final, "folder", force=True)
