@@ -38,30 +38,14 @@ _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 
 @dataclass(frozen=True)
 class NpyArray:
-    """An ``.npy`` file; small, since it travels to the workers in place of the data.
-
-    Parameters
-    ----------
-    path : str
-        Absolute path.
-    name : str
-        Name for messages about writing: the one that an unfinished output will get.
-    shape : tuple of int
-        Shape in the order of the file, the last axis contiguous: reversed for a Fortran file.
-    dtype : numpy.dtype
-        Type of the elements.
-    fortran : bool
-        Whether the logical shape is the reverse of ``shape``.
-    state : tuple of int
-        Size in bytes and modification time in ns that the file must keep while it is read.
-    """
+    """An ``.npy`` file; small, since it travels to the workers in place of the data."""
 
     path: str
-    name: str
-    shape: tuple[int, ...]
+    name: str  # for messages about writing: the one that an unfinished output will get
+    shape: tuple[int, ...]  # in the order of the file, the last axis contiguous
     dtype: np.dtype[Any]
-    fortran: bool = False
-    state: tuple[int, int] = (0, 0)
+    fortran: bool = False  # whether the logical shape is the reverse
+    state: tuple[int, int] = (0, 0)  # bytes, and time of change in ns, to stay while it is read
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -129,19 +113,17 @@ def open_npy(path: str) -> NpyArray:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise FileError(f"{path} is no regular file; give an .npy file or a Zarr array")
         shape, fortran, dtype = _header(path, file)
-        offset_bytes, state = file.tell(), _state(file)
-    if dtype.hasobject:
-        raise FileError(
-            f"{path} holds Python objects ({dtype}), which are pickles, and may run code when "
-            "read; save it with a dtype of plain values"
-        )
-    expected_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
-    if state[0] < expected_bytes:
-        raise FileError(
-            f"{path} is truncated: shape {shape} of {dtype} needs {expected_bytes} bytes, the "
-            f"file has {state[0]}; copy or make it again"
-        )
-    with file_errors("read", path):
+        state, needed_bytes = _state(file), file.tell() + math.prod(shape) * dtype.itemsize
+        if dtype.hasobject:
+            raise FileError(
+                f"{path} holds Python objects ({dtype}), which are pickles, and may run code when "
+                "read; save it with a dtype of plain values"
+            )
+        if state[0] < needed_bytes:
+            raise FileError(
+                f"{path} is truncated: shape {shape} of {dtype} needs {needed_bytes} bytes, the "
+                f"file has {state[0]}; copy or make it again"
+            )
         dtype = _map(path, "r").dtype  # names of fields may be in UTF-8, which is not known above
     return NpyArray(path, path, shape[::-1] if fortran else shape, dtype, fortran, state)
 

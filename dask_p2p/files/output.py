@@ -33,20 +33,6 @@ _REMOVE_PAUSE_S = 0.1
 def check_output(name: str, source: str, *, force: bool) -> Path:
     """Resolve the output's name, and refuse what could harm the input or another file.
 
-    Parameters
-    ----------
-    name : str
-        Output as the user named it.
-    source : str
-        Resolved path of the input.
-    force : bool
-        Whether an older output may be replaced.
-
-    Returns
-    -------
-    Path
-        Absolute, with symbolic links followed.
-
     Raises
     ------
     FileError
@@ -91,14 +77,7 @@ def _is_zarr_or_empty(folder: Path) -> bool:
 def partial(final: Path, name: str, *, force: bool) -> Iterator[Path]:
     """Give a path to write to, which becomes ``final`` if all goes well and is removed if not.
 
-    Parameters
-    ----------
-    final : Path
-        Absolute path of the output.
-    name : str
-        Output as the user named it, for messages.
-    force : bool
-        Whether to replace what is there.
+    ``name`` is the user's, for messages; ``force`` lets it replace what is there.
 
     Raises
     ------

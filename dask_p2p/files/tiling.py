@@ -55,19 +55,10 @@ def tile_steps(
     unit: Sequence[int] | None = None,
     prefer: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Extents of tiles that have few elements, cut along as few leading axes as will do.
+    """Extents of tiles of at most ``most`` elements, cut along as few leading axes as will do.
 
-    Parameters
-    ----------
-    shape : sequence of int
-        Shape of the array, no axis empty.
-    most : int
-        Elements of a tile. A tile of one unit along every axis is the smallest there is, even if
-        it has more.
-    unit : sequence of int, optional
-        A tile starts at a multiple of this along each axis.
-    prefer : sequence of int, optional
-        A tile starts at a multiple of this too, where ``most`` allows it.
+    A tile starts at a multiple of ``unit`` along each axis, and of ``prefer`` too where there is
+    room. One unit along every axis is the smallest tile, however many elements that has.
     """
     steps = list(shape)
     unit = unit or [1] * len(steps)

@@ -76,30 +76,14 @@ def holds_zarr(path: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class ZarrArray:
-    """A Zarr array in a folder; small, since it travels to the workers in place of the data.
+    """A Zarr array in a folder; small, since it travels to the workers in place of the data."""
 
-    Parameters
-    ----------
-    path : str
-        Absolute path of the array's folder, or of its group's if it is a ``member``.
-    name : str
-        Name for messages about writing: the one that an unfinished output will get.
-    shape : tuple of int
-        Shape.
-    dtype : numpy.dtype
-        Type of the elements.
-    chunks : tuple of int
-        Extents that are best read whole, and must be written whole.
-    member : str
-        Name of the array in a group; empty if it is in none.
-    """
-
-    path: str
-    name: str
+    path: str  # of the array's folder, or of its group's if it is a member
+    name: str  # for messages about writing: the one that an unfinished output will get
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    chunks: tuple[int, ...]
-    member: str = ""
+    chunks: tuple[int, ...]  # extents that are best read whole, and must be written whole
+    member: str = ""  # name of the array in a group
     fortran: ClassVar[bool] = False  # the order inside of chunks is Zarr's affair
 
     def opened(self, mode: str = "r") -> Any:
@@ -218,20 +202,11 @@ def create_zarr(
     like: ZarrArray | None = None,
     axes: Sequence[int] = (),
 ) -> ZarrArray:
-    """Make an empty Zarr array.
+    """Make an empty Zarr array, which may be ``like`` another with its axes permuted.
 
-    Parameters
-    ----------
-    path, name : Path, str
-        Name for the time being, and the one that it will get.
-    shape, dtype, chunks : tuple, numpy.dtype, tuple
-        Of the array.
-    like : ZarrArray, optional
-        Array that it is the transpose of. All but the shape and the order of axes is taken over:
-        format version, codecs, fill value, attributes; shards if the chunks are the same; and the
-        group and the coordinates, if xarray wrote the array into one.
-    axes : sequence of int
-        Axis of ``like`` that each axis comes from.
+    All but the shape and the order of axes is then taken over: format version, codecs, fill value,
+    attributes; shards if the chunks are the same; and the group and the coordinates, if xarray
+    wrote the other array into one.
 
     Raises
     ------
@@ -273,7 +248,8 @@ def _create_like(
         group = zarr.open_group(folder.parent, mode="r")
         _copy_group(zarr, group, source, path)
     member = folder.name if in_group else ""
-    zarr.create_array(path, name=member or None, shape=shape, **grid, **labels, **_settings(source))
+    options = {"shape": shape, "dtype": source.dtype} | grid | labels | _settings(source)
+    zarr.create_array(path, name=member or None, **options)
     if in_group and group.metadata.consolidated_metadata:
         zarr.consolidate_metadata(path)
     return member
@@ -283,7 +259,6 @@ def _settings(source: Any) -> dict[str, Any]:
     """How an array's chunks are stored, as `zarr.create_array` takes it."""
     metadata = source.metadata
     settings = {
-        "dtype": source.dtype,
         "zarr_format": metadata.zarr_format,
         "filters": source.filters or None,
         "compressors": source.compressors or None,
@@ -316,19 +291,12 @@ def _copy_group(zarr: Any, group: Any, array: Any, target: Path) -> None:
 
 
 def check_space(source: NpyArray | ZarrArray, target: ZarrArray, axes: Sequence[int]) -> None:
-    """Refuse an output that the disk cannot hold, not even compressed.
-
-    Parameters
-    ----------
-    source, target : NpyArray or ZarrArray, ZarrArray
-        What is to be read and written.
-    axes : sequence of int
-        Axis of ``source`` that each axis of ``target`` comes from.
+    """Refuse an output that the disk cannot hold, not even compressed as samples are.
 
     Raises
     ------
     FileError
-        If samples, compressed as the output will be, say that it needs more than there is.
+        If the samples say so.
     """
     folder = Path(target.path).parent
     free_bytes = shutil.disk_usage(folder).free
@@ -353,9 +321,8 @@ def _compressed_share(
         place = tuple(slice(*side) for side in input_box(box, axes))
         block = source[place].transpose(axes)
         with _quiet_zarr() as zarr:
-            options = {"shape": block.shape, "chunks": block.shape} | settings
-            array = zarr.create_array(zarr.storage.MemoryStore(), **options)
-        array[...] = block
+            store = zarr.storage.MemoryStore()
+            array = zarr.create_array(store, data=block, chunks=block.shape, **settings)
         stored_bytes += array.nbytes_stored()
         sample_bytes += block.nbytes
     return float(stored_bytes / sample_bytes)
