@@ -59,11 +59,10 @@ class NpyArray:
         on_worker("write", self.name, lambda: self._copy(place, block, "r+"))
 
     def _read(self, place: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        with open(self.path, "rb") as file:
-            self._check_unchanged(file)
-            block = np.empty([side.stop - side.start for side in place], self.dtype)
-            self._copy(place, block, "r")
-            self._check_unchanged(file)
+        self._check_unchanged()
+        block = np.empty([side.stop - side.start for side in place], self.dtype)
+        self._copy(place, block, "r")
+        self._check_unchanged()
         return block
 
     def _copy(
@@ -83,8 +82,8 @@ class NpyArray:
                 window[...] = part
                 mapped.flush()  # else nobody would notice a disk that fails now
 
-    def _check_unchanged(self, file: BinaryIO) -> None:
-        now = _state(file)
+    def _check_unchanged(self) -> None:
+        now = _state(self.path)
         if now != self.state:
             raise FileError(
                 f"{self.path} changed while it was read: it had {self.state[0]} bytes and has "
@@ -92,8 +91,8 @@ class NpyArray:
             )
 
 
-def _state(file: BinaryIO) -> tuple[int, int]:
-    info = os.fstat(file.fileno())
+def _state(path: str) -> tuple[int, int]:
+    info = os.stat(path)
     return info.st_size, info.st_mtime_ns
 
 
@@ -113,7 +112,7 @@ def open_npy(path: str) -> NpyArray:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise FileError(f"{path} is no regular file; give an .npy file or a Zarr array")
         shape, fortran, dtype = _header(path, file)
-        state, needed_bytes = _state(file), file.tell() + math.prod(shape) * dtype.itemsize
+        state, needed_bytes = _state(path), file.tell() + math.prod(shape) * dtype.itemsize
         if dtype.hasobject:
             raise FileError(
                 f"{path} holds Python objects ({dtype}), which are pickles, and may run code when "

@@ -60,17 +60,15 @@ def _present(name: str) -> FileError:
 
 def _check_replaceable(name: str, final: Path) -> None:
     """Let ``--force`` remove what a run like this one can have made, and nothing else."""
-    if final.is_dir() and (final.suffix != ".zarr" or not _is_zarr_or_empty(final)):
+    if final.is_dir() and not (
+        final.suffix == ".zarr" and (holds_zarr(final) or not any(final.iterdir()))
+    ):
         raise FileError(
             f"{name} is a folder that is no Zarr array, and --force does not remove such; remove "
             "it yourself, or choose another name"
         )
     if not final.is_dir() and not final.is_file():
         raise FileError(f"{name} is no regular file; choose another name")
-
-
-def _is_zarr_or_empty(folder: Path) -> bool:
-    return holds_zarr(folder) or not any(folder.iterdir())
 
 
 @contextlib.contextmanager

@@ -48,16 +48,16 @@ _DOUBT = 0.8  # samples may compress less well than the rest: what may fit after
 def _zarr() -> Any:
     try:
         import zarr
-    except ImportError as exc:
-        raise FileError(
-            "Zarr files need the package zarr, version 3 or later: pip install 'zarr>=3'"
-        ) from exc
-    if int(zarr.__version__.split(".")[0]) < 3:
-        raise FileError(
-            f"Zarr files need the package zarr, version 3 or later, and {zarr.__version__} is "
-            "here: pip install 'zarr>=3'"
-        )
-    return zarr
+    except ImportError:
+        found = "none"
+    else:
+        found = zarr.__version__
+        if int(found.split(".")[0]) >= 3:
+            return zarr
+    raise FileError(
+        f"Zarr files need the package zarr, version 3 or later, and {found} is here: "
+        "pip install 'zarr>=3'"
+    )
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ class ZarrArray:
 
     def opened(self, mode: str = "r") -> Any:
         """Open it with Zarr."""
-        store = _store_class()(self.path)
+        store = self.path if mode == "r" else _store_class()(self.path)
         with _quiet_zarr() as zarr:
             return zarr.open_array(store, path=self.member, mode=mode)
 
@@ -234,9 +234,10 @@ def _create_like(
 ) -> str:
     """Make the array, and the group around it if there is one; return its name in there."""
     source = zarr.open_array(like.path, mode="r")
-    grid = {"chunks": chunks}
+    grid: dict[str, Any] = {"chunks": chunks}
     if source.shards and chunks == tuple(source.shards[axis] for axis in axes):
-        grid = {"chunks": tuple(source.chunks[axis] for axis in axes), "shards": chunks}
+        shards = {"shape": chunks, "index_location": source.metadata.codecs[0].index_location}
+        grid = {"chunks": tuple(source.chunks[axis] for axis in axes), "shards": shards}
     labels: dict[str, Any] = {"attributes": dict(source.attrs)}
     if _DIMENSIONS in source.attrs:
         labels["attributes"][_DIMENSIONS] = [source.attrs[_DIMENSIONS][axis] for axis in axes]

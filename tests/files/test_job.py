@@ -302,6 +302,7 @@ def test_input_removed_midway(client, tmp_path, kind):
             os.remove(source)
 
     fails(client, source, tmp_path / "out.npy", source, "worker on", progress=remove)
+    assert names(tmp_path) == []
 
 
 def test_full_disk_is_found_before_the_work(client, small_disk, tmp_path):

@@ -120,12 +120,14 @@ def test_codecs_chunks_and_shards_of_version_3_are_kept(tmp_path, to_chunks, chu
         CUBE,
         to_chunks,
         chunks=(2, 4, 1),
-        shards=(4, 8, 4),
+        shards={"shape": (4, 8, 4), "index_location": "start"},
         compressors=zarr.codecs.GzipCodec(level=3),
         serializer=zarr.codecs.BytesCodec(endian="big"),
     )
     assert (out.chunks, out.shards) == (chunks, shards)
     assert (out.compressors, out.serializer) == (source.compressors, source.serializer)
+    if shards:
+        assert out.metadata.codecs[0].index_location.value == "start"
 
 
 def refused(path, *words):
