@@ -19,11 +19,11 @@ from dask_p2p.errors import InputError, P2PError
 from dask_p2p.files.output import partial
 from dask_p2p.files.tiling import input_box, slabs, tile_count, tile_steps, tiles, whole
 from dask_p2p.files.zarr_io import stop_writers
-from dask_p2p.layout import block_shape
 from dask_p2p.registration import workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from dask_p2p.files.job import Job
     from dask_p2p.files.npy import NpyArray
@@ -128,7 +128,7 @@ def transpose_file(
     with client.as_current(), partial(job.target, job.target_name, force=job.force) as path:
         target = job.create(path)
         for band in tiles(whole(job.shape), _steps(job, memory_bytes)) if passes else ():
-            _run_pass(client, _written(job, target, band, workers), target, progress, stopped)
+            _run_pass(client, _written(job, target, band, workers), path, progress, stopped)
     return Summary(job, passes, workers, memory_bytes, time.perf_counter() - began_s)
 
 
@@ -201,7 +201,7 @@ def _pass_count(job: Job, memory_bytes: int) -> int:
 
 
 def _written(job: Job, target: NpyArray | ZarrArray, band: Box, workers: int) -> Any:
-    """Lazy array of what was written: nothing, but in the chunks that were."""
+    """Lazy array of the bytes written, one element for each slab."""
     import dask.array as da
 
     from dask_p2p.ops.transpose import transpose
@@ -219,14 +219,31 @@ def _written(job: Job, target: NpyArray | ZarrArray, band: Box, workers: int) ->
     )
     x = x[tuple(slice(*side) for side in box)]
     y = transpose(x, job.stored_axes, chunks=slabs(band, job.unit, workers))
-    region = tuple(slice(*side) for side in band)
-    return da.store(y, target, regions=region, lock=False, compute=False)
+    return y.map_blocks(  # `dask.array.store` does not take arrays that are expressions
+        _write_block,
+        target,
+        tuple(start for start, _ in band),
+        chunks=tuple((1,) * len(sizes) for sizes in y.chunks),
+        dtype=np.int64,
+        meta=np.empty((0,) * len(band), np.int64),
+    )
+
+
+def _write_block(
+    block: np.ndarray[Any, Any],
+    target: NpyArray | ZarrArray,
+    origin: tuple[int, ...],
+    block_info: Any = None,
+) -> np.ndarray[Any, Any]:
+    sides = zip(origin, block_info[0]["array-location"], strict=True)
+    target[tuple(slice(first + lo, first + hi) for first, (lo, hi) in sides)] = block
+    return np.full((1,) * block.ndim, block.nbytes, np.int64)
 
 
 def _run_pass(
     client: Any,
     written: Any,
-    target: NpyArray | ZarrArray,
+    path: Path,
     progress: Callable[[int], None],
     stopped: Callable[[], bool],
 ) -> None:
@@ -242,11 +259,9 @@ def _run_pass(
                 with contextlib.suppress(TimeoutError):
                     wait([future], timeout=_POLL_S)
                     break
-            future.result()
-            size = math.prod(block_shape(written.chunks, future.key[1:]))
-            progress(size * target.dtype.itemsize)
+            progress(int(future.result().sum()))
     except BaseException:
         client.cancel(futures, force=True)
         with contextlib.suppress(Exception):  # the first trouble is the one to tell
-            client.run(stop_writers, target.path)
+            client.run(stop_writers, str(path))
         raise
