@@ -172,7 +172,7 @@ def choose_site(workers: int | None, cpu: bool, scheduler: str | None = None) ->
 def _running_site(scheduler: str) -> Site:
     """Find out what a cluster has. Its arrays are on GPUs if all of its workers are."""
     from dask_p2p.environment import on_gpu
-    from dask_p2p.files.passes import usable_memory_bytes, worker_count
+    from dask_p2p.files.execute import usable_memory_bytes, worker_count
 
     with connect(scheduler) as client:
         workers = worker_count(client)

@@ -1,97 +1,89 @@
-"""``.npy`` files: boxes read through memory maps, boxes written at their place."""
+"""``.npy`` files, read and written through memory maps."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import itertools
 import math
 import os
 import shutil
 import stat
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 from dask.utils import format_bytes
+from numpy.lib import format as npy_format
 
 from dask_p2p.errors import FileError
-from dask_p2p.files.bands import extents
-from dask_p2p.files.trouble import file_errors, no_space
-from dask_p2p.files.writers import writing
+from dask_p2p.files.file_errors import file_errors, no_space, on_worker
+from dask_p2p.files.tiling import tile_steps, tiles
+from dask_p2p.layout import box_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-    from dask_p2p.files.bands import Box
-
-__all__ = ["NpySource", "NpyTarget", "create_npy", "open_npy"]
+__all__ = ["NpyArray", "create_npy", "open_npy"]
 
 # Mapped pages count as memory of the process until they are unmapped, and Dask stops a worker
-# that seems to have too much: map a file of any size in parts of this size.
-_MAP_BYTES = 64 << 20
-
-_WRITE_BYTES = 1 << 30  # one system call writes less than 2 GiB
+# that seems to have too much: map a file of any size in windows of this size.
+_WINDOW_BYTES = 64 << 20
 
 # Structured dtypes of thousands of fields exceed NumPy's 10,000; it is there against crashes of
 # the parser, which reads literals only.
 _MAX_HEADER_BYTES = 1 << 16
 
-_NO_RESERVE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
+_CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 
 
 @dataclass(frozen=True)
-class NpySource:
-    """An ``.npy`` file to read; small, since it travels to the workers in place of the data.
-
-    Parameters
-    ----------
-    path : str
-        Absolute path.
-    stored_shape : tuple of int
-        Shape in the order of the file, the last axis contiguous: reversed for a Fortran file.
-    dtype : numpy.dtype
-        Type of the elements.
-    fortran : bool
-        Whether the logical shape is the reverse of ``stored_shape``.
-    offset_bytes : int
-        Where the data begin.
-    state : tuple of int
-        Size in bytes and modification time in ns that the file must keep while it is read.
-    """
+class NpyArray:
+    """An ``.npy`` file; small, since it travels to the workers in place of the data."""
 
     path: str
-    stored_shape: tuple[int, ...]
+    name: str  # for messages about writing: the one that an unfinished output will get
+    shape: tuple[int, ...]  # in the order of the file, the last axis contiguous
     dtype: np.dtype[Any]
-    fortran: bool
-    offset_bytes: int
-    state: tuple[int, int]
+    fortran: bool = False  # whether the logical shape is the reverse
+    state: tuple[int, int] = (0, 0)  # bytes, and time of change in ns, to stay while it is read
 
     @property
     def chunks(self) -> tuple[int, ...]:
         """Extents that are best read whole: any will do."""
-        return (1,) * len(self.stored_shape)
+        return (1,) * len(self.shape)
 
-    def read(self, box: Box) -> np.ndarray[Any, Any]:
-        """Copy a box, given in stored order, out of the file.
+    def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        return on_worker("read", self.path, lambda: self._read(place))
 
-        Raises
-        ------
-        FileError
-            If the file is gone, unreadable, or not as it was when it was opened.
-        """
-        with file_errors("read", self.path, on_worker=True), open(self.path, "rb") as file:
-            self._check_unchanged(file)
-            block = np.empty(extents(box), self.dtype)
-            if block.nbytes:
-                _copy_mapped(file, self.offset_bytes, self.stored_shape, box, block)
-            self._check_unchanged(file)
+    def __setitem__(self, place: tuple[slice, ...], block: np.ndarray[Any, Any]) -> None:
+        on_worker("write", self.name, lambda: self._copy(place, block, "r+"))
+
+    def _read(self, place: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        self._check_unchanged()
+        block = np.empty([side.stop - side.start for side in place], self.dtype)
+        self._copy(place, block, "r")
+        self._check_unchanged()
         return block
 
-    def _check_unchanged(self, file: BinaryIO) -> None:
-        now = _state(file)
+    def _copy(
+        self, place: tuple[slice, ...], block: np.ndarray[Any, Any], mode: Literal["r", "r+"]
+    ) -> None:
+        """Copy a box out of the file, or into it, window by window."""
+        steps = tile_steps(self.shape, max(1, _WINDOW_BYTES // max(1, self.dtype.itemsize)))
+        for box in tiles(tuple((side.start, side.stop) for side in place), steps):
+            sides = zip(box, place, strict=True)
+            inside = tuple((lo - side.start, hi - side.start) for (lo, hi), side in sides)
+            part = block[box_slices(inside)]
+            mapped = _map(self.path, mode)
+            window = (mapped.T if self.fortran else mapped)[box_slices(box)]
+            if mode == "r":
+                part[...] = window
+            else:
+                window[...] = part
+                mapped.flush()  # else nobody would notice a disk that fails now
+
+    def _check_unchanged(self) -> None:
+        now = _state(self.path)
         if now != self.state:
             raise FileError(
                 f"{self.path} changed while it was read: it had {self.state[0]} bytes and has "
@@ -99,38 +91,16 @@ class NpySource:
             )
 
 
-def _state(file: BinaryIO) -> tuple[int, int]:
-    info = os.fstat(file.fileno())
+def _state(path: str) -> tuple[int, int]:
+    info = os.stat(path)
     return info.st_size, info.st_mtime_ns
 
 
-def _copy_mapped(
-    file: BinaryIO,
-    offset_bytes: int,
-    shape: tuple[int, ...],
-    box: Box,
-    out: np.ndarray[Any, Any],
-) -> None:
-    """Copy a box of a C-ordered array in a file, mapping little of the file at a time."""
-    row_bytes = math.prod(shape[1:]) * out.itemsize
-    if len(shape) > 1 and row_bytes > _MAP_BYTES:
-        for k, row in enumerate(range(*box[0])):
-            _copy_mapped(file, offset_bytes + row * row_bytes, shape[1:], box[1:], out[k])
-        return
-    if not shape:
-        out[...] = np.memmap(file, out.dtype, "r", offset_bytes, shape)
-        return
-    inner = tuple(slice(*side) for side in box[1:])
-    start, stop = box[0]
-    step = max(1, _MAP_BYTES // row_bytes)
-    for lo in range(start, stop, step):
-        hi = min(lo + step, stop)
-        at_bytes = offset_bytes + lo * row_bytes
-        rows = np.memmap(file, out.dtype, "r", at_bytes, (hi - lo, *shape[1:]))
-        out[lo - start : hi - start] = rows[:, *inner]
+def _map(path: str, mode: Literal["r", "r+"]) -> np.memmap[Any, Any]:
+    return npy_format.open_memmap(path, mode, max_header_size=_MAX_HEADER_BYTES)
 
 
-def open_npy(path: str) -> NpySource:
+def open_npy(path: str) -> NpyArray:
     """Read and check the header of an ``.npy`` file.
 
     Raises
@@ -142,21 +112,19 @@ def open_npy(path: str) -> NpySource:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise FileError(f"{path} is no regular file; give an .npy file or a Zarr array")
         shape, fortran, dtype = _header(path, file)
-        offset_bytes = file.tell()
-        state = _state(file)
-    if dtype.hasobject:
-        raise FileError(
-            f"{path} holds Python objects ({dtype}), which are pickles, and may run code when "
-            "read; save it with a dtype of plain values"
-        )
-    expected_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
-    if state[0] < expected_bytes:
-        raise FileError(
-            f"{path} is truncated: shape {shape} of {dtype} needs {expected_bytes} bytes, the "
-            f"file has {state[0]}; copy or make it again"
-        )
-    stored = shape[::-1] if fortran else shape
-    return NpySource(path, stored, dtype, fortran, offset_bytes, state)
+        state, needed_bytes = _state(path), file.tell() + math.prod(shape) * dtype.itemsize
+        if dtype.hasobject:
+            raise FileError(
+                f"{path} holds Python objects ({dtype}), which are pickles, and may run code when "
+                "read; save it with a dtype of plain values"
+            )
+        if state[0] < needed_bytes:
+            raise FileError(
+                f"{path} is truncated: shape {shape} of {dtype} needs {needed_bytes} bytes, the "
+                f"file has {state[0]}; copy or make it again"
+            )
+        dtype = _map(path, "r").dtype  # names of fields may be in UTF-8, which is not known above
+    return NpyArray(path, path, shape[::-1] if fortran else shape, dtype, fortran, state)
 
 
 def _header(path: str, file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -167,20 +135,14 @@ def _header(path: str, file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[
             f"{path} is an .npz archive, whose arrays cannot be memory-mapped; load the one that "
             "you want and save it with numpy.save"
         )
-    file.seek(0)
-    if start != b"\x93NUM":
+    if start != npy_format.MAGIC_PREFIX[:4]:
         raise FileError(f"{path} is no .npy file: it begins with {start!r}; save with numpy.save")
+    file.seek(0)
     try:
-        version = np.lib.format.read_magic(file)
-        read = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            # 3.0 differs from 2.0 only in the encoding of field names, which are asked below.
-            else np.lib.format.read_array_header_2_0
-        )
+        first = npy_format.read_magic(file) == (1, 0)
+        # 3.0 differs from 2.0 only in the encoding of the names of fields.
+        read = npy_format.read_array_header_1_0 if first else npy_format.read_array_header_2_0
         shape, fortran, dtype = read(file, max_header_size=_MAX_HEADER_BYTES)
-        if version == (3, 0) and not dtype.hasobject:
-            dtype = np.lib.format.open_memmap(path, mode="r").dtype
     except Exception as exc:  # the bytes may be anything, and so may the parser's complaint
         raise FileError(
             f"{path} has an .npy header that cannot be read; copy or make the file again"
@@ -190,117 +152,36 @@ def _header(path: str, file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[
     return shape, fortran, dtype
 
 
-@dataclass(frozen=True)
-class NpyTarget:
-    """An ``.npy`` file that is being written, C-ordered.
-
-    Parameters
-    ----------
-    path : str
-        Absolute path for the time being.
-    final : str
-        Name that it will get, for messages.
-    shape : tuple of int
-        Shape of the array.
-    dtype : numpy.dtype
-        Type of the elements.
-    offset_bytes : int
-        Where the data begin.
-    """
-
-    path: str
-    final: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    offset_bytes: int
-
-    def write(self, box: Box, block: np.ndarray[Any, Any]) -> None:
-        """Write a box and wait until the disk has it.
-
-        Not through a memory map: there, a disk that is full after all would kill the process.
-
-        Raises
-        ------
-        FileError
-            If the disk is full, or the file is gone or cannot be written.
-        """
-        block = np.ascontiguousarray(block, self.dtype)
-        data = memoryview(block.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        on_worker = file_errors("write", self.final, on_worker=True)
-        with on_worker, writing(self.path), _opened(self.path) as fd:
-            done_bytes = 0
-            for at, count in _runs(self.shape, box):
-                run_bytes = count * self.dtype.itemsize
-                at_bytes = self.offset_bytes + at * self.dtype.itemsize
-                _write_at(fd, data[done_bytes : done_bytes + run_bytes], at_bytes)
-                done_bytes += run_bytes
-            os.fsync(fd)
-
-    def finish(self) -> None:
-        """Wait until the disk has header and data."""
-        with file_errors("write", self.final), _opened(self.path) as fd:
-            os.fsync(fd)
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        yield fd
-    finally:
-        os.close(fd)  # not swallowed: a network file system tells of a full disk here
-
-
-def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
-    """First element and count of each contiguous run of a box, in order."""
-    whole = len(shape)  # axes from here on are whole, so runs go on through them
-    while whole and extents(box)[whole - 1] == shape[whole - 1]:
-        whole -= 1
-    lead = max(whole - 1, 0)  # the runs begin along the axis before
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    count = math.prod(extents(box)[lead:])
-    first = sum(side[0] * stride for side, stride in zip(box, strides, strict=True))
-    for index in itertools.product(*(range(n) for n in extents(box)[:lead])):
-        yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), count
-
-
-def _write_at(fd: int, data: memoryview, at_bytes: int) -> None:
-    while data:
-        written = os.pwrite(fd, data[:_WRITE_BYTES], at_bytes)
-        data = data[written:]
-        at_bytes += written
-
-
-def create_npy(path: Path, final: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NpyTarget:
+def create_npy(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NpyArray:
     """Make a new file with its header, and reserve the space for all of its data.
+
+    So a full disk is found before the work, and not while a map is written to, which would kill
+    the process.
 
     Raises
     ------
     FileError
         If the folder cannot be written, or has not enough space.
     """
-    with file_errors("write", final):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666))
-        with warnings.catch_warnings():
-            # A field name beyond Latin-1 needs version 3.0, which very old NumPy cannot read.
-            warnings.filterwarnings("ignore", message="Stored array in format 3.0")
-            made = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-        offset_bytes = made.offset
-        _reserve(path, final, offset_bytes + made.nbytes)
-        os.truncate(path, offset_bytes + made.nbytes)
-    return NpyTarget(str(path), final, shape, dtype, offset_bytes)
+    with file_errors("write", name), warnings.catch_warnings():
+        # A field name beyond Latin-1 needs version 3.0, which very old NumPy cannot read.
+        warnings.filterwarnings("ignore", message="Stored array in format 3.0")
+        made = npy_format.open_memmap(path, "w+", dtype, shape)
+        size_bytes = made.offset + made.nbytes
+        os.truncate(path, size_bytes)  # an empty array would have a byte too many
+        _reserve(path, name, size_bytes)
+    return NpyArray(str(path), name, shape, dtype)
 
 
-def _reserve(path: Path, final: str, size_bytes: int) -> None:
-    """Take the space on the disk now, so that a full disk is found before the work."""
+def _reserve(path: Path, name: str, size_bytes: int) -> None:
     free_bytes = shutil.disk_usage(path.parent).free
     try:
-        with _opened(str(path)) as fd:
-            os.posix_fallocate(fd, 0, size_bytes)
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
     except (AttributeError, OSError) as exc:
         number = exc.errno if isinstance(exc, OSError) else errno.ENOSYS
-        lacks = number == errno.ENOSPC or (number in _NO_RESERVE and free_bytes < size_bytes)
-        if lacks:
-            raise no_space(final, format_bytes(size_bytes), free_bytes, path.parent) from exc
-        if number not in _NO_RESERVE:
+        lacks = number in _CANNOT_RESERVE and free_bytes < size_bytes
+        if lacks or number == errno.ENOSPC:
+            raise no_space(name, format_bytes(size_bytes), free_bytes, path.parent) from exc
+        if number not in _CANNOT_RESERVE:
             raise

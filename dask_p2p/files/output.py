@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import shutil
@@ -17,35 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dask_p2p.errors import FileError, P2PWarning
-from dask_p2p.files.trouble import file_errors, one_line
-from dask_p2p.files.zarrs import holds_zarr
+from dask_p2p.files.file_errors import file_errors, one_line
+from dask_p2p.files.zarr_io import holds_zarr
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["check_output", "partial"]
 
-_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _REMOVE_TRIES = 50
 _REMOVE_PAUSE_S = 0.1
 
 
 def check_output(name: str, source: str, *, force: bool) -> Path:
     """Resolve the output's name, and refuse what could harm the input or another file.
-
-    Parameters
-    ----------
-    name : str
-        Output as the user named it.
-    source : str
-        Resolved path of the input.
-    force : bool
-        Whether an older output may be replaced.
-
-    Returns
-    -------
-    Path
-        Absolute, with symbolic links followed.
 
     Raises
     ------
@@ -74,7 +60,9 @@ def _present(name: str) -> FileError:
 
 def _check_replaceable(name: str, final: Path) -> None:
     """Let ``--force`` remove what a run like this one can have made, and nothing else."""
-    if final.is_dir() and (final.suffix != ".zarr" or not _is_zarr_or_empty(final)):
+    if final.is_dir() and not (
+        final.suffix == ".zarr" and (holds_zarr(final) or not any(final.iterdir()))
+    ):
         raise FileError(
             f"{name} is a folder that is no Zarr array, and --force does not remove such; remove "
             "it yourself, or choose another name"
@@ -83,22 +71,11 @@ def _check_replaceable(name: str, final: Path) -> None:
         raise FileError(f"{name} is no regular file; choose another name")
 
 
-def _is_zarr_or_empty(folder: Path) -> bool:
-    return holds_zarr(str(folder)) or not any(folder.iterdir())
-
-
 @contextlib.contextmanager
 def partial(final: Path, name: str, *, force: bool) -> Iterator[Path]:
     """Give a path to write to, which becomes ``final`` if all goes well and is removed if not.
 
-    Parameters
-    ----------
-    final : Path
-        Absolute path of the output.
-    name : str
-        Output as the user named it, for messages.
-    force : bool
-        Whether to replace what is there.
+    ``name`` is the user's, for messages; ``force`` lets it replace what is there.
 
     Raises
     ------
@@ -111,16 +88,28 @@ def partial(final: Path, name: str, *, force: bool) -> Iterator[Path]:
     try:
         yield path
         with file_errors("write", name):
+            for written in itertools.chain([path], path.rglob("*")):
+                _fsync(written)
             _publish(path, final, name, force=force)
-            _sync_folder(final.parent)
+            with contextlib.suppress(OSError):  # not all file systems synchronise folders
+                _fsync(final.parent)
     finally:
-        _remove(path)
+        _remove(path, f"{path} could not be removed")
+
+
+def _fsync(path: Path) -> None:
+    """Wait until the disk has it, and so keeps it through a crash."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _publish(path: Path, final: Path, name: str, *, force: bool) -> None:
     if not force or not os.path.lexists(final):
         try:
-            (_claim_folder if path.is_dir() else _claim_file)(path, final)
+            _claim(path, final)
         except OSError as exc:
             if exc.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
@@ -133,26 +122,20 @@ def _publish(path: Path, final: Path, name: str, *, force: bool) -> None:
         os.replace(path, final)
 
 
-def _claim_file(path: Path, final: Path) -> None:
-    """Rename, unless there is a file of that name: ``rename`` would overwrite it, ``link`` not."""
-    try:
-        os.link(path, final)
-    except OSError as exc:
-        if exc.errno not in _NO_LINK:
-            raise
-        # A file system without hard links (FAT, some network ones): all but atomic.
+def _claim(path: Path, final: Path) -> None:
+    """Rename unless the name is taken, which a rename alone would not notice."""
+    if path.is_dir():
+        os.mkdir(final)  # a folder may be renamed over an empty one
+    else:
+        with contextlib.suppress(OSError):
+            return os.link(path, final)
+        # There is one, or this is a file system without hard links (FAT, some network ones).
         os.close(os.open(final, os.O_CREAT | os.O_EXCL))
-        os.replace(path, final)
-
-
-def _claim_folder(path: Path, final: Path) -> None:
-    """Rename, unless the name is taken: an empty folder of one's own may be renamed over."""
-    os.mkdir(final)
     try:
         os.rename(path, final)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.rmdir(final)
+            final.rmdir() if path.is_dir() else final.unlink()
         raise
 
 
@@ -164,33 +147,18 @@ def _swap(path: Path, final: Path) -> None:
     except BaseException:
         os.rename(old, final)
         raise
-    try:
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
-    except OSError as exc:
-        warnings.warn(
-            f"{final} is written, but the old one is left as {old}: {one_line(exc)}; remove it",
-            P2PWarning,
-            stacklevel=2,
-        )
+    _remove(old, f"{final} is written, but the old one is left as {old}")
 
 
-def _remove(path: Path) -> None:
-    """Remove a file or folder; a worker that is still writing into it may need a second try."""
+def _remove(path: Path, trouble: str) -> None:
+    """Remove a file or folder; a worker that is lost may write into it for a while."""
+    reason = ""
     for _ in range(_REMOVE_TRIES):
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        except OSError as exc:
+            reason = one_line(exc)
         if not os.path.lexists(path):
             return
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-            continue
         time.sleep(_REMOVE_PAUSE_S)
-    warnings.warn(f"{path} could not be removed; remove it", P2PWarning, stacklevel=2)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name outlast a crash, where folders can be synchronised."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    warnings.warn(f"{trouble}: {reason}; remove it", P2PWarning, stacklevel=2)

@@ -11,7 +11,7 @@ import pytest
 
 from dask_p2p.errors import AxesError, ChunksError, FileError, InputError, P2PError
 from dask_p2p.files import prepare, transpose_file
-from dask_p2p.files.passes import default_memory_bytes
+from dask_p2p.files.execute import default_memory_bytes
 from dask_p2p.registration import workers_of
 
 zarr = pytest.importorskip("zarr")
@@ -123,41 +123,32 @@ def test_made_arrays(client, tmp_path, name):
 def test_every_worker_reads_and_writes(client, tmp_path):
     image = data.camera()
     source, target = put(tmp_path, image), str(tmp_path / "out.npy")
-    client.run(_count_files)
+    client.run(_note_maps)
     run(client, source, target)
-    counts = client.run(_counted)
-    assert all({"in.npy", "partial"} <= seen for seen in counts.values()), counts
+    seen = client.run(_noted_maps)
+    assert all(maps == {("npy", "r"), ("partial", "r+")} for maps in seen.values()), seen
 
 
-def _count_files():
-    """Note which files this worker opens from now on."""
-    import builtins
+def _note_maps():
+    """Note which kinds of files this worker maps from now on, and how."""
+    from numpy.lib import format as module
 
-    import dask_p2p.files.npy as module
+    before, seen = module.open_memmap, set()
 
-    opened = module._seen = set()
+    def noting(path, mode, **options):
+        seen.add((path.rpartition(".")[2], mode))
+        return before(path, mode, **options)
 
-    def noting_open(path, *args):
-        opened.add(os.path.basename(path))
-        return builtins.open(path, *args)
-
-    module.open = noting_open
-    before = module._opened
-
-    def noting_opened(path):
-        opened.add(path.rpartition(".")[2])
-        return before(path)
-
-    module._opened = noting_opened
-    module._undo = before
+    noting.before, noting.seen = before, seen
+    module.open_memmap = noting
 
 
-def _counted():
-    import dask_p2p.files.npy as module
+def _noted_maps():
+    from numpy.lib import format as module
 
-    del module.open
-    module._opened = module._undo
-    return module._seen
+    noting = module.open_memmap
+    module.open_memmap = noting.before
+    return noting.seen
 
 
 def test_chunks_as_asked(client, tmp_path):
@@ -311,6 +302,7 @@ def test_input_removed_midway(client, tmp_path, kind):
             os.remove(source)
 
     fails(client, source, tmp_path / "out.npy", source, "worker on", progress=remove)
+    assert names(tmp_path) == []
 
 
 def test_full_disk_is_found_before_the_work(client, small_disk, tmp_path):
@@ -351,7 +343,7 @@ def test_what_fits_only_compressed_is_written(client, tmp_path, kind):
 
 
 def test_disk_that_fills_up_midway(client, small_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr("dask_p2p.files.job.check_space", lambda job, target: None)
+    monkeypatch.setattr("dask_p2p.files.job.check_space", lambda *_: None)
     source = put(tmp_path, NOISE)
     target = small_disk / "out.zarr"
     fails(client, source, target, "cannot write", "No space left on device", chunks=100)
@@ -381,15 +373,32 @@ def _limit_files(size_bytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".zarr"])
-def test_a_write_that_fails_on_a_worker(client, work, suffix):
+@pytest.mark.parametrize(("suffix", "outcome"), [(".npy", "written"), (".zarr", "File too large")])
+def test_workers_that_may_not_enlarge_a_file(client, work, suffix, outcome):
     source, folder = work
+    target = folder / f"out{suffix}"
     client.run(_limit_files, 20_000)
     try:
-        target = folder / f"out{suffix}"
-        fails(client, source, target, "cannot write", "File too large", "worker on", chunks=150)
+        if outcome == "written":  # the space is reserved: a worker takes no more
+            run(client, source, str(target), memory_bytes=100_000)
+            np.testing.assert_array_equal(got(str(target)), np.load(source).T)
+        else:
+            fails(client, source, target, "cannot write", outcome, "worker on", chunks=150)
     finally:
         client.run(_limit_files, resource.RLIM_INFINITY)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".zarr"])
+def test_output_removed_midway(client, work, suffix):
+    source, folder = work
+    target = folder / f"out{suffix}"
+
+    def remove(_):
+        for path in folder.iterdir():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+
+    fails(client, source, target, f"cannot write {target}", "worker on", progress=remove, chunks=10)
+    assert names(folder) == []
 
 
 def test_input_that_cannot_be_read(tmp_path):
@@ -417,9 +426,9 @@ def test_wrong_chunks(work, chunks):
 def test_a_scheduler_without_workers(tmp_path, monkeypatch):
     from distributed import Client, LocalCluster
 
-    from dask_p2p.files import passes
+    from dask_p2p.files import execute
 
-    monkeypatch.setattr(passes, "_WORKERS_WAIT_S", 0.2)
+    monkeypatch.setattr(execute, "_WORKERS_WAIT_S", 0.2)
     source = put(tmp_path, np.zeros(3))
     with (
         LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,

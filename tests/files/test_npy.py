@@ -16,8 +16,8 @@ from dask_p2p.files import npy
 from dask_p2p.files.npy import create_npy, open_npy
 
 
-def whole(shape):
-    return tuple((0, n) for n in shape)
+def whole(array):
+    return tuple(slice(0, n) for n in array.shape)
 
 
 def saved(folder, array):
@@ -45,46 +45,77 @@ ARRAYS = {
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.filterwarnings("ignore:Stored array in format 3.0")
 def test_read_and_write_are_exact(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(npy, "_MAP_BYTES", 20)  # many small maps
+    monkeypatch.setattr(npy, "_WINDOW_BYTES", 20)  # many small maps
     array = ARRAYS[name]
     source = open_npy(saved(tmp_path, array))
-    block = source.read(whole(source.stored_shape))
+    block = source[whole(source)] if array.size else np.empty(source.shape, source.dtype)
     read = block.T if source.fortran else block
     np.testing.assert_array_equal(read, array)
     assert read.dtype == array.dtype
 
     target = create_npy(tmp_path / "out", "out", array.shape, array.dtype)
-    target.write(whole(array.shape), array)
-    target.finish()
+    if array.size:
+        target[whole(array)] = array
     expected = io.BytesIO()
     np.save(expected, np.ascontiguousarray(array).reshape(array.shape))
     assert (tmp_path / "out").read_bytes() == expected.getvalue()
 
 
-@pytest.mark.parametrize("map_bytes", [1, 24, 160, 1 << 20])
-def test_read_a_box(tmp_path, monkeypatch, map_bytes):
-    monkeypatch.setattr(npy, "_MAP_BYTES", map_bytes)
+@pytest.mark.parametrize("window_bytes", [1, 24, 160, 1 << 20])
+def test_read_a_box(tmp_path, monkeypatch, window_bytes):
+    monkeypatch.setattr(npy, "_WINDOW_BYTES", window_bytes)
     array = np.arange(4 * 5 * 6).reshape(4, 5, 6)
     source = open_npy(saved(tmp_path, array))
-    np.testing.assert_array_equal(source.read(((1, 3), (2, 5), (0, 4))), array[1:3, 2:5, 0:4])
+    place = np.s_[1:3, 2:5, 0:4]
+    np.testing.assert_array_equal(source[place], array[place])
 
 
 @pytest.mark.parametrize(
-    "box", [((1, 3), (0, 5), (0, 6)), ((0, 4), (2, 5), (0, 6)), ((1, 3), (2, 5), (1, 4))]
+    "place", [np.s_[1:3, 0:5, 0:6], np.s_[0:4, 2:5, 0:6], np.s_[1:3, 2:5, 1:4]]
 )
-def test_write_a_box(tmp_path, monkeypatch, box):
-    monkeypatch.setattr(npy, "_WRITE_BYTES", 10)  # writes that take several calls
-    place = tuple(slice(*side) for side in box)
+@pytest.mark.parametrize("window_bytes", [1, 24, 160, 1 << 20])
+def test_write_a_box(tmp_path, monkeypatch, place, window_bytes):
+    monkeypatch.setattr(npy, "_WINDOW_BYTES", window_bytes)
     expected = np.zeros((4, 5, 6), np.int32)
     expected[place] = np.arange(1, 1 + expected[place].size).reshape(expected[place].shape)
     target = create_npy(tmp_path / "out", "out", (4, 5, 6), np.dtype(np.int32))
-    target.write(box, expected[place])
+    target[place] = expected[place]
     np.testing.assert_array_equal(np.load(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("shape", [(1 << 20, 8), (8, 1 << 20)])
+def test_little_of_a_file_is_mapped_at_a_time(tmp_path, monkeypatch, shape):
+    monkeypatch.setattr(npy, "_WINDOW_BYTES", 1 << 20)
+    source = open_npy(saved(tmp_path, np.zeros(shape)))
+    target = create_npy(tmp_path / "out", "out", shape, source.dtype)
+    mapped_bytes = []
+
+    def count(path, mode):
+        mapped_bytes.append(resident_bytes(tmp_path))
+        return before(path, mode)
+
+    before = npy._map
+    monkeypatch.setattr(npy, "_map", count)
+    target[whole(source)] = source[whole(source)]
+    assert len(mapped_bytes) >= 2 * 64
+    assert max(mapped_bytes) < 4 << 20
+
+
+def resident_bytes(folder):
+    """Memory that the mapped files in a folder take of this process."""
+    total_bytes, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            counts = words[-1].startswith(str(folder))
+        elif words[0] == "Rss:" and counts:
+            total_bytes += 1024 * int(words[1])
+    return total_bytes
 
 
 def test_write_keeps_the_byte_order_of_the_file(tmp_path):
     target = create_npy(tmp_path / "out", "out", (3,), np.dtype(">i4"))
-    target.write(((0, 3),), np.arange(3, dtype="<i4"))
+    target[0:3,] = np.arange(3, dtype="<i4")
     np.testing.assert_array_equal(np.load(tmp_path / "out"), [0, 1, 2])
 
 
@@ -203,7 +234,7 @@ def test_a_file_that_changes_after_it_was_opened(tmp_path, change):
     else:
         os.remove(path)
     with pytest.raises(FileError, match="workers must see" if change == "remove" else "changed"):
-        source.read(((0, 1000),))
+        source[0:1000,]
 
 
 def test_space_is_reserved_before_the_work(tmp_path):
@@ -235,7 +266,7 @@ def test_a_file_system_that_cannot_reserve(tmp_path, monkeypatch, number):
     else:
         monkeypatch.setattr(os, "posix_fallocate", fail)
     target = create_npy(tmp_path / "out", "out", (3,), np.dtype(float))
-    target.write(((0, 3),), np.arange(3.0))
+    target[0:3,] = np.arange(3.0)
     np.testing.assert_array_equal(np.load(tmp_path / "out"), [0, 1, 2])
 
 

@@ -179,6 +179,8 @@ def test_force_removes_nothing_but_arrays(tmp_path, source):
     refused(precious, source, "no Zarr array")
     (tmp_path / "out.npy").mkdir()
     refused(tmp_path / "out.npy", source, "folder")
+    (tmp_path / "file.zarr").write_text("")
+    assert check_output(str(tmp_path / "file.zarr"), source, force=True).name == "file.zarr"
     os.mkfifo(tmp_path / "pipe.npy")
     refused(tmp_path / "pipe.npy", source, "no regular file")
 
@@ -199,6 +201,7 @@ def test_an_old_one_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
 
     final = tmp_path / "out.zarr"
     fill(final, "folder", "old")
+    monkeypatch.setattr(output, "_REMOVE_PAUSE_S", 0)
     monkeypatch.setattr(output.shutil, "rmtree", fail)
     with pytest.warns(P2PWarning, match="old one is left"):
         write(final, "folder", force=True)

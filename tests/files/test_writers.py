@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import FileError
-from dask_p2p.files.writers import stop_writers, writing
+from dask_p2p.files.zarr_io import _writing, create_zarr, stop_writers
 
 
 def stop(path):
@@ -20,7 +20,7 @@ def test_whoever_stops_writers_waits_for_them(tmp_path):
     begun, go_on = threading.Event(), threading.Event()
 
     def write():
-        with writing(str(tmp_path)):
+        with _writing(str(tmp_path)):
             begun.set()
             assert go_on.wait(60)
 
@@ -37,16 +37,14 @@ def test_whoever_stops_writers_waits_for_them(tmp_path):
 
 def test_nobody_begins_to_write_after_that(tmp_path):
     stop(tmp_path)
-    with pytest.raises(FileError, match="not written any more"), writing(str(tmp_path)):
+    with pytest.raises(FileError, match="not written any more"), _writing(str(tmp_path)):
         pass
-    with writing(str(tmp_path / "another")):
+    with _writing(str(tmp_path / "another")):
         pass
 
 
 def test_chunks_that_zarr_goes_on_to_write_after_an_error(tmp_path, monkeypatch):
     zarr = pytest.importorskip("zarr", minversion="3")
-    from dask_p2p.files.zarrs import create_zarr
-
     path = tmp_path / "out.partial"
     target = create_zarr(path, "out.zarr", (4,), np.dtype(int), (1,))
     failed, go_on = threading.Event(), threading.Event()
@@ -61,7 +59,7 @@ def test_chunks_that_zarr_goes_on_to_write_after_an_error(tmp_path, monkeypatch)
 
     monkeypatch.setattr(zarr.storage._local, "_put", slow_but_for_one_that_fails)
     with pytest.raises(FileError, match="No space left"):
-        target.write(((0, 4),), np.arange(4))
+        target[0:4,] = np.arange(4)
     assert failed.is_set()
     with ThreadPoolExecutor(1) as threads:
         stopping = threads.submit(stop, path)
@@ -71,5 +69,5 @@ def test_chunks_that_zarr_goes_on_to_write_after_an_error(tmp_path, monkeypatch)
         stopping.result(60)
     shutil.rmtree(path)
     with pytest.raises(FileError, match="not written any more"):
-        target.write(((0, 4),), np.arange(4))
+        target[0:4,] = np.arange(4)
     assert not path.exists()

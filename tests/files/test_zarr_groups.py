@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_p2p.files.zarrs import create_zarr, open_zarr
+from dask_p2p.files.zarr_io import create_zarr, open_zarr
 
 xarray = pytest.importorskip("xarray")
 zarr = pytest.importorskip("zarr", minversion="3")
@@ -32,12 +32,12 @@ def dataset():
 
 def write_transposed(source, target):
     opened = open_zarr(str(source))
-    shape, chunks = ([of[axis] for axis in AXES] for of in (opened.stored_shape, opened.chunks))
+    shape, chunks = ([of[axis] for axis in AXES] for of in (opened.shape, opened.chunks))
     written = create_zarr(
         target, "out", (*shape,), opened.dtype, (*chunks,), like=opened, axes=AXES
     )
-    block = opened.read(tuple((0, n) for n in opened.stored_shape)).transpose(AXES)
-    written.write(tuple((0, n) for n in shape), block)
+    block = opened[tuple(slice(0, n) for n in opened.shape)]
+    written[tuple(slice(0, n) for n in shape)] = block.transpose(AXES)
 
 
 @pytest.mark.filterwarnings("ignore:.*pecification:zarr.errors.UnstableSpecificationWarning")

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import FileError
-from dask_p2p.files.zarrs import create_zarr, open_zarr
+from dask_p2p.files.zarr_io import create_zarr, open_zarr
 
 zarr = pytest.importorskip("zarr", minversion="3")
 
 
-def whole(shape):
-    return tuple((0, n) for n in shape)
+def whole(array):
+    return tuple(slice(0, n) for n in array.shape)
 
 
 def made(folder, array, **options):
@@ -44,10 +44,9 @@ def test_write_and_read_are_exact(tmp_path, name):
     array = ARRAYS[name]
     chunks = tuple(min(2, n) for n in array.shape)
     target = create_zarr(tmp_path / "out", "out", array.shape, array.dtype, chunks)
-    target.write(whole(array.shape), array)
-    target.finish()
+    target[whole(array)] = array
     source = open_zarr(str(tmp_path / "out"))
-    block = source.read(whole(array.shape))
+    block = source[whole(array)]
     assert source.dtype == block.dtype == array.dtype
     assert block.shape == array.shape
     assert block.tobytes() == array.tobytes()
@@ -58,8 +57,8 @@ def test_both_versions(tmp_path, version):
     array = np.arange(60).reshape(3, 4, 5)
     source = open_zarr(made(tmp_path, array, chunks=(2, 2, 2), zarr_format=version))
     assert source.chunks == (2, 2, 2)
-    box = ((1, 3), (0, 3), (2, 5))
-    np.testing.assert_array_equal(source.read(box), array[1:3, 0:3, 2:5])
+    place = np.s_[1:3, 0:3, 2:5]
+    np.testing.assert_array_equal(source[place], array[place])
 
 
 AXES = (2, 0, 1)
@@ -68,10 +67,10 @@ AXES = (2, 0, 1)
 def transposed(folder, array, to_chunks=None, **options):
     """Make an array, write its transpose, and return both."""
     source = open_zarr(made(folder, array, **options))
-    shape = tuple(source.stored_shape[axis] for axis in AXES)
+    shape = tuple(source.shape[axis] for axis in AXES)
     chunks = to_chunks or tuple(source.chunks[axis] for axis in AXES)
     target = create_zarr(folder / "out", "out", shape, source.dtype, chunks, like=source, axes=AXES)
-    target.write(whole(shape), source.read(whole(array.shape)).transpose(AXES))
+    target[whole(target)] = source[whole(array)].transpose(AXES)
     out = zarr.open_array(folder / "out", mode="r")
     np.testing.assert_array_equal(out[...], array.transpose(AXES))
     return zarr.open_array(source.path, mode="r"), out
@@ -121,12 +120,14 @@ def test_codecs_chunks_and_shards_of_version_3_are_kept(tmp_path, to_chunks, chu
         CUBE,
         to_chunks,
         chunks=(2, 4, 1),
-        shards=(4, 8, 4),
+        shards={"shape": (4, 8, 4), "index_location": "start"},
         compressors=zarr.codecs.GzipCodec(level=3),
         serializer=zarr.codecs.BytesCodec(endian="big"),
     )
     assert (out.chunks, out.shards) == (chunks, shards)
     assert (out.compressors, out.serializer) == (source.compressors, source.serializer)
+    if shards:
+        assert out.metadata.codecs[0].index_location.value == "start"
 
 
 def refused(path, *words):
@@ -185,9 +186,9 @@ def test_damaged_chunk(tmp_path):
     path = made(tmp_path, np.arange(100), chunks=(50,))
     (tmp_path / "in.zarr" / "c" / "1").write_bytes(b"no chunk")
     source = open_zarr(path)
-    source.read(((0, 50),))
+    source[0:50,]
     with pytest.raises(FileError, match="cannot read"):
-        source.read(((0, 100),))
+        source[0:100,]
 
 
 @pytest.mark.parametrize("change", ["another", "gone"])
@@ -198,7 +199,7 @@ def test_an_array_that_changes_after_it_was_opened(tmp_path, change):
     if change == "another":
         made(tmp_path, np.arange(50))
     with pytest.raises(FileError, match="changed" if change == "another" else "workers must see"):
-        source.read(((0, 10),))
+        source[0:10,]
 
 
 def test_without_zarr_it_says_how_to_get_it(tmp_path, monkeypatch):
