@@ -22,6 +22,7 @@ __all__ = [
     "AXES",
     "DTYPE",
     "SHAPE",
+    "SIZE_BYTES",
     "Site",
     "axes_option",
     "check_fits",
@@ -43,54 +44,53 @@ _CONNECT_S = 10
 _MEMORY_FACTOR = 2.5
 
 
-class _Shape(click.ParamType[Any]):
-    name = "shape"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        """Read lengths with an x between."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            shape = tuple(int(part) for part in str(value).lower().split("x"))
-        except ValueError:
-            shape = ()
-        if not shape or min(shape) < 1:
-            self.fail(f"{value!r}: give lengths of at least 1 with an x between", param, ctx)
-        return shape
+def _shape(value: str) -> tuple[int, ...]:
+    """Read lengths with an x between."""
+    try:
+        shape = tuple(int(part) for part in value.lower().split("x"))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise click.BadParameter(f"{value!r}: give lengths of at least 1 with an x between")
+    return shape
 
 
-class _DType(click.ParamType[Any]):
-    name = "dtype"
+def _dtype(value: str) -> np.dtype[Any]:
+    """Read the name of a dtype whose values can be checked."""
+    import numpy as np
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> np.dtype[Any]:
-        """Read the name of a dtype whose values can be checked."""
-        import numpy as np
-
-        try:
-            dtype: np.dtype[Any] = np.dtype(value)
-        except (TypeError, ValueError, SyntaxError):
-            self.fail(f"{value!r}: NumPy has no dtype of this name", param, ctx)
-        if dtype.kind not in "biufc":
-            self.fail(f"{value!r}: give a boolean, integer, float or complex dtype", param, ctx)
-        return dtype
+    try:
+        dtype: np.dtype[Any] = np.dtype(value)
+    except (TypeError, ValueError, SyntaxError) as exc:
+        raise click.BadParameter(f"{value!r}: NumPy has no dtype of this name") from exc
+    if dtype.kind not in "biufc":
+        raise click.BadParameter(f"{value!r}: give a boolean, integer, float or complex dtype")
+    return dtype
 
 
-class _Axes(click.ParamType[Any]):
-    name = "axes"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        """Read whole numbers with commas between."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r}: give whole numbers with commas between", param, ctx)
+def _axes(value: str) -> tuple[int, ...]:
+    """Read whole numbers with commas between."""
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError as exc:
+        raise click.BadParameter(f"{value!r}: give whole numbers with commas between") from exc
 
 
-SHAPE = _Shape()
-DTYPE = _DType()
-AXES = _Axes()
+def _size_bytes(value: str) -> int:
+    """Read a size such as 2GiB."""
+    from dask.utils import parse_bytes
+
+    try:
+        size_bytes = int(parse_bytes(value))
+    except ValueError:
+        size_bytes = 0
+    if size_bytes < 1:
+        raise click.BadParameter(f"{value!r}: give a size such as 500MB or 2GiB")
+    return size_bytes
+
+
+# What click takes as the types of options.
+SHAPE, DTYPE, AXES, SIZE_BYTES = _shape, _dtype, _axes, _size_bytes
 
 axes_option = click.option(
     "--axes",

@@ -6,7 +6,9 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from math import prod
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -16,13 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dask_p2p.cli._options import Site
-    from dask_p2p.measure import Exchange, Runs
+    from dask_p2p.measure import Row
 
 __all__ = [
+    "array_text",
     "counted",
     "devices_text",
     "facts",
     "judge",
+    "moved_lines",
     "output",
     "progress",
     "shape_text",
@@ -116,71 +120,85 @@ def devices_text(site: Site, names: Sequence[str]) -> str:
     )
 
 
+def array_text(shape: Sequence[int], dtype: Any) -> str:
+    """Write an array's shape, dtype and size."""
+    from dask.utils import format_bytes
+
+    size_bytes = prod(shape) * dtype.itemsize
+    return f"{shape_text(shape)} {dtype}, {format_bytes(size_bytes)}"
+
+
 def speed_text(gbs: float) -> str:
     """Write a speed in GB (1e9 bytes) a second."""
     return f"{gbs:.3g} GB/s" if gbs < 1000 else f"{gbs:.0f} GB/s"
 
 
-def transports_text(exchange: Exchange) -> str:
+def transports_text(pairs: Sequence[Row]) -> str:
     """Write which transport each pair of workers used; workers are numbered by their addresses.
 
     All pairs of the most used transport are one number; those that differ are named.
     """
-    pairs = exchange.pairs
-    if not pairs:
-        return "none, nothing moved"
-    addresses = sorted({a for reader, holder, _ in pairs for a in (reader, holder)})
-    number = {address: place for place, address in enumerate(addresses)}
+    addresses = sorted({pair[end] for pair in pairs for end in ("reader", "holder")})
     used: dict[str, list[str]] = {}
-    for reader, holder, transport in sorted(pairs):
-        used.setdefault(transport, []).append(f"{number[reader]}<-{number[holder]}")
-    (most, usual), *others = sorted(used.items(), key=lambda item: -len(item[1]))
-    if not others:
-        return f"{most} for {'all ' if len(usual) > 1 else ''}{counted(len(usual), 'pair')}"
-    texts = [f"{most} for {counted(len(usual), 'pair')}"]
-    for transport, odd in others:
-        shown = ", ".join(odd[:_ODD_PAIRS_SHOWN]) + (", ..." if len(odd) > _ODD_PAIRS_SHOWN else "")
-        texts.append(f"{transport} for {counted(len(odd), 'pair')} ({shown})")
-    return "; ".join(texts)
+    for pair in pairs:
+        name = "<-".join(str(addresses.index(pair[end])) for end in ("reader", "holder"))
+        used.setdefault(pair["transport"], []).append(name)
+    texts: list[str] = []
+    for transport, names in sorted(used.items(), key=lambda item: -len(item[1])):
+        every = "all " if len(used) == 1 < len(names) else ""
+        odd = ", ".join(names[:_ODD_PAIRS_SHOWN]) + ", ..." * (len(names) > _ODD_PAIRS_SHOWN)
+        text = f"{transport} for {every}{counted(len(names), 'pair')}"
+        texts.append(f"{text} ({odd})" if texts else text)
+    return "; ".join(texts) or "no pair"
 
 
-def ways_table(measured: Sequence[Runs], size_bytes: int, repeats: int) -> Table:
-    """Return what was measured, with a column for each way.
+def ways_table(rows: Sequence[Row], title: str | None = None) -> Table:
+    """Return what was measured with one array: a line for each way that did not fail."""
+    from rich.box import SIMPLE_HEAD
 
-    Parameters
-    ----------
-    measured : sequence of Runs
-    size_bytes : int
-        Of the array.
-    repeats : int
-        Runs of each way after its first.
-    """
-    from dask.utils import format_bytes, format_time
-
-    from dask_p2p.measure import bandwidth_gbs
-
-    made = table("", *[runs.name for runs in measured])
-
-    def row(name: str, cell: Callable[[Runs], str], exchanged: bool = False) -> None:
-        """Add a row; ways that failed have no cells in it, and Dask's none of what was moved."""
-        empty = [r.failed is not None or (exchanged and not r.exchanges) for r in measured]
-        made.add_row(name, *["-" if e else cell(r) for e, r in zip(empty, measured, strict=True)])
-
-    row("first run", lambda r: format_time(r.first_s))
-    row(f"median of {repeats} more", lambda r: format_time(r.median_s))
-    row("quickest of them", lambda r: format_time(min(r.times_s)))
-    row(
-        "bandwidth, 2 x bytes / median", lambda r: speed_text(bandwidth_gbs(size_bytes, r.median_s))
-    )
-    row("wrong elements", lambda r: str(r.wrong))
-    row("received by slowest worker", lambda r: speed_text(r.link_gbs), exchanged=True)
-    row("moved", lambda r: format_bytes(r.exchanges[-1].moved_bytes), exchanged=True)
-    row("least possible", lambda r: format_bytes(r.exchanges[-1].least_bytes or 0), exchanged=True)
-    row("transport", lambda r: transports_text(r.exchanges[-1]), exchanged=True)
+    measured = [row for row in rows if "failed" not in row]
+    medians_s = {row["way"]: row["median_s"] for row in measured}
+    ours_s, limit_s = medians_s.get("dask_p2p"), medians_s.get("copy engines (limit)")
+    columns: dict[str, Callable[[Row], str]] = {
+        "first": lambda row: _ms(row["first_s"]),
+        "median": lambda row: _ms(row["median_s"]),
+        "best": lambda row: _ms(min(row["times_s"])),
+        "before": lambda row: _ms(*row.get("before_s", ())),
+        "exchange": lambda row: _ms(*row.get("exchange_s", ())),
+        "after": lambda row: _ms(*row.get("after_s", ())),
+        "GB/s": lambda row: f"{row['bandwidth_gbs']:.4g}",
+        "link GB/s": lambda row: f"{row['link_gbs']:.4g}" if row["link_gbs"] else "",
+        "wrong": lambda row: "" if row["wrong"] is None else str(row["wrong"]),
+        "faster by": lambda row: f"{row['median_s'] / ours_s:.2f}" if ours_s else "",
+        "of limit": lambda row: f"{limit_s / row['median_s']:.1%}" if limit_s else "",
+        "to even": lambda row: f"{row['median_to_even']:.2f}" if "median_to_even" in row else "",
+    }
+    cells = {name: [text(row) for row in measured] for name, text in columns.items()}
+    cells = {name: texts for name, texts in cells.items() if any(texts)}
+    made = table("times in ms", *cells, title=title)
+    made.box, made.collapse_padding = SIMPLE_HEAD, True
+    for place, row in enumerate(measured):
+        made.add_row(row["way"], *(texts[place] for texts in cells.values()))
     return made
 
 
-def judge(console: Console, measured: Sequence[Runs], elements: int) -> None:
+def _ms(*times_s: float) -> str:
+    return f"{median(times_s) * 1e3:.2f}" if times_s else ""
+
+
+def moved_lines(rows: Sequence[Row]) -> list[str]:
+    """Say of each way of this package what it moved, and how."""
+    from dask.utils import format_bytes
+
+    return [
+        f"{row['way']}: moved {format_bytes(row['moved_bytes'])}, least possible "
+        f"{format_bytes(row['least_bytes'])}; {transports_text(row['pairs'])}"
+        for row in rows
+        if "pairs" in row
+    ]
+
+
+def judge(console: Console, rows: Sequence[Row]) -> None:
     """Say which ways failed, and whether all elements are right.
 
     Raises
@@ -188,13 +206,17 @@ def judge(console: Console, measured: Sequence[Runs], elements: int) -> None:
     click.ClickException
         If some are wrong: exit status 1.
     """
-    for runs in measured:
-        if runs.failed:
-            console.print(f"{runs.name} failed: {runs.failed}")
-    wrong = [f"{runs.wrong} of {runs.name}" for runs in measured if runs.wrong]
+    for row in rows:
+        if "failed" in row:
+            console.print(f"{row['way']} failed: {row['failed']}")
+    checked = [row for row in rows if row.get("wrong") is not None]
+    wrong = [
+        f"{row['wrong']} of {prod(row['shape'])} of {row['way']}" for row in checked if row["wrong"]
+    ]
     if wrong:
-        raise click.ClickException(f"of {elements} elements some are wrong: {', '.join(wrong)}")
-    console.print(f"All {elements} elements are where they belong.")
+        raise click.ClickException(f"some elements are wrong: {', '.join(wrong)}")
+    counts = {(row["case"], row["dtype"], *row["shape"]): prod(row["shape"]) for row in checked}
+    console.print(f"All {sum(counts.values())} elements are where they belong.")
 
 
 @contextlib.contextmanager
