@@ -108,10 +108,8 @@ def _values(
     """Linear indices (in the array before) of a box of the array after, as broadcast sums."""
     module = _module(kind)
     total = module.zeros((1,) * len(axes), np.int64)
-    for place, axis in enumerate(axes):
-        stride = int(np.prod(shape[axis + 1 :], dtype=np.int64))
-        start, stop = location[place]
-        index = module.arange(start, stop, dtype=np.int64) * stride
+    for place, ((start, stop), axis) in enumerate(zip(location, axes, strict=True)):
+        index = module.arange(start, stop, dtype=np.int64) * prod(shape[axis + 1 :])
         total = total + index.reshape([-1 if p == place else 1 for p in range(len(axes))])
     return total
 
@@ -156,8 +154,7 @@ def _bands(location: Sequence[tuple[int, int]], elements: int = 2**24) -> Any:
         yield ..., location
         return
     (start, stop), rest = location[0], list(location[1:])
-    row = max(1, int(np.prod([b - a for a, b in rest], dtype=np.int64)))
-    step = max(1, elements // row)
+    step = max(1, elements // max(1, prod(b - a for a, b in rest)))
     for first in range(start, stop, step):
         last = min(first + step, stop)
         yield slice(first - start, last - start), [(first, last), *rest]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from statistics import median
 from typing import Any
@@ -121,59 +121,6 @@ class Exchange:
     tasks: list[tuple[float, float]]
     link_gbs: list[float]
 
-    def times(self, since_s: float, until_s: float) -> dict[str, float]:
-        """Take a run from the client's call to its end apart; clocks are those of one host."""
-        start_s, stop_s = min(t[0] for t in self.tasks), max(t[1] for t in self.tasks)
-        tasks_s = [stop - start for start, stop in self.tasks]
-        return {
-            "before_s": start_s - since_s,
-            "exchange_s": max(tasks_s),
-            "span_s": stop_s - start_s,
-            "tasks_s": sum(tasks_s),
-            "after_s": until_s - stop_s,
-        }
-
-
-@dataclass(slots=True)
-class _Runs:
-    """Repeated runs of one way."""
-
-    times_s: list[float] = field(default_factory=list)  # warm-up first
-    parts_s: list[dict[str, float]] = field(default_factory=list)  # of the runs after it
-    rates_gbs: list[float] = field(default_factory=list)  # of the slowest reader
-    moved: Row = field(default_factory=dict)  # by the last one
-    failed: str | None = None
-    wrong: int | None = None
-
-    def row(self, name: str, way: Way, case: Case) -> Row:
-        made: Row = {
-            "way": name,
-            "case": case.name,
-            "shape": list(case.shape),
-            "axes": list(case.axes),
-            "blocks": [len(lengths) for lengths in case.chunks],
-            "size": case.shape[0],
-            "dtype": str(case.dtype),
-            "matrix_bytes": case.size_bytes,
-        }
-        if self.failed is not None:
-            return {**made, "failed": self.failed}
-        first_s, *times_s = self.times_s
-        median_s = median(times_s)
-        return {
-            **made,
-            "one_by_one": way.one_by_one,
-            "first_s": first_s,
-            "times_s": times_s,
-            "median_s": median_s,
-            # Each byte of the array is read once and written once.
-            "bandwidth_gbs": 2 * case.size_bytes / median_s / 1e9,
-            "wrong": self.wrong,
-            "link_gbs": median(self.rates_gbs) if self.rates_gbs else 0.0,
-            **{part: [run[part] for run in self.parts_s] for part in (self.parts_s or [{}])[0]},
-            **self.moved,
-        }
-
 
 def place_blocks(client: Any, make: Callable[[], Any]) -> Any:
     """Persist a new array with as many neighbouring blocks on each worker.
@@ -267,19 +214,48 @@ def _in_turn(
     progress: Callable[[], None],
 ) -> list[Row]:
     x = place_blocks(client, case.make)
-    measured = {name: _Runs() for name in ways}
+    measured: dict[str, Row] = {name: {} for name in ways}
     for number in range(repeats + 1):
         for name, way in ways.items():
-            runs = measured[name]
             try:
-                if runs.failed is None:
-                    _run_once(client, runs, way, x, case, last=number == repeats)
+                if "failed" not in measured[name]:
+                    _run_once(client, measured[name], way, x, case, last=number == repeats)
             except Exception as exc:
                 if way.required:
                     raise
-                runs.failed = _short_reason(exc)
+                measured[name] = {"failed": _short_reason(exc)}
             progress()
-    return [measured[name].row(name, way, case) for name, way in ways.items()]
+    return [
+        {"way": name, **_array(case), "one_by_one": ways[name].one_by_one, **_summary(row, case)}
+        for name, row in measured.items()
+    ]
+
+
+def _array(case: Case) -> Row:
+    return {
+        "case": case.name,
+        "shape": list(case.shape),
+        "axes": list(case.axes),
+        "blocks": [len(lengths) for lengths in case.chunks],
+        "size": case.shape[0],
+        "dtype": str(case.dtype),
+        "matrix_bytes": case.size_bytes,
+    }
+
+
+def _summary(row: Row, case: Case) -> Row:
+    """Add the figures that people compare."""
+    if "failed" in row:
+        return row
+    median_s = median(row["times_s"])
+    rates_gbs = row.pop("rates_gbs", None)
+    return {
+        "median_s": median_s,
+        # Each byte of the array is read once and written once.
+        "bandwidth_gbs": 2 * case.size_bytes / median_s / 1e9,
+        "link_gbs": median(rates_gbs) if rates_gbs else 0.0,
+        **row,
+    }
 
 
 def _short_reason(error: BaseException) -> str:
@@ -290,7 +266,7 @@ def _short_reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
 
 
-def _run_once(client: Any, runs: _Runs, way: Way, x: Any, case: Case, last: bool) -> None:
+def _run_once(client: Any, row: Row, way: Way, x: Any, case: Case, last: bool) -> None:
     """Run one way once, and note it."""
     since_s, start_s = time.time(), time.perf_counter()
     y = way.transpose(x, case.axes)
@@ -303,23 +279,38 @@ def _run_once(client: Any, runs: _Runs, way: Way, x: Any, case: Case, last: bool
         y = client.persist(y)
         _wait_for(y)
         del kept
-    if runs.times_s and (exchange := collect(client, y.name, since_s)) is not None:
-        runs.parts_s.append(exchange.times(since_s, until_s))
-        if exchange.link_gbs:
-            runs.rates_gbs.append(min(exchange.link_gbs))
-        runs.moved = {
-            "moved_bytes": sum(exchange.pairs.values()),
-            "least_bytes": least_bytes(client, x, y, case.axes),
-            "pairs": [
-                {"reader": reader, "holder": holder, "transport": transport, "bytes": nbytes}
-                for (reader, holder, transport), nbytes in sorted(exchange.pairs.items())
-            ],
-        }
-    runs.times_s.append(stop_s - start_s)
+    if "first_s" not in row:
+        row |= {"first_s": stop_s - start_s, "times_s": [], "wrong": None}
+    else:
+        row["times_s"].append(stop_s - start_s)
+        if (exchange := collect(client, y.name, since_s)) is not None:
+            _note(row, exchange, since_s, until_s)
+            row["least_bytes"] = least_bytes(client, x, y, case.axes)
     if last and way.checked:
-        runs.wrong = case.wrong(y)
+        row["wrong"] = case.wrong(y)
     del y  # the next run must neither find this one's result nor share memory with it
     time.sleep(_SETTLE_S)
+
+
+def _note(row: Row, exchange: Exchange, since_s: float, until_s: float) -> None:
+    """Note the parts of a run, by the clocks of client and workers, which are one on one host."""
+    first_s, last_s = min(t[0] for t in exchange.tasks), max(t[1] for t in exchange.tasks)
+    tasks_s = [stop - start for start, stop in exchange.tasks]
+    parts_s = {
+        "before_s": first_s - since_s,
+        "exchange_s": max(tasks_s),
+        "span_s": last_s - first_s,
+        "tasks_s": sum(tasks_s),
+        "after_s": until_s - last_s,
+    }
+    for part, time_s in parts_s.items():
+        row.setdefault(part, []).append(time_s)
+    row.setdefault("rates_gbs", []).extend(sorted(exchange.link_gbs)[:1])  # the slowest reader's
+    row["moved_bytes"] = sum(exchange.pairs.values())
+    row["pairs"] = [
+        {"reader": reader, "holder": holder, "transport": transport, "bytes": nbytes}
+        for (reader, holder, transport), nbytes in sorted(exchange.pairs.items())
+    ]
 
 
 def _made_one_by_one(client: Any, y: Any) -> list[Any]:

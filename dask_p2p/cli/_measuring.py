@@ -22,21 +22,6 @@ from dask_p2p.layout import split_evenly
 if TYPE_CHECKING:
     from dask_p2p.measure import Case, Row, Way
 
-__all__ = [
-    "LIMIT",
-    "NO_OP",
-    "OURS",
-    "OURS_SYNC",
-    "cliffs",
-    "default_side",
-    "measure_on",
-    "no_rivals_here",
-    "rows_of",
-    "run_rivals",
-    "slabs",
-    "ways_on",
-]
-
 OURS = "dask_p2p"
 OURS_SYNC = "dask_p2p, sync"
 NO_OP = "one no-op layer"

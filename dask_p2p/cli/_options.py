@@ -18,24 +18,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = [
-    "AXES",
-    "DTYPE",
-    "SHAPE",
-    "SIZE_BYTES",
-    "Site",
-    "axes_option",
-    "check_fits",
-    "choose_site",
-    "connect",
-    "cpu_option",
-    "one_line_errors",
-    "order_of_axes",
-    "scheduler_option",
-    "start",
-    "workers_option",
-]
-
 logger = logging.getLogger(__name__)
 
 _CPU_WORKERS = 4
@@ -90,17 +72,18 @@ def _size_bytes(value: str) -> int:
 
 
 # What click takes as the types of options.
-SHAPE, DTYPE, AXES, SIZE_BYTES = _shape, _dtype, _axes, _size_bytes
+SHAPE, DTYPE, SIZE_BYTES = _shape, _dtype, _size_bytes
+COUNT = click.IntRange(min=1)
 
 axes_option = click.option(
     "--axes",
-    type=AXES,
+    type=_axes,
     metavar="1,0",
     help="Input axis that each output axis comes from.  [default: reversed]",
 )
 workers_option = click.option(
     "--workers",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="Workers, one a GPU or of one thread.  [default: one for each GPU, else 4]",
 )

@@ -20,23 +20,6 @@ if TYPE_CHECKING:
     from dask_p2p.cli._options import Site
     from dask_p2p.measure import Row
 
-__all__ = [
-    "array_text",
-    "counted",
-    "devices_text",
-    "facts",
-    "judge",
-    "moved_lines",
-    "output",
-    "progress",
-    "shape_text",
-    "shapes_text",
-    "speed_text",
-    "table",
-    "transports_text",
-    "ways_table",
-]
-
 _FILE_COLUMNS = 120
 _SHAPES_SHOWN = 6
 _ODD_PAIRS_SHOWN = 8

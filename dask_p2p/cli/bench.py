@@ -32,6 +32,7 @@ import click
 
 from dask_p2p.cli import _measuring as measuring
 from dask_p2p.cli._options import (
+    COUNT,
     DTYPE,
     SHAPE,
     SIZE_BYTES,
@@ -60,7 +61,7 @@ def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> st
     return value
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
     "--shape",
     "shapes",
@@ -72,7 +73,7 @@ def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> st
 @click.option(
     "--size",
     "sizes",
-    type=click.IntRange(min=1),
+    type=COUNT,
     multiple=True,
     metavar="N",
     help="Rows and columns of a square matrix, in place of its shape; repeatable.",
@@ -91,7 +92,6 @@ def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> st
     type=DTYPE,
     multiple=True,
     default=["float32"],
-    show_default=True,
     metavar="NAME",
     help="Repeatable.",
 )
@@ -103,30 +103,17 @@ def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> st
     "--mode",
     type=click.Choice(["async", "sync", "both"]),
     default="async",
-    show_default=True,
     help="Transfers staged and overlapped, or blocking ones one after another in the whole "
     "cluster, or both in turn.",
 )
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Timed runs of each way, after a first one.",
-)
+@click.option("--repeats", type=COUNT, default=5, help="Timed runs of each way, after a first one.")
 @click.option(
     "--rivals/--no-rivals",
     default=False,
-    show_default=True,
     help="Measure Dask's own ways too, and those without Dask that are installed.",
 )
 @click.option(
-    "--rival-timeout",
-    "timeout_s",
-    type=click.IntRange(min=1),
-    default=120,
-    show_default=True,
-    help="Of each rival without Dask, s.",
+    "--rival-timeout", "timeout_s", type=COUNT, default=120, help="Of each one without Dask, s."
 )
 @click.option(
     "--cases", "with_cases", is_flag=True, help="Several and uneven blocks and boxes too."

@@ -9,6 +9,7 @@ import click
 
 from dask_p2p.cli import _measuring as measuring
 from dask_p2p.cli._options import (
+    COUNT,
     DTYPE,
     Site,
     choose_site,
@@ -30,7 +31,7 @@ _REPEATS = 3
 @click.command()
 @click.option(
     "--size",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="Rows and columns of the matrix.  [default: 6000, on GPUs 32768, or what fits]",
 )
