@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -21,6 +21,9 @@ from dask_p2p.layout import split_evenly
 
 if TYPE_CHECKING:
     from dask_p2p.measure import Case, Row, Way
+
+    #: What was measured of each array.
+    Measured = dict[Case, list[Row]]
 
 OURS = "dask_p2p"
 OURS_SYNC = "dask_p2p, sync"
@@ -140,50 +143,44 @@ def ways_on(
 def measure_on(
     site: Site,
     ways: Mapping[str, Way],
-    cases: Sequence[Case],
+    measured: Measured,
     repeats: int,
     started: Callable[[Any], None],
-    keep: Callable[[list[Row]], None] = lambda rows: None,
-) -> list[Row]:
+    keep: Callable[[], None] = lambda: None,
+) -> None:
     """Start what clusters the ways need, and measure on them.
 
     Parameters
     ----------
     site : Site
     ways : mapping of str to Way
-    cases : sequence of Case
-        Those of other names than the usual are measured with the required ways only.
+    measured : dict of Case to list of dict
+        Gets the rows. Cases of other names than the usual are measured with required ways only.
     repeats : int
     started : callable
         Called with the client of the first cluster, before anything is measured.
     keep : callable, optional
-        Called with all rows so far, after each case: what comes next may end in an error.
+        Called after each case: what comes next may end in an error.
     """
     from dask_p2p.cli._tables import progress
     from dask_p2p.measure import EVEN, compare
 
-    places = dict.fromkeys((way.protocol, way.low_latency) for way in ways.values())
-
-    def chosen(place: tuple[str | None, bool], case: Case) -> dict[str, Way]:
-        return {
-            name: way
-            for name, way in ways.items()
-            if (way.protocol, way.low_latency) == place and (case.name == EVEN or way.required)
-        }
-
-    steps = (repeats + 1) * sum(len(chosen(place, case)) for place in places for case in cases)
-    rows: list[Row] = []
+    plans: dict[tuple[str | None, bool], list[tuple[Case, dict[str, Way]]]] = {}
+    for place in dict.fromkeys((way.protocol, way.low_latency) for way in ways.values()):
+        here = {n: way for n, way in ways.items() if (way.protocol, way.low_latency) == place}
+        few = {name: way for name, way in here.items() if way.required}
+        plans[place] = [(case, here if case.name == EVEN else few) for case in measured]
+    steps = (repeats + 1) * sum(len(chosen) for plan in plans.values() for _, chosen in plan)
     step = None
     with ExitStack() as bar:
-        for place in places:
+        for place, plan in plans.items():
             with _cluster(site, *place) as client:
                 if step is None:
                     started(client)
                     step = bar.enter_context(progress(steps, "transposing"))
-                for case in cases:
-                    rows += compare(client, chosen(place, case), case, repeats, step)
-                    keep(rows)
-    return rows
+                for case, chosen in plan:
+                    measured[case] += compare(client, chosen, case, repeats, step)
+                    keep()
 
 
 @contextmanager
@@ -196,8 +193,10 @@ def _cluster(site: Site, protocol: str | None, low_latency: bool) -> Iterator[An
         yield client
 
 
-def no_rivals_here(site: Site) -> str | None:
-    """Say why what needs no Dask cannot be measured; None if it can."""
+def add_rivals(site: Site, measured: Measured, repeats: int, timeout_s: int) -> str | None:
+    """Measure square matrices without Dask, too; say what is left out, and why."""
+    from dask_p2p.measure import EVEN
+
     if site.scheduler is not None:
         return "What needs no Dask is left out: it is for clusters that are started here."
     if not (_ROOT / "benchmarks" / "rivals").is_dir():
@@ -205,17 +204,22 @@ def no_rivals_here(site: Site) -> str | None:
             "What needs no Dask is left out: it is in the folder benchmarks of the source, and "
             "this is an installed package. Dask's own ways are measured."
         )
-    return None
+    even = [case for case in measured if case.name == EVEN]
+    squares = [case for case in even if case.axes == (1, 0) and len({*case.shape}) == 1]
+    for dtype in dict.fromkeys(case.dtype for case in squares):
+        cases = {case.shape[0]: case for case in squares if case.dtype == dtype}
+        for row in _without_dask(site, str(dtype), cases, repeats, timeout_s):
+            case = cases[row["size"]]
+            measured[case].append({**row, "case": EVEN, "shape": [*case.shape], "axes": [1, 0]})
+    return None if squares == even else "What needs no Dask transposes square matrices only."
 
 
-def run_rivals(
-    site: Site, dtype: Any, sizes: Sequence[int], repeats: int, timeout_s: int
+def _without_dask(
+    site: Site, dtype: str, sizes: Iterable[int], repeats: int, timeout_s: int
 ) -> list[Row]:
-    """Measure square matrices without Dask, in processes of their own; a failure is a row."""
-    from dask_p2p.measure import EVEN
-
+    """Run what needs no Dask in processes of their own; a failure is a row."""
     command = [sys.executable, "-m", "benchmarks.rivals", "--gpus", str(site.workers)]
-    command += ["--dtype", str(dtype), "--repeats", str(repeats), "--timeout", str(timeout_s)]
+    command += ["--dtype", dtype, "--repeats", str(repeats), "--timeout", str(timeout_s)]
     command += [] if site.gpus else ["--cpu", "--only", "mpi4py_fft"]
     command += [word for size in sizes for word in ("--size", str(size))]
     with tempfile.TemporaryDirectory() as folder:
@@ -224,10 +228,6 @@ def run_rivals(
             [*command, "--json", str(path)], cwd=_ROOT, stdout=subprocess.DEVNULL, check=False
         )
         if path.exists():
-            rows = json.loads(path.read_text("utf-8"))
-        else:
-            reason = f"python -m benchmarks.rivals ended with {done.returncode}"
-            rows = [
-                {"way": "rivals", "size": n, "dtype": str(dtype), "failed": reason} for n in sizes
-            ]
-    return [{**row, "case": EVEN, "shape": [row["size"]] * 2, "axes": [1, 0]} for row in rows]
+            return list(json.loads(path.read_text("utf-8")))
+    reason = f"python -m benchmarks.rivals ended with {done.returncode}"
+    return [{"way": "rivals", "size": size, "dtype": dtype, "failed": reason} for size in sizes]

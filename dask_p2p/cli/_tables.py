@@ -17,12 +17,12 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from dask_p2p.cli._measuring import Measured
     from dask_p2p.cli._options import Site
     from dask_p2p.measure import Row
 
 _FILE_COLUMNS = 120
 _SHAPES_SHOWN = 6
-_ODD_PAIRS_SHOWN = 8
 
 
 def output(*, to_stderr: bool = False) -> Console:
@@ -116,25 +116,6 @@ def speed_text(gbs: float) -> str:
     return f"{gbs:.3g} GB/s" if gbs < 1000 else f"{gbs:.0f} GB/s"
 
 
-def transports_text(pairs: Sequence[Row]) -> str:
-    """Write which transport each pair of workers used; workers are numbered by their addresses.
-
-    All pairs of the most used transport are one number; those that differ are named.
-    """
-    addresses = sorted({pair[end] for pair in pairs for end in ("reader", "holder")})
-    used: dict[str, list[str]] = {}
-    for pair in pairs:
-        name = "<-".join(str(addresses.index(pair[end])) for end in ("reader", "holder"))
-        used.setdefault(pair["transport"], []).append(name)
-    texts: list[str] = []
-    for transport, names in sorted(used.items(), key=lambda item: -len(item[1])):
-        every = "all " if len(used) == 1 < len(names) else ""
-        odd = ", ".join(names[:_ODD_PAIRS_SHOWN]) + ", ..." * (len(names) > _ODD_PAIRS_SHOWN)
-        text = f"{transport} for {every}{counted(len(names), 'pair')}"
-        texts.append(f"{text} ({odd})" if texts else text)
-    return "; ".join(texts) or "no pair"
-
-
 def ways_table(rows: Sequence[Row], title: str | None = None) -> Table:
     """Return what was measured with one array: a line for each way that did not fail."""
     from rich.box import SIMPLE_HEAD
@@ -170,18 +151,20 @@ def _ms(*times_s: float) -> str:
 
 
 def moved_lines(rows: Sequence[Row]) -> list[str]:
-    """Say of each way of this package what it moved, and how."""
+    """Say of each way of this package what it moved, and how many pairs used which transport."""
     from dask.utils import format_bytes
 
-    return [
-        f"{row['way']}: moved {format_bytes(row['moved_bytes'])}, least possible "
-        f"{format_bytes(row['least_bytes'])}; {transports_text(row['pairs'])}"
-        for row in rows
-        if "pairs" in row
-    ]
+    lines = []
+    for row in rows:
+        if "pairs" in row:
+            moved, least = format_bytes(row["moved_bytes"]), format_bytes(row["least_bytes"])
+            used = Counter(pair["transport"] for pair in row["pairs"]).most_common()
+            by = "; ".join(f"{name} for {counted(count, 'pair')}" for name, count in used)
+            lines.append(f"{row['way']}: moved {moved}, least possible {least}; {by or 'no pair'}")
+    return lines
 
 
-def judge(console: Console, rows: Sequence[Row]) -> None:
+def judge(console: Console, measured: Measured) -> None:
     """Say which ways failed, and whether all elements are right.
 
     Raises
@@ -189,17 +172,17 @@ def judge(console: Console, rows: Sequence[Row]) -> None:
     click.ClickException
         If some are wrong: exit status 1.
     """
-    for row in rows:
-        if "failed" in row:
-            console.print(f"{row['way']} failed: {row['failed']}")
-    checked = [row for row in rows if row.get("wrong") is not None]
-    wrong = [
-        f"{row['wrong']} of {prod(row['shape'])} of {row['way']}" for row in checked if row["wrong"]
-    ]
+    wrong = []
+    for case, rows in measured.items():
+        for row in rows:
+            if "failed" in row:
+                console.print(f"{row['way']} failed: {row['failed']}")
+            elif row["wrong"]:
+                wrong.append(f"{row['wrong']} of {prod(case.shape)} of {row['way']}")
     if wrong:
         raise click.ClickException(f"some elements are wrong: {', '.join(wrong)}")
-    counts = {(row["case"], row["dtype"], *row["shape"]): prod(row["shape"]) for row in checked}
-    console.print(f"All {sum(counts.values())} elements are where they belong.")
+    count = sum(prod(case.shape) for case in measured)
+    console.print(f"All {count} elements are where they belong.")
 
 
 @contextlib.contextmanager

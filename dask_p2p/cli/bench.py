@@ -22,7 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from itertools import groupby, product
+from itertools import product
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -49,6 +49,7 @@ from dask_p2p.cli._options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dask_p2p.cli._measuring import Measured
     from dask_p2p.measure import Case, Row
 
 __all__ = ["bench"]
@@ -147,43 +148,48 @@ def bench(
     target: str | None,
 ) -> None:
     """Measure transposes of arrays that lie in slabs on the workers, and check them."""
-    from dask_p2p.cli._tables import judge, output
+    from dask_p2p.cli._tables import devices_text, facts, judge, output
+    from dask_p2p.cluster import device_names
 
     console = output(to_stderr=target == "-")
     with one_line_errors():
         site = choose_site(workers, cpu, scheduler)
         if site.note:
             console.print(site.note)
-        squares = [*shapes, *((size, size) for size in sizes)]
+        shapes = [*shapes, *((size, size) for size in sizes)]
         even = [
             measuring.slabs(site, shape, dtype, order_of_axes(axes, shape), "--shape")
             for dtype in dict.fromkeys(dtypes)
-            for shape in _shapes(site, dtype, squares, all_bytes)
+            for shape in _shapes(site, dtype, shapes, all_bytes)
         ]
-        extra = [case for first in even if with_cases for case in measuring.cliffs(site, first)]
-        cases = list(dict.fromkeys([*even, *extra]))
+        more = {case: measuring.cliffs(site, case) if with_cases else [] for case in even}
+        measured: Measured = {case: [] for one in even for case in (one, *more[one])}
         # Alternating from the slower to the quicker, as the article lists them.
         modes = ("sync", "async") if mode == "both" else (mode,)
-        ways = measuring.ways_on(site, modes, rivals, variants)
         report = _report(site, repeats, commit)
 
-        def keep(rows: list[Row]) -> None:
-            report["rows"] = rows
+        def started(client: Any) -> None:
+            report["devices"] = names = device_names(client, site.kind)
+            head = [("devices", devices_text(site, names)), ("mode", " and ".join(modes))]
+            console.print(facts([*head, ("runs", f"{repeats} of each way after a first one")]))
+
+        def keep() -> None:
+            report["rows"] = [row for rows in measured.values() for row in rows]
             if target not in (None, "-"):
                 Path(target).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
-        def started(client: Any) -> None:
-            report["devices"] = _introduce(console, site, client, modes, repeats)
-
-        rows = measuring.measure_on(site, ways, cases, repeats, started, keep)
-        if rivals:
-            rows += _without_dask(console, site, even, repeats, timeout_s)
-        rows = _in_order(rows, cases)
-        keep(rows)
-        _show(console, cases, rows)
+        ways = measuring.ways_on(site, modes, rivals, variants)
+        measuring.measure_on(site, ways, measured, repeats, started, keep)
+        if rivals and (note := measuring.add_rivals(site, measured, repeats, timeout_s)):
+            console.print(note)
+        for one, others in more.items():
+            for case in others:
+                _compare_with_even(measured[case], measured[one])
+        keep()
+        _show(console, measured)
         if target == "-":
             sys.stdout.write(json.dumps(report, indent=1) + "\n")
-        judge(console, rows)
+        judge(console, measured)
 
 
 def _shapes(
@@ -202,93 +208,39 @@ def _report(site: Site, repeats: int, commit: str | None) -> dict[str, Any]:
 
     from dask_p2p.environment import environment
 
-    report = {
-        "started": time.time(),
-        **environment(),
-        "kind": site.kind,
-        "workers": site.workers,
-        "repeats": repeats,
-        "p2p_config": dask.config.get("p2p"),
-    }
+    report = {"started": time.time(), **environment(), "kind": site.kind, "workers": site.workers}
+    report |= {"repeats": repeats, "p2p_config": dask.config.get("p2p")}
     return report if commit is None else {**report, "commit": commit}
 
 
-def _introduce(
-    console: Console, site: Site, client: Any, modes: Sequence[str], repeats: int
-) -> list[str]:
-    """Say where and how the arrays are transposed; return the names of the workers' devices."""
-    from dask_p2p.cli._tables import devices_text, facts
-    from dask_p2p.cluster import device_names
-
-    names = device_names(client, site.kind)
-    head = [("devices", devices_text(site, names)), ("mode", " and ".join(modes))]
-    console.print(facts([*head, ("runs", f"{repeats} of each way after a first one")]))
-    return names
-
-
-def _without_dask(
-    console: Console, site: Site, cases: Sequence[Case], repeats: int, timeout_s: int
-) -> list[Row]:
-    """Measure what needs no Dask, if it is here, with the square matrices among the arrays."""
-    if reason := measuring.no_rivals_here(site):
-        console.print(reason)
-        return []
-    squares = [case for case in cases if case.axes == (1, 0) and len(set(case.shape)) == 1]
-    if len(squares) < len(cases):
-        console.print("What needs no Dask transposes square matrices only.")
-    return [
-        row
-        for dtype, group in groupby(squares, key=lambda case: case.dtype)
-        for row in measuring.run_rivals(
-            site, dtype, [case.shape[0] for case in group], repeats, timeout_s
-        )
-    ]
-
-
-def _in_order(rows: Sequence[Row], cases: Sequence[Case]) -> list[Row]:
-    """Sort by arrays; add how long others take, by the byte, over those in even slabs."""
+def _compare_with_even(rows: Sequence[Row], even_rows: Sequence[Row]) -> None:
+    """Add how long an array takes, by the byte, over one in even slabs."""
+    even_of = {row["way"]: row for row in even_rows if "span_s" in row}
     for row in rows:
-        alike = [
-            other
-            for other in rows
-            if (other["way"], other["dtype"]) == (row["way"], row["dtype"])
-            and other["case"] != row["case"]
-            and other.get("span_s")
-        ]
-        if row["case"] == cases[0].name or not alike or not row.get("span_s"):
-            continue
-        even = min(alike, key=lambda other: abs(other["matrix_bytes"] - row["matrix_bytes"]))
-        bytes_ratio = even["matrix_bytes"] / row["matrix_bytes"]
-        row["median_to_even"] = row["median_s"] / even["median_s"] * bytes_ratio
-        # From the first task's start to the last one's end: a worker may have several.
-        row["span_to_even"] = median(row["span_s"]) / median(even["span_s"]) * bytes_ratio
-    return [row for case in cases for row in rows if _is_of(row, case)]
+        if "span_s" in row and (even := even_of.get(row["way"])):
+            bytes_ratio = even["matrix_bytes"] / row["matrix_bytes"]
+            row["median_to_even"] = row["median_s"] / even["median_s"] * bytes_ratio
+            # From the first task's start to the last one's end: a worker may have several.
+            row["span_to_even"] = median(row["span_s"]) / median(even["span_s"]) * bytes_ratio
 
 
-def _is_of(row: Row, case: Case) -> bool:
-    what = row["case"], tuple(row["shape"]), tuple(row["axes"]), row["dtype"]
-    return what == (case.name, case.shape, case.axes, str(case.dtype))
-
-
-def _show(console: Console, cases: Sequence[Case], rows: Sequence[Row]) -> None:
+def _show(console: Console, measured: Measured) -> None:
     from dask_p2p.cli._tables import array_text, facts, moved_lines, ways_table
 
-    for case in cases:
-        shown = [row for row in rows if _is_of(row, case)]
-        title = f"{array_text(case.shape, case.dtype)}, {case.name}"
-        if len(cases) == 1:
+    for case, rows in measured.items():
+        if len(measured) == 1:
             console.print(facts(_facts(case)))
-        console.print(ways_table(shown, title if len(cases) > 1 else None))
-        for line in moved_lines(shown):
-            console.print(line)
-        found = {row["way"]: row for row in shown}
-        if {measuring.OURS, measuring.OURS_SYNC} <= set(found):
-            console.print(_modes_text(found[measuring.OURS_SYNC], found[measuring.OURS]))
+        title = f"{array_text(case.shape, case.dtype)}, {case.name}" if len(measured) > 1 else None
+        for part in (ways_table(rows, title), *moved_lines(rows)):
+            console.print(part)
+        ways = {row["way"]: row for row in rows}
+        if measuring.OURS in ways and measuring.OURS_SYNC in ways:
+            console.print(_modes_text(ways[measuring.OURS_SYNC], ways[measuring.OURS]))
 
 
 def _modes_text(sync: Row, async_: Row) -> str:
     text = f"async is {sync['median_s'] / async_['median_s']:.2f} times as fast as sync"
-    if sync.get("tasks_s") and async_.get("span_s"):
+    if "tasks_s" in sync and "span_s" in async_:
         ratio = median(sync["tasks_s"]) / median(async_["span_s"])
         text += f", and {ratio:.2f} times without the time between tasks"
     return text + " (medians)."
@@ -296,35 +248,15 @@ def _modes_text(sync: Row, async_: Row) -> str:
 
 def _facts(case: Case) -> list[tuple[str, str]]:
     """Return the fields that the article's program prints before its result."""
-    from dask_p2p.cli._tables import array_text, shape_text, shapes_text
-    from dask_p2p.cli.plan import readers
-    from dask_p2p.plan import slab_chunks, transpose_plan
+    from dask_p2p.cli._tables import array_text, shapes_text
+    from dask_p2p.cli.plan import readers, slab_plan
 
-    made = transpose_plan(case.chunks, case.axes, slab_chunks(case.chunks, case.axes))
-    tiles = [tile for part in readers(made) for tile in part.tiles.elements()]
-    out_slabs = [*product(*made.dst_chunks)]
+    made = slab_plan(case.shape, case.axes, len(case.chunks[0]))
+    tiles = (tile for part in readers(made) for tile in part.tiles.elements())
     axes = ", ".join(map(str, case.axes))
-    found = [
+    return [
         ("array", f"{array_text(case.shape, case.dtype)}, axes {axes}"),
         ("local input slab", shapes_text(product(*case.chunks))),
-        ("local output slab", shapes_text(out_slabs)),
+        ("local output slab", shapes_text(product(*made.dst_chunks))),
         ("tile", shapes_text(tiles)),
     ]
-    if case.kind == "numpy":
-        block = _cache_block(case, max(tiles, key=prod), out_slabs[0])
-        text = "the whole tile" if block is None else f"{shape_text(block)} elements"
-        found.append(("cache block", text))
-    return found
-
-
-def _cache_block(
-    case: Case, tile: tuple[int, ...], out_slab: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """Return the block, in the result's order of axes, in which NumPy copies a packed tile."""
-    from dask_p2p.kernels.numpy import SMALL_ITEMS, block_shape
-
-    if prod(tile) < SMALL_ITEMS:
-        return None
-    src = [case.dtype.itemsize * prod(tile[axis + 1 :]) for axis in case.axes]
-    dst = [case.dtype.itemsize * prod(out_slab[axis + 1 :]) for axis in range(len(out_slab))]
-    return block_shape(tuple(tile[axis] for axis in case.axes), tuple(src), tuple(dst))

@@ -21,6 +21,7 @@ from dask_p2p.cli._options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dask_p2p.cli._measuring import Measured
     from dask_p2p.measure import Case
 
 __all__ = ["demo"]
@@ -62,16 +63,17 @@ def demo(size: int | None, dtype: Any, workers: int | None, cpu: bool) -> None:
         if site.note:
             console.print(site.note)
         console.print("Starting a cluster ...")
-        rows = measuring.measure_on(
+        measured: Measured = {case: []}
+        measuring.measure_on(
             site,
             measuring.ways_on(site, rivals=True),
-            [case],
+            measured,
             _REPEATS,
             lambda client: _introduce(console, site, case, client),
         )
-        for part in ("", ways_table(rows), *moved_lines(rows)):
+        for part in ("", ways_table(measured[case]), *moved_lines(measured[case])):
             console.print(part)
-        judge(console, rows)
+        judge(console, measured)
 
 
 def _introduce(console: Console, site: Site, case: Case, client: Any) -> None:

@@ -17,6 +17,8 @@ from dask_p2p.cli import bench as command
 from dask_p2p.cli._options import Site
 from dask_p2p.measure import Case
 
+CASE = Case((8, 6), ((2,) * 4, (6,)), (1, 0), np.dtype("f4"))
+
 
 @pytest.fixture
 def bench(client, monkeypatch):
@@ -46,7 +48,6 @@ def test_the_articles_fields(bench):
     assert (result.exit_code, result.stderr) == (0, "")
     assert "4 one-thread workers over TCP on" in fact(result.stdout, "devices")
     assert fact(result.stdout, "array") == "768 x 1024 float32, 3.00 MiB, axes 1, 0"
-    assert fact(result.stdout, "cache block").endswith("elements")
     assert fact(result.stdout, "local input slab") == "4 of 192 x 1024"
     assert fact(result.stdout, "local output slab") == "4 of 256 x 768"
     assert fact(result.stdout, "tile") == "16 of 192 x 256"
@@ -54,7 +55,7 @@ def test_the_articles_fields(bench):
     assert "GB/s" in result.stdout
     assert len(figures(result.stdout, "dask_p2p")) == 10
     assert len(figures(result.stdout, "one no-op layer")) == 5
-    assert "dask_p2p: moved 2.25 MiB, least possible 2.25 MiB; cma for all" in result.stdout
+    assert "dask_p2p: moved 2.25 MiB, least possible 2.25 MiB; cma for 12 pairs" in result.stdout
     assert "All 786432 elements are where they belong." in result.stdout
 
 
@@ -146,22 +147,12 @@ def test_several_arrays_ways_and_cases(bench, tmp_path):
 
 
 def test_times_by_the_byte():
-    case = Case((4, 2), ((4,), (2,)), (1, 0), np.dtype("i1"), name="another")
-    even = Case((4, 4), ((4,), (4,)), (1, 0), np.dtype("i1"))
-    rows = [
-        {"matrix_bytes": 8, "median_s": 1.0, "span_s": [0.5, 0.75, 1.0]},
-        {"matrix_bytes": 16, "median_s": 1.0, "span_s": [0.5]},
-        {"failed": "x", "matrix_bytes": 8},
-    ]
-    for row, array in zip(rows, (case, even, case), strict=True):
-        row |= {"way": "dask_p2p", "case": array.name, "shape": [*array.shape], "axes": [1, 0]}
-        row |= {"dtype": "int8"}
-    rows[2]["way"] = "dask_p2p, comm"
-    made = command._in_order(rows, [even, case])
-    assert [row["case"] for row in made] == [even.name, "another", "another"]
-    assert (made[1]["median_to_even"], made[1]["span_to_even"]) == (2.0, 3.0)
-    assert "median_to_even" not in made[0]
-    assert "median_to_even" not in made[2]
+    even = [{"way": "dask_p2p", "matrix_bytes": 16, "median_s": 1.0, "span_s": [0.5]}]
+    made = {"way": "dask_p2p", "matrix_bytes": 8, "median_s": 1.0, "span_s": [0.5, 0.75, 1.0]}
+    others = [{"way": "dask_p2p", "failed": "x"}, {**made, "way": "not measured"}]
+    command._compare_with_even([made, *others], even)
+    assert (made["median_to_even"], made["span_to_even"]) == (2.0, 3.0)
+    assert not any("median_to_even" in row for row in others)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
@@ -258,21 +249,20 @@ def test_fields_on_gpus():
     case = _measuring.slabs(site, (768, 1024), np.dtype("f4"), (1, 0), "--shape")
     found = dict(command._facts(case))
     assert found["tile"] == "16 of 192 x 256"
-    assert "cache block" not in found
     assert _tables.devices_text(site, ["H200"] * 4) == "4 workers, one a GPU: 4 x H200"
 
 
 def test_transports_of_pairs():
-    def text(pairs):
-        names = ("reader", "holder", "transport")
-        return _tables.transports_text([dict(zip(names, pair, strict=True)) for pair in pairs])
+    def line(*transports):
+        pairs = [{"transport": transport} for transport in transports]
+        return _tables.moved_lines(
+            [{"way": "w", "moved_bytes": 2048, "least_bytes": 0, "pairs": pairs}]
+        )
 
-    assert text([]) == "no pair"
-    assert text([("a", "b", "ipc")]) == "ipc for 1 pair"
-    pairs = [(r, h, "ipc") for r in "abc" for h in "abc" if r != h]
-    assert text(pairs) == "ipc for all 6 pairs"
-    pairs[0] = ("a", "b", "comm")
-    assert text(pairs) == "ipc for 5 pairs; comm for 1 pair (0<-1)"
+    assert line() == ["w: moved 2.00 kiB, least possible 0 B; no pair"]
+    (text,) = line("comm", "ipc", "ipc")
+    assert text.endswith("; ipc for 2 pairs; comm for 1 pair")
+    assert _tables.moved_lines([{"way": "dask tasks"}]) == []
 
 
 def test_the_limit_and_what_failed():
@@ -288,7 +278,7 @@ def test_the_limit_and_what_failed():
     assert "250.00" in text
     assert "40.0%" in text
     assert "JAX" not in text
-    _tables.judge(console, rows[2:])
+    _tables.judge(console, {CASE: rows})
     assert "JAX failed: jax is not installed" in console.export_text()
 
 
@@ -321,36 +311,37 @@ def test_rivals_and_low_latency_have_clusters_of_their_own(monkeypatch, client):
     assert "dask p2p" not in ways
     assert {"dask_p2p, ucx", "dask_p2p, kernels read in place"} < set(ways)
     chosen = ("dask_p2p", "dask_p2p, low latency", "dask tasks")
-    case = Case((8, 6), ((2,) * 4, (6,)), (1, 0), np.dtype("f4"))
-    rows = _measuring.measure_on(
-        site, {name: ways[name] for name in chosen}, [case], 1, lambda client: None
-    )
+    measured = {CASE: []}
+    ways = {name: ways[name] for name in chosen}
+    _measuring.measure_on(site, ways, measured, 1, lambda client: None)
     assert started == [({}, False), ({}, True), ({"protocol": "ucx"}, False)]
-    assert [row["way"] for row in rows] == [*chosen]
+    assert [row["way"] for row in measured[CASE]] == [*chosen]
     on_cpus = _measuring.ways_on(Site(4, (), None, 2**40), rivals=True)
     assert {"dask tasks", "dask p2p"} < set(on_cpus)
     there = Site(4, (), None, 2**40, "tcp://1.2.3.4:5")
     assert not any(way.low_latency for way in _measuring.ways_on(there, variants=True).values())
 
 
-def test_rivals_that_cannot_run_are_rows(capfd):
+@pytest.mark.parametrize(("dtype", "way"), [("int8", "mpi4py-fft"), (">f4", "rivals")])
+def test_rivals_that_cannot_run_are_rows(capfd, dtype, way):
     site = Site(3, (), None, 2**40)
-    (row,) = _measuring.run_rivals(site, np.dtype("int8"), [10], 1, 60)
-    assert (row["way"], row["shape"], row["case"]) == ("mpi4py-fft", [10, 10], measure.EVEN)
-    assert "not installed" in row["failed"] or "no multiple of 3" in row["failed"]
-    (row,) = _measuring.run_rivals(site, np.dtype(">f4"), [8], 1, 60)
-    assert (row["way"], row["failed"].split()[-1]) == ("rivals", "2")
+    case = _measuring.slabs(site, (10, 10), np.dtype(dtype), (1, 0), "--shape")
+    measured = {case: []}
+    assert _measuring.add_rivals(site, measured, 1, 60) is None
+    (row,) = measured[case]
+    assert (row["way"], row["shape"], row["case"]) == (way, [10, 10], measure.EVEN)
+    reasons = ("not installed", "no multiple of 3", "benchmarks.rivals ended with 2")
+    assert any(reason in row["failed"] for reason in reasons)
 
 
 def test_rivals_without_dask_get_square_matrices(bench, monkeypatch):
     asked = []
 
-    def run_rivals(site, dtype, sizes, repeats, timeout_s):
-        asked.append((str(dtype), sizes, repeats, timeout_s))
-        row = {"way": "JAX", "case": measure.EVEN, "shape": [20, 20], "axes": [1, 0]}
-        return [{**row, "dtype": str(dtype), "failed": "jax is not installed"}]
+    def without_dask(site, dtype, sizes, repeats, timeout_s):
+        asked.append((dtype, [*sizes], repeats, timeout_s))
+        return [{"way": "JAX", "size": 20, "failed": "jax is not installed"}]
 
-    monkeypatch.setattr(_measuring, "run_rivals", run_rivals)
+    monkeypatch.setattr(_measuring, "_without_dask", without_dask)
     args = ["--size", "20", "--shape", "20x30", "--size", "21", "--repeats", "1", "--rivals"]
     result = bench(*args, "--rival-timeout", "7")
     assert result.exit_code == 0, result.output
