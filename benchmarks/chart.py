@@ -87,11 +87,12 @@ def dtype_of(row: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def read_series(reports: Iterable[dict[str, Any]]) -> list[Series]:
-    """Collect what was measured of arrays in even slabs; ways that failed are left out."""
+    """Collect what was measured of square matrices in even slabs; failures are left out."""
     found: dict[tuple[str, str, str], Series] = {}
     for report in reports:
         for row in report["rows"]:
-            if "failed" in row or row.get("case", EVEN) != EVEN:
+            square = row.get("case", EVEN) == EVEN and len({*row.get("shape", ())}) <= 1
+            if "failed" in row or not square:
                 continue
             dtype = dtype_of(row, report)
             times_s = {row["way"]: row["median_s"]}

@@ -73,53 +73,24 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to transpose, and on what cluster.
-
-    Attributes
-    ----------
-    transpose
-        Takes a Dask array and the axes, returns the lazy result.
-    apart
-        Whether it is measured on an array of its own, because it may leave copies of blocks on
-        workers that lacked them. Others are run in turn: what else goes on on the machine then
-        disturbs all of them alike.
-    checked
-        Whether its result is the transpose, and is compared with it.
-    required
-        Whether its failure is that of the whole measuring; that of others is a row.
-    one_by_one
-        Whether one block of the result is made after the other, so that there is one transfer at
-        a time in the whole cluster.
-    protocol, low_latency
-        Of its cluster, if not the usual ones.
-    """
+    """A way to transpose, and on what cluster."""
 
     transpose: Transpose
-    apart: bool = False
-    checked: bool = True
-    required: bool = False
-    one_by_one: bool = False
-    protocol: str | None = None
-    low_latency: bool = False
+    apart: bool = False  # on an array of its own: it may leave copies of blocks on other workers
+    checked: bool = True  # its result is the transpose, and is compared with it
+    required: bool = False  # its failure is that of the whole measuring; that of others is a row
+    one_by_one: bool = False  # blocks one after the other: one transfer at a time in the cluster
+    protocol: str | None = None  # of its cluster, if not the usual one
+    low_latency: bool = False  # of its cluster
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What the workers noted of one transpose.
+    """What the workers noted of one transpose."""
 
-    Attributes
-    ----------
-    pairs
-        ``(reader, holder, transport)`` to bytes.
-    tasks
-        When each task started and ended, since the epoch, s.
-    link_gbs
-        GB (1e9 bytes) per second that each reader received while its task ran.
-    """
-
-    pairs: dict[tuple[str, str, str], int]
-    tasks: list[tuple[float, float]]
-    link_gbs: list[float]
+    pairs: dict[tuple[str, str, str], int]  # reader, holder, transport, to bytes
+    tasks: list[tuple[float, float]]  # when each started and ended, since the epoch, s
+    link_gbs: list[float]  # GB (1e9 bytes) a second that each reader received while its task ran
 
 
 def place_blocks(client: Any, make: Callable[[], Any]) -> Any:
@@ -179,6 +150,8 @@ def compare(
 ) -> list[Row]:
     """Time ways to transpose one array: in turn, and those that need one on arrays of their own.
 
+    What else goes on on the machine disturbs all those alike that are run in turn.
+
     Parameters
     ----------
     client : distributed.Client
@@ -207,11 +180,7 @@ def compare(
 
 
 def _in_turn(
-    client: Any,
-    ways: Mapping[str, Way],
-    case: Case,
-    repeats: int,
-    progress: Callable[[], None],
+    client: Any, ways: Mapping[str, Way], case: Case, repeats: int, progress: Callable[[], None]
 ) -> list[Row]:
     x = place_blocks(client, case.make)
     measured: dict[str, Row] = {name: {} for name in ways}
@@ -225,14 +194,7 @@ def _in_turn(
                     raise
                 measured[name] = {"failed": _short_reason(exc)}
             progress()
-    return [
-        {"way": name, **_array(case), "one_by_one": ways[name].one_by_one, **_summary(row, case)}
-        for name, row in measured.items()
-    ]
-
-
-def _array(case: Case) -> Row:
-    return {
+    array = {
         "case": case.name,
         "shape": list(case.shape),
         "axes": list(case.axes),
@@ -241,21 +203,19 @@ def _array(case: Case) -> Row:
         "dtype": str(case.dtype),
         "matrix_bytes": case.size_bytes,
     }
+    return [{"way": name, **array, **_summary(row, case)} for name, row in measured.items()]
 
 
 def _summary(row: Row, case: Case) -> Row:
     """Add the figures that people compare."""
     if "failed" in row:
         return row
-    median_s = median(row["times_s"])
     rates_gbs = row.pop("rates_gbs", None)
-    return {
-        "median_s": median_s,
-        # Each byte of the array is read once and written once.
-        "bandwidth_gbs": 2 * case.size_bytes / median_s / 1e9,
-        "link_gbs": median(rates_gbs) if rates_gbs else 0.0,
-        **row,
-    }
+    median_s = median(row["times_s"])
+    # Each byte of the array is read once and written once.
+    bandwidth_gbs = 2 * case.size_bytes / median_s / 1e9
+    link_gbs = median(rates_gbs) if rates_gbs else 0.0
+    return {"median_s": median_s, "bandwidth_gbs": bandwidth_gbs, "link_gbs": link_gbs, **row}
 
 
 def _short_reason(error: BaseException) -> str:
@@ -280,7 +240,8 @@ def _run_once(client: Any, row: Row, way: Way, x: Any, case: Case, last: bool) -
         _wait_for(y)
         del kept
     if "first_s" not in row:
-        row |= {"first_s": stop_s - start_s, "times_s": [], "wrong": None}
+        row |= {"one_by_one": way.one_by_one, "first_s": stop_s - start_s}
+        row |= {"times_s": [], "wrong": None}
     else:
         row["times_s"].append(stop_s - start_s)
         if (exchange := collect(client, y.name, since_s)) is not None:

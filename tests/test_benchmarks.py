@@ -17,7 +17,7 @@ from benchmarks import chart
 from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals import copy_engines, mpi_fft, torch_nccl
 from benchmarks.rivals.common import MODULI, Case, row, time_forms
-from dask_p2p import indexed, measure
+from dask_p2p import indexed
 from dask_p2p.cli import p2p
 
 ROOT = Path(__file__).parents[1]
@@ -127,14 +127,16 @@ class TestChart:
     def test_what_the_program_writes(self, cluster, tmp_path):
         path = tmp_path / "made.json"
         arguments = ["bench", "--scheduler", cluster.scheduler_address, "--json", str(path)]
-        arguments += ["--size", "64", "--repeats", "1", "--cases"]
+        arguments += ["--size", "64", "--repeats", "1"]
         result = CliRunner().invoke(p2p, arguments, catch_exceptions=False)
         assert result.exit_code == 0
         made = json.loads(path.read_text())
+        medians_s = [row["median_s"] for row in made["rows"]]
+        made["rows"] += [{**row, "case": "uneven blocks", "median_s": 1} for row in made["rows"]]
+        made["rows"] += [{**row, "shape": [64, 63], "median_s": 1} for row in made["rows"]]
         series = chart.read_series([made])
         assert [s.way for s in series] == ["dask_p2p", chart.EXCHANGE, chart.FLOOR]
-        even = [row["median_s"] for row in made["rows"] if row["case"] == measure.EVEN]
-        assert [[*s.median_s.values()] for s in (series[0], series[2])] == [[t] for t in even]
+        assert [[*s.median_s.values()] for s in (series[0], series[2])] == [[t] for t in medians_s]
         assert "4 workers" in chart.caption([made])
 
     def test_caption(self):

@@ -14,9 +14,7 @@ from dask_p2p.errors import P2PError
 from dask_p2p.layout import normal_axes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy as np
+    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -26,58 +24,55 @@ _CONNECT_S = 10
 _MEMORY_FACTOR = 2.5
 
 
-def _shape(value: str) -> tuple[int, ...]:
-    """Read lengths with an x between."""
-    try:
-        shape = tuple(int(part) for part in value.lower().split("x"))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise click.BadParameter(f"{value!r}: give lengths of at least 1 with an x between")
-    return shape
+def _reader(read: Callable[[str], Any], right: Callable[[Any], bool], what: str) -> Any:
+    """Return what click takes as the type of an option: it reads a value, or says what to give."""
+
+    def convert(value: str) -> Any:
+        try:
+            made = read(value)
+            refused = not right(made)
+        except (TypeError, ValueError, OverflowError, SyntaxError):
+            refused = True
+        if refused:
+            raise click.BadParameter(f"{value!r}: give {what}")
+        return made
+
+    return convert
 
 
-def _dtype(value: str) -> np.dtype[Any]:
-    """Read the name of a dtype whose values can be checked."""
+def _dtype(value: str) -> Any:
     import numpy as np
 
-    try:
-        dtype: np.dtype[Any] = np.dtype(value)
-    except (TypeError, ValueError, SyntaxError) as exc:
-        raise click.BadParameter(f"{value!r}: NumPy has no dtype of this name") from exc
-    if dtype.kind not in "biufc":
-        raise click.BadParameter(f"{value!r}: give a boolean, integer, float or complex dtype")
-    return dtype
-
-
-def _axes(value: str) -> tuple[int, ...]:
-    """Read whole numbers with commas between."""
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError as exc:
-        raise click.BadParameter(f"{value!r}: give whole numbers with commas between") from exc
+    return np.dtype(value)
 
 
 def _size_bytes(value: str) -> int:
-    """Read a size such as 2GiB."""
     from dask.utils import parse_bytes
 
-    try:
-        size_bytes = int(parse_bytes(value))
-    except ValueError:
-        size_bytes = 0
-    if size_bytes < 1:
-        raise click.BadParameter(f"{value!r}: give a size such as 500MB or 2GiB")
-    return size_bytes
+    return int(parse_bytes(value))
 
 
-# What click takes as the types of options.
-SHAPE, DTYPE, SIZE_BYTES = _shape, _dtype, _size_bytes
+def _numbers(value: str, between: str = ",") -> tuple[int, ...]:
+    return tuple(int(part) for part in value.lower().split(between))
+
+
+SHAPE = _reader(
+    lambda value: _numbers(value, "x"),
+    lambda shape: min(shape) > 0,
+    "lengths of at least 1 with an x between",
+)
+AXES = _reader(_numbers, bool, "whole numbers with commas between")
+DTYPE = _reader(
+    _dtype,
+    lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
+    "a boolean, integer, float or complex dtype of NumPy",
+)
+SIZE_BYTES = _reader(_size_bytes, lambda size: size > 0, "a size such as 500MB or 2GiB")
 COUNT = click.IntRange(min=1)
 
 axes_option = click.option(
     "--axes",
-    type=_axes,
+    type=AXES,
     metavar="1,0",
     help="Input axis that each output axis comes from.  [default: reversed]",
 )
@@ -197,15 +192,9 @@ def check_fits(
 
 @contextlib.contextmanager
 def start(site: Site, **options: Any) -> Iterator[Any]:
-    """Start the cluster, or connect to the one that is there; give a client of it.
+    """Start the cluster, with options of `local_cluster`, or connect to the one that is there.
 
-    What was started ends with the block.
-
-    Parameters
-    ----------
-    site : Site
-    **options
-        For `dask_p2p.local_cluster`.
+    Gives a client of it. What was started ends with the block.
     """
     from distributed import Client
 

@@ -83,14 +83,7 @@ def shapes_text(shapes: Iterable[Sequence[int]]) -> str:
 
 
 def devices_text(site: Site, names: Sequence[str]) -> str:
-    """Write which workers there are, and on what.
-
-    Parameters
-    ----------
-    site : Site
-    names : sequence of str
-        Of each worker's GPU or processor.
-    """
+    """Write which workers there are, and on what, by the names of GPUs or processors."""
     models = Counter(names)
     listed = ", ".join(f"{count} x {name}" for name, count in models.items())
     if site.scheduler is not None:
