@@ -20,6 +20,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from dask_p2p.kernels import kernel_named
 from dask_p2p.kernels._launch import GROUP_TILES
@@ -187,14 +189,10 @@ def gpu_seconds(cupy: Any, work: Callable[[], Any], repeats: int) -> float:
 
 def print_table(rows: list[Row]) -> None:
     """Print one line for each case, with the columns of the first."""
-    names = list(rows[0])
-    lines = [names] + [
-        [f"{row[n]:.3g}" if isinstance(row[n], float) else str(row[n]) for n in names]
-        for row in rows
-    ]
-    widths = [max(len(line[n]) for line in lines) for n in range(len(names))]
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    table = Table(*rows[0], box=None)
+    for row in rows:
+        table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=160).print(table)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def _reader(read: Callable[[str], Any], right: Callable[[Any], bool], what: str)
         try:
             made = read(value)
             refused = not right(made)
-        except (TypeError, ValueError, OverflowError, SyntaxError):
+        except (ValueError, OverflowError):
             refused = True
         if refused:
             raise click.BadParameter(f"{value!r}: give {what}")
@@ -43,7 +43,10 @@ def _reader(read: Callable[[str], Any], right: Callable[[Any], bool], what: str)
 def _dtype(value: str) -> Any:
     import numpy as np
 
-    return np.dtype(value)
+    try:
+        return np.dtype(value)
+    except (TypeError, ValueError, SyntaxError) as exc:
+        raise click.BadParameter(f"{value!r}: NumPy has no dtype of this name") from exc
 
 
 def _size_bytes(value: str) -> int:
@@ -65,7 +68,7 @@ AXES = _reader(_numbers, bool, "whole numbers with commas between")
 DTYPE = _reader(
     _dtype,
     lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
-    "a boolean, integer, float or complex dtype of NumPy",
+    "a boolean, integer, float or complex dtype",
 )
 SIZE_BYTES = _reader(_size_bytes, lambda size: size > 0, "a size such as 500MB or 2GiB")
 COUNT = click.IntRange(min=1)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dask_p2p.measure import Row
 
 _FILE_COLUMNS = 120
+_WIDE_COLUMNS = 110
 _SHAPES_SHOWN = 6
 
 
@@ -106,37 +107,49 @@ def array_text(shape: Sequence[int], dtype: Any) -> str:
 
 def speed_text(gbs: float) -> str:
     """Write a speed in GB (1e9 bytes) a second."""
-    return f"{gbs:.3g} GB/s" if gbs < 1000 else f"{gbs:.0f} GB/s"
+    return f"{_gbs(gbs)} GB/s"
 
 
-def ways_table(rows: Sequence[Row], title: str | None = None) -> Table:
-    """Return what was measured with one array: a line for each way that did not fail."""
+def ways_table(rows: Sequence[Row], columns: int, title: str | None = None) -> Table:
+    """Return what was measured with one array: a line for each way that did not fail.
+
+    Narrow consoles, of few `columns`, get the most important figures only.
+    """
     from rich.box import SIMPLE_HEAD
+
+    from dask_p2p.cli._measuring import LIMIT, OURS
 
     measured = [row for row in rows if "failed" not in row]
     medians_s = {row["way"]: row["median_s"] for row in measured}
-    ours_s, limit_s = medians_s.get("dask_p2p"), medians_s.get("copy engines (limit)")
-    columns: dict[str, Callable[[Row], str]] = {
+    ours_s, limit_s = medians_s.get(OURS), medians_s.get(LIMIT)
+    figures: dict[str, Callable[[Row], str]] = {
         "first": lambda row: _ms(row["first_s"]),
         "median": lambda row: _ms(row["median_s"]),
         "best": lambda row: _ms(min(row["times_s"])),
         "before": lambda row: _ms(*row.get("before_s", ())),
         "exchange": lambda row: _ms(*row.get("exchange_s", ())),
         "after": lambda row: _ms(*row.get("after_s", ())),
-        "GB/s": lambda row: f"{row['bandwidth_gbs']:.4g}",
-        "link GB/s": lambda row: f"{row['link_gbs']:.4g}" if row["link_gbs"] else "",
+        "GB/s": lambda row: _gbs(row["bandwidth_gbs"]) if row["wrong"] is not None else "",
+        "link\nGB/s": lambda row: _gbs(row["link_gbs"]) if row["link_gbs"] else "",
         "wrong": lambda row: "" if row["wrong"] is None else str(row["wrong"]),
-        "faster by": lambda row: f"{row['median_s'] / ours_s:.2f}" if ours_s else "",
-        "of limit": lambda row: f"{limit_s / row['median_s']:.1%}" if limit_s else "",
-        "to even": lambda row: f"{row['median_to_even']:.2f}" if "median_to_even" in row else "",
+        "faster\nby": lambda row: f"{row['median_s'] / ours_s:.2f}" if ours_s else "",
+        "of\nlimit": lambda row: f"{limit_s / row['median_s']:.1%}" if limit_s else "",
+        "to\neven": lambda row: f"{row['median_to_even']:.2f}" if "median_to_even" in row else "",
     }
-    cells = {name: [text(row) for row in measured] for name, text in columns.items()}
-    cells = {name: texts for name, texts in cells.items() if any(texts)}
+    cells = {name: [text(row) for row in measured] for name, text in figures.items()}
+    dropped = ("best", "before", "after") if columns < _WIDE_COLUMNS else ()
+    cells = {name: texts for name, texts in cells.items() if any(texts) and name not in dropped}
     made = table("times in ms", *cells, title=title)
     made.box, made.collapse_padding = SIMPLE_HEAD, True
+    for column in made.columns[1:]:
+        column.no_wrap = True  # a figure in two lines is read as two
     for place, row in enumerate(measured):
         made.add_row(row["way"], *(texts[place] for texts in cells.values()))
     return made
+
+
+def _gbs(rate_gbs: float) -> str:
+    return f"{rate_gbs:.3g}" if rate_gbs < 1000 else f"{rate_gbs:.0f}"
 
 
 def _ms(*times_s: float) -> str:

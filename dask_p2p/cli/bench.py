@@ -231,7 +231,7 @@ def _show(console: Console, measured: Measured) -> None:
         if len(measured) == 1:
             console.print(facts(_facts(case)))
         title = f"{array_text(case.shape, case.dtype)}, {case.name}" if len(measured) > 1 else None
-        for part in (ways_table(rows, title), *moved_lines(rows)):
+        for part in (ways_table(rows, console.width, title), *moved_lines(rows)):
             console.print(part)
         ways = {row["way"]: row for row in rows}
         if measuring.OURS in ways and measuring.OURS_SYNC in ways:

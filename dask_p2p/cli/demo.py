@@ -71,7 +71,7 @@ def demo(size: int | None, dtype: Any, workers: int | None, cpu: bool) -> None:
             _REPEATS,
             lambda client: _introduce(console, site, case, client),
         )
-        for part in ("", ways_table(measured[case]), *moved_lines(measured[case])):
+        for part in ("", ways_table(measured[case], console.width), *moved_lines(measured[case])):
             console.print(part)
         judge(console, measured)
 
