@@ -166,12 +166,12 @@ def draw(reports: Sequence[dict[str, Any]]) -> Figure:
 
 def explain(figure: Figure, reports: Sequence[dict[str, Any]], found: Sequence[Series]) -> None:
     """Add what the lines are, and of what machines, dtypes and commits."""
-    lines = {line.get_label(): line for panel in figure.axes for line in panel.get_lines()}
-    shown = {label: line for label, line in lines.items() if not str(label).startswith("_")}
-    columns = 1 if any(len(str(label)) > 40 for label in shown) else 4
+    lines = {str(line.get_label()): line for panel in figure.axes for line in panel.get_lines()}
+    shown = {label: line for label, line in lines.items() if not label.startswith("_")}
+    columns = 1 if any(len(label) > 40 for label in shown) else 4
     options: Any = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
     options |= {"frameon": False, "title": caption(reports), "title_fontsize": 7.5}
-    legend = figure.legend(shown.values(), shown.keys(), **options)
+    legend = figure.legend([*shown.values()], [*shown], **options)
     legend.get_title().set_color("#555555")
     figure.set_figheight(5.4 + 0.2 * (-(-len(shown) // columns) + len(reports)))
     dtypes = ", ".join(dict.fromkeys(series.dtype for series in found))
