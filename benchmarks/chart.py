@@ -42,12 +42,12 @@ STYLES = {
     LIMIT: ("#222222", "_"),
     "torch + NCCL": ("#2e8b57", "s"),
     "JAX": ("#e09f3e", "D"),
-    "mpi4py-fft": ("#6b705c", "P"),
+    "mpi4py-fft": ("#7f5539", "P"),
     "dask tasks": ("#30638e", "^"),
     "dask p2p": ("#7b5ea7", "v"),
     FLOOR: ("#999999", "."),
 }
-OTHER_COLOURS = ("#00798c", "#8d6a9f", "#b56576")
+OTHER_COLOURS = ("#00798c", "#8d6a9f", "#6b705c", "#b56576")
 #: Of machines and dtypes after the first.
 LINES = ("-", "--", ":", "-.")
 
