@@ -1,4 +1,4 @@
-"""Draw results of `transpose.py`: time against size, and the fraction of the limit.
+"""Draw results of `dask p2p bench`: time against size, and the fraction of the limit.
 
     python benchmarks/chart.py benchmarks/results/h200-x4.json -o benchmarks/results/h200-x4.svg
 
@@ -30,6 +30,8 @@ OURS = "dask_p2p"
 LIMIT = "copy engines (limit)"
 #: Dask's own time, with no transfer to compare with the limit.
 FLOOR = "one no-op layer"
+#: Other arrays are not drawn; older reports do not name this one.
+EVEN = "even slabs"
 #: A part of ours: what is left of it without Dask's own time.
 EXCHANGE = "dask_p2p, exchange only"
 
@@ -40,6 +42,7 @@ STYLES = {
     LIMIT: ("#222222", "_"),
     "torch + NCCL": ("#2e8b57", "s"),
     "JAX": ("#e09f3e", "D"),
+    "mpi4py-fft": ("#7f5539", "P"),
     "dask tasks": ("#30638e", "^"),
     "dask p2p": ("#7b5ea7", "v"),
     FLOOR: ("#999999", "."),
@@ -84,11 +87,12 @@ def dtype_of(row: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def read_series(reports: Iterable[dict[str, Any]]) -> list[Series]:
-    """Collect what was measured; ways that failed are left out."""
+    """Collect what was measured of square matrices in even slabs; failures are left out."""
     found: dict[tuple[str, str, str], Series] = {}
     for report in reports:
         for row in report["rows"]:
-            if "failed" in row:
+            square = row.get("case", EVEN) == EVEN and len({*row.get("shape", ())}) <= 1
+            if "failed" in row or not square:
                 continue
             dtype = dtype_of(row, report)
             times_s = {row["way"]: row["median_s"]}
@@ -119,136 +123,119 @@ def caption(reports: Sequence[dict[str, Any]]) -> str:
     """Say when each report was made, on what, and of which commit."""
     lines = []
     for report in reports:
-        day = time.strftime("%Y-%m-%d", time.gmtime(report["started"]))
-        driver = report["hardware"].get("driver")
-        commit = report.get("commit")
-        parts = [
-            machine(report),
-            f"driver {driver}" if driver and report["kind"] == "cupy" else None,
-            day,
-            f"commit {commit[:12]}" if commit else None,
-        ]
-        lines.append(", ".join(part for part in parts if part))
+        parts = [machine(report)]
+        if report["kind"] == "cupy" and (driver := report["hardware"].get("driver")):
+            parts.append(f"driver {driver}")
+        parts.append(time.strftime("%Y-%m-%d", time.gmtime(report["started"])))
+        parts += [f"commit {report['commit'][:12]}"] if report.get("commit") else []
+        lines.append(", ".join(parts))
     return "\n".join(dict.fromkeys(lines))
 
 
 def draw(reports: Sequence[dict[str, Any]]) -> Figure:
     """Draw the chart of these reports; the right panel needs a limit in one of them."""
-    all_series = read_series(reports)
-    if not all_series:
+    found = read_series(reports)
+    if not found:
         raise ValueError("there is nothing in these results that could be drawn")
-    compared = [
-        series for series in all_series if series.way != LIMIT and not series.way.startswith(FLOOR)
-    ]
-    limited = [(series, f) for series in compared if (f := fractions(series, all_series))]
+    compared = [one for one in found if one.way != LIMIT and not one.way.startswith(FLOOR)]
+    limited = {id(one): f for one in compared if (f := fractions(one, found))}
     figure = Figure(layout="constrained")
     figure.set_figwidth(11.0 if limited else 6.5)
-    panels = figure.subplots(1, 2 if limited else 1, squeeze=False)[0]
-
-    for series in all_series:
-        # The exchange alone is no way to a result: it only has a share of the limit.
-        if series.way != EXCHANGE:
-            plot(panels[0], series, all_series, {b: t * 1e3 for b, t in series.median_s.items()})
-    panels[0].set_yscale("log")
-    panels[0].yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panels[0].yaxis.set_minor_formatter(NullFormatter())
-    panels[0].set_ylabel("median time, ms")
-    panels[0].set_title("Time of a transpose")
-    for series, values in limited:
-        plot(panels[1], series, all_series, values)
-    if limited:
-        highest = max(max(values.values()) for _, values in limited)
-        panels[1].axhline(1.0, color=STYLES[LIMIT][0], linewidth=1.0)
-        panels[1].set_ylim(0.0, 1.05 * max(1.0, highest))
-        panels[1].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        panels[1].set_ylabel("time of the copy engines' all-to-all / median time")
-        size_axis(panels[1], [series for series, _ in limited])
-        panels[1].set_title("Fraction of the copy-engine limit")
-    size_axis(panels[0], all_series)
-    for panel in panels:
-        panel.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
-        panel.set_axisbelow(True)
-    lines = {line.get_label(): line for panel in panels for line in panel.get_lines()}
-    shown = {label: line for label, line in lines.items() if not str(label).startswith("_")}
-    columns = 1 if any(len(label) > 40 for label in shown) else 4
-    legend = figure.legend(
-        shown.values(),
-        shown.keys(),
-        loc="outside lower center",
-        ncols=columns,
-        fontsize=8,
-        frameon=False,
-        title=caption(reports),
-        title_fontsize=7.5,
-    )
-    legend.get_title().set_color("#555555")
-    figure.set_figheight(5.4 + 0.2 * (-(-len(shown) // columns) + len(reports)))
-    figure.suptitle(
-        "Square matrix in row slabs, transposed into row slabs: "
-        + ", ".join(dict.fromkeys(series.dtype for series in all_series))
-        + "\n"
-        + "; ".join(dict.fromkeys(series.machine for series in all_series)),
-        fontsize=11,
-    )
+    left, *right = figure.subplots(1, 2 if limited else 1, squeeze=False)[0]
+    # The exchange alone is no way to a result: it only has a share of the limit.
+    times_ms = {
+        id(one): {nbytes: time_s * 1e3 for nbytes, time_s in one.median_s.items()}
+        for one in found
+        if one.way != EXCHANGE
+    }
+    plot(left, found, times_ms, "Time of a transpose", "median time, ms")
+    left.set_yscale("log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    left.yaxis.set_minor_formatter(NullFormatter())
+    for panel in right:
+        label = "time of the copy engines' all-to-all / median time"
+        plot(panel, found, limited, "Fraction of the copy-engine limit", label)
+        highest = max(max(values.values()) for values in limited.values())
+        panel.axhline(1.0, color=STYLES[LIMIT][0], linewidth=1.0)
+        panel.set_ylim(0.0, 1.05 * max(1.0, highest))
+        panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    explain(figure, reports, found)
     return figure
 
 
+def explain(figure: Figure, reports: Sequence[dict[str, Any]], found: Sequence[Series]) -> None:
+    """Add what the lines are, and of what machines, dtypes and commits."""
+    lines = {str(line.get_label()): line for panel in figure.axes for line in panel.get_lines()}
+    shown = {label: line for label, line in lines.items() if not label.startswith("_")}
+    columns = 1 if any(len(label) > 40 for label in shown) else 4
+    options: Any = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
+    options |= {"frameon": False, "title": caption(reports), "title_fontsize": 7.5}
+    legend = figure.legend([*shown.values()], [*shown], **options)
+    legend.get_title().set_color("#555555")
+    figure.set_figheight(5.4 + 0.2 * (-(-len(shown) // columns) + len(reports)))
+    dtypes = ", ".join(dict.fromkeys(series.dtype for series in found))
+    machines = "; ".join(dict.fromkeys(series.machine for series in found))
+    title = f"Square matrix in row slabs, transposed into row slabs: {dtypes}\n{machines}"
+    figure.suptitle(title, fontsize=11)
+
+
 def plot(
-    panel: Any, series: Series, all_series: Sequence[Series], values: dict[int, float]
+    panel: Any, found: Sequence[Series], values: dict[int, dict[int, float]], title: str, label: str
 ) -> None:
-    """Draw one line."""
-    machines = list(dict.fromkeys(s.machine for s in all_series))
-    dtypes = list(dict.fromkeys(s.dtype for s in all_series))
-    others = sorted({s.way for s in all_series} - set(STYLES))
-    colour, marker = STYLES.get(series.way) or (
-        OTHER_COLOURS[others.index(series.way) % len(OTHER_COLOURS)],
-        "x",
-    )
-    label = [series.way]
-    label += [series.machine] if len(machines) > 1 else []
-    label += [series.dtype] if len(dtypes) > 1 else []
-    variant = machines.index(series.machine) * len(dtypes) + dtypes.index(series.dtype)
-    sizes = sorted(values)
-    panel.plot(
-        sizes,
-        [values[size] for size in sizes],
-        label=", ".join(label),
-        color=colour,
-        marker=marker,
-        markersize=5,
-        linestyle=LINES[variant % len(LINES)],
-        linewidth=1.0 if series.way in (EXCHANGE, FLOOR) else 1.7,
-        markerfacecolor="white" if series.way == EXCHANGE else colour,
-    )
+    """Draw a line for each series that has values, with a mark for each size in bytes."""
+    machines = list(dict.fromkeys(series.machine for series in found))
+    dtypes = list(dict.fromkeys(series.dtype for series in found))
+    others = sorted({series.way for series in found} - set(STYLES))
+    drawn = [series for series in found if id(series) in values]
+    for series in drawn:
+        other = others.index(series.way) if series.way in others else 0
+        style = STYLES.get(series.way, (OTHER_COLOURS[other % len(OTHER_COLOURS)], "x"))
+        names = [series.way]
+        names += [series.machine] if len(machines) > 1 else []
+        names += [series.dtype] if len(dtypes) > 1 else []
+        variant = machines.index(series.machine) * len(dtypes) + dtypes.index(series.dtype)
+        panel.plot(
+            *zip(*sorted(values[id(series)].items()), strict=True),
+            label=", ".join(names),
+            color=style[0],
+            marker=style[1],
+            markersize=5,
+            linestyle=LINES[variant % len(LINES)],
+            linewidth=1.0 if series.way in (EXCHANGE, FLOOR) else 1.7,
+            markerfacecolor="white" if series.way == EXCHANGE else style[0],
+        )
+    panel.set_ylabel(label)
+    panel.set_title(title)
+    size_axis(panel, drawn)
+    panel.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
+    panel.set_axisbelow(True)
 
 
-def size_axis(panel: Any, all_series: Sequence[Series]) -> None:
+def size_axis(panel: Any, drawn: Sequence[Series]) -> None:
     """Mark the sizes that were measured, in rows too if these follow from the bytes."""
-    rows = {nbytes: count for series in all_series for nbytes, count in series.rows.items()}
-    one_dtype = len({series.dtype for series in all_series}) == 1
+    rows = {nbytes: count for series in drawn for nbytes, count in series.rows.items()}
+    one_dtype = len({series.dtype for series in drawn}) == 1
     kept: list[int] = []
     for nbytes in sorted(rows):  # matrices of one size in several dtypes differ by some rows
         if not kept or nbytes > 1.1 * kept[-1]:
             kept.append(nbytes)
+    names = [size_name(nbytes) for nbytes in kept]
+    if one_dtype:
+        names = [f"{name}\n{rows[nbytes]} rows" for name, nbytes in zip(names, kept, strict=True)]
     panel.set_xscale("log", base=2)
     panel.xaxis.set_minor_locator(NullLocator())
-    panel.set_xticks(
-        kept,
-        [size_name(nbytes) + (f"\n{rows[nbytes]} rows" if one_dtype else "") for nbytes in kept],
-    )
+    panel.set_xticks(kept, names)
 
 
-def size_name(size_bytes: float) -> str:
+def size_name(size_bytes: int) -> str:
     """Name a number of bytes.
 
     >>> size_name(2**36), size_name(3 * 2**19)
     ('64 GiB', '1.5 MiB')
     """
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.3g} {name}"
-    return f"{size_bytes:g} B"
+    power = (size_bytes.bit_length() - 1) // 10
+    return f"{size_bytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def save(reports: Sequence[dict[str, Any]], path: Path) -> None:
@@ -261,7 +248,7 @@ def save(reports: Sequence[dict[str, Any]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("results", nargs="+", type=Path, help="JSON of transpose.py")
+    parser.add_argument("results", nargs="+", type=Path, help="JSON of dask p2p bench")
     parser.add_argument(
         "-o",
         "--output",

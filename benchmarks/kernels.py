@@ -20,9 +20,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from dask_p2p.kernels import kernel_named
-from dask_p2p.kernels._launch import GROUP_TILES, launch_geometry
+from dask_p2p.kernels._launch import GROUP_TILES
 
 POISON = 0xA5
 Row = dict[str, Any]
@@ -124,7 +126,6 @@ def run_gpu(
 
     shape, dtype, axes = case
     kernel = CupyKernel(group_tiles)
-    itemsize = np.dtype(dtype).itemsize
     src = cupy.empty(shape, dtype)
     fill(cupy, src)
     dst = kernel.empty([shape[a] for a in axes], dtype)
@@ -135,16 +136,11 @@ def run_gpu(
     flat_src, flat_dst = src.reshape(-1), dst.reshape(-1)
     memcpy_s = gpu_seconds(cupy, partial(cupy.copyto, flat_dst, flat_src), repeats)
     ours_s = gpu_seconds(cupy, partial(kernel.permute_into, dst, src, axes), repeats)
-    geometry = launch_geometry(shape, itemsize, axes)
     row: Row = {
         "shape": list(shape),
         "dtype": dtype,
         "axes": list(axes),
         "group_tiles": group_tiles,
-        "entry": geometry.entry,
-        "tile": list(geometry.tile),
-        "threads": list(geometry.threads),
-        "grid": geometry.grid,
         "memcpy_tb_s": 2 * src.nbytes / memcpy_s / 1e12,
         "ours_tb_s": 2 * src.nbytes / ours_s / 1e12,
         "ratio_to_memcpy": memcpy_s / ours_s,
@@ -193,14 +189,10 @@ def gpu_seconds(cupy: Any, work: Callable[[], Any], repeats: int) -> float:
 
 def print_table(rows: list[Row]) -> None:
     """Print one line for each case, with the columns of the first."""
-    names = list(rows[0])
-    lines = [names] + [
-        [f"{row[n]:.3g}" if isinstance(row[n], float) else str(row[n]) for n in names]
-        for row in rows
-    ]
-    widths = [max(len(line[n]) for line in lines) for n in range(len(names))]
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    table = Table(*rows[0], box=None)
+    for row in rows:
+        table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=160).print(table)
 
 
 def main() -> None:

@@ -102,20 +102,6 @@ def _module(kind: str) -> Any:
     return np
 
 
-def _values(
-    location: Sequence[tuple[int, int]], shape: Sequence[int], axes: Sequence[int], kind: str
-) -> Any:
-    """Linear indices (in the array before) of a box of the array after, as broadcast sums."""
-    module = _module(kind)
-    total = module.zeros((1,) * len(axes), np.int64)
-    for place, axis in enumerate(axes):
-        stride = int(np.prod(shape[axis + 1 :], dtype=np.int64))
-        start, stop = location[place]
-        index = module.arange(start, stop, dtype=np.int64) * stride
-        total = total + index.reshape([-1 if p == place else 1 for p in range(len(axes))])
-    return total
-
-
 def _indexed_block(
     shape: tuple[int, ...],
     axes: tuple[int, ...],
@@ -125,8 +111,8 @@ def _indexed_block(
 ) -> Any:
     location = block_info[None]["array-location"]
     block = _module(kind).empty([stop - start for start, stop in location], out_dtype)
-    for rows, part in _bands(location):
-        block[rows] = _values(part, shape, axes, kind) % modulus(out_dtype)
+    for rows, values in _bands(location, shape, axes, kind, out_dtype):
+        block[rows] = values
     return block
 
 
@@ -140,24 +126,34 @@ def _wrong_in_block(
 ) -> Any:
     location = block_info[0]["array-location"]
     expected_shape = tuple(stop - start for start, stop in location)
-    wrong = 0
     if block.dtype != declared or block.shape != expected_shape:
         wrong = prod(expected_shape)
     else:
-        for rows, part in _bands(location):
-            expected = (_values(part, shape, axes, kind) % modulus(declared)).astype(declared)
-            wrong += int((block[rows] != expected).sum())
+        bands = _bands(location, shape, axes, kind, declared)
+        wrong = sum(int((block[rows] != values).sum()) for rows, values in bands)
     return np.full((1,) * len(axes), wrong, np.int64)
 
 
-def _bands(location: Sequence[tuple[int, int]], elements: int = 2**24) -> Any:
-    """Cut a block along its first axis, so that temporaries stay small."""
-    if not location:
-        yield ..., location
-        return
-    (start, stop), rest = location[0], list(location[1:])
-    row = max(1, int(np.prod([b - a for a, b in rest], dtype=np.int64)))
-    step = max(1, elements // row)
-    for first in range(start, stop, step):
-        last = min(first + step, stop)
-        yield slice(first - start, last - start), [(first, last), *rest]
+def _bands(
+    location: Sequence[tuple[int, int]],
+    shape: Sequence[int],
+    axes: Sequence[int],
+    kind: str,
+    dtype: Any,
+    elements: int = 2**24,
+) -> Any:
+    """Yield the values of a box of the array after, cut along its first axis.
+
+    So temporaries stay small. Values are linear indices in the array before, as broadcast sums.
+    """
+    module = _module(kind)
+    first, last = location[0] if location else (0, 1)
+    step = max(1, elements // max(1, prod(stop - start for start, stop in location[1:])))
+    for top in range(first, last, step):
+        bounds = [(top, min(top + step, last)), *location[1:]]
+        total = module.zeros((1,) * len(axes), np.int64)
+        for place, (axis, (start, stop)) in enumerate(zip(axes, bounds, strict=False)):
+            index = module.arange(start, stop, dtype=np.int64) * prod(shape[axis + 1 :])
+            total = total + index.reshape([-1 if p == place else 1 for p in range(len(axes))])
+        rows = slice(top - first, top - first + step) if location else ...
+        yield rows, (total % modulus(dtype)).astype(dtype)

@@ -1,17 +1,19 @@
-"""Running a transpose and its rivals, timing them, and collecting what the workers noted."""
+"""Running ways to transpose, timing and checking them, and collecting what the workers noted."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
 from statistics import median
 from typing import Any
 
 import dask
 from dask.core import flatten
 
+from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.layout import box_size
 from dask_p2p.ops.transpose import transpose
 from dask_p2p.plan import slab_chunks, transpose_plan
@@ -19,147 +21,111 @@ from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 
 __all__ = [
+    "EVEN",
+    "Case",
     "Exchange",
-    "Runs",
+    "Row",
     "Way",
-    "bandwidth_gbs",
     "collect",
     "compare",
     "dask_rechunk",
     "least_bytes",
-    "measure",
-    "measure_in_turn",
-    "p2p_transpose",
-    "p2p_transpose_in",
+    "no_op",
+    "p2p_with",
     "place_blocks",
 ]
 
-#: A way to transpose: takes a Dask array and the axes, returns the lazy result.
-Way = Callable[[Any, tuple[int, ...]], Any]
+#: What was measured of one way with one array; benchmarks/README.md says what the fields mean.
+Row = dict[str, Any]
+
+#: Takes a Dask array and the axes, returns the lazy result.
+Transpose = Callable[[Any, tuple[int, ...]], Any]
+
+EVEN = "even slabs"
 
 _SETTLE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
+class Case:
+    """An array to transpose, whose elements say where they belong."""
+
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    axes: tuple[int, ...]
+    dtype: Any  # a NumPy dtype
+    kind: str = "numpy"  # of its blocks, or "cupy"
+    name: str = EVEN
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole array."""
+        return prod(self.shape) * int(self.dtype.itemsize)
+
+    def make(self) -> Any:
+        """Return the lazy array."""
+        return indexed_array(self.shape, self.chunks, self.dtype, self.kind)
+
+    def wrong(self, y: Any) -> int:
+        """Count the elements of a result that are not where they belong."""
+        return int(count_wrong(y, self.shape, self.axes, self.kind, self.dtype).compute())
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to transpose, and on what cluster."""
+
+    transpose: Transpose
+    apart: bool = False  # on an array of its own: it may leave copies of blocks on other workers
+    checked: bool = True  # its result is the transpose, and is compared with it
+    required: bool = False  # its failure is that of the whole measuring; that of others is a row
+    one_by_one: bool = False  # blocks one after the other: one transfer at a time in the cluster
+    protocol: str | None = None  # of its cluster, if not the usual one
+    low_latency: bool = False  # of its cluster
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
-    """What the workers noted of one transpose.
+    """What the workers noted of one transpose."""
 
-    Attributes
-    ----------
-    moved_bytes
-        That came from other workers, in all.
-    pairs
-        ``(reader, holder, transport)`` to bytes.
-    span_s
-        From the first task's start to the last one's end.
-    tasks_s
-        Duration of each task.
-    link_gbs
-        GB (1e9 bytes) per second that each reader received while its task ran.
-    least_bytes
-        That had to move, because of where the scheduler put the result's blocks; None if that
-        was not looked up.
-    busy_s
-        During which at least one of the tasks ran.
-    start_s, stop_s
-        When the first task started and the last one ended, since the epoch.
-    before_s, after_s
-        From the client's call to the first task's start, and from the last task's end until the
-        client knew: with `span_s` all of a run's time. By the clocks of client and workers, which
-        are one on one host; None if the client did not look.
-    """
-
-    moved_bytes: int
-    pairs: dict[tuple[str, str, str], int]
-    span_s: float
-    tasks_s: list[float]
-    link_gbs: list[float]
-    least_bytes: int | None = None
-    busy_s: float = 0.0
-    start_s: float = 0.0
-    stop_s: float = 0.0
-    before_s: float | None = None
-    after_s: float | None = None
+    pairs: dict[tuple[str, str, str], int]  # reader, holder, transport, to bytes
+    tasks: list[tuple[float, float]]  # when each started and ended, since the epoch, s
+    link_gbs: list[float]  # GB (1e9 bytes) a second that each reader received while its task ran
 
 
-@dataclass(slots=True)
-class Runs:
-    """Repeated runs of one way to transpose."""
-
-    name: str
-    first_s: float  # the first run, warm-up included
-    times_s: list[float]  # the others: persist() to wait(), as the client sees it
-    exchanges: list[Exchange] = field(default_factory=list)
-    wrong: int | None = None  # elements, if the last result was checked
-    failed: str | None = None  # why there are no times, in a line
-    one_by_one: bool = False  # whether one block of the result was made after the other
-
-    @property
-    def median_s(self) -> float:
-        """Median of the runs after the first; of the first if there is no other."""
-        return median(self.times_s or [self.first_s])
-
-    @property
-    def link_gbs(self) -> float:
-        """Median over the runs of the slowest reader's rate, GB/s; 0 if nothing was moved."""
-        rates = [min(e.link_gbs) for e in self.exchanges if e.link_gbs]
-        return median(rates) if rates else 0.0
-
-    @property
-    def busy_s(self) -> float:
-        """Median over the runs of the time during which tasks ran; 0 if nothing was noted."""
-        return median(e.busy_s for e in self.exchanges) if self.exchanges else 0.0
-
-
-def bandwidth_gbs(size_bytes: int, time_s: float) -> float:
-    """Effective bandwidth of a transpose: each byte of the array is read once and written once."""
-    return 2 * size_bytes / time_s / 1e9
-
-
-def place_blocks(client: Any, make: Callable[[], Any], tries: int = 5) -> Any:
-    """Persist a new array with its blocks spread evenly over the workers.
-
-    Where they fall depends on timing, and what a benchmark measures depends on where they fall:
-    an uneven placing is thrown away and tried again.
+def place_blocks(client: Any, make: Callable[[], Any]) -> Any:
+    """Persist a new array with as many neighbouring blocks on each worker.
 
     Parameters
     ----------
     client : distributed.Client
     make : callable
         Returns the lazy array, with the same keys each time.
-    tries : int
-        After so many the array is taken as it is.
     """
-    workers = len(workers_of(client))
-    for attempt in range(tries):
-        x = client.persist(make())
-        _wait_for(x)
-        held = Counter(address for who in client.who_has(x).values() for address in who[:1])
-        counts = [*held.values(), *[0] * (workers - len(held))]
-        if max(counts) - min(counts) <= 1 or attempt == tries - 1:
-            break
-        # Not cancelled: word of that could come when the next array's keys, the same, are there.
-        x = None
-        time.sleep(_SETTLE_S)
+    addresses = sorted(workers_of(client))
+    workers, blocks = len(addresses), make().numblocks[0]
+
+    def place(key: tuple[Any, ...]) -> str:  # sent to the scheduler, with all that it uses
+        return str(addresses[min(key[1] * workers // blocks, workers - 1)])
+
+    with dask.annotate(workers=place, allow_other_workers=True):
+        x = make()
+    x = client.persist(x, optimize_graph=False)  # optimizing forgets where blocks should be
+    _wait_for(x)
     return x
 
 
-def p2p_transpose(x: Any, axes: tuple[int, ...]) -> Any:
-    """Return this package's transpose of `x`, as slabs."""
-    return transpose(x, axes)
-
-
-def p2p_transpose_in(mode: str) -> Way:
-    """Return this package's way, in the mode "sync" or "async" whatever is configured."""
+def p2p_with(changes: Mapping[str, Any]) -> Transpose:
+    """Return this package's way, to slabs, with some of its options changed."""
 
     def way(x: Any, axes: tuple[int, ...]) -> Any:
-        with dask.config.set({"p2p.mode": mode}):
-            return p2p_transpose(x, axes)
+        with dask.config.set(changes):
+            return transpose(x, axes)
 
     return way
 
 
-def dask_rechunk(method: str) -> Way:
+def dask_rechunk(method: str) -> Transpose:
     """Return Dask's own way to the same result, with a named rechunk method."""
 
     def way(x: Any, axes: tuple[int, ...]) -> Any:
@@ -169,53 +135,87 @@ def dask_rechunk(method: str) -> Way:
     return way
 
 
+def no_op(x: Any, axes: tuple[int, ...]) -> Any:
+    """Return one layer that does nothing: what Dask itself takes."""
+    chunks = tuple((1,) * count for count in x.numblocks)
+    return x.map_blocks(lambda block: block[(slice(1),) * block.ndim], meta=x._meta, chunks=chunks)
+
+
 def compare(
     client: Any,
-    ours: Mapping[str, Way],
-    rivals: Mapping[str, Way],
-    make: Callable[[], Any],
-    axes: tuple[int, ...],
+    ways: Mapping[str, Way],
+    case: Case,
     repeats: int,
-    check: Callable[[Any], int] | None = None,
     progress: Callable[[], None] = lambda: None,
-    one_by_one: Collection[str] = (),
-) -> list[Runs]:
-    """Time our ways in turn, and then each rival on an array of its own.
+) -> list[Row]:
+    """Time ways to transpose one array: in turn, and those that need one on arrays of their own.
+
+    What else goes on on the machine disturbs all those alike that are run in turn.
 
     Parameters
     ----------
     client : distributed.Client
-    ours, rivals : mapping of str to callable
-        Ways, by name.
-    make : callable
-        Returns the lazy array to transpose; see `place_blocks`. A rival may leave copies of
-        blocks on workers that lacked them, so each gets blocks that are placed anew.
-    axes, repeats, check, progress, one_by_one
-        See `measure_in_turn`.
+    ways : mapping of str to Way
+    case : Case
+    repeats : int
+        Timed runs of each way after its first. The result of the last one is checked.
+    progress : callable, optional
+        Called after each run.
 
     Returns
     -------
-    list of Runs
-        Of our ways, then of the rivals. A rival that fails says so in `Runs.failed`.
+    list of dict
+        A row for each way. One that failed says why in ``failed``, and has no times.
 
     Raises
     ------
     Exception
-        Whatever a task of one of our ways raises.
+        Whatever a task of a required way raises.
     """
-    measured: list[Runs] = []
-    if ours:
-        x = place_blocks(client, make)
-        measured += measure_in_turn(client, ours, x, axes, repeats, check, progress, one_by_one)
-        del x
-    for name, way in rivals.items():
-        x = place_blocks(client, make)
-        try:
-            measured.append(measure(client, name, way, x, axes, repeats, check, progress))
-        except Exception as exc:
-            measured.append(Runs(name, 0.0, [], failed=_short_reason(exc)))
-        del x
-    return measured
+    together = {name: way for name, way in ways.items() if not way.apart}
+    groups = [together, *({name: way} for name, way in ways.items() if way.apart)]
+    return [
+        row for group in groups if group for row in _in_turn(client, group, case, repeats, progress)
+    ]
+
+
+def _in_turn(
+    client: Any, ways: Mapping[str, Way], case: Case, repeats: int, progress: Callable[[], None]
+) -> list[Row]:
+    x = place_blocks(client, case.make)
+    measured: dict[str, Row] = {name: {} for name in ways}
+    for number in range(repeats + 1):
+        for name, way in ways.items():
+            try:
+                if "failed" not in measured[name]:
+                    _run_once(client, measured[name], way, x, case, last=number == repeats)
+            except Exception as exc:
+                if way.required:
+                    raise
+                measured[name] = {"failed": _short_reason(exc)}
+            progress()
+    array = {
+        "case": case.name,
+        "shape": list(case.shape),
+        "axes": list(case.axes),
+        "blocks": [len(lengths) for lengths in case.chunks],
+        "size": case.shape[0],
+        "dtype": str(case.dtype),
+        "matrix_bytes": case.size_bytes,
+    }
+    return [{"way": name, **array, **_summary(row, case)} for name, row in measured.items()]
+
+
+def _summary(row: Row, case: Case) -> Row:
+    """Add the figures that people compare."""
+    if "failed" in row:
+        return row
+    rates_gbs = row.pop("rates_gbs", None)
+    median_s = median(row["times_s"])
+    # Each byte of the array is read once and written once.
+    bandwidth_gbs = 2 * case.size_bytes / median_s / 1e9
+    link_gbs = median(rates_gbs) if rates_gbs else 0.0
+    return {"median_s": median_s, "bandwidth_gbs": bandwidth_gbs, "link_gbs": link_gbs, **row}
 
 
 def _short_reason(error: BaseException) -> str:
@@ -224,6 +224,73 @@ def _short_reason(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
+
+
+def _run_once(client: Any, row: Row, way: Way, x: Any, case: Case, last: bool) -> None:
+    """Run one way once, and note it."""
+    since_s, start_s = time.time(), time.perf_counter()
+    y = way.transpose(x, case.axes)
+    kept = _made_one_by_one(client, y) if way.one_by_one else None
+    if kept is None:
+        y = client.persist(y)
+        _wait_for(y)
+    stop_s, until_s = time.perf_counter(), time.time()
+    if kept is not None:  # persisting only gives `y` what was made
+        y = client.persist(y)
+        _wait_for(y)
+        del kept
+    if "first_s" not in row:
+        row |= {"one_by_one": way.one_by_one, "first_s": stop_s - start_s}
+        row |= {"times_s": [], "wrong": None}
+    else:
+        row["times_s"].append(stop_s - start_s)
+        if (exchange := collect(client, y.name, since_s)) is not None:
+            _note(row, exchange, since_s, until_s)
+            row["least_bytes"] = least_bytes(client, x, y, case.axes)
+    if last and way.checked:
+        row["wrong"] = case.wrong(y)
+    del y  # the next run must neither find this one's result nor share memory with it
+    time.sleep(_SETTLE_S)
+
+
+def _note(row: Row, exchange: Exchange, since_s: float, until_s: float) -> None:
+    """Note the parts of a run, by the clocks of client and workers, which are one on one host."""
+    first_s, last_s = min(t[0] for t in exchange.tasks), max(t[1] for t in exchange.tasks)
+    tasks_s = [stop - start for start, stop in exchange.tasks]
+    parts_s = {
+        "before_s": first_s - since_s,
+        "exchange_s": max(tasks_s),
+        "span_s": last_s - first_s,
+        "tasks_s": sum(tasks_s),
+        "after_s": until_s - last_s,
+    }
+    for part, time_s in parts_s.items():
+        row.setdefault(part, []).append(time_s)
+    row.setdefault("rates_gbs", []).extend(sorted(exchange.link_gbs)[:1])  # the slowest reader's
+    row["moved_bytes"] = sum(exchange.pairs.values())
+    row["pairs"] = [
+        {"reader": reader, "holder": holder, "transport": transport, "bytes": nbytes}
+        for (reader, holder, transport), nbytes in sorted(exchange.pairs.items())
+    ]
+
+
+def _made_one_by_one(client: Any, y: Any) -> list[Any]:
+    """Make the blocks of `y` one after the other; return futures that keep them."""
+    futures = []
+    for key in flatten(y.__dask_keys__()):
+        future = client.get(y.dask, key, sync=False)
+        _wait_for(future)
+        futures.append(future)
+    return futures
+
+
+def _wait_for(blocks: Any) -> None:
+    """Wait until all blocks are there; `distributed.wait` alone is content with failed ones."""
+    from distributed import wait
+
+    for future in wait(blocks).done:
+        if future.status != "finished":
+            future.result()
 
 
 def least_bytes(client: Any, x: Any, y: Any, axes: tuple[int, ...]) -> int:
@@ -249,125 +316,6 @@ def least_bytes(client: Any, x: Any, y: Any, axes: tuple[int, ...]) -> int:
     return elements * int(x.dtype.itemsize)
 
 
-def measure(
-    client: Any,
-    name: str,
-    way: Way,
-    x: Any,
-    axes: tuple[int, ...],
-    repeats: int,
-    check: Callable[[Any], int] | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> Runs:
-    """Time one way to transpose a persisted array: a first run, then `repeats` more.
-
-    See `measure_in_turn`.
-    """
-    return measure_in_turn(client, {name: way}, x, axes, repeats, check, progress)[0]
-
-
-def measure_in_turn(
-    client: Any,
-    ways: Mapping[str, Way],
-    x: Any,
-    axes: tuple[int, ...],
-    repeats: int,
-    check: Callable[[Any], int] | None = None,
-    progress: Callable[[], None] = lambda: None,
-    one_by_one: Collection[str] = (),
-) -> list[Runs]:
-    """Time several ways to transpose a persisted array, in turn: first runs, then more.
-
-    What else goes on on the machine then disturbs all of them alike.
-
-    Parameters
-    ----------
-    client : distributed.Client
-    ways : mapping of str to callable
-        By name. Each takes `x` and `axes`, and returns the lazy result.
-    x : dask.array.Array
-        Persisted.
-    axes : tuple of int
-    repeats : int
-        Timed runs of each way after its first.
-    check : callable, optional
-        Takes the last result of each way, returns how many of its elements are wrong.
-    progress : callable, optional
-        Called after each run.
-    one_by_one : collection of str
-        Names of ways of which one block is made after the other, so that there is one transfer
-        at a time in the whole cluster.
-
-    Raises
-    ------
-    Exception
-        Whatever a task of a way raises.
-    """
-    measured = {name: Runs(name, 0.0, [], one_by_one=name in one_by_one) for name in ways}
-    for run in range(repeats + 1):
-        for name, way in ways.items():
-            _run_once(client, measured[name], way, x, axes, check if run == repeats else None)
-            progress()
-    return list(measured.values())
-
-
-def _run_once(
-    client: Any,
-    runs: Runs,
-    way: Way,
-    x: Any,
-    axes: tuple[int, ...],
-    check: Callable[[Any], int] | None,
-) -> None:
-    """Run one way once, and note it."""
-    since_s = time.time()
-    start_s = time.perf_counter()
-    y = way(x, axes)
-    made = _made_one_by_one(client, y) if runs.one_by_one else None
-    made_s = time.perf_counter()
-    y = client.persist(y)
-    _wait_for(y)
-    until_s = time.time()
-    # Where all blocks were made before, persisting only gives `y` what `made` has kept.
-    elapsed_s = (made_s if runs.one_by_one else time.perf_counter()) - start_s
-    del made
-    if not runs.first_s:
-        runs.first_s = elapsed_s
-    else:
-        runs.times_s.append(elapsed_s)
-        if (exchange := collect(client, y.name, since_s)) is not None:
-            exchange = replace(
-                exchange,
-                least_bytes=least_bytes(client, x, y, axes),
-                before_s=exchange.start_s - since_s,
-                after_s=until_s - exchange.stop_s,
-            )
-            runs.exchanges.append(exchange)
-    if check is not None:
-        runs.wrong = check(y)
-    del y  # the next run must neither find this one's result nor share memory with it
-    time.sleep(_SETTLE_S)
-
-
-def _made_one_by_one(client: Any, y: Any) -> list[Any]:
-    """Make the blocks of `y` one after the other; return futures that keep them."""
-    futures = []
-    for key in flatten(y.__dask_keys__()):
-        future = client.get(y.dask, key, sync=False)
-        _wait_for(future)
-        futures.append(future)
-    return futures
-
-
-def _wait_for(blocks: Any) -> None:
-    """Wait until all blocks are there; `distributed.wait` alone is content with failed ones."""
-    from distributed import wait
-
-    for future in wait(blocks).done:
-        if future.status != "finished":
-            future.result()
-
-
 def collect(client: Any, name: str, since_s: float = 0.0) -> Exchange | None:
     """Collect what the workers noted of the array with this name; None if they did not.
 
@@ -384,38 +332,12 @@ def collect(client: Any, name: str, since_s: float = 0.0) -> Exchange | None:
         ]
 
     tasks = [(reader, *task) for reader, kept in client.run(noted).items() for task in kept]
-    if not tasks:
-        return None
     pairs: Counter[tuple[str, str, str]] = Counter()
-    for reader, _, _, stages in tasks:
+    rates: list[float] = []
+    for reader, start_s, stop_s, stages in tasks:
         for holder, transport, nbytes in stages:
             pairs[reader, holder, transport] += nbytes
-    rates = [
-        sum(nbytes for _, _, nbytes in stages) / (stop_s - start_s) / 1e9
-        for _, start_s, stop_s, stages in tasks
-        if stages
-    ]
-    start_s, stop_s = min(t[1] for t in tasks), max(t[2] for t in tasks)
-    return Exchange(
-        moved_bytes=sum(pairs.values()),
-        pairs=dict(pairs),
-        span_s=stop_s - start_s,
-        tasks_s=[t[2] - t[1] for t in tasks],
-        link_gbs=rates,
-        busy_s=_covered_s((t[1], t[2]) for t in tasks),
-        start_s=start_s,
-        stop_s=stop_s,
-    )
-
-
-def _covered_s(spans_s: Iterable[tuple[float, float]]) -> float:
-    """Length of what these spans cover together.
-
-    >>> _covered_s([(0.0, 2.0), (5.0, 6.0), (1.0, 3.0)])
-    4.0
-    """
-    covered_s, end_s = 0.0, float("-inf")
-    for start_s, stop_s in sorted(spans_s):
-        covered_s += max(0.0, stop_s - max(start_s, end_s))
-        end_s = max(end_s, stop_s)
-    return covered_s
+        if stages:
+            rates.append(sum(nbytes for _, _, nbytes in stages) / (stop_s - start_s) / 1e9)
+    spans = [(start_s, stop_s) for _, start_s, stop_s, _ in tasks]
+    return Exchange(dict(pairs), spans, rates) if tasks else None

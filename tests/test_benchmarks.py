@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -11,16 +9,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
-import dask_p2p
-from benchmarks import chart, transpose
+from benchmarks import chart
 from benchmarks.rivals import __main__ as rivals
-from benchmarks.rivals import copy_engines, torch_nccl
+from benchmarks.rivals import copy_engines, mpi_fft, torch_nccl
 from benchmarks.rivals.common import MODULI, Case, row, time_forms
 from dask_p2p import indexed
+from dask_p2p.cli import p2p
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,7 +26,7 @@ CHARTED = sorted(path for path in RESULTS.glob("*.json") if not path.stem.endswi
 
 
 def report(limit=True):
-    """What `transpose.py` writes, with figures that are easy to reckon with."""
+    """What `dask p2p bench` writes, with figures that are easy to reckon with."""
     rows = []
     for size in (1024, 2048):
         shared = {"size": size, "dtype": "float32", "matrix_bytes": 4 * size**2}
@@ -126,6 +124,21 @@ class TestChart:
         assert "<!-- a new one -->" in drawn
         assert "<!-- dask_p2p -->" not in drawn
 
+    def test_what_the_program_writes(self, cluster, tmp_path):
+        path = tmp_path / "made.json"
+        arguments = ["bench", "--scheduler", cluster.scheduler_address, "--json", str(path)]
+        arguments += ["--size", "64", "--repeats", "1"]
+        result = CliRunner().invoke(p2p, arguments, catch_exceptions=False)
+        assert result.exit_code == 0
+        made = json.loads(path.read_text())
+        medians_s = [row["median_s"] for row in made["rows"]]
+        made["rows"] += [{**row, "case": "uneven blocks", "median_s": 1} for row in made["rows"]]
+        made["rows"] += [{**row, "shape": [64, 63], "median_s": 1} for row in made["rows"]]
+        series = chart.read_series([made])
+        assert [s.way for s in series] == ["dask_p2p", chart.EXCHANGE, chart.FLOOR]
+        assert [[*s.median_s.values()] for s in (series[0], series[2])] == [[t] for t in medians_s]
+        assert "4 workers" in chart.caption([made])
+
     def test_caption(self):
         assert chart.caption([report()]) == "2 x A GPU, driver 1.2, 2026-11-21, commit 0123456789ab"
 
@@ -133,84 +146,6 @@ class TestChart:
         with pytest.raises(SystemExit):
             chart.main(["x.json", "-o", "x.gif"])
         assert ".svg or .png" in capsys.readouterr().err
-
-
-class TestTranspose:
-    def test_sizes(self):
-        assert transpose.sizes_by_dtype(["int8"], [], []) == {"int8": [8192]}
-        found = transpose.sizes_by_dtype(["float32", "complex128"], [512], ["64GiB", "1MiB"])
-        assert found == {"float32": [512, 131072], "complex128": [256, 512, 65536]}
-
-    @pytest.mark.parametrize("workers", [2, 3, 8])
-    def test_cliffs(self, workers):
-        even = transpose.even_matrix(1536, workers, "float32")
-        for case in transpose.cliffs(1536, workers, "float32"):
-            assert tuple(map(sum, case.chunks)) == case.shape
-            assert case.nbytes == pytest.approx(even.nbytes, rel=0.01)
-            assert sorted(case.axes) == list(range(len(case.shape)))
-            assert len(case.chunks[0]) in (workers, 4 * workers)
-        assert max(transpose.split_unevenly(1536, workers)) > 1.2 * 1536 / workers
-
-    def test_times_by_the_byte(self):
-        case = transpose.Case("a", (2, 4), ((1, 1), (4,)), (1, 0), "int8")
-        even = {"matrix_bytes": 16, "median_s": 1.0, "span_s": [0.5]}
-        made = transpose.compare_with_even(
-            case, {"matrix_bytes": 8, "median_s": 1.0, "span_s": [0.5, 0.75, 1.0]}, even
-        )
-        assert (made["median_to_even"], made["span_to_even"]) == (2.0, 3.0)
-        assert made["blocks"] == [2, 1]
-        assert "median_to_even" not in transpose.compare_with_even(case, {"failed": "x"}, even)
-
-    def test_table_of_ways_with_and_without_dask(self):
-        shared = {"size": 8, "dtype": "int8", "times_s": [0.5], "first_s": 1.0, "wrong": 0}
-        shared |= {"bandwidth_gbs": 1.0, "link_gbs": 3.5}
-        rows = [
-            {**shared, "way": "dask_p2p", "median_s": 0.5, "exchange_s": [0.25], "before_s": [0.1]},
-            {**shared, "way": transpose.LIMIT, "median_s": 0.2},
-            {"size": 8, "dtype": "int8", "way": "JAX", "failed": "jax is not installed"},
-        ]
-        console = Console(width=200, record=True, file=io.StringIO())
-        console.print(transpose.table(rows))
-        text = console.export_text()
-        assert "250.00" in text
-        assert "40.0%" in text
-        assert "failed: jax is not installed" in text
-
-    def test_rivals_that_cannot_run_are_rows(self):
-        made = transpose.run_rivals(10_000, "int8", [10_000, 20_000], 1, 60)
-        assert {found["way"] for found in made} == {way for way, _, _ in rivals.RIVALS}
-        assert [found["size"] for found in made if "failed" in found] == [10_000, 20_000] * 3
-        (made,) = transpose.run_rivals(2, "no such dtype", [8], 1, 60)
-        assert (made["way"], made["failed"].split()[-1]) == ("rivals", "2")
-
-    def test_a_run(self, cluster, monkeypatch, tmp_path):
-        monkeypatch.setattr(
-            dask_p2p, "local_cluster", lambda *_, **__: contextlib.nullcontext(cluster)
-        )
-        path = tmp_path / "made.json"
-        arguments = ["--cpu", "--size", "256", "--dtype", "int8", "--dtype", "complex128"]
-        arguments += ["--repeats", "1", "--cases", "--no-rivals", "--json", str(path)]
-        result = CliRunner().invoke(transpose.main, arguments, catch_exceptions=False)
-        assert result.exit_code == 0
-        made = json.loads(path.read_text())
-        assert made["workers"] == 4
-        assert [(r["way"], r["dtype"], r["wrong"]) for r in made["rows"]] == [
-            ("dask_p2p", "int8", 0),
-            ("one no-op layer", "int8", None),
-            ("dask_p2p, comm", "int8", 0),
-            ("dask_p2p", "complex128", 0),
-            ("one no-op layer", "complex128", None),
-            ("dask_p2p, comm", "complex128", 0),
-        ]
-        for measured in made["rows"][::3]:
-            parts_s = (measured[name][0] for name in ("before_s", "span_s", "after_s"))
-            assert sum(parts_s) == pytest.approx(measured["times_s"][0], abs=0.05)
-        assert len(made["cases"]) == 8
-        for measured in made["cases"]:
-            assert measured["wrong"] == 0
-            assert measured["median_to_even"] > 0
-            assert measured["span_to_even"] > 0
-        assert len(chart.draw([made]).axes) == 1
 
 
 class TestRivals:
@@ -303,17 +238,46 @@ class TestRivals:
         command += ["--size", "65", "--size", "64", "--repeats", "2", "--json", str(path)]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         made = {(found["way"], found["size"]): found for found in json.loads(path.read_text())}
-        assert len(made) == 6
+        assert len(made) == 8
+        if find_spec("mpi4py_fft"):
+            assert made[mpi_fft.WAY, 64]["wrong"] == 0
+            assert made[mpi_fft.WAY, 64]["all_to_all_s"] > 0
+        else:
+            assert made[mpi_fft.WAY, 64]["failed"] == "mpi4py_fft is not installed"
         assert made[copy_engines.WAY, 64]["wrong"] == 0
         assert "no multiple of 2 GPUs" in made[copy_engines.WAY, 65]["failed"]
         if find_spec("torch"):
             assert made[torch_nccl.WAY, 64]["wrong"] == 0
 
     def test_one_that_hangs(self, tmp_path):
-        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        started = tmp_path / "started"
+        in_a_group_of_its_own = (
+            "import subprocess, sys, time\n"
+            "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+            f"open({str(started)!r}, 'w').write(str(child.pid))\n"
+            "time.sleep(60)"
+        )
         with (tmp_path / "errors").open("wb") as errors:
-            assert rivals.run_for(command, 0.5, errors) == "not done after 0.5 s"
+            command = [sys.executable, "-c", in_a_group_of_its_own]
+            assert rivals.run_for(command, 2, errors) == "not done after 2 s"
             assert rivals.run_for([sys.executable, "-c", ""], 30, errors) is None
+        child = int(started.read_text())
+        assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+    @pytest.mark.parametrize("shape", [(8, 8), (300, 700), (1, 5)])
+    @pytest.mark.parametrize("copy", [mpi_fft.copy_whole, mpi_fft.copy_in_blocks])
+    def test_copies_of_what_mpi_brought(self, copy, shape):
+        src = np.arange(np.prod(shape), dtype="f8").reshape(shape)
+        dst = np.full(shape[::-1], -1.0)
+        copy(dst, src)
+        assert np.array_equal(dst, src.T)
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_slabs_of_mpi_processes(self, transposed):
+        case = Case(size=12, dtype="int8", gpus=3, repeats=1, cpu=True)
+        made = np.vstack([mpi_fft.values(case, rank, transposed) for rank in range(3)])
+        matrix = np.arange(144).reshape(12, 12) % 127
+        assert np.array_equal(made, matrix.T if transposed else matrix)
 
     def test_reasons(self):
         said = "Traceback\n  File\ntorch.OutOfMemoryError: too much\n[W] a farewell\n\n"

@@ -88,12 +88,11 @@ def test_a_block_of_another_shape():
 
 
 def test_bands_cover_a_block_in_little_parts():
-    location = [(3, 14), (0, 5)]
-    rows = [range(*rows.indices(11)) for rows, _ in _bands(location, elements=20)]
-    assert [n for part in rows for n in part] == [*range(11)]
-    assert max(map(len, rows)) == 4
-    parts = [part for _, part in _bands(location, elements=20)]
-    assert (parts[0], parts[-1]) == ([(3, 7), (0, 5)], [(11, 14), (0, 5)])
+    bands = list(_bands([(3, 14), (0, 5)], (5, 20), (1, 0), "numpy", np.dtype("i4"), elements=20))
+    assert [n for rows, _ in bands for n in range(*rows.indices(11))] == [*range(11)]
+    assert max(values.size for _, values in bands) == 20
+    values = np.concatenate([values for _, values in bands])
+    assert np.array_equal(values, np.arange(100).reshape(5, 20).T[3:14, 0:5])
 
 
 @pytest.mark.gpu

@@ -15,19 +15,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rivals import copy_engines, sharded_jax, torch_nccl
+import psutil
+
+from benchmarks.rivals import copy_engines, mpi_fft, sharded_jax, torch_nccl
 from benchmarks.rivals.common import parser
 
-#: Way, module, and the library that it needs on GPUs.
+#: Way, module, and the library that it needs; mpi4py-fft on processors, the others on GPUs.
 RIVALS = (
     (copy_engines.WAY, copy_engines.__name__, "cupy"),
     (torch_nccl.WAY, torch_nccl.__name__, "torch"),
     (sharded_jax.WAY, sharded_jax.__name__, "jax"),
+    (mpi_fft.WAY, mpi_fft.__name__, "mpi4py_fft"),
 )
+
+#: Those of rivals that are run where none are named, by whether it is on processors.
+LIBRARIES = {
+    False: ("cupy", "torch", "jax"),
+    True: ("cupy", "torch", "jax", "mpi4py_fft"),
+}
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,8 +75,12 @@ def run_for(command: Sequence[str], timeout_s: float, errors: Any) -> str | None
     try:
         process.wait(timeout_s)
     except BaseException as exc:  # an interrupt too: the processes of single GPUs must not stay
+        started = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        for child in started:  # those of MPI have groups of their own
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         if isinstance(exc, subprocess.TimeoutExpired):
             return f"not done after {timeout_s:g} s"
         raise
@@ -115,11 +129,11 @@ def main() -> None:
     """Read the command line, run, print, write."""
     made = parser(__doc__)
     made.add_argument("--timeout", type=float, default=120, help="of each rival, s")
-    made.add_argument("--only", action="append", help="library of a rival: torch, jax or cupy")
+    made.add_argument("--only", action="append", help="library of a rival; repeatable")
     options = made.parse_args()
     rows = []
     for way, module, library in RIVALS:
-        if options.only and library not in options.only:
+        if library not in (options.only or LIBRARIES[options.cpu]):
             continue
         measured = run_rival(way, module, library, options)
         for row in measured:

@@ -161,14 +161,7 @@ def measure(case: Case, rank: int, device: Any) -> dict[str, Any]:
         dist.all_reduce(took_s, dist.ReduceOp.MAX)
         return float(took_s.item())
 
-    runs = {
-        f"{order}, {parts} part{'s' if parts > 1 else ''}": partial(
-            transpose, case, order, parts, (x, y), buffers, streams
-        )
-        for order in ORDERS
-        for parts in PARTS
-        if case.rows % parts == 0
-    }
+    runs = forms(case, (x, y), buffers, streams)
     # All processes see the same times, those of the slowest, and so choose the same form.
     timing = time_forms({name: partial(seconds, run) for name, run in runs.items()}, case.repeats)
     alone = time_forms({"all-to-all": partial(seconds, partial(exchange_alone, buffers))}, 3)
@@ -176,21 +169,38 @@ def measure(case: Case, rank: int, device: Any) -> dict[str, Any]:
     for stale in (y, *buffers):
         stale.fill_(POISON)
     seconds(runs[timing.form])
+    wrong = count_wrong(case, rank, y, device)
+    versions = {"torch": torch.__version__}
+    if not case.cpu:
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    alone_s = alone.forms_s["all-to-all"]
+    return row(WAY, case, timing, wrong, all_to_all_s=alone_s, versions=versions)
+
+
+def forms(
+    case: Case, slabs: tuple[Any, Any], buffers: tuple[Any, Any], streams: tuple[Any, Any]
+) -> dict[str, Callable[[], None]]:
+    """Return the transpose in each order, with each number of parts; see `transpose`."""
+    return {
+        f"{order}, {parts} part{'s' if parts > 1 else ''}": partial(
+            transpose, case, order, parts, slabs, buffers, streams
+        )
+        for order in ORDERS
+        for parts in PARTS
+        if case.rows % parts == 0
+    }
+
+
+def count_wrong(case: Case, rank: int, y: Any, device: Any) -> int:
+    """Count the elements of all processes' slabs that are not where they belong."""
+    import torch
+    import torch.distributed as dist
+
     wrong = torch.zeros(1, dtype=torch.int64, device=device)
     for start, stop in case.bands():
         wrong += (y[start:stop] != expected(case, rank, start, stop, device)).sum()
     dist.all_reduce(wrong)
-    versions = {"torch": torch.__version__}
-    if not case.cpu:
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return row(
-        WAY,
-        case,
-        timing,
-        int(wrong.item()),
-        all_to_all_s=alone.forms_s["all-to-all"],
-        versions=versions,
-    )
+    return int(wrong.item())
 
 
 def expected(

@@ -14,26 +14,7 @@ from dask_p2p.errors import P2PError
 from dask_p2p.layout import normal_axes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy as np
-
-__all__ = [
-    "AXES",
-    "DTYPE",
-    "SHAPE",
-    "Site",
-    "axes_option",
-    "check_fits",
-    "choose_site",
-    "connect",
-    "cpu_option",
-    "one_line_errors",
-    "order_of_axes",
-    "scheduler_option",
-    "start",
-    "workers_option",
-]
+    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -43,54 +24,54 @@ _CONNECT_S = 10
 _MEMORY_FACTOR = 2.5
 
 
-class _Shape(click.ParamType[Any]):
-    name = "shape"
+def _reader(read: Callable[[str], Any], right: Callable[[Any], bool], what: str) -> Any:
+    """Return what click takes as the type of an option: it reads a value, or says what to give."""
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        """Read lengths with an x between."""
-        if isinstance(value, tuple):
-            return value
+    def convert(value: str) -> Any:
         try:
-            shape = tuple(int(part) for part in str(value).lower().split("x"))
-        except ValueError:
-            shape = ()
-        if not shape or min(shape) < 1:
-            self.fail(f"{value!r}: give lengths of at least 1 with an x between", param, ctx)
-        return shape
+            made = read(value)
+            refused = not right(made)
+        except (ValueError, OverflowError):
+            refused = True
+        if refused:
+            raise click.BadParameter(f"{value!r}: give {what}")
+        return made
+
+    return convert
 
 
-class _DType(click.ParamType[Any]):
-    name = "dtype"
+def _dtype(value: str) -> Any:
+    import numpy as np
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> np.dtype[Any]:
-        """Read the name of a dtype whose values can be checked."""
-        import numpy as np
-
-        try:
-            dtype: np.dtype[Any] = np.dtype(value)
-        except (TypeError, ValueError, SyntaxError):
-            self.fail(f"{value!r}: NumPy has no dtype of this name", param, ctx)
-        if dtype.kind not in "biufc":
-            self.fail(f"{value!r}: give a boolean, integer, float or complex dtype", param, ctx)
-        return dtype
+    try:
+        return np.dtype(value)
+    except (TypeError, ValueError, SyntaxError) as exc:
+        raise click.BadParameter(f"{value!r}: NumPy has no dtype of this name") from exc
 
 
-class _Axes(click.ParamType[Any]):
-    name = "axes"
+def _size_bytes(value: str) -> int:
+    from dask.utils import parse_bytes
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        """Read whole numbers with commas between."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r}: give whole numbers with commas between", param, ctx)
+    return int(parse_bytes(value))
 
 
-SHAPE = _Shape()
-DTYPE = _DType()
-AXES = _Axes()
+def _numbers(value: str, between: str = ",") -> tuple[int, ...]:
+    return tuple(int(part) for part in value.lower().split(between))
+
+
+SHAPE = _reader(
+    lambda value: _numbers(value, "x"),
+    lambda shape: min(shape) > 0,
+    "lengths of at least 1 with an x between",
+)
+AXES = _reader(_numbers, bool, "whole numbers with commas between")
+DTYPE = _reader(
+    _dtype,
+    lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
+    "a boolean, integer, float or complex dtype",
+)
+SIZE_BYTES = _reader(_size_bytes, lambda size: size > 0, "a size such as 500MB or 2GiB")
+COUNT = click.IntRange(min=1)
 
 axes_option = click.option(
     "--axes",
@@ -100,7 +81,7 @@ axes_option = click.option(
 )
 workers_option = click.option(
     "--workers",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="Workers, one a GPU or of one thread.  [default: one for each GPU, else 4]",
 )
@@ -214,15 +195,9 @@ def check_fits(
 
 @contextlib.contextmanager
 def start(site: Site, **options: Any) -> Iterator[Any]:
-    """Start the cluster, or connect to the one that is there; give a client of it.
+    """Start the cluster, with options of `local_cluster`, or connect to the one that is there.
 
-    What was started ends with the block.
-
-    Parameters
-    ----------
-    site : Site
-    **options
-        For `dask_p2p.local_cluster`.
+    Gives a client of it. What was started ends with the block.
     """
     from distributed import Client
 

@@ -6,7 +6,9 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from math import prod
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -15,27 +17,13 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from dask_p2p.cli._measuring import Measured
     from dask_p2p.cli._options import Site
-    from dask_p2p.measure import Exchange, Runs
-
-__all__ = [
-    "counted",
-    "devices_text",
-    "facts",
-    "judge",
-    "output",
-    "progress",
-    "shape_text",
-    "shapes_text",
-    "speed_text",
-    "table",
-    "transports_text",
-    "ways_table",
-]
+    from dask_p2p.measure import Row
 
 _FILE_COLUMNS = 120
+_WIDE_COLUMNS = 110
 _SHAPES_SHOWN = 6
-_ODD_PAIRS_SHOWN = 8
 
 
 def output(*, to_stderr: bool = False) -> Console:
@@ -96,14 +84,7 @@ def shapes_text(shapes: Iterable[Sequence[int]]) -> str:
 
 
 def devices_text(site: Site, names: Sequence[str]) -> str:
-    """Write which workers there are, and on what.
-
-    Parameters
-    ----------
-    site : Site
-    names : sequence of str
-        Of each worker's GPU or processor.
-    """
+    """Write which workers there are, and on what, by the names of GPUs or processors."""
     models = Counter(names)
     listed = ", ".join(f"{count} x {name}" for name, count in models.items())
     if site.scheduler is not None:
@@ -116,71 +97,80 @@ def devices_text(site: Site, names: Sequence[str]) -> str:
     )
 
 
+def array_text(shape: Sequence[int], dtype: Any) -> str:
+    """Write an array's shape, dtype and size."""
+    from dask.utils import format_bytes
+
+    size_bytes = prod(shape) * dtype.itemsize
+    return f"{shape_text(shape)} {dtype}, {format_bytes(size_bytes)}"
+
+
 def speed_text(gbs: float) -> str:
     """Write a speed in GB (1e9 bytes) a second."""
-    return f"{gbs:.3g} GB/s" if gbs < 1000 else f"{gbs:.0f} GB/s"
+    return f"{_gbs(gbs)} GB/s"
 
 
-def transports_text(exchange: Exchange) -> str:
-    """Write which transport each pair of workers used; workers are numbered by their addresses.
+def ways_table(rows: Sequence[Row], columns: int, title: str | None = None) -> Table:
+    """Return what was measured with one array: a line for each way that did not fail.
 
-    All pairs of the most used transport are one number; those that differ are named.
+    Narrow consoles, of few `columns`, get the most important figures only.
     """
-    pairs = exchange.pairs
-    if not pairs:
-        return "none, nothing moved"
-    addresses = sorted({a for reader, holder, _ in pairs for a in (reader, holder)})
-    number = {address: place for place, address in enumerate(addresses)}
-    used: dict[str, list[str]] = {}
-    for reader, holder, transport in sorted(pairs):
-        used.setdefault(transport, []).append(f"{number[reader]}<-{number[holder]}")
-    (most, usual), *others = sorted(used.items(), key=lambda item: -len(item[1]))
-    if not others:
-        return f"{most} for {'all ' if len(usual) > 1 else ''}{counted(len(usual), 'pair')}"
-    texts = [f"{most} for {counted(len(usual), 'pair')}"]
-    for transport, odd in others:
-        shown = ", ".join(odd[:_ODD_PAIRS_SHOWN]) + (", ..." if len(odd) > _ODD_PAIRS_SHOWN else "")
-        texts.append(f"{transport} for {counted(len(odd), 'pair')} ({shown})")
-    return "; ".join(texts)
+    from rich.box import SIMPLE_HEAD
 
+    from dask_p2p.cli._measuring import LIMIT, OURS
 
-def ways_table(measured: Sequence[Runs], size_bytes: int, repeats: int) -> Table:
-    """Return what was measured, with a column for each way.
-
-    Parameters
-    ----------
-    measured : sequence of Runs
-    size_bytes : int
-        Of the array.
-    repeats : int
-        Runs of each way after its first.
-    """
-    from dask.utils import format_bytes, format_time
-
-    from dask_p2p.measure import bandwidth_gbs
-
-    made = table("", *[runs.name for runs in measured])
-
-    def row(name: str, cell: Callable[[Runs], str], exchanged: bool = False) -> None:
-        """Add a row; ways that failed have no cells in it, and Dask's none of what was moved."""
-        empty = [r.failed is not None or (exchanged and not r.exchanges) for r in measured]
-        made.add_row(name, *["-" if e else cell(r) for e, r in zip(empty, measured, strict=True)])
-
-    row("first run", lambda r: format_time(r.first_s))
-    row(f"median of {repeats} more", lambda r: format_time(r.median_s))
-    row("quickest of them", lambda r: format_time(min(r.times_s)))
-    row(
-        "bandwidth, 2 x bytes / median", lambda r: speed_text(bandwidth_gbs(size_bytes, r.median_s))
-    )
-    row("wrong elements", lambda r: str(r.wrong))
-    row("received by slowest worker", lambda r: speed_text(r.link_gbs), exchanged=True)
-    row("moved", lambda r: format_bytes(r.exchanges[-1].moved_bytes), exchanged=True)
-    row("least possible", lambda r: format_bytes(r.exchanges[-1].least_bytes or 0), exchanged=True)
-    row("transport", lambda r: transports_text(r.exchanges[-1]), exchanged=True)
+    measured = [row for row in rows if "failed" not in row]
+    medians_s = {row["way"]: row["median_s"] for row in measured}
+    ours_s, limit_s = medians_s.get(OURS), medians_s.get(LIMIT)
+    figures: dict[str, Callable[[Row], str]] = {
+        "first": lambda row: _ms(row["first_s"]),
+        "median": lambda row: _ms(row["median_s"]),
+        "best": lambda row: _ms(min(row["times_s"])),
+        "before": lambda row: _ms(*row.get("before_s", ())),
+        "exchange": lambda row: _ms(*row.get("exchange_s", ())),
+        "after": lambda row: _ms(*row.get("after_s", ())),
+        "GB/s": lambda row: _gbs(row["bandwidth_gbs"]) if row["wrong"] is not None else "",
+        "link\nGB/s": lambda row: _gbs(row["link_gbs"]) if row["link_gbs"] else "",
+        "wrong": lambda row: "" if row["wrong"] is None else str(row["wrong"]),
+        "faster\nby": lambda row: f"{row['median_s'] / ours_s:.2f}" if ours_s else "",
+        "of\nlimit": lambda row: f"{limit_s / row['median_s']:.1%}" if limit_s else "",
+        "to\neven": lambda row: f"{row['median_to_even']:.2f}" if "median_to_even" in row else "",
+    }
+    cells = {name: [text(row) for row in measured] for name, text in figures.items()}
+    dropped = ("best", "before", "after") if columns < _WIDE_COLUMNS else ()
+    cells = {name: texts for name, texts in cells.items() if any(texts) and name not in dropped}
+    made = table("times in ms", *cells, title=title)
+    made.box, made.collapse_padding = SIMPLE_HEAD, True
+    for column in made.columns[1:]:
+        column.no_wrap = True  # a figure in two lines is read as two
+    for place, row in enumerate(measured):
+        made.add_row(row["way"], *(texts[place] for texts in cells.values()))
     return made
 
 
-def judge(console: Console, measured: Sequence[Runs], elements: int) -> None:
+def _gbs(rate_gbs: float) -> str:
+    return f"{rate_gbs:.3g}" if rate_gbs < 1000 else f"{rate_gbs:.0f}"
+
+
+def _ms(*times_s: float) -> str:
+    return f"{median(times_s) * 1e3:.2f}" if times_s else ""
+
+
+def moved_lines(rows: Sequence[Row]) -> list[str]:
+    """Say of each way of this package what it moved, and how many pairs used which transport."""
+    from dask.utils import format_bytes
+
+    lines = []
+    for row in rows:
+        if "pairs" in row:
+            moved, least = format_bytes(row["moved_bytes"]), format_bytes(row["least_bytes"])
+            used = Counter(pair["transport"] for pair in row["pairs"]).most_common()
+            by = "; ".join(f"{name} for {counted(count, 'pair')}" for name, count in used)
+            lines.append(f"{row['way']}: moved {moved}, least possible {least}; {by or 'no pair'}")
+    return lines
+
+
+def judge(console: Console, measured: Measured) -> None:
     """Say which ways failed, and whether all elements are right.
 
     Raises
@@ -188,13 +178,17 @@ def judge(console: Console, measured: Sequence[Runs], elements: int) -> None:
     click.ClickException
         If some are wrong: exit status 1.
     """
-    for runs in measured:
-        if runs.failed:
-            console.print(f"{runs.name} failed: {runs.failed}")
-    wrong = [f"{runs.wrong} of {runs.name}" for runs in measured if runs.wrong]
+    wrong = []
+    for case, rows in measured.items():
+        for row in rows:
+            if "failed" in row:
+                console.print(f"{row['way']} failed: {row['failed']}")
+            elif row["wrong"]:
+                wrong.append(f"{row['wrong']} of {prod(case.shape)} of {row['way']}")
     if wrong:
-        raise click.ClickException(f"of {elements} elements some are wrong: {', '.join(wrong)}")
-    console.print(f"All {elements} elements are where they belong.")
+        raise click.ClickException(f"some elements are wrong: {', '.join(wrong)}")
+    count = sum(prod(case.shape) for case in measured)
+    console.print(f"All {count} elements are where they belong.")
 
 
 @contextlib.contextmanager

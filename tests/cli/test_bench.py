@@ -5,6 +5,8 @@ import io
 import json
 import re
 
+import dask
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
@@ -13,8 +15,9 @@ from dask_p2p import measure
 from dask_p2p.cli import _measuring, _options, _tables, p2p
 from dask_p2p.cli import bench as command
 from dask_p2p.cli._options import Site
-from dask_p2p.indexed import indexed_array
-from dask_p2p.measure import Exchange
+from dask_p2p.measure import Case
+
+CASE = Case((8, 6), ((2,) * 4, (6,)), (1, 0), np.dtype("f4"))
 
 
 @pytest.fixture
@@ -34,17 +37,25 @@ def fact(text, name):
     )
 
 
+def figures(text, way):
+    """Cells of the line of this way."""
+    line = next(line for line in text.splitlines() if line.startswith(f"  {way}  "))
+    return re.split(r"\s{2,}", line.strip())[1:]
+
+
 def test_the_articles_fields(bench):
     result = bench("--shape", "768x1024", "--repeats", "1")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "4 one-thread workers over TCP on" in fact(result.stdout, "devices")
     assert fact(result.stdout, "array") == "768 x 1024 float32, 3.00 MiB, axes 1, 0"
-    assert fact(result.stdout, "cache block").endswith("elements")
     assert fact(result.stdout, "local input slab") == "4 of 192 x 1024"
     assert fact(result.stdout, "local output slab") == "4 of 256 x 768"
     assert fact(result.stdout, "tile") == "16 of 192 x 256"
     assert fact(result.stdout, "mode") == "async"
-    assert re.search(r"bandwidth, 2 x bytes / median │ +[\d.]+ GB/s", result.stdout)
+    assert "GB/s" in result.stdout
+    assert len(figures(result.stdout, "dask_p2p")) == 10
+    assert len(figures(result.stdout, "one no-op layer")) == 4
+    assert "dask_p2p: moved 2.25 MiB, least possible 2.25 MiB; cma for 12 pairs" in result.stdout
     assert "All 786432 elements are where they belong." in result.stdout
 
 
@@ -53,6 +64,7 @@ def test_a_cluster_that_is_there(cluster):
     result = CliRunner().invoke(p2p, ["bench", *arguments, "--rivals"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"4 workers of {cluster.scheduler_address}" in fact(result.stdout, "devices")
+    assert "What needs no Dask is left out" in result.stdout
     assert "All 4800 elements are where they belong." in result.stdout
     assert "failed" not in result.stdout
     result = CliRunner().invoke(p2p, ["bench", *arguments, "--workers", "2"])
@@ -69,31 +81,97 @@ def test_json_of_both_modes_and_the_rivals(bench, monkeypatch):
         return way
 
     monkeypatch.setattr(measure, "dask_rechunk", p2p_fails)
+    monkeypatch.setattr(_measuring, "_ROOT", _measuring._ROOT / "nothing")
     args = ["--shape", "60x40", "--dtype", "i2", "--mode", "both", "--repeats", "2", "--rivals"]
     result = bench(*args, "--json", "-")
     assert result.exit_code == 0, result.output
-    assert 'Dask "p2p" failed: TypeError: no CuPy here' in result.stderr
+    assert "dask p2p failed: TypeError: no CuPy here" in result.stderr
+    assert "in the folder benchmarks of the source" in result.stderr
     assert re.search(r"async is [\d.]+ times as fast as sync", result.stderr)
     assert re.search(r"and [\d.]+ times without the time between tasks", result.stderr)
     report = json.loads(result.stdout)
     assert report["versions"]["dask-p2p"]
-    assert len(report["devices"]) == report["workers"]
+    assert len(report["devices"]) == report["workers"] == 4
     assert report["hardware"]["gpus"] == []
     assert report["hardware"]["cpu"]
-    assert (report["shape"], report["dtype"], report["mode"]) == ([60, 40], "<i2", "both")
+    assert report["repeats"] == 2
+    assert report["p2p_config"]["mode"] == "async"
     assert "commit" in report
-    names = ["dask_p2p sync", "dask_p2p async", 'Dask "tasks"', 'Dask "p2p"']
-    assert [way["name"] for way in report["ways"]] == names
-    for way in report["ways"][:3]:
-        assert (way["wrong_elements"], way["failed"], len(way["times_s"])) == (0, None, 2)
-        assert way["bandwidth_gbs"] == pytest.approx(2 * 60 * 40 * 2 / way["median_s"] / 1e9)
-    assert [way["one_by_one"] for way in report["ways"][:3]] == [True, False, False]
-    for way in report["ways"][:2]:
-        assert way["moved_bytes"] == way["least_bytes"]
-        assert way["moved_bytes"] == sum(pair["bytes"] for pair in way["pairs"])
-        assert {pair["transport"] for pair in way["pairs"]} == {"cma"}
-        assert way["first_s"] > 0 < way["link_gbs"]
-    assert report["ways"][3] == {"name": 'Dask "p2p"', "failed": "TypeError: no CuPy here"}
+    names = ["dask_p2p, sync", "dask_p2p", "one no-op layer", "dask tasks", "dask p2p"]
+    assert [row["way"] for row in report["rows"]] == names
+    for row in report["rows"]:
+        assert (row["shape"], row["dtype"], row["axes"]) == ([60, 40], "int16", [1, 0])
+    for row in report["rows"][:4]:
+        assert len(row["times_s"]) == 2
+        assert row["wrong"] == (None if row["way"] == "one no-op layer" else 0)
+        assert row["bandwidth_gbs"] == pytest.approx(2 * 60 * 40 * 2 / row["median_s"] / 1e9)
+    assert [row["one_by_one"] for row in report["rows"][:4]] == [True, False, False, False]
+    for row in report["rows"][:2]:
+        assert row["moved_bytes"] == row["least_bytes"]
+        assert row["moved_bytes"] == sum(pair["bytes"] for pair in row["pairs"])
+        assert {pair["transport"] for pair in row["pairs"]} == {"cma"}
+        assert row["first_s"] > 0 < row["link_gbs"]
+    assert report["rows"][4]["failed"] == "TypeError: no CuPy here"
+    assert "median_s" not in report["rows"][4]
+
+
+def test_several_arrays_ways_and_cases(bench, tmp_path):
+    file = tmp_path / "out.json"
+    args = ["--size", "256", "--bytes", "64KiB", "--dtype", "int8", "--dtype", "complex128"]
+    args += ["--repeats", "1", "--cases", "--variants", "--json", str(file)]
+    result = bench(*args, "--commit", "f00")
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert report["commit"] == "f00"
+    ours = ["dask_p2p", "one no-op layer", "dask_p2p, comm"]
+    slow = [f"{way}, low latency" for way in ours[:2]]
+    even = [row for row in report["rows"] if row["case"] == measure.EVEN]
+    sizes = [("int8", 256), ("complex128", 64), ("complex128", 256)]
+    assert [(row["dtype"], row["size"], row["way"]) for row in even] == [
+        (dtype, size, way) for dtype, size in sizes for way in [*ours, *slow]
+    ]
+    cases = [row for row in report["rows"] if row["case"] != measure.EVEN]
+    assert len(cases) == len(sizes) * 4 * 2
+    assert {row["case"] for row in cases} == {
+        "4 blocks a worker",
+        "uneven blocks",
+        "box, axes 2, 1, 0",
+        "box, axes 1, 0, 2",
+    }
+    for row in cases:
+        if row["way"] == "dask_p2p":
+            assert row["wrong"] == 0
+            assert row["median_to_even"] > 0
+            assert row["span_to_even"] > 0
+    assert "256 x 256 int8, 64.00 kiB, uneven blocks" in result.stdout
+
+
+def test_times_by_the_byte():
+    even = [{"way": "dask_p2p", "matrix_bytes": 16, "median_s": 1.0, "span_s": [0.5]}]
+    made = {"way": "dask_p2p", "matrix_bytes": 8, "median_s": 1.0, "span_s": [0.5, 0.75, 1.0]}
+    others = [{"way": "dask_p2p", "failed": "x"}, {**made, "way": "not measured"}]
+    command._compare_with_even([made, *others], even)
+    assert (made["median_to_even"], made["span_to_even"]) == (2.0, 3.0)
+    assert not any("median_to_even" in row for row in others)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_cases_are_as_large_as_the_even_matrix(workers):
+    site = Site(workers, (), None, 2**40)
+    even = _measuring.slabs(site, (1536, 1536), np.dtype("f4"), (1, 0), "--shape")
+    for case in _measuring.cliffs(site, even):
+        assert tuple(map(sum, case.chunks)) == case.shape
+        assert case.size_bytes == pytest.approx(even.size_bytes, rel=0.01)
+        assert sorted(case.axes) == list(range(len(case.shape)))
+        assert len(case.chunks[0]) in (workers, 4 * workers)
+    assert max(_measuring.split_unevenly(1536, workers)) > 1.2 * 1536 / workers
+
+
+def test_rows_for_bytes():
+    assert _measuring.rows_of(2**36, 4) == 131072
+    assert _measuring.rows_of(2**36, 16) == 65536
+    assert _measuring.rows_of(2**20, 4) == 512
+    assert _measuring.rows_of(1, 4) == 1
 
 
 def test_json_file_and_other_axes(bench, tmp_path):
@@ -103,17 +181,33 @@ def test_json_file_and_other_axes(bench, tmp_path):
         *("--json", str(file)),
     )
     assert result.exit_code == 0, result.output
-    report = json.loads(file.read_text())
-    assert (report["axes"], report["mode"]) == ([2, 0, 1], "sync")
-    assert report["ways"][0]["wrong_elements"] == 0
+    (row, _) = json.loads(file.read_text())["rows"]
+    assert (row["axes"], row["way"], row["wrong"]) == ([2, 0, 1], "dask_p2p, sync", 0)
     assert fact(result.stdout, "mode") == "sync"
 
 
+def test_what_was_measured_is_kept_whatever_comes_next(bench, monkeypatch, tmp_path):
+    compared = []
+
+    def compare(*args):
+        if compared:
+            raise OSError("the second one\nfails")
+        compared.append(1)
+        return [{"way": "dask_p2p"}]
+
+    monkeypatch.setattr(measure, "compare", compare)
+    file = tmp_path / "out.json"
+    result = bench("--size", "64", "--size", "65", "--json", str(file))
+    assert (result.exit_code, result.stderr) == (1, "Error: OSError: the second one fails\n")
+    assert json.loads(file.read_text())["rows"] == [{"way": "dask_p2p"}]
+
+
 def test_wrong_elements_are_status_1(bench, monkeypatch):
-    monkeypatch.setattr(measure, "p2p_transpose", lambda x, axes: x.transpose(axes) + 1)
+    monkeypatch.setattr(measure, "transpose", lambda x, axes: x.transpose(axes) + 1)
     result = bench("--shape", "20x20", "--repeats", "1")
     assert result.exit_code == 1
-    assert result.stderr == "Error: of 400 elements some are wrong: 400 of dask_p2p async\n"
+    assert result.stderr == "Error: some elements are wrong: 400 of 400 of dask_p2p\n"
+    assert "where they belong" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -126,6 +220,13 @@ def test_wrong_elements_are_status_1(bench, monkeypatch):
         (["--json", "no/such/folder.json"], "no such folder"),
         (["--shape", "10000000x10000000"], "are free"),
         (["--dtype", "V4"], "boolean, integer, float or complex"),
+        (["--dtype", "no such"], "NumPy has no dtype of this name"),
+        (["--shape", "3y4"], "lengths of at least 1"),
+        (["--axes", "a,b"], "whole numbers with commas"),
+        (["--size", "0"], "0 is not in the range"),
+        (["--bytes", "much"], "give a size such as"),
+        (["--bytes", "1e400"], "give a size such as"),
+        (["--size", "40", "--cases"], "several and uneven blocks"),
     ],
 )
 def test_wrong_usage(bench, args, words):
@@ -144,36 +245,44 @@ def test_trouble_with_a_cluster_is_one_line(monkeypatch):
     assert (result.exit_code, result.stderr) == (1, "Error: OSError: no more processes\n")
 
 
-def test_gpu_fields():
-    import numpy as np
-
-    job = command.Job(
-        Site(4, ("0", "1", "2", "3"), None, 2**40),
-        (768, 1024),
-        np.dtype("f4"),
-        (1, 0),
-        ("async",),
-        1,
-        False,
-    )
-    found = dict(command._facts(job, ["H200"] * 4))
-    assert found["devices"] == "4 workers, one a GPU: 4 x H200"
-    assert found["CUDA kernel"].startswith("permute_")
-    assert found["CUDA tile"].endswith("words")
-    assert found["CUDA thread block"].endswith("threads")
-    assert re.match(r"\d+ thread blocks", found["grid"])
+def test_fields_on_gpus():
+    site = Site(4, ("0", "1", "2", "3"), None, 2**40)
+    case = _measuring.slabs(site, (768, 1024), np.dtype("f4"), (1, 0), "--shape")
+    found = dict(command._facts(case))
+    assert found["tile"] == "16 of 192 x 256"
+    assert _tables.devices_text(site, ["H200"] * 4) == "4 workers, one a GPU: 4 x H200"
 
 
 def test_transports_of_pairs():
-    def text(pairs):
-        return _tables.transports_text(Exchange(0, dict.fromkeys(pairs, 1), 0.0, [], []))
+    def line(*transports):
+        pairs = [{"transport": transport} for transport in transports]
+        return _tables.moved_lines(
+            [{"way": "w", "moved_bytes": 2048, "least_bytes": 0, "pairs": pairs}]
+        )
 
-    assert text([]) == "none, nothing moved"
-    assert text([("a", "b", "ipc")]) == "ipc for 1 pair"
-    pairs = [(r, h, "ipc") for r in "abc" for h in "abc" if r != h]
-    assert text(pairs) == "ipc for all 6 pairs"
-    pairs[0] = ("a", "b", "comm")
-    assert text(pairs) == "ipc for 5 pairs; comm for 1 pair (0<-1)"
+    assert line() == ["w: moved 2.00 kiB, least possible 0 B; no pair"]
+    (text,) = line("comm", "ipc", "ipc")
+    assert text.endswith("; ipc for 2 pairs; comm for 1 pair")
+    assert _tables.moved_lines([{"way": "dask tasks"}]) == []
+
+
+def test_the_limit_and_what_failed():
+    shared = {"first_s": 1.0, "times_s": [0.5], "wrong": 0, "bandwidth_gbs": 1.0, "link_gbs": 3.5}
+    rows = [
+        {**shared, "way": "dask_p2p", "median_s": 0.5, "exchange_s": [0.25], "before_s": [0.1]},
+        {**shared, "way": _measuring.LIMIT, "median_s": 0.2},
+        {"way": "JAX", "failed": "jax is not installed"},
+    ]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(_tables.ways_table(rows, 200))
+    text = console.export_text()
+    assert "250.00" in text
+    assert "40.0%" in text
+    assert "JAX" not in text
+    narrow = _tables.ways_table(rows, 80)
+    assert [str(column.header) for column in narrow.columns][2:4] == ["median", "exchange"]
+    _tables.judge(console, {CASE: rows})
+    assert "JAX failed: jax is not installed" in console.export_text()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -191,30 +300,54 @@ def test_the_same_options_mean_the_same(monkeypatch):
     assert _options.order_of_axes(None, (2, 3, 4)) == (2, 1, 0)
 
 
-def test_rivals_on_gpus_have_a_cluster_of_their_own(monkeypatch, client):
+def test_rivals_and_low_latency_have_clusters_of_their_own(monkeypatch, client):
     started = []
 
     def start(site, **options):
-        started.append(options)
+        started.append((options, dask.config.get("p2p.low-latency")))
         return contextlib.nullcontext(client)
 
     monkeypatch.setattr(_measuring, "start", start)
     monkeypatch.setattr(_measuring, "find_spec", lambda name: True)
-    site = _options.Site(2, ("0", "1"), None, 2**40)
-    rivals = _measuring.rival_ways(site, ["tasks"])
-    assert list(rivals) == ['Dask "tasks" over UCX']
-    measured = _measuring.measure_on(
-        site,
-        {"ours": lambda x, axes: x.T},
-        rivals,
-        lambda: indexed_array((8, 6), (2, 6), "f4"),
-        (1, 0),
-        1,
-        lambda y: 0,
-        lambda client: lambda: None,
-    )
-    assert started == [{}, {"protocol": "ucx"}]
-    assert [runs.name for runs in measured] == ["ours", 'Dask "tasks" over UCX']
-    assert _measuring.rival_ways(_options.Site(4, (), None, 2**40), ["p2p"]).keys() == {
-        'Dask "p2p"'
-    }
+    site = Site(2, ("0", "1"), None, 2**40)
+    ways = _measuring.ways_on(site, rivals=True, variants=True)
+    assert "dask p2p" not in ways
+    assert {"dask_p2p, ucx", "dask_p2p, kernels read in place"} < set(ways)
+    chosen = ("dask_p2p", "dask_p2p, low latency", "dask tasks")
+    measured = {CASE: []}
+    ways = {name: ways[name] for name in chosen}
+    _measuring.measure_on(site, ways, measured, 1, lambda client: None)
+    assert started == [({}, False), ({}, True), ({"protocol": "ucx"}, False)]
+    assert [row["way"] for row in measured[CASE]] == [*chosen]
+    on_cpus = _measuring.ways_on(Site(4, (), None, 2**40), rivals=True)
+    assert {"dask tasks", "dask p2p"} < set(on_cpus)
+    there = Site(4, (), None, 2**40, "tcp://1.2.3.4:5")
+    assert not any(way.low_latency for way in _measuring.ways_on(there, variants=True).values())
+
+
+@pytest.mark.parametrize(("dtype", "way"), [("int8", "mpi4py-fft"), (">f4", "rivals")])
+def test_rivals_that_cannot_run_are_rows(capfd, dtype, way):
+    site = Site(3, (), None, 2**40)
+    case = _measuring.slabs(site, (10, 10), np.dtype(dtype), (1, 0), "--shape")
+    measured = {case: []}
+    assert _measuring.add_rivals(site, measured, 1, 60) is None
+    (row,) = measured[case]
+    assert (row["way"], row["shape"], row["case"]) == (way, [10, 10], measure.EVEN)
+    reasons = ("not installed", "no multiple of 3", "benchmarks.rivals ended with 2")
+    assert any(reason in row["failed"] for reason in reasons)
+
+
+def test_rivals_without_dask_get_square_matrices(bench, monkeypatch):
+    asked = []
+
+    def without_dask(site, dtype, sizes, repeats, timeout_s):
+        asked.append((dtype, [*sizes], repeats, timeout_s))
+        return [{"way": "JAX", "size": 20, "failed": "jax is not installed"}]
+
+    monkeypatch.setattr(_measuring, "_without_dask", without_dask)
+    args = ["--size", "20", "--shape", "20x30", "--size", "21", "--repeats", "1", "--rivals"]
+    result = bench(*args, "--rival-timeout", "7")
+    assert result.exit_code == 0, result.output
+    assert asked == [("float32", [20, 21], 1, 7)]
+    assert "square matrices only" in result.stdout
+    assert "JAX failed: jax is not installed" in result.stdout
