@@ -274,7 +274,8 @@ class Assembly:
             read = self._reads.pop(0)
             sources = [source for source in read.sources if source.brought_by is read.reading]
             try:
-                read.reading.confirm()
+                if sources:
+                    read.reading.confirm()
                 for source in sources:
                     if source.left:
                         name = source.way.transport.name

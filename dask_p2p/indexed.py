@@ -140,7 +140,7 @@ def _bands(
     axes: Sequence[int],
     kind: str,
     dtype: Any,
-    elements: int = 2**24,
+    elements: int = 2**22,
 ) -> Any:
     """Yield the values of a box of the array after, cut along its first axis.
 
@@ -156,4 +156,5 @@ def _bands(
             index = module.arange(start, stop, dtype=np.int64) * prod(shape[axis + 1 :])
             total = total + index.reshape([-1 if p == place else 1 for p in range(len(axes))])
         rows = slice(top - first, top - first + step) if location else ...
-        yield rows, (total % modulus(dtype)).astype(dtype)
+        total %= modulus(dtype)
+        yield rows, total.astype(dtype, copy=False)

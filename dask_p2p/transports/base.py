@@ -312,7 +312,8 @@ class Transport(ABC):
         with closing(self.read([request], timeouts)) as reading:
             try:
                 for region in reading:
-                    check_probe(region.pending.result(MEET_S + GRACE_S))
+                    start, _ = region.part.box[0]
+                    check_probe(region.pending.result(MEET_S + GRACE_S), start)
             except TimeoutError:
                 said = f"{self.name}: the worker's event loop did not respond"
                 raise TransferError(said) from None
@@ -333,10 +334,7 @@ class Transport(ABC):
 
     def flow(self, requests: Sequence[Request], options: Options) -> Pacing:
         """Return how to ask for these requests: the pacing, as far as they allow it."""
-        pacing = self.pacing(options, requests[0].kind)
-        sizes = [box_size(box) for request in requests for box in request.boxes]
-        itemsize = requests[0].dtype.itemsize
-        pacing = pacing.for_regions(max(sizes, default=0) * itemsize)
+        pacing, itemsize = self.pacing(options, requests[0].kind), requests[0].dtype.itemsize
         if pacing.part_bytes is not None and pacing.part_bytes < itemsize:
             # A part has one item at least, and so they go one at a time, or not through slots.
             pacing = Pacing(None if self.in_place else pacing.part_bytes, 0)

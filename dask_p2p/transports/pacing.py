@@ -127,8 +127,8 @@ def staging_bytes(
         pacing = cma_pacing(options)
         part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), largest_bytes))
         parts_bytes = max(parts_bytes, min(part_bytes, 2 * remote_bytes))
-    pacing = comm_pacing(options, kind).for_regions(largest_bytes)
-    part_bytes = min(max(item_bytes, pacing.part_bytes or 0), largest_bytes)
+    pacing = comm_pacing(options, kind)  # small parts come together
+    part_bytes = min(max(item_bytes, pacing.part_bytes or 0), remote_bytes)
     held = _held("comm", pacing.parts_in_flight, kind)
     copies = 2 if kind == "cupy" else 1  # in host and in device memory
     return slots_bytes + max(parts_bytes, min(held * part_bytes, copies * remote_bytes))

@@ -121,7 +121,9 @@ class UcxTransport(Transport):
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         messenger = self.messenger()
-        pacing = self.flow(requests, options)
+        sizes = [box_size(box) for request in requests for box in request.boxes]
+        largest_bytes = max(sizes, default=0) * requests[0].dtype.itemsize
+        pacing = self.flow(requests, options).for_regions(largest_bytes)
         buffers = self._buffers[requests[0].kind]
         reading = _UcxReading(self.host, requests, pacing, options, messenger, buffers)
         messages = sum(1 for part in reading.all_parts if box_size(part.box))

@@ -41,7 +41,7 @@ def fail(how, dask_worker):
             raise RuntimeError(f"trouble no. {dask_worker.failed_requests}")
         if how == "drops the connection":
             raise CommClosedError("on purpose")
-        return {"status": "ok", "data": "nonsense"}
+        return {"status": "ok", "parts": [{"status": "ok", "data": "nonsense"}]}
 
     dask_worker.good_answer = dask_worker.handlers["p2p_comm_read"]
     dask_worker.handlers["p2p_comm_read"] = answer

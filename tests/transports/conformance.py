@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
+from dask_p2p.transports.base import Request
 from tests.transports.reading import open_block
 
 
@@ -105,6 +107,63 @@ class Conformance:
             expected = array[tuple(slice(*pair) for pair in box)]
             np.testing.assert_array_equal(setup.to_numpy(future.result(20)), expected)
         remote.close()
+
+    def read_blocks(self, setup, arrays):
+        """Read several blocks at once; return what came of each, its errors included."""
+        requests = [
+            Request(
+                key,
+                setup.holder,
+                a.shape,
+                a.dtype,
+                setup.kind,
+                [((1, 3), (0, 4)), ((3, 4), (1, 1))],
+            )
+            for key, a in arrays.items()
+        ]
+        came = {key: [] for key in arrays}
+        with closing(setup.reader.read(requests, self.options)) as reading:
+            for region in reading:
+                key = requests[region.part.request].key
+                try:
+                    came[key].append(np.array(setup.to_numpy(region.pending.result(20))))
+                except (TransferError, BlockMismatchError) as exc:
+                    came[key].append(exc)
+                    reading.drop(region.part.request)
+            reading.confirm()
+        return came
+
+    @pytest.fixture
+    def blocks(self, setup):
+        arrays = {("x", i): np.arange(20.0).reshape(5, 4) + 100 * i for i in range(6)}
+        for key, array in arrays.items():
+            setup.put(key, array)
+        return arrays
+
+    def test_several_blocks_of_a_holder_are_asked_for_at_once(self, setup, blocks):
+        self.read_blocks(setup, dict([next(iter(blocks.items()))]))  # so that the two have met
+        calls = getattr(setup, "host", getattr(setup, "there", None)).calls
+        calls.clear()
+        for key in blocks:
+            setup.drop(key)
+            setup.put(key, blocks[key])
+        came = self.read_blocks(setup, blocks)
+        for key, array in blocks.items():
+            np.testing.assert_array_equal(came[key][0], array[1:3, :4])
+            assert came[key][1].shape == (1, 0)
+        assert len(calls) == 1
+
+    @pytest.mark.parametrize("wrong", [0, 3, 5])
+    def test_a_block_that_fails_does_not_keep_the_others_from_coming(self, setup, blocks, wrong):
+        setup.drop(("x", wrong))
+        came = self.read_blocks(setup, blocks)
+        setup.put(("x", wrong), np.ones((2, 2)))
+        again = self.read_blocks(setup, blocks)
+        for result, error in ((came, BlockUnavailableError), (again, BlockMismatchError)):
+            assert isinstance(result["x", wrong][0], error)
+            for key, array in blocks.items():
+                if key != ("x", wrong):
+                    np.testing.assert_array_equal(result[key][0], array[1:3, :4])
 
     def test_a_block_that_is_not_there(self, setup):
         with pytest.raises(BlockUnavailableError, match=r"not there.*|.*nothing"):
