@@ -24,26 +24,25 @@ from math import prod
 from typing import Any, Protocol
 
 from dask_p2p.config import Options
-from dask_p2p.errors import BlockUnavailableError, P2PError, TransferError
+from dask_p2p.errors import (
+    BlockUnavailableError,
+    P2PError,
+    SilentError,
+    TransferError,
+    UnreachableError,
+    UnsuitableError,
+)
 from dask_p2p.kernels import as_array, device_of, kernel_for
 from dask_p2p.kernels.device import device_work
 from dask_p2p.kernels.queue import SLOTS, Queue, queue_for
 from dask_p2p.layout import Box, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.plan import BlockPlan, Piece, stage_order
-from dask_p2p.transports.base import (
-    GRACE_S,
-    Reading,
-    Region,
-    Request,
-    SilentError,
-    Transport,
-    UnreachableError,
-    UnsuitableError,
-    check_block,
-)
+from dask_p2p.transports.base import GRACE_S, Transport
 from dask_p2p.transports.links import BlockRef, Links, Way
 from dask_p2p.transports.pacing import staging_bytes
+from dask_p2p.transports.reading import Reading, Region, Request
+from dask_p2p.transports.replies import check_block
 from dask_p2p.versioned import versioned
 
 __all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]

@@ -10,7 +10,10 @@
     │   └── VersionError                another version of the package has written it
     ├── BlockMismatchError              a block is not what the Dask array declares
     ├── TransferError                   a region could not be brought to its reader
-    │   └── BlockUnavailableError       a holder no longer has, or never had, the block
+    │   ├── BlockUnavailableError       a holder no longer has, or never had, the block
+    │   │   └── UnreachableError        a holder does not answer, or cannot be reached
+    │   ├── SilentError                 nothing came from a holder in time
+    │   └── UnsuitableError             another transport brings the block better
     ├── DeviceLostError                 a worker's GPU works no more; the worker leaves
     ├── MemoryLimitError (MemoryError)  a block needs more memory than there is
     ├── ConfigError (ValueError)        an option has a value that it cannot have
@@ -35,7 +38,10 @@ __all__ = [
     "P2PError",
     "P2PWarning",
     "RegistrationError",
+    "SilentError",
     "TransferError",
+    "UnreachableError",
+    "UnsuitableError",
     "UnsupportedArrayError",
     "VersionError",
 ]
@@ -90,6 +96,18 @@ class BlockUnavailableError(TransferError):
 
     Another transport would not help; another holder may.
     """
+
+
+class UnreachableError(BlockUnavailableError):
+    """A holder does not answer, or cannot be reached: so it is for all its blocks."""
+
+
+class SilentError(TransferError):
+    """Nothing came from a holder in time: so it is for all its blocks by the same transport."""
+
+
+class UnsuitableError(TransferError):
+    """Another transport brings this block better. That is no failure, and nobody is warned."""
 
 
 # MemoryError comes first, or the class would be made by the other's __new__ and not by its own;

@@ -15,20 +15,16 @@ from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
     TransferError,
+    UnreachableError,
     UnsupportedArrayError,
 )
 from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.layout import box_slices
 from dask_p2p.plan import slab_chunks, transpose_plan
-from dask_p2p.transports.base import (
-    Failed,
-    Pacing,
-    Reading,
-    Region,
-    Transport,
-    UnreachableError,
-)
+from dask_p2p.transports.base import Transport
 from dask_p2p.transports.links import BlockRef, Links
+from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.reading import Failed, Reading, Region
 
 CHUNKS = ((3, 3, 3), (9,))
 X = np.arange(81.0).reshape(9, 9)

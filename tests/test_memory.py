@@ -13,8 +13,8 @@ from distributed.core import error_message
 from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
 from dask_p2p.kernels.numpy import KERNEL
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
-from dask_p2p.transports.base import ask
 from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.replies import ask
 from tests.test_assemble import FakePeers, FakeTransport, assembly, check
 
 MIB = 2**20

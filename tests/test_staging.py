@@ -19,11 +19,13 @@ from dask_p2p.layout import box_shape, box_size, box_slices
 from dask_p2p.plan import slab_chunks, transpose_plan
 from dask_p2p.transports import comm as comm_module
 from dask_p2p.transports import make_transports
-from dask_p2p.transports.base import Arrived, Pacing, Reading, Region, Transport
+from dask_p2p.transports.base import Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.links import BlockRef, Links
+from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.reading import Arrived, Reading, Region
 from dask_p2p.transports.ucx import UcxTransport
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.transports.reading import open_block

@@ -31,54 +31,22 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from dask_p2p.config import Options
-from dask_p2p.errors import (
-    BlockMismatchError,
-    BlockUnavailableError,
-    DeviceLostError,
-    TransferError,
-    UnsupportedArrayError,
-)
-from dask_p2p.kernels import as_array, kernel_for
-from dask_p2p.layout import Box, box_size, split_box, taper_last
+from dask_p2p.errors import TransferError
 from dask_p2p.transports.budget import Budget
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
+from dask_p2p.transports.reading import Reading, Request
 
-__all__ = [
-    "GRACE_S",
-    "MEET_S",
-    "Arrived",
-    "Failed",
-    "Handler",
-    "Host",
-    "Pacing",
-    "Part",
-    "Pending",
-    "Reading",
-    "Region",
-    "Request",
-    "SilentError",
-    "Transport",
-    "UnreachableError",
-    "UnsuitableError",
-    "ask",
-    "check_block",
-    "check_reply",
-    "dtype_text",
-    "find_block",
-    "mismatch",
-    "refuse",
-]
+__all__ = ["GRACE_S", "MEET_S", "Handler", "Host", "Transport"]
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -91,35 +59,7 @@ MEET_S = 10.0
 GRACE_S = 10.0
 
 _BYTE = np.dtype("u1")
-_LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is wanted of a block of another worker, which is as the Dask array declares it."""
-
-    key: Any  # Dask key
-    holder: str  # address of the worker that holds it
-    shape: tuple[int, ...]
-    dtype: Any  # numpy.dtype
-    kind: str  # that is wanted here: "numpy" or "cupy"
-    boxes: Sequence[Box]
-
-    def __str__(self) -> str:
-        return f"block {self.key!r} of {self.holder}"
-
-
-class UnsuitableError(TransferError):
-    """Another transport brings this block better. That is no failure, and nobody is warned."""
-
-
-class UnreachableError(BlockUnavailableError):
-    """A holder does not answer, or cannot be reached: so it is for all its blocks."""
-
-
-class SilentError(TransferError):
-    """Nothing came from a holder in time: so it is for all its blocks by the same transport."""
 
 
 class Host(Protocol):
@@ -146,123 +86,6 @@ class Host(Protocol):
         self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
     ) -> _T:
         """Run a blocking function on a thread: of these, or of those that answer requests."""
-
-
-class Pending(Protocol):
-    """A region on its way; a `concurrent.futures.Future` is one."""
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        """Wait until it is here, and return the array.
-
-        Raises
-        ------
-        TransferError, BlockMismatchError
-            If it will not come.
-        TimeoutError
-            If it does not come in time, and nobody has noticed.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A region that is here already."""
-
-    region: Any
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        """Return the array."""
-        return self.region
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A region that will not come."""
-
-    error: Exception
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        """Raise the error."""
-        raise self.error
-
-
-class Part(NamedTuple):
-    """A part of what is wanted, small enough to be asked for at once."""
-
-    request: int  # number among the requests
-    piece: int  # number of the box, among those of the request
-    box: Box
-
-
-class Region(NamedTuple):
-    """A part on its way."""
-
-    part: Part
-    pending: Pending
-
-
-class Reading(ABC):
-    """Regions of one holder's blocks on their way here.
-
-    Iterating asks for one region after another.
-
-    Attributes
-    ----------
-    ahead : int
-        Regions that may be asked for while the one before them is put into place.
-    part_bytes : int or None
-        Of the largest part; None if there is no limit.
-    """
-
-    def __init__(self, requests: Sequence[Request], pacing: Pacing) -> None:
-        self.requests = requests
-        self.ahead = pacing.parts_in_flight
-        self.part_bytes = pacing.part_bytes
-        self._dropped: set[int] = set()
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Region]:
-        """Ask for the next regions."""
-
-    def drop(self, request: int) -> None:
-        """Ask for nothing more of this request, which has failed."""
-        self._dropped.add(request)
-
-    def confirm(self) -> None:  # noqa: B027  # optional
-        """Raise `TransferError` if what was read may be wrong, now that all reading is done.
-
-        That is for transports whose holder can go away under a reader that cannot notice, or
-        says only in the end what it has sent.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """End all leases. Whatever is still under way is given up. Idempotent."""
-
-    def parts(self, *, is_tapered: bool = False) -> Iterator[Part]:
-        """Cut what is wanted into parts, but for what was dropped.
-
-        They are made as late as may be: a region can have hundreds of parts, and the first should
-        soon be here.
-
-        Parameters
-        ----------
-        is_tapered
-            Whether the last parts are smaller and smaller: nothing comes any more while the end of
-            the last one is put into place.
-        """
-        last = len(self.requests) - 1
-        for number, request in enumerate(self.requests):
-            itemsize = max(1, request.dtype.itemsize)
-            for piece, box in enumerate(request.boxes):
-                size = box_size(box)
-                limit = size if self.part_bytes is None else self.part_bytes // itemsize
-                boxes = split_box(box, max(1, limit)) if size else iter([box])
-                if is_tapered and number == last and self.part_bytes is not None:
-                    boxes = taper_last(boxes, max(1, _LAST_PART_BYTES // itemsize))
-                for part in boxes:
-                    if number in self._dropped:
-                        break
-                    yield Part(number, piece, part)
 
 
 class Transport(ABC):
@@ -367,117 +190,3 @@ class Transport(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Refuse further requests, wait for readers within reason, free everything."""
-
-
-async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
-    """Call a holder's handler.
-
-    Raises
-    ------
-    UnreachableError
-        If the holder cannot be reached, or does not answer in time.
-    TransferError
-        If its handler raises, or its answer cannot be read.
-    """
-    try:
-        calling = asyncio.ensure_future(host.call(holder, op, **kwargs))
-        for task in (calling, asyncio.current_task()):
-            if task is not None:
-                task.add_done_callback(_retrieve_error)
-        return await asyncio.wait_for(calling, timeout_s)
-    except TimeoutError:
-        raise UnreachableError(
-            f"no answer of {holder} about {about} within {timeout_s:g} s"
-        ) from None
-    except OSError as exc:  # connections that break, or cannot be made
-        raise UnreachableError(f"{holder} cannot be reached about {about}: {exc}") from exc
-    except MemoryError:  # for the answer, here
-        raise
-    except Exception as exc:  # of the holder's, which Dask raises here; or its answer is garbled
-        why = f"{type(exc).__name__}: {exc}"
-        raise TransferError(f"{holder} could not answer about {about}: {why}", why) from exc
-
-
-def _retrieve_error(task: asyncio.Future[Any]) -> None:
-    """Keep asyncio from logging an error, since whoever asked may have given up by now."""
-    if not task.cancelled():
-        task.exception()
-
-
-def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
-    """Raise `BlockMismatchError` unless a block is what its Dask array declares.
-
-    Without a dtype only the shape is compared: NumPy's dtypes do not all survive being sent as
-    text, so a reader compares them itself when it has the data.
-    """
-    kernel_for(array)  # refuses masked arrays and whatever else has more than its bytes
-    if tuple(array.shape) != tuple(shape) or (dtype is not None and array.dtype != dtype):
-        declared = f"{tuple(shape)}" if dtype is None else f"{dtype} {tuple(shape)}"
-        raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")
-
-
-def find_block(host: Host, key: Any, shape: tuple[int, ...]) -> Any:
-    """Return the block that a reader asks for.
-
-    Raises
-    ------
-    KeyError
-        If it is not here.
-    BlockMismatchError, UnsupportedArrayError
-        If it is not of the shape that the reader expects, or has more than its bytes.
-    """
-    block = as_array(host.block(key))
-    check_block(block, key, shape)
-    return block
-
-
-@lru_cache(maxsize=64)  # NumPy makes the name anew each time, which takes longer than the rest
-def dtype_text(dtype: Any) -> str:
-    """Return a dtype as text that is the same for equal ones, and for no others.
-
-    It is for comparing: NumPy's dtypes cannot all be made from text again.
-    """
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return f"{shape} of {dtype_text(base)}"
-    text = f"{dtype.name} {dtype.str}"
-    if dtype.names is None:
-        return text
-    # Of its fields NumPy's own text says no more than how many bytes they are.
-    fields = ((name, *dtype.fields[name][:2]) for name in dtype.names)
-    return f"{text} {[(name, offset, dtype_text(field)) for name, field, offset in fields]}"
-
-
-def mismatch(block: Any, declared: Any, real: Any) -> BlockMismatchError:
-    """Return the error for a block that is not what its Dask array declares."""
-    return BlockMismatchError(
-        f"{block} is declared as {declared}, but it is {real}. Correct the chunks or the dtype "
-        f"where the array is made (map_blocks, from_delayed, ...)."
-    )
-
-
-def refuse(exc: Exception) -> dict[str, Any]:
-    """Turn a holder's error into a reply: plain text, nothing that is unpickled."""
-    if isinstance(exc, (KeyError, DeviceLostError)):  # with the device its blocks are lost
-        return {"status": "missing"}
-    if isinstance(exc, (BlockMismatchError, UnsupportedArrayError)):
-        return {"status": "mismatch", "message": str(exc)}
-    said = f"{type(exc).__name__}: {exc}"
-    if isinstance(exc, MemoryError):
-        said = f"out of memory for packing what was asked for ({said})"
-    return {"status": "error", "message": said}
-
-
-def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
-    """Return a holder's reply if it is a good one; else raise what it says."""
-    status = reply.get("status") if isinstance(reply, dict) else None
-    if status == "ok":
-        return dict(reply)
-    if status == "missing":
-        raise BlockUnavailableError(f"{transport}: {block} is not there any more")
-    if status == "mismatch":
-        raise BlockMismatchError(f"{reply.get('message')} (held by {block.holder})")
-    message = reply.get("message", reply) if isinstance(reply, dict) else reply
-    raise TransferError(
-        f"{transport}: {block.holder} could not send {block}: {message}", reason=str(message)
-    )

@@ -161,7 +161,7 @@ class Board:
             self._notices[key] = _Notice(path, _byte(text), owner, time.monotonic())
 
     def renew(self, key: Any, owner: Any) -> bool:
-        """Prolong the notice of a block; False if there is none, or one of an earlier block."""
+        """Prolong the descriptor of a block; False if there is none, or one of an earlier block."""
         with self._lock:
             return self._renew(key, owner)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dask_p2p.kernels.device import current_device, is_shareable, private_stream
 
-__all__ = ["Buffers", "buffer_bytes"]
+__all__ = ["Buffers", "buffer_bytes", "raw_bytes"]
 
 _GRANULE_BYTES = 2**9  # sizes are powers of two from here on, so that few differ
 
@@ -28,6 +28,11 @@ def buffer_bytes(nbytes: int) -> int:
     (131072, 512)
     """
     return max(_GRANULE_BYTES, 1 << max(0, nbytes - 1).bit_length())
+
+
+def raw_bytes(array: Any) -> Any:
+    """Return the bytes of a C-ordered array."""
+    return array.reshape(-1).view("u1")
 
 
 class Buffers:

@@ -17,14 +17,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dask_p2p.config import Options
-from dask_p2p.errors import BlockUnavailableError, TransferError
+from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
 from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports import process_memory
-from dask_p2p.transports.base import Host, Pending, Request, UnsuitableError
+from dask_p2p.transports.base import Host
 from dask_p2p.transports.board import Lease
 from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.descriptor import Descriptor, Peer
 from dask_p2p.transports.pacing import Pacing, cma_pacing, idle_bytes
-from dask_p2p.transports.posted import Peer, Posted, PostedBlock, PostedTransport
+from dask_p2p.transports.reading import Pending, Request
+from dask_p2p.transports.same_host import SameHostTransport
+from dask_p2p.transports.same_host_reading import LeasedBlock
 
 __all__ = ["CmaTransport"]
 
@@ -35,7 +38,7 @@ _SHORT_RUN_BYTES = 128
 _MOST_SHORT_RUNS = 2**14  # below, comm takes longer to ask and to be answered
 
 
-class CmaTransport(PostedTransport):
+class CmaTransport(SameHostTransport):
     """NumPy blocks of other processes of this host.
 
     `Peer.memory` is the address and the value of a random token, both in hex. Who reads the token
@@ -77,19 +80,23 @@ class CmaTransport(PostedTransport):
     def place_of(self, block: Any) -> dict[str, Any]:
         return {"address": process_memory.address_of(block)}
 
-    def opened(self, peer: Peer, posted: Posted, block: Request, lease: Lease) -> PostedBlock:
-        address = posted.place.get("address") if isinstance(posted.place, dict) else None
+    def opened(
+        self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
+    ) -> LeasedBlock:
+        address = descriptor.place.get("address") if isinstance(descriptor.place, dict) else None
         if type(address) is not int or not 0 <= address < 2**64:
-            raise TransferError(f"cma: the notice of {block} has no address: {posted.place!r}")
-        _check_runs(block, posted)
-        return _CmaBlock(peer, posted, address, self._buffers, block, lease)
+            raise TransferError(
+                f"cma: the descriptor of {block} has no address: {descriptor.place!r}"
+            )
+        _check_runs(block, descriptor)
+        return _CmaBlock(peer, descriptor, address, self._buffers, block, lease)
 
 
-def _check_runs(block: Request, posted: Posted) -> None:
+def _check_runs(block: Request, descriptor: Descriptor) -> None:
     """Refuse a block whose elements, as far as they are wanted, lie too far apart."""
     itemsize = block.dtype.itemsize
     largest = box_shape(max(block.boxes, key=box_size, default=()))
-    run_bytes = process_memory.run_bytes_of(largest, posted.strides, itemsize)
+    run_bytes = process_memory.run_bytes_of(largest, descriptor.strides, itemsize)
     nbytes = sum(map(box_size, block.boxes)) * itemsize
     if run_bytes < _SHORT_RUN_BYTES and nbytes > _MOST_SHORT_RUNS * run_bytes:
         raise UnsuitableError(
@@ -97,11 +104,11 @@ def _check_runs(block: Request, posted: Posted) -> None:
         )
 
 
-class _CmaBlock(PostedBlock):
+class _CmaBlock(LeasedBlock):
     def __init__(
         self,
         peer: Peer,
-        posted: Posted,
+        descriptor: Descriptor,
         address: int,
         buffers: Buffers,
         block: Request,
@@ -110,7 +117,7 @@ class _CmaBlock(PostedBlock):
         super().__init__(block, lease)
         self._request = block
         self._pid = peer.pid
-        self._strides = posted.strides
+        self._strides = descriptor.strides
         self._address = address
         self._unread = sum(map(box_size, block.boxes))  # elements
         self._buffers = buffers

@@ -26,21 +26,10 @@ from dask_p2p.kernels import device_of, kernel_for
 from dask_p2p.kernels.checksum import algorithm_for
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
-from dask_p2p.transports.base import (
-    Handler,
-    Host,
-    Part,
-    Reading,
-    Region,
-    Request,
-    Transport,
-    ask,
-    check_reply,
-    find_block,
-    mismatch,
-    refuse,
-)
+from dask_p2p.transports.base import Handler, Host, Transport
 from dask_p2p.transports.pacing import Pacing, comm_pacing
+from dask_p2p.transports.reading import Part, Reading, Region, Request
+from dask_p2p.transports.replies import ask, check_reply, find_block, mismatch, refuse
 from dask_p2p.transports.requests import (
     checked_blocks,
     checked_parts,

@@ -19,16 +19,19 @@ from dask_p2p.errors import TransferError
 from dask_p2p.kernels.device import wait_until_written
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
-from dask_p2p.transports.base import Arrived, Host, Pending, Request
+from dask_p2p.transports.base import Host
 from dask_p2p.transports.board import Lease
+from dask_p2p.transports.descriptor import Descriptor, Peer
 from dask_p2p.transports.pacing import Pacing, ipc_pacing
-from dask_p2p.transports.posted import Peer, Posted, PostedBlock, PostedTransport
+from dask_p2p.transports.reading import Arrived, Pending, Request
 from dask_p2p.transports.requests import checked_integer
+from dask_p2p.transports.same_host import SameHostTransport
+from dask_p2p.transports.same_host_reading import LeasedBlock
 
 __all__ = ["IpcTransport"]
 
 
-class IpcTransport(PostedTransport):
+class IpcTransport(SameHostTransport):
     """Blocks of GPUs of this host, mapped by CUDA IPC. `Peer.memory` is the GPU's UUID, in hex."""
 
     name: ClassVar[str] = "ipc"
@@ -57,21 +60,26 @@ class IpcTransport(PostedTransport):
     def place_of(self, block: Any) -> dict[str, Any]:
         return asdict(cuda_ipc.export(block))
 
-    def opened(self, peer: Peer, posted: Posted, block: Request, lease: Lease) -> PostedBlock:
+    def opened(
+        self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
+    ) -> LeasedBlock:
         try:
-            place = cuda_ipc.Place(**posted.place)
+            place = cuda_ipc.Place(**descriptor.place)
             bytes.fromhex(place.handle)
             checked_integer("buffer_id", place.buffer_id, 0, 2**64)
             checked_integer("offset_bytes", place.offset_bytes, 0, 2**63)
         except (TypeError, ValueError) as exc:
-            raise TransferError(f"ipc: the notice of {block} cannot be read: {exc}") from exc
+            raise TransferError(f"ipc: the descriptor of {block} cannot be read: {exc}") from exc
         if place.gpu != peer.memory and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
             raise TransferError(f"ipc: {block} is on another GPU than its holder's: {obstacle}")
         block_bytes = prod(block.shape) * block.dtype.itemsize
         mapping = self._mappings.acquire(peer.folder, place, block_bytes)
         try:
             array = cuda_ipc.array_at(
-                mapping.address + place.offset_bytes, posted.shape, posted.strides, block.dtype
+                mapping.address + place.offset_bytes,
+                descriptor.shape,
+                descriptor.strides,
+                block.dtype,
             )
         except BaseException:
             mapping.release()
@@ -111,7 +119,7 @@ class IpcTransport(PostedTransport):
         await self.host.offload(self._mappings.close_unused)
 
 
-class _IpcBlock(PostedBlock):
+class _IpcBlock(LeasedBlock):
     def __init__(
         self,
         array: Any,

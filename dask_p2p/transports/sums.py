@@ -12,7 +12,7 @@ from typing import Any
 from dask_p2p.errors import TransferError
 from dask_p2p.kernels.checksum import ALGORITHMS, checksum
 from dask_p2p.layout import Box
-from dask_p2p.transports.base import Request
+from dask_p2p.transports.reading import Request
 
 __all__ = ["algorithm_of", "check_sum", "region_sum"]
 

@@ -19,8 +19,8 @@ import dask_p2p
 from dask_p2p.assemble import Assembly
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.transports.posted import PostedTransport
-from dask_p2p.transports.ucx import _Outbox
+from dask_p2p.transports.same_host import SameHostTransport
+from dask_p2p.transports.ucx_sending import Outbox
 from dask_p2p.worker import WorkerRuntime
 from tests.transports.loopback import wait_until
 
@@ -176,8 +176,8 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
         dask_worker.handlers["p2p_comm_read"] = asked
         return
     owner, name = {
-        "posting": (PostedTransport, "_post"),
-        "sending": (_Outbox, "send"),
+        "posting": (SameHostTransport, "_post"),
+        "sending": (Outbox, "send"),
         "started": (WorkerRuntime, "serving"),
         "placed": (Assembly, "_place"),
         "complete": (Assembly, "_finish"),

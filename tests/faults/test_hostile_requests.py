@@ -26,10 +26,10 @@ from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports import ipc as ipc_module
 from dask_p2p.transports import ucx as ucx_module
-from dask_p2p.transports.base import find_block, refuse
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.replies import find_block, refuse
 from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.worker import P2PPlugin
 from tests.transports.loopback import EventLoop, LoopbackHost
@@ -261,7 +261,7 @@ def holder(tmp_path_factory):
         # Nothing leaves this process.
         patch.setattr(ucx, "messenger", lambda: SimpleNamespace(address=b"here"))
         patch.setattr(ucx, "_address_of", address_of)
-        patch.setattr(ucx_module._Sending, "run", send)
+        patch.setattr(ucx_module.Sending, "run", send)
         Bomb.went_off.clear()
         yield SimpleNamespace(host=host, ask=ask, boards=boards, loop=loop)
     for transport in (ipc, cma):

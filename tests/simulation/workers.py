@@ -22,8 +22,10 @@ import dask_p2p.kernels
 import dask_p2p.kernels.queue
 import dask_p2p.task
 import dask_p2p.worker
-from dask_p2p.transports import board, comm, cuda_ipc, ipc, locks, posted
-from dask_p2p.transports.base import Pacing, Region
+from dask_p2p.transports import board, comm, cuda_ipc, descriptor, ipc, locks, same_host
+from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.reading import Region
+from dask_p2p.transports.same_host_reading import LeasedBlock
 from tests.simulation.actors import Actor, KilledError, Loop, current, halt
 from tests.simulation.gpu import Driver, Memory, Queue
 
@@ -70,7 +72,7 @@ class HaltingIpc(_Halting, ipc.IpcTransport):
         return None
 
     def _describe(self):
-        return posted.Peer("boot", "namespace", 0, 0, self._board.folder, "gpu")
+        return descriptor.Peer("boot", "namespace", 0, 0, self._board.folder, "gpu")
 
 
 class HaltingComm(_Halting, comm.CommTransport):
@@ -243,12 +245,12 @@ class World:
         put(dask_p2p.worker, "WorkerHost", Host)
         put(dask_p2p.worker, "make_transports", self._make_transports)
         put(dask_p2p.task, "whereabouts", self._whereabouts)
-        put(posted, "take", self._take)
+        put(same_host, "take", self._take)
         clock = SimpleNamespace(monotonic=self.loop.time, time=self.loop.time, sleep=self._sleep)
-        for module in (posted, board, comm, dask_p2p.task):
+        for module in (same_host, board, comm, dask_p2p.task):
             put(module, "time", clock)
         put(board, "readers", _HaltingReaders())
-        put(posted.PostedBlock, "confirm", _halting_confirm(posted.PostedBlock.confirm))
+        put(LeasedBlock, "confirm", _halting_confirm(LeasedBlock.confirm))
 
     def _make_transports(self, host, options):
         return {"ipc": HaltingIpc(host, options), "comm": HaltingComm(host, options)}
@@ -276,7 +278,7 @@ class World:
             if notice is None or notice.byte != lease.byte:
                 self.wrong("took a notice that was taken down")
             elif notice.owner is not holder.data.get(key):
-                self.wrong("took the notice of a block that was released")
+                self.wrong("took the descriptor of a block that was released")
         current().leases.append(Lease(lease, holder, notice))
         halt("leased")
         return lease

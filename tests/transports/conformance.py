@@ -10,7 +10,7 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
-from dask_p2p.transports.base import Request
+from dask_p2p.transports.reading import Request
 from tests.transports.reading import open_block
 
 

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 
 from dask_p2p.layout import box_shape
-from dask_p2p.transports.base import Failed, Request
+from dask_p2p.transports.reading import Failed, Request
 
 
 class OneBlock:

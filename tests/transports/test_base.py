@@ -12,18 +12,9 @@ from dask_p2p.errors import (
     TransferError,
     UnsupportedArrayError,
 )
-from dask_p2p.transports.base import (
-    Failed,
-    Part,
-    Reading,
-    Region,
-    Request,
-    Transport,
-    check_block,
-    check_reply,
-    dtype_text,
-    refuse,
-)
+from dask_p2p.transports.base import Transport
+from dask_p2p.transports.reading import Failed, Part, Reading, Region, Request
+from dask_p2p.transports.replies import check_block, check_reply, dtype_text, refuse
 
 F8 = np.dtype("f8")
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from dask_p2p.config import options
-from dask_p2p.errors import BlockUnavailableError, TransferError
-from dask_p2p.transports import posted, process_memory
-from dask_p2p.transports.base import UnsuitableError
+from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
+from dask_p2p.transports import process_memory, same_host
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.locks import OWNER
 from dask_p2p.transports.probe import PROBE_BYTES
@@ -27,7 +26,7 @@ F8 = np.dtype("f8")
 
 @pytest.fixture
 def setup(loop, tmp_path, monkeypatch):
-    monkeypatch.setattr(posted, "_apart", lambda here, there: None)
+    monkeypatch.setattr(same_host, "apart", lambda here, there: None)
     chosen = replace(options(), board_retain_s=60.0)
     with linked(CmaTransport, loop, tmp_path, chosen) as setup:
         yield setup
@@ -56,13 +55,13 @@ class TestCma(Conformance):
 
     def test_a_block_that_is_gone_again_is_asked_for_again(self, setup, block, monkeypatch):
         key, array = block
-        real = posted.take
+        real = same_host.take
 
         def take(folder, key):
             asked = setup.host.calls.count("p2p_cma_post")
             return real(folder, key) if asked == 2 else None
 
-        monkeypatch.setattr(posted, "take", take)
+        monkeypatch.setattr(same_host, "take", take)
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert setup.host.calls.count("p2p_cma_post") == 2
 
@@ -80,7 +79,7 @@ class TestCma(Conformance):
         assert setup.serving.held() == {"posted": 1}
 
     def test_what_is_no_numpy_block_is_not_posted(self, setup, block, monkeypatch):
-        monkeypatch.setattr(posted, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
+        monkeypatch.setattr(same_host, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
         setup.serving.serving(setup.host.blocks)
         assert setup.serving.held() == {"posted": 0}
 
@@ -247,7 +246,7 @@ class TestCma(Conformance):
         self, setup, block, monkeypatch
     ):
         """A reader may stand still for longer than a worker's plugin can wait for it."""
-        monkeypatch.setattr(posted, "_CLOSE_S", 0.0)
+        monkeypatch.setattr(same_host, "_CLOSE_S", 0.0)
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         setup.close_holder()

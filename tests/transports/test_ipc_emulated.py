@@ -14,7 +14,8 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.transports import cuda_ipc, ipc
-from dask_p2p.transports import posted as module
+from dask_p2p.transports import descriptor as description
+from dask_p2p.transports import same_host as module
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.locks import OWNER
 from tests.transports.conformance import Conformance
@@ -135,14 +136,14 @@ class TestIpcEmulated(Conformance):
         self, setup, block, monkeypatch, change, error, words
     ):
         key, array = block
-        real = module.Posted.text
+        real = description.Descriptor.text
 
         def text(posted):
             if change is None:
                 return real(posted)[:-1]
-            return module.json.dumps({**module.asdict(posted), **change}).encode()
+            return description.json.dumps({**description.asdict(posted), **change}).encode()
 
-        monkeypatch.setattr(module.Posted, "text", text)
+        monkeypatch.setattr(description.Descriptor, "text", text)
         with pytest.raises(error, match=words):
             self.read(setup, key, array, ((0, 1), (0, 1)))
         assert setup.device.runtime.open == {}, "nothing was mapped"
@@ -242,7 +243,9 @@ class TestIpcEmulated(Conformance):
 
         key, array = block
         monkeypatch.setattr(module, "take", take)
-        with pytest.raises(TransferError, match="the board of holder cannot be read: not yours"):
+        with pytest.raises(
+            TransferError, match="the descriptors of holder cannot be read: not yours"
+        ):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
     def test_numpy_blocks_are_not_for_ipc(self, setup):

@@ -12,7 +12,7 @@ from distributed.protocol import to_serialize
 
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError
-from dask_p2p.transports import ucx as ucx_module
+from dask_p2p.transports import ucx_reading
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.messenger import Messenger
 from dask_p2p.transports.ucx import UcxTransport
@@ -182,6 +182,6 @@ def test_a_holder_that_does_not_say_that_it_has_sent(link, monkeypatch):
         return reply
 
     link.holder.handlers["p2p_ucx_send"] = late
-    monkeypatch.setattr(ucx_module, "GRACE_S", -9.8)
+    monkeypatch.setattr(ucx_reading, "GRACE_S", -9.8)
     with pytest.raises(TransferError, match="holder does not say that it has sent block"):
         read(link, False)

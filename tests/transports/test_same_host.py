@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.transports.base import Request, dtype_text
-from dask_p2p.transports.posted import Peer, Posted, _apart
+from dask_p2p.transports.descriptor import Descriptor, Peer, apart
+from dask_p2p.transports.reading import Request
+from dask_p2p.transports.replies import dtype_text
 
 HERE = Peer("boot", "pid:[1]", 1000, 1, "/tmp/a", "aa")
 
@@ -23,25 +24,25 @@ HERE = Peer("boot", "pid:[1]", 1000, 1, "/tmp/a", "aa")
         ({"pid": 1}, "share a process"),
     ],
 )
-def test_what_sets_processes_apart(changes, words):
+def test_what_sets_processesapart(changes, words):
     there = replace(HERE, pid=2)
-    assert _apart(HERE, there) is None
-    assert words in _apart(HERE, replace(there, **changes))
+    assert apart(HERE, there) is None
+    assert words in apart(HERE, replace(there, **changes))
 
 
 def test_a_notice_that_is_not_that_of_the_block():
     block = Request(("x", 0), "holder", (2, 3), np.dtype("f8"), "cupy", [])
-    posted = Posted("('x', 0)", (2, 3), (24, 8), dtype_text(np.dtype("f8")), {"address": 1})
-    assert Posted.parse(posted.text(), block, "t") == posted
+    posted = Descriptor("('x', 0)", (2, 3), (24, 8), dtype_text(np.dtype("f8")), {"address": 1})
+    assert Descriptor.parse(posted.text(), block, "t") == posted
     with pytest.raises(TransferError, match=r"t: .* is that of \('x', 1\)"):
-        Posted.parse(replace(posted, key="('x', 1)").text(), block, "t")
+        Descriptor.parse(replace(posted, key="('x', 1)").text(), block, "t")
     with pytest.raises(BlockMismatchError):
-        Posted.parse(replace(posted, shape=(3, 2)).text(), block, "t")
+        Descriptor.parse(replace(posted, shape=(3, 2)).text(), block, "t")
     wrong = [{"strides": strides} for strides in ("ab", None, (8,), (2**64, 8), (8.0, 8))]
     wrong += [{"shape": shape} for shape in (None, 7, ("2", "3"))] + [{"dtype": None}]
     for changes in wrong:
-        with pytest.raises(TransferError, match=r"t: the notice of .* cannot be read"):
-            Posted.parse(replace(posted, **changes).text(), block, "t")
+        with pytest.raises(TransferError, match=r"t: the descriptor of .* cannot be read"):
+            Descriptor.parse(replace(posted, **changes).text(), block, "t")
     for torn in (b"", b"\xff", b"[" * 100_000, posted.text()[:-1], b"{}", b"[]"):
-        with pytest.raises(TransferError, match=r"t: the notice of .* cannot be read"):
-            Posted.parse(torn, block, "t")
+        with pytest.raises(TransferError, match=r"t: the descriptor of .* cannot be read"):
+            Descriptor.parse(torn, block, "t")

@@ -11,52 +11,29 @@ first, since the others are about to read them. Who finds no descriptor asks the
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from dataclasses import asdict
+from functools import partial
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
-from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
+from dask_p2p.errors import TransferError
 from dask_p2p.kernels import kernel_for, kernel_named
-from dask_p2p.layout import Box, box_slices
-from dask_p2p.transports.base import (
-    MEET_S,
-    Arrived,
-    Failed,
-    Handler,
-    Host,
-    Pacing,
-    Pending,
-    Reading,
-    Region,
-    Request,
-    Transport,
-    ask,
-    check_reply,
-    dtype_text,
-    find_block,
-    mismatch,
-    refuse,
-)
+from dask_p2p.transports.base import MEET_S, Handler, Host, Transport
 from dask_p2p.transports.board import Board, Intent, Lease, leave, take
-from dask_p2p.transports.requests import (
-    checked_blocks,
-    checked_integer,
-    checked_shape,
-    checked_strides,
-    checked_text,
-    no_more,
-)
+from dask_p2p.transports.descriptor import Descriptor, Peer, apart, kernel_and_namespace
+from dask_p2p.transports.reading import Reading, Request
+from dask_p2p.transports.replies import ask, check_reply, dtype_text, find_block, refuse
+from dask_p2p.transports.requests import checked_blocks, no_more
+from dask_p2p.transports.same_host_reading import EmptyBlock, LeasedBlock, SameHostReading
 
-__all__ = ["Peer", "Posted", "PostedBlock", "PostedTransport"]
+__all__ = ["SameHostTransport"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,68 +45,7 @@ _ASKS = 3  # for a block to be posted
 _MOST_POSTED = 10_000  # by one request
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Where a worker runs: what decides whether its memory can be read."""
-
-    boot_id: str
-    pid_namespace: str
-    user: int
-    pid: int
-    folder: str  # of its board
-    memory: str  # what else the transport must know of the memory that its blocks are in
-    refusal: str | None = None  # why it has no board
-
-    @classmethod
-    def parse(cls, fields: Any) -> Peer:
-        """Read what a worker says of itself; `ValueError` or `TypeError` if it is no such thing."""
-        peer = cls(**fields)
-        for name in ("boot_id", "pid_namespace", "folder", "memory"):
-            checked_text(name, getattr(peer, name))
-        checked_text("refusal", peer.refusal or "")
-        checked_integer("user", peer.user, 0, 2**32)
-        checked_integer("pid", peer.pid, 0, 2**31)
-        return peer
-
-
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """What a notice says about a block."""
-
-    key: str  # its repr
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in bytes
-    dtype: str
-    place: Mapping[str, Any]  # where it is, in the transport's own words
-
-    def text(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def parse(cls, text: bytes, block: Request, name: str) -> Posted:
-        """Read a notice; refuse one that does not describe the block."""
-        try:
-            posted = _read(text)
-        except (ValueError, TypeError, KeyError, RecursionError) as exc:
-            raise TransferError(f"{name}: the notice of {block} cannot be read: {exc}") from exc
-        if posted.key != repr(block.key):
-            raise TransferError(f"{name}: the notice of {block} is that of {posted.key}")
-        if posted.shape != tuple(block.shape) or posted.dtype != dtype_text(block.dtype):
-            declared = f"{block.dtype} {block.shape}"
-            raise mismatch(block, declared, f"{posted.dtype} {posted.shape}")
-        return posted
-
-
-@lru_cache(maxsize=1024)  # the tasks of a worker read the same blocks, one task after the other
-def _read(text: bytes) -> Posted:
-    fields = json.loads(text)
-    shape = checked_shape(fields["shape"])
-    strides = checked_strides(fields["strides"], shape)
-    checked_text("dtype", fields["dtype"])
-    return Posted(**{**fields, "shape": shape, "strides": strides})
-
-
-class PostedTransport(Transport):
+class SameHostTransport(Transport):
     """Blocks of other processes of this host, found on their notice boards."""
 
     kind: ClassVar[str]  # of the blocks that it moves
@@ -155,13 +71,15 @@ class PostedTransport(Transport):
 
     @abstractmethod
     def place_of(self, block: Any) -> dict[str, Any]:
-        """Return where a block is, for `Posted.place`."""
+        """Return where a block is, for `Descriptor.place`."""
 
     def settle(self, block: Any) -> None:  # optional
         """Wait until all values of a block are there."""
 
     @abstractmethod
-    def opened(self, peer: Peer, posted: Posted, block: Request, lease: Lease) -> PostedBlock:
+    def opened(
+        self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
+    ) -> LeasedBlock:
         """Return a block on which a lease was taken. If this fails, the lease is ended."""
 
     # --- the reader's side, in task threads ---
@@ -181,18 +99,19 @@ class PostedTransport(Transport):
             said = f"{requests[0].holder} cannot be read in place: {obstacle}"
             raise TransferError(f"{self.name}: {said}")
         pacing = self.flow(requests, options)
-        return _PostedReading(self, peer, requests, pacing, options)
+        lease = partial(self._open, peer, options)
+        return SameHostReading(requests, pacing, lease, is_tapered=self.in_place)
 
-    def open(self, peer: Peer, requests: Sequence[Request], options: Options) -> PostedBlock:
+    def _open(self, peer: Peer, options: Options, requests: Sequence[Request]) -> LeasedBlock:
         """Take a lease on the first of these blocks; the holder may be asked for the others too."""
         block = requests[0]
         if 0 in block.shape:
-            return _EmptyBlock(kernel_named(self.kind).empty(block.shape, block.dtype))
+            return EmptyBlock(kernel_named(self.kind).empty(block.shape, block.dtype))
         with ExitStack() as undo:
             lease = self._lease(peer, requests, options)
             undo.callback(lease.close)
-            posted = Posted.parse(lease.text, block, self.name)
-            opened = self.opened(peer, posted, block, lease)
+            descriptor = Descriptor.parse(lease.text, block, self.name)
+            opened = self.opened(peer, descriptor, block, lease)
             undo.pop_all()
         return opened
 
@@ -218,7 +137,7 @@ class PostedTransport(Transport):
 
     def _peer_obstacle(self, peer: Peer) -> str | None:
         here = self._describe()
-        return _apart(here, peer) or self.memory_obstacle(here, peer)
+        return apart(here, peer) or self.memory_obstacle(here, peer)
 
     def _ask(self, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
         """Call a holder's handler, from a task thread."""
@@ -249,7 +168,7 @@ class PostedTransport(Transport):
                 # It may be gone again: moved and back, or one of many that were on disk.
                 lease = take(peer.folder, block.key)
         except OSError as exc:
-            said = f"{self.name}: the board of {block.holder} cannot be read: {exc}"
+            said = f"{self.name}: the descriptors of {block.holder} cannot be read: {exc}"
             raise TransferError(said) from exc
         if lease is None:
             said = f"{self.name}: {block.holder} posted {block} {_ASKS} times, and it was not there"
@@ -321,7 +240,7 @@ class PostedTransport(Transport):
 
     def _describe(self) -> Peer:
         """Describe this process."""
-        boot_id, pid_namespace = _kernel()
+        boot_id, pid_namespace = kernel_and_namespace()
         return Peer(
             boot_id=boot_id,
             pid_namespace=pid_namespace,
@@ -358,14 +277,14 @@ class PostedTransport(Transport):
         self.settle(block)
         if self._board.renew(key, block):
             return
-        posted = Posted(
+        descriptor = Descriptor(
             key=repr(key),
             shape=tuple(block.shape),
             strides=tuple(block.strides),
             dtype=dtype_text(block.dtype),
             place=self.place_of(block),
         )
-        self._board.post(key, block, posted.text(), intent)
+        self._board.post(key, block, descriptor.text(), intent)
         self.host.loop.call_soon_threadsafe(self._sweep_later)
 
     def _sweep_later(self) -> None:
@@ -377,124 +296,3 @@ class PostedTransport(Transport):
         # What is spilled is withdrawn too: Dask wants its memory back.
         if self._board.sweep(self.options.board_retain_s, self.host.is_on_disk):
             self._sweep_later()
-
-
-class PostedBlock(ABC):
-    """A block that is read under a lease.
-
-    Parameters
-    ----------
-    block
-        As it is declared.
-    lease
-        Ended with `close`; None for a block that needs none.
-    """
-
-    def __init__(self, block: Request | None, lease: Lease | None) -> None:
-        self._block = block
-        self._lease = lease
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the lease has not ended."""
-        return self._lease is not None
-
-    @abstractmethod
-    def region(self, box: Box) -> Pending:
-        """Return a region of it."""
-
-    def confirm(self) -> None:
-        """Raise an error if the holder has ended: what is read of it then is nowhere promised."""
-        if self._lease is None or self._block is None:
-            return
-        try:
-            lives = self._lease.holder_lives()
-        except OSError as exc:
-            said = f"it cannot be told whether {self._block.holder} lives: {exc}"
-            raise TransferError(said) from exc
-        if not lives:
-            raise BlockUnavailableError(f"{self._block.holder} ended while {self._block} was read")
-
-    def close(self) -> None:
-        """End the lease. Idempotent."""
-        if self._lease is not None:
-            self._lease.close()
-            self._lease = None
-
-
-class _EmptyBlock(PostedBlock):
-    """A block without elements: it has no address, and needs no lease."""
-
-    def __init__(self, array: Any) -> None:
-        super().__init__(None, None)
-        self._array = array
-
-    def region(self, box: Box) -> Pending:
-        return Arrived(self._array[box_slices(box)])
-
-
-class _PostedReading(Reading):
-    """Blocks that are leased one after another, each when its first part is wanted.
-
-    Where the holder keeps its memory for nothing else, a block is let go of with its last part.
-    """
-
-    def __init__(
-        self,
-        transport: PostedTransport,
-        peer: Peer,
-        requests: Sequence[Request],
-        pacing: Pacing,
-        options: Options,
-    ) -> None:
-        super().__init__(requests, pacing)
-        self._transport = transport
-        self._peer = peer
-        self._options = options
-        self._opened: dict[int, PostedBlock] = {}
-
-    def __iter__(self) -> Iterator[Region]:
-        for part in self.parts(is_tapered=self._transport.in_place):
-            try:
-                block = self._block(part.request)
-            except (TransferError, BlockMismatchError) as exc:
-                self.drop(part.request)
-                yield Region(part, Failed(exc))
-            else:
-                yield Region(part, block.region(part.box))
-
-    def _block(self, number: int) -> PostedBlock:
-        block = self._opened.get(number)
-        if block is None:
-            left = self.requests[number:]
-            block = self._opened[number] = self._transport.open(self._peer, left, self._options)
-        return block
-
-    def confirm(self) -> None:
-        for block in self._opened.values():
-            block.confirm()
-
-    def close(self) -> None:
-        with ExitStack() as leases:  # each, whatever becomes of the others
-            for block in self._opened.values():
-                leases.callback(block.close)
-
-
-@cache
-def _kernel() -> tuple[str, str]:
-    """Return which run of which kernel this is, and the process' PID namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip(), os.readlink("/proc/self/ns/pid")
-
-
-def _apart(here: Peer, there: Peer) -> str | None:
-    """Say what sets two processes so far apart that neither can read the other's memory."""
-    if here.boot_id != there.boot_id:
-        return "they run on different hosts"
-    if here.pid_namespace != there.pid_namespace:
-        return "they run in different PID namespaces, where neither sees the other"
-    if here.user != there.user:
-        return "they belong to different users"
-    if here.pid == there.pid:
-        return "they share a process"
-    return there.refusal

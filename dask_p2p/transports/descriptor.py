@@ -1,0 +1,103 @@
+"""What processes of one host tell each other: where they run, and where their blocks lie."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from dask_p2p.errors import TransferError
+from dask_p2p.transports.reading import Request
+from dask_p2p.transports.replies import dtype_text, mismatch
+from dask_p2p.transports.requests import (
+    checked_integer,
+    checked_shape,
+    checked_strides,
+    checked_text,
+)
+
+__all__ = ["Descriptor", "Peer", "apart", "kernel_and_namespace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a worker runs: what decides whether its memory can be read."""
+
+    boot_id: str
+    pid_namespace: str
+    user: int
+    pid: int
+    folder: str  # of its board
+    memory: str  # what else the transport must know of the memory that its blocks are in
+    refusal: str | None = None  # why it has no board
+
+    @classmethod
+    def parse(cls, fields: Any) -> Peer:
+        """Read what a worker says of itself; `ValueError` or `TypeError` if it is no such thing."""
+        peer = cls(**fields)
+        for name in ("boot_id", "pid_namespace", "folder", "memory"):
+            checked_text(name, getattr(peer, name))
+        checked_text("refusal", peer.refusal or "")
+        checked_integer("user", peer.user, 0, 2**32)
+        checked_integer("pid", peer.pid, 0, 2**31)
+        return peer
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """Where a block is, and what it is."""
+
+    key: str  # its repr
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    dtype: str
+    place: Mapping[str, Any]  # where it is, in the transport's own words
+
+    def text(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def parse(cls, text: bytes, block: Request, name: str) -> Descriptor:
+        """Read a descriptor; refuse one that does not describe the block."""
+        try:
+            descriptor = _read(text)
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+            raise TransferError(f"{name}: the descriptor of {block} cannot be read: {exc}") from exc
+        if descriptor.key != repr(block.key):
+            raise TransferError(f"{name}: the descriptor of {block} is that of {descriptor.key}")
+        if descriptor.shape != tuple(block.shape) or descriptor.dtype != dtype_text(block.dtype):
+            declared = f"{block.dtype} {block.shape}"
+            raise mismatch(block, declared, f"{descriptor.dtype} {descriptor.shape}")
+        return descriptor
+
+
+@lru_cache(maxsize=1024)  # the tasks of a worker read the same blocks, one task after the other
+def _read(text: bytes) -> Descriptor:
+    fields = json.loads(text)
+    shape = checked_shape(fields["shape"])
+    strides = checked_strides(fields["strides"], shape)
+    checked_text("dtype", fields["dtype"])
+    return Descriptor(**{**fields, "shape": shape, "strides": strides})
+
+
+@cache
+def kernel_and_namespace() -> tuple[str, str]:
+    """Return which run of which kernel this is, and the process' PID namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip(), os.readlink("/proc/self/ns/pid")
+
+
+def apart(here: Peer, there: Peer) -> str | None:
+    """Say what sets two processes so far apart that neither can read the other's memory."""
+    if here.boot_id != there.boot_id:
+        return "they run on different hosts"
+    if here.pid_namespace != there.pid_namespace:
+        return "they run in different PID namespaces, where neither sees the other"
+    if here.user != there.user:
+        return "they belong to different users"
+    if here.pid == there.pid:
+        return "they share a process"
+    return there.refusal

@@ -1,0 +1,147 @@
+"""What a reader asks for, and what it gets: requests in, regions out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from dask_p2p.layout import Box, box_size, split_box, taper_last
+from dask_p2p.transports.pacing import Pacing
+
+__all__ = ["Arrived", "Failed", "Part", "Pending", "Reading", "Region", "Request"]
+
+_LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is wanted of a block of another worker, which is as the Dask array declares it."""
+
+    key: Any  # Dask key
+    holder: str  # address of the worker that holds it
+    shape: tuple[int, ...]
+    dtype: Any  # numpy.dtype
+    kind: str  # that is wanted here: "numpy" or "cupy"
+    boxes: Sequence[Box]
+
+    def __str__(self) -> str:
+        return f"block {self.key!r} of {self.holder}"
+
+
+class Pending(Protocol):
+    """A region on its way; a `concurrent.futures.Future` is one."""
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Wait until it is here, and return the array.
+
+        Raises
+        ------
+        TransferError, BlockMismatchError
+            If it will not come.
+        TimeoutError
+            If it does not come in time, and nobody has noticed.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A region that is here already."""
+
+    region: Any
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Return the array."""
+        return self.region
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A region that will not come."""
+
+    error: Exception
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Raise the error."""
+        raise self.error
+
+
+class Part(NamedTuple):
+    """A part of what is wanted, small enough to be asked for at once."""
+
+    request: int  # number among the requests
+    piece: int  # number of the box, among those of the request
+    box: Box
+
+
+class Region(NamedTuple):
+    """A part on its way."""
+
+    part: Part
+    pending: Pending
+
+
+class Reading(ABC):
+    """Regions of one holder's blocks on their way here.
+
+    Iterating asks for one region after another.
+
+    Attributes
+    ----------
+    ahead : int
+        Regions that may be asked for while the one before them is put into place.
+    part_bytes : int or None
+        Of the largest part; None if there is no limit.
+    """
+
+    def __init__(self, requests: Sequence[Request], pacing: Pacing) -> None:
+        self.requests = requests
+        self.ahead = pacing.parts_in_flight
+        self.part_bytes = pacing.part_bytes
+        self._dropped: set[int] = set()
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Region]:
+        """Ask for the next regions."""
+
+    def drop(self, request: int) -> None:
+        """Ask for nothing more of this request, which has failed."""
+        self._dropped.add(request)
+
+    def confirm(self) -> None:  # noqa: B027  # optional
+        """Raise `TransferError` if what was read may be wrong, now that all reading is done.
+
+        That is for transports whose holder can go away under a reader that cannot notice, or
+        says only in the end what it has sent.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all leases. Whatever is still under way is given up. Idempotent."""
+
+    def parts(self, *, is_tapered: bool = False) -> Iterator[Part]:
+        """Cut what is wanted into parts, but for what was dropped.
+
+        They are made as late as may be: a region can have hundreds of parts, and the first should
+        soon be here.
+
+        Parameters
+        ----------
+        is_tapered
+            Whether the last parts are smaller and smaller: nothing comes any more while the end of
+            the last one is put into place.
+        """
+        last = len(self.requests) - 1
+        for number, request in enumerate(self.requests):
+            itemsize = max(1, request.dtype.itemsize)
+            for piece, box in enumerate(request.boxes):
+                size = box_size(box)
+                limit = size if self.part_bytes is None else self.part_bytes // itemsize
+                boxes = split_box(box, max(1, limit)) if size else iter([box])
+                if is_tapered and number == last and self.part_bytes is not None:
+                    boxes = taper_last(boxes, max(1, _LAST_PART_BYTES // itemsize))
+                for part in boxes:
+                    if number in self._dropped:
+                        break
+                    yield Part(number, piece, part)

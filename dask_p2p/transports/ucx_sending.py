@@ -1,0 +1,183 @@
+"""The holder's side of ``ucx``: parts of blocks packed, and sent to one reader."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from dask_p2p.errors import TransferError
+from dask_p2p.kernels import device_of, kernel_for
+from dask_p2p.kernels.queue import queue_for
+from dask_p2p.layout import Box, box_shape, box_size, box_slices
+from dask_p2p.transports.base import Host
+from dask_p2p.transports.budget import Room
+from dask_p2p.transports.buffers import Buffers, buffer_bytes, raw_bytes
+from dask_p2p.transports.messenger import Message, Messenger
+from dask_p2p.transports.replies import dtype_text, find_block, mismatch, refuse
+from dask_p2p.transports.sums import region_sum
+
+__all__ = ["Outbox", "Sending"]
+
+_PAUSE_S = 1e-3  # while others have packed as much as may be
+
+
+class Sending:
+    """Parts of blocks packed one after another, one while another is sent.
+
+    Parameters
+    ----------
+    host
+        The worker that holds the blocks.
+    buffers
+        For messages, by the kind of the blocks.
+    any_stream
+        Whether blocks may have been written on any stream.
+    dtype
+        Of the blocks, as the reader declares it.
+    outbox
+        To which messages go.
+    algorithm
+        Of checksums; None for none.
+
+    Attributes
+    ----------
+    sums : list of int
+        For each message that was sent its checksum; 0 where none is asked for.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        buffers: Mapping[str, Buffers],
+        any_stream: bool,
+        dtype: str,
+        outbox: Outbox,
+        algorithm: str | None,
+    ) -> None:
+        self.sums: list[int] = []
+        self._host = host
+        self._buffers = buffers
+        self._any_stream = any_stream
+        self._dtype = dtype
+        self._outbox = outbox
+        self._algorithm = algorithm
+        # With the key, the box, and how to wait for the values.
+        self._packed: deque[tuple[Any, Any, Box, Callable[[], None]]] = deque()
+
+    def run(
+        self, blocks: Sequence[tuple[Any, tuple[int, ...]]], parts: Sequence[tuple[int, Box]]
+    ) -> dict[str, Any]:
+        """Send all parts, up to the first block that fails; return what is to be said of that."""
+        try:
+            for number, group in groupby(parts, key=itemgetter(0)):
+                key, shape = blocks[number]
+                try:
+                    block = self._find(key, shape)
+                except Exception as exc:
+                    self._send_packed(0)
+                    return {**refuse(exc), "block": number}
+                with device_of(block):
+                    self._send(key, block, [box for _, box in group])
+                del block
+        finally:
+            self._outbox.close()
+        return {}
+
+    def _find(self, key: Any, shape: tuple[int, ...]) -> Any:
+        block = find_block(self._host, key, shape)
+        if self._dtype != dtype_text(block.dtype):
+            raise mismatch(f"block {key!r}", self._dtype, dtype_text(block.dtype))
+        return block
+
+    def _send(self, key: Any, block: Any, boxes: Sequence[Box]) -> None:
+        kind = kernel_for(block).name
+        queue = queue_for(kind, beside_copies=True)
+        queue.wait_until_written([block], any_stream=self._any_stream)
+        try:
+            for box in boxes:
+                nbytes = box_size(box) * block.dtype.itemsize
+                if not self._outbox.has_room(nbytes):
+                    self._send_packed(0)
+                    self._outbox.make_room(nbytes)
+                array = self._buffers[kind].take(box_shape(box), block.dtype)
+                self._packed.append((array, key, box, queue.pack(array, block[box_slices(box)])))
+                del array
+                self._send_packed(1)  # one is packed while another is sent
+            self._send_packed(0)
+        finally:
+            queue.synchronize()  # only then may buffers be used again
+
+    def _send_packed(self, left: int) -> None:
+        while len(self._packed) > left:
+            array, key, box, wait = self._packed.popleft()
+            wait()
+            algorithm = self._algorithm
+            sum_ = 0 if algorithm is None else region_sum(key, box, array, algorithm)
+            self._outbox.send(array)
+            self.sums.append(sum_)
+
+
+class Outbox:
+    """Messages to one reader under consecutive tags, a few of them on their way at a time."""
+
+    def __init__(
+        self,
+        messenger: Messenger,
+        address: bytes,
+        closed: int,
+        tag: int,
+        ahead: int,
+        timeout_s: float,
+        room: Room,
+    ) -> None:
+        self.sent_bytes = 0
+        self._room = room
+        self._messenger = messenger
+        self._address = address
+        self._closed_there = closed  # of the reader's endpoints to here
+        self._tag = tag
+        self._ahead = ahead
+        self._timeout_s = timeout_s
+        self._sent: deque[tuple[Message, int]] = deque()  # with the size of its buffer
+
+    def has_room(self, nbytes: int) -> bool:
+        """Take room for an array that is to be packed, if there is room now."""
+        return self._room.take(buffer_bytes(nbytes))
+
+    def make_room(self, nbytes: int) -> None:
+        """Take room for an array that is to be packed, when what was sent has arrived."""
+        deadline_s = time.monotonic() + self._timeout_s
+        while not self.has_room(nbytes):
+            if self._sent:
+                self._wait_for_oldest()
+            elif time.monotonic() > deadline_s:
+                raise TransferError("it has packed as much for others as p2p.memory allows")
+            else:
+                time.sleep(_PAUSE_S)
+
+    def send(self, array: Any) -> None:
+        """Send an array; wait until there is room for another."""
+        self._messenger.renew(self._address, self._closed_there)
+        message = self._messenger.send(self._address, raw_bytes(array), self._tag)
+        self._sent.append((message, buffer_bytes(array.nbytes)))
+        self._tag += 1
+        self.sent_bytes += array.nbytes
+        while len(self._sent) > self._ahead:
+            self._wait_for_oldest()
+
+    def close(self) -> None:
+        """Wait until everything has arrived."""
+        try:
+            while self._sent:
+                self._wait_for_oldest()
+        finally:
+            self._room.close()
+
+    def _wait_for_oldest(self) -> None:
+        message, size_bytes = self._sent.popleft()
+        message.result(self._timeout_s)
+        self._room.give_back(size_bytes)
