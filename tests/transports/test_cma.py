@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.transports import posted, process_memory
 from dask_p2p.transports.base import UnsuitableError
+from dask_p2p.transports.board import leave
 from dask_p2p.transports.cma import CmaTransport
-from dask_p2p.transports.locks import OWNER
 from dask_p2p.transports.probe import PROBE_BYTES
+from dask_p2p.transports.table import OWNER
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 
@@ -236,7 +238,7 @@ class TestCma(Conformance):
         remote._pid = ended.pid
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.request().result()
-        setup.serving._board._file.unlock(OWNER)  # as the kernel does for the dead
+        setup.serving._board._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
@@ -263,6 +265,8 @@ class TestCma(Conformance):
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", no_more)
+            self.read(setup, key, array, ((0, 6), (0, 10)))  # the holder's table is open
+            leave(setup.serving._board.folder)
             with pytest.raises(TransferError, match="Too many open files"):
                 self.open(setup, key, array, ((0, 6), (0, 10)))
             np.testing.assert_array_equal(remote.request().result(), array)
