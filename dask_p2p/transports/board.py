@@ -9,17 +9,14 @@ there somebody reads, and the block stays where it is::
     holder                                reader
     post: write descriptor, keep block    take: find slot, lock it (shared),
                                                 is it still the key's?  -> lease is valid
-    retract: withdraw, then look                no                      -> let go, ask again
+    retract: withdraw, then look                else                    -> let go, ask again
       slot is free   -> drop block
-      slot is locked -> keep block,
-                        look again later
+      slot is locked -> keep block, look again later
 
 A reader that locks after the withdrawal does not find the key any more; one that locked before is
-seen by the holder. So no reader has a valid lease on a dropped block.
-
-A holder that is killed leaves its table behind. While it lives it keeps the first byte locked, by
-which readers tell (`Lease.holder_lives`) that somebody still stands by what the table says. Open
-files grow with the workers, never with the blocks.
+seen by the holder. So no reader has a valid lease on a dropped block. A holder that is killed
+leaves its table behind; while it lives it keeps the first byte locked, by which readers tell that
+somebody stands by what the table says. Open files grow with the workers, never with the blocks.
 """
 
 from __future__ import annotations
@@ -129,7 +126,7 @@ class Board:
         ValueError
             If the board is closed, or could not be made; or if the descriptor is too long.
         OSError
-            If it cannot be written.
+            If the descriptor cannot be written.
         """
         with self._lock:
             if self._file is None or self.refusal is not None:
@@ -137,9 +134,7 @@ class Board:
             if intent is not None and intent.void:
                 raise KeyError(key)
             if self.renew(key, owner):
-                # Another thread was quicker. A new notice in its place would take it away from
-                # readers who were told that it is there.
-                return
+                return  # another thread was quicker, and readers may know its notice by now
             digest, replaced = digest_of(key), self._notices.pop(key, None)
             try:
                 byte = self._file.reserve(digest)
@@ -169,10 +164,7 @@ class Board:
         del dropped  # freeing a GPU's memory may wait for it: nobody should wait for that lock
 
     def sweep(self, retain_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
-        """Retract what was posted longer ago, or spilled since; drop what nobody reads.
-
-        Return how many blocks are left.
-        """
+        """Retract what is older, or spilled; drop what nobody reads; return how many are left."""
         with self._lock:
             oldest_s = time.monotonic() - retain_s
             due = [k for k, n in self._notices.items() if n.posted_s <= oldest_s or is_spilled(k)]
@@ -225,7 +217,7 @@ class Board:
     def _is_kept(self, notice: _Notice) -> bool:
         """Withdraw a descriptor; tell whether its block must stay, since somebody may read it."""
         try:
-            return self._file is not None and not self._file.withdraw(notice.byte)
+            return self._file is not None and self._file.withdraw(notice.byte)
         except (OSError, MemoryError):  # nobody knows: it is tried again
             return True
 
@@ -261,9 +253,9 @@ def take(folder: str, key: Any) -> Lease | None:
     digest = digest_of(key)
     try:
         view = views.get(folder) or views.setdefault(folder, View(folder))
-    except FileNotFoundError:
+        byte = view.find(digest)
+    except (FileNotFoundError, ValueError):  # the latter where nothing can be mapped
         return None
-    byte = view.find(digest)
     if byte is None:
         return None
     view.begin(byte)

@@ -6,13 +6,12 @@ on each level one bucket in which a key may be. Where all of them are full anoth
 nothing ever moves. A slot is known, and locked, by the byte at which its entry is.
 
 A descriptor is written before its entry, and its slot used again when its entry is gone and nobody
-has locked it. So who locks a slot, and then finds the digest there, reads a whole descriptor.
-
-The holder writes the file and does not map it: a full disk is an error then, and not a signal.
+has locked it. So who locks a slot, and then finds the digest there, reads a whole descriptor. The
+holder writes the file and does not map it: a full disk is an error then, and not a signal.
 
 Locks are those of the open file (``F_OFD_SETLK``, see fcntl(2)), not of the process: two tables
-within one process are as far apart as those of two. A forked child would share them, and keep them
-for as long as it lives; so it closes the files first of all.
+within one process are as far apart as those of two. A forked child would share and keep them; so it
+closes the files first of all.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ class LockFile:
     def __init__(self, path: str, flags: int) -> None:
         self._fd = os.open(path, flags, 0o600)
         self.close = weakref.finalize(self, os.close, self._fd)
+        self.content: mmap.mmap | bytes = b""
         _open.add(self)
 
     def lock(self, byte: int, kind: int = fcntl.F_RDLCK) -> None:
@@ -98,12 +98,11 @@ class Table(LockFile):
         self._write(digest, slot)
 
     def withdraw(self, slot: int) -> bool:
-        """Have nobody find a slot any more; free it if nobody has locked it, and tell whether."""
+        """Have nobody find a slot any more; tell whether it is locked still, or free by now."""
         self._write(bytes(_ENTRY_BYTES), slot)
-        if self.is_locked(slot):
-            return False
-        self._used.discard(slot)
-        return True
+        if not (is_locked := self.is_locked(slot)):
+            self._used.discard(slot)
+        return is_locked
 
     def _grow(self) -> None:
         os.posix_fallocate(self.fd, 0, _BUCKET_BYTES << self._levels + 1)
@@ -122,15 +121,13 @@ class View(LockFile):
         super().__init__(f"{folder}/{FILE}", os.O_RDONLY)
         self._leases: dict[int, int] = {}  # how many, by slot: they are one lock
         self._mutex = threading.Lock()
-        self.content = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
 
     def find(self, digest: bytes) -> int | None:
         """Return a key's slot if there is one."""
         content = self.content
-        levels = content[_LEVELS_AT]
-        if len(content) < _BUCKET_BYTES << levels:
+        if not content or len(content) < _BUCKET_BYTES << content[_LEVELS_AT]:  # it has grown
             content = self.content = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
-        for index in _indexes(digest, levels):
+        for index in _indexes(digest, (len(content) // _BUCKET_BYTES).bit_length() - 1):
             slot = content.find(digest, index, index + _INDEX_BYTES)
             if slot >= 0 and slot % _ENTRY_BYTES == 0:
                 return slot
@@ -147,10 +144,9 @@ class View(LockFile):
     def begin(self, slot: int) -> None:
         """Begin a lease; lock the slot for the first one."""
         with self._mutex:
-            leases = self._leases.get(slot, 0)
-            if not leases:
+            if slot not in self._leases:
                 self.lock(slot)
-            self._leases[slot] = leases + 1
+            self._leases[slot] = self._leases.get(slot, 0) + 1
 
     def end(self, slot: int) -> None:
         """End a lease; unlock the slot after the last one."""
@@ -169,12 +165,9 @@ def digest_of(key: Any) -> bytes:
 
 
 def _indexes(digest: bytes, levels: int) -> Iterator[int]:
-    """Where in the file the indexes begin that may have a key, that of the largest level first.
-
-    Level n has the buckets from 2**n on. Bucket 0 is for what concerns the whole table.
-    """
+    """Where the indexes begin that may have a key; of the largest level first, which has most."""
     number = int.from_bytes(digest[:4])
-    for level in reversed(range(levels)):
+    for level in reversed(range(levels)):  # of buckets 2**level and on; 0 is for the whole table
         yield (1 << level | number & (1 << level) - 1) * _BUCKET_BYTES
 
 
@@ -186,7 +179,7 @@ def _text_at(slot: int) -> int:
 def _close_in_child() -> None:
     for file in list(_open):
         file.close()
-        if isinstance(file, View):
+        if isinstance(file.content, mmap.mmap):
             file.content.close()  # which has the open file too
     views.clear()
 

@@ -456,11 +456,17 @@ def test_a_reader_that_may_open_no_more_files(board, monkeypatch):
                 take(board.folder, "key")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    before = open_files(board)
-    lease = take(board.folder, "key")
-    lease.close()
+    take(board.folder, "key").close()
     leave(board.folder)
-    assert open_files(board) == before == 1
+    assert open_files(board) == 1
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 17, 2**16, 2**17, 2**17 + 1])
+def test_a_file_that_is_no_table(tmp_path, size_bytes):
+    (tmp_path / FILE).write_bytes(b"\xff" * size_bytes)
+    for _ in range(2):
+        assert take(str(tmp_path), "key") is None
+    leave(str(tmp_path))
 
 
 def _post_and_lease_many(parent, count, connection):
@@ -691,6 +697,52 @@ def test_a_killed_readers_lease_ends(board):
     reader.kill()
     reader.join()
     wait_until(lambda: board.sweep(60) == 0)
+
+
+class _Freed:
+    """A block that says when it is freed."""
+
+    def __init__(self, freed, serial):
+        self._freed, self._serial = freed, serial
+
+    def __del__(self):
+        self._freed[self._serial] = 1
+
+
+def _read_for(seconds, folder, freed, connection):
+    end_s, count, wrong = time.monotonic() + seconds, 0, 0
+    while time.monotonic() < end_s:
+        lease = take(folder, count % 3)
+        count += 1
+        if lease is not None:
+            serial = int(lease.text[:9])
+            wrong += lease.text != b"%09d" % serial * (1 + serial % 50)
+            wrong += any(freed[serial] for _ in range(3))
+            lease.close()
+    connection.send((count, wrong))
+
+
+def test_what_others_have_leased_is_never_freed(board):
+    """Slots are written, withdrawn and used again while two processes look for them."""
+    context = multiprocessing.get_context("spawn")
+    freed = context.RawArray("b", 10**6)
+    here, there = context.Pipe()
+    args = (1.0, board.folder, freed, there)
+    readers = [context.Process(target=_read_for, args=args) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    serial = 0
+    while any(reader.is_alive() for reader in readers):
+        text = b"%09d" % serial * (1 + serial % 50)
+        board.post(serial % 3, _Freed(freed, serial), text)
+        if serial % 4 == 3:
+            board.retract(serial // 4 % 3)
+        board.sweep(60)
+        serial += 1
+    results = [here.recv() for _ in readers]
+    assert all(count > 100 and not wrong for count, wrong in results), (serial, results)
+    assert board.sweep(0) == 0
+    assert sum(freed) == serial
 
 
 def _post(parent, text, connection):
