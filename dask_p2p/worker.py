@@ -62,7 +62,7 @@ _RECORDS = 1000  # of tasks that are kept
 _METRIC = "dask-p2p-leased-bytes"
 _REFUSAL = (
     "dask_p2p: a worker's blocks cannot be read in place, and are sent by messages instead: "
-    "{reason}. Set the worker's --local-directory to a local disk with free space and inodes."
+    "{reason}. Set the worker's --local-directory to a local disk with free space."
 )
 _LEAVE_S = 1.0  # from the loss of its GPU until a worker's process ends
 

@@ -1,7 +1,7 @@
 """Asking holders, and answering readers: what goes wrong on one side, said on the other.
 
 A holder's answer is plain text and numbers. It says ``"status"``: ``"ok"``, ``"missing"``,
-``"mismatch"`` or ``"error"``, and with the last two a ``"message"``.
+``"mismatch"``, ``"unsuitable"`` or ``"error"``, and with the last three a ``"message"``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dask_p2p.errors import (
     DeviceLostError,
     TransferError,
     UnreachableError,
+    UnsuitableError,
     UnsupportedArrayError,
 )
 from dask_p2p.kernels import as_array, kernel_for
@@ -126,6 +127,8 @@ def refuse(exc: Exception) -> dict[str, Any]:
         return {"status": "missing"}
     if isinstance(exc, (BlockMismatchError, UnsupportedArrayError)):
         return {"status": "mismatch", "message": str(exc)}
+    if isinstance(exc, UnsuitableError):
+        return {"status": "unsuitable", "message": str(exc)}
     said = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, MemoryError):
         said = f"out of memory for packing what was asked for ({said})"
@@ -142,6 +145,8 @@ def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
     if status == "mismatch":
         raise BlockMismatchError(f"{reply.get('message')} (held by {block.holder})")
     message = reply.get("message", reply) if isinstance(reply, dict) else reply
+    if status == "unsuitable":
+        raise UnsuitableError(f"{transport} is not for {block}: {message}")
     raise TransferError(
         f"{transport}: {block.holder} could not send {block}: {message}", reason=str(message)
     )

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import TransferError, UnsuitableError
 from dask_p2p.kernels import kernel_for, kernel_named
 from dask_p2p.transports.base import MEET_S, Handler, Host, Transport
 from dask_p2p.transports.board import Board, Intent, Lease, leave, take
@@ -32,6 +32,7 @@ from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text, find_block, refuse
 from dask_p2p.transports.requests import checked_blocks, no_more
 from dask_p2p.transports.same_host_reading import EmptyBlock, LeasedBlock, SameHostReading
+from dask_p2p.transports.table import TEXT_BYTES
 
 __all__ = ["SameHostTransport"]
 
@@ -284,8 +285,13 @@ class SameHostTransport(Transport):
             dtype=dtype_text(block.dtype),
             place=self.place_of(block),
         )
-        self._board.post(key, block, descriptor.text(), intent)
-        self.host.loop.call_soon_threadsafe(self._sweep_later)
+        text = descriptor.text()
+        if len(text) > TEXT_BYTES:  # its key is long, or its dtype has many fields
+            raise UnsuitableError(f"its descriptor has {len(text)} bytes, more than {TEXT_BYTES}")
+        try:
+            self._board.post(key, block, text, intent)
+        finally:
+            self.host.loop.call_soon_threadsafe(self._sweep_later)
 
     def _sweep_later(self) -> None:
         if self._sweeping is None and not self._closed:

@@ -21,11 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
 SHAPE = (24, 16)
 #: What the package calls, as (its module, name there, function).
 CALLS = [
-    *(("board", "os", name) for name in ("open", "read", "write", "fstat", "stat", "rename")),
-    *(("board", "os", name) for name in ("close", "unlink")),
-    ("locks", "os", "open"),
-    ("locks", "fcntl", "fcntl"),
-    ("posted", "os", "getpid"),
+    *(("table", "os", name) for name in ("open", "pwrite", "posix_fallocate")),
+    ("table", "fcntl", "fcntl"),
+    ("table", "mmap", "mmap"),
+    ("same_host", "os", "getpid"),
     ("process_memory", None, "_read_runs"),
     ("buffers", "np", "empty"),
     ("worker", "WorkerHost", "call"),

@@ -205,7 +205,7 @@ def is_refusal(reply):
         return True
     return (
         set(reply) == {"status", "message"}
-        and reply["status"] in ("error", "mismatch")
+        and reply["status"] in ("error", "mismatch", "unsuitable")
         and type(reply["message"]) is str
         and len(reply["message"]) < 1000
     )

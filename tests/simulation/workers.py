@@ -5,8 +5,8 @@ in threads (tasks, and what answers requests) is an `Actor`: it halts wherever r
 overtaken, and goes on when it is told to. Messages between workers lie about until they are
 delivered. Time passes when somebody waits for it.
 
-A worker is killed by doing what the kernel does: its lock files are closed, and so its locks end;
-its files stay. Its memory is filled with something else.
+A worker is killed by doing what the kernel does: its tables are closed, and so its locks end; its
+files stay. Its memory is filled with something else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import dask_p2p.kernels
 import dask_p2p.kernels.queue
 import dask_p2p.task
 import dask_p2p.worker
-from dask_p2p.transports import board, comm, cuda_ipc, descriptor, ipc, locks, same_host
+from dask_p2p.transports import board, comm, cuda_ipc, descriptor, ipc, same_host, table
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.same_host_reading import LeasedBlock
@@ -249,7 +249,8 @@ class World:
         clock = SimpleNamespace(monotonic=self.loop.time, time=self.loop.time, sleep=self._sleep)
         for module in (same_host, board, comm, dask_p2p.task):
             put(module, "time", clock)
-        put(board, "readers", _HaltingReaders())
+        put(board, "views", {})
+        put(table.View, "begin", _halting_begin(table.View.begin))
         put(LeasedBlock, "confirm", _halting_confirm(LeasedBlock.confirm))
 
     def _make_transports(self, host, options):
@@ -393,12 +394,14 @@ def _hand_over(actor):
         actor.ended.set_result(actor.result)
 
 
-class _HaltingReaders(locks.Readers):
+def _halting_begin(begin):
     """Readers may be overtaken just before they lock."""
 
-    def begin(self, folder, byte):
+    def halting(view, slot):
         halt("lock")
-        return super().begin(folder, byte)
+        begin(view, slot)
+
+    return halting
 
 
 def _halting_confirm(confirm):

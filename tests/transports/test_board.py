@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import itertools
 import multiprocessing
 import os
 import resource
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dask_p2p.transports.board import Board, leave, take
-from dask_p2p.transports.locks import LockFile
+from dask_p2p.transports.table import FILE, TEXT_BYTES, Table, View, digest_of
 from tests.transports.loopback import wait_until
 
 
@@ -69,46 +70,163 @@ def test_a_block_is_kept_until_the_last_reader_lets_go(board):
     assert alive() is None
 
 
-def test_a_notice_retracted_between_reading_and_locking_is_not_taken(board, monkeypatch):
-    board.post("key", Block(), b"text")
-    real = LockFile.lock
+def before_locking(monkeypatch, do):
+    """Have something done when a reader has found a slot, and not locked it."""
+    real = View.begin
 
-    def lock(file, byte):
+    def begin(view, slot):
         monkeypatch.undo()
+        do()
+        real(view, slot)
+
+    monkeypatch.setattr(View, "begin", begin)
+
+
+def test_a_notice_retracted_between_finding_and_locking_is_not_taken(board, monkeypatch):
+    board.post("key", Block(), b"text")
+
+    def do():
         board.retract("key")
         assert len(board) == 0, "nobody reads: the block is gone"
-        real(file, byte)
 
-    monkeypatch.setattr(LockFile, "lock", lock)
+    before_locking(monkeypatch, do)
     assert take(board.folder, "key") is None
 
 
-@pytest.mark.parametrize("what", ["retracted", "replaced", "removed by somebody else"])
-def test_where_open_files_do_not_say_that_they_were_unlinked(board, monkeypatch, what):
-    """So it is with NFS and FUSE."""
+def test_a_slot_replaced_between_finding_and_locking_is_not_taken(board, monkeypatch):
     board.post("key", Block(), b"text")
-    real_lock, real_fstat = LockFile.lock, os.fstat
 
-    def fstat(fd):
-        names = list(real_fstat(fd))
-        names[stat.ST_NLINK] = 1
-        return os.stat_result(names)
+    def do():
+        board.post("key", Block(), b"more")
+        assert len(board) == 1, "nobody reads: the block is gone"
 
-    def lock(file, byte):
-        monkeypatch.setattr(LockFile, "lock", real_lock)
-        if what == "removed by somebody else":
-            for name in set(os.listdir(board.folder)) - {"locks"}:
-                os.unlink(os.path.join(board.folder, name))
-        if what == "replaced":
-            board.post("key", Block(), b"more")
-        else:
-            board.retract("key")
-        assert len(board) == (what == "replaced"), "nobody reads: the block is gone"
-        real_lock(file, byte)
+    before_locking(monkeypatch, do)
+    assert take(board.folder, "key") is None, "what it is now is found the next time"
+    assert take(board.folder, "key").text == b"more"
 
-    monkeypatch.setattr(os, "fstat", fstat)
-    monkeypatch.setattr(LockFile, "lock", lock)
-    assert take(board.folder, "key") is None
+
+@pytest.mark.parametrize("other", ["key", "other"])
+def test_a_slot_used_again_between_finding_and_locking(board, monkeypatch, other):
+    board.post("key", Block(), b"text")
+    before = board._notices["key"].byte
+
+    def do():
+        board.retract("key")
+        board.post(other, Block(), b"another text")
+        assert board._notices[other].byte == before
+
+    before_locking(monkeypatch, do)
+    lease = take(board.folder, "key")
+    if other == "key":
+        assert lease.text == b"another text", "it is read when it cannot change any more"
+        board.retract("key")
+        assert len(board) == 1
+    else:
+        assert lease is None
+        board.retract("other")
+        assert len(board) == 0, "a reader that found something else left its slot"
+
+
+def test_a_slot_is_not_used_again_before_the_last_reader_lets_go(board):
+    board.post("key", Block(), b"text")
+    lease = take(board.folder, "key")
+    board.retract("key")
+    for i in range(200):
+        board.post(i, Block(), b"%d" % i)
+        assert board._notices[i].byte != lease.byte
+        assert board.sweep(0) == 1
+    lease.close()
+    board.sweep(60)
+    board.post("key", Block(), b"text")
+    assert board._notices["key"].byte == lease.byte
+
+
+def test_slots_are_used_again(board):
+    sizes = set()
+    for i in range(1000):
+        board.post(i, Block(), b"%d" % i)
+        board.retract(i)
+        sizes.add(os.stat(os.path.join(board.folder, FILE)).st_size)
+    assert len(sizes) == 1
+
+
+def test_a_table_that_grows(board):
+    """Readers find what was there before and what comes then; nothing moves."""
+    board.post("first", Block(), b"first")
+    first = take(board.folder, "first")
+    sizes = set()
+    for i in range(1000):
+        board.post(i, Block(), b"%d" % i)
+        lease = take(board.folder, i)
+        assert lease.text == b"%d" % i
+        lease.close()
+        sizes.add(os.stat(os.path.join(board.folder, FILE)).st_size)
+    assert len(sizes) > 4
+    assert max(sizes) < 8 * 2**10 * 1000
+    again = take(board.folder, "first")
+    assert (again.byte, again.text) == (first.byte, b"first")
+    again.close()
+    board.retract("first")
+    assert board.sweep(60) == 1001
+    first.close()
+    assert board.sweep(60) == 1000
+
+
+def post_many(board, count):
+    for i in range(count):
+        board.post(i, Block(), b"%d" % i)
+
+
+def test_a_table_that_cannot_grow(board, monkeypatch):
+    with monkeypatch.context() as patch:
+
+        def posix_fallocate(fd, start, size_bytes):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(os, "posix_fallocate", posix_fallocate)
+        with pytest.raises(OSError, match="No space left"):
+            post_many(board, 10_000)
+    posted = len(board)
+    assert posted > 10
+    for i in range(posted):
+        lease = take(board.folder, i)
+        assert lease.text == b"%d" % i
+        lease.close()
+    assert take(board.folder, posted) is None
+    board.post(posted, Block(), b"text")
+    lease = take(board.folder, posted)
+    assert lease.text == b"text"
+    lease.close()
+
+
+def test_a_notice_that_is_too_long(board):
+    board.post("key", Block(), b"x" * TEXT_BYTES)
+    lease = take(board.folder, "key")
+    assert lease.text == b"x" * TEXT_BYTES
+    lease.close()
+    with pytest.raises(ValueError, match=f"at most {TEXT_BYTES} bytes, and this {TEXT_BYTES + 1}"):
+        board.post("key", Block(), b"x" * (TEXT_BYTES + 1))
+    assert take(board.folder, "key") is None, "that was another block"
+    assert len(board) == 0
+
+
+def test_texts_do_not_touch_each_other(board):
+    texts = [bytes([i]) * (TEXT_BYTES if i % 2 else i) for i in range(100)]
+    for i, text in enumerate(texts):
+        board.post(i, Block(), text)
+    for i, text in enumerate(texts):
+        lease = take(board.folder, i)
+        assert lease.text == text
+        lease.close()
+
+
+def test_a_digest_across_two_slots_is_not_found(tmp_path):
+    table = Table(str(tmp_path))
+    for digest in (b"0123456789abcdef", b"ghijklmnopqrstuv"):
+        table.publish(table.reserve(digest), digest, b"text")
+    view = View(str(tmp_path))
+    assert view.find(b"ghijklmnopqrstuv") is not None
+    assert view.find(b"89abcdefghijklmn") is None
 
 
 def test_posting_again_replaces(board):
@@ -137,10 +255,14 @@ def test_there_is_a_notice_at_any_time_while_one_replaces_another(board, monkeyp
         return look
 
     board.post("key", Block(), b"old")
-    for name in ("write", "rename", "unlink"):
-        monkeypatch.setattr(os, name, looking(getattr(os, name)))
+    monkeypatch.setattr(os, "pwrite", looking(os.pwrite))
     board.post("key", Block(), b"new")
-    assert looks == [b"old", b"new"]
+    assert looks == [b"old", b"old", b"new"], "written, entered, the old one withdrawn"
+
+
+def content(board):
+    with open(os.path.join(board.folder, FILE), "rb") as file:
+        return file.read()
 
 
 def test_posting_the_same_block_again_leaves_the_notice_where_it_is(board):
@@ -148,12 +270,11 @@ def test_posting_the_same_block_again_leaves_the_notice_where_it_is(board):
     block = Block()
     board.post("key", block, b"text")
     (old,) = (notice.posted_s for notice in board._notices.values())
-    (name,) = {*os.listdir(board.folder)} - {"locks"}
-    before = os.stat(os.path.join(board.folder, name))
+    before = content(board)
     lease = take(board.folder, "key")
     time.sleep(0.001)
     board.post("key", block, b"text")
-    assert os.path.samestat(os.stat(os.path.join(board.folder, name)), before)
+    assert content(board) == before
     assert len(board) == 1
     assert board._notices["key"].posted_s > old
     lease.close()
@@ -202,10 +323,8 @@ def test_closing(board):
 def test_only_this_user_can_look(board):
     board.post("key", Block(), b"text")
     assert stat.S_IMODE(os.stat(board.folder).st_mode) == 0o700
-    names = os.listdir(board.folder)
-    assert len(names) == 2
-    for name in names:
-        assert stat.S_IMODE(os.stat(os.path.join(board.folder, name)).st_mode) == 0o600
+    assert os.listdir(board.folder) == [FILE]
+    assert stat.S_IMODE(os.stat(os.path.join(board.folder, FILE)).st_mode) == 0o600
 
 
 def test_nobody_can_guess_where_it_is(tmp_path):
@@ -219,35 +338,36 @@ def test_nobody_can_guess_where_it_is(tmp_path):
         board.close()
 
 
-def test_links_are_not_followed(board, tmp_path):
-    victim = tmp_path / "victim"
+def test_links_are_not_followed(tmp_path, monkeypatch):
+    victim, folder = tmp_path / "victim", tmp_path / "p2p-guessed"
     victim.write_text("whole")
-    board.post("key", Block(), b"text")
-    (name,) = {*os.listdir(board.folder)} - {"locks"}
-    board.retract("key")
-    os.symlink(victim, os.path.join(board.folder, f"{name}.draft"))
-    with pytest.raises(FileExistsError):
+    folder.mkdir()
+    os.symlink(victim, folder / FILE)
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: str(folder))
+    board = Board(str(tmp_path))
+    with pytest.raises(ValueError, match="File exists"):
         board.post("key", Block(), b"text")
     assert victim.read_text() == "whole"
 
 
-def test_a_notice_that_somebody_else_removed(board):
+def test_a_table_that_somebody_else_removed(board):
     """What its readers still read is kept all the same."""
     block = Block()
     alive = weakref.ref(block)
     board.post("key", block, b"text")
     del block
     lease = take(board.folder, "key")
-    for name in os.listdir(board.folder):
-        if name != "locks":
-            os.unlink(os.path.join(board.folder, name))
+    os.unlink(os.path.join(board.folder, FILE))
     board.retract("key")
     gc.collect()
     assert alive() is not None
+    assert take(board.folder, "key") is None
     lease.close()
     assert board.sweep(60) == 0
     gc.collect()
     assert alive() is None
+    leave(board.folder)
+    assert take(board.folder, "key") is None
 
 
 def open_files(board):
@@ -259,14 +379,23 @@ def open_files(board):
     return count
 
 
-def test_a_notice_that_cannot_be_written_can_be_later(board, monkeypatch):
+def fail(patch, function, numbers, error):
+    """Have some calls fail, counted from 1."""
+    real, calls = getattr(os, function), itertools.count(1)
+
+    def failing(*args):
+        if next(calls) in numbers:
+            raise error
+        return real(*args)
+
+    patch.setattr(os, function, failing)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_notice_that_cannot_be_written_can_be_later(board, monkeypatch, number):
     before = open_files(board)
     with monkeypatch.context() as patch:
-
-        def write(fd, text):
-            raise OSError("no space left on device")
-
-        patch.setattr(os, "write", write)
+        fail(patch, "pwrite", {number}, OSError("no space left on device"))
         with pytest.raises(OSError, match="no space"):
             board.post("key", Block(), b"text")
     assert len(board) == 0
@@ -277,24 +406,67 @@ def test_a_notice_that_cannot_be_written_can_be_later(board, monkeypatch):
     lease.close()
 
 
+def test_a_notice_that_cannot_be_taken_back_is_kept(board, monkeypatch):
+    """Readers may find it."""
+    with monkeypatch.context() as patch:
+        fail(patch, "pwrite", {3}, OSError("Input/output error"))
+        real = Table.publish
+
+        def publish(*args):
+            real(*args)
+            raise MemoryError("nothing left")
+
+        patch.setattr(Table, "publish", publish)
+        with pytest.raises(MemoryError):
+            board.post("key", Block(), b"text")
+    assert len(board) == 1
+    assert board.sweep(60) == 0
+    assert take(board.folder, "key") is None
+
+
 def test_no_file_descriptor_is_left(board):
     before = open_files(board)
-    for i in range(50):
-        board.post(i, Block(), b"%d" % i)
+    post_many(board, 50)
     assert open_files(board) == before
     leases = [take(board.folder, i) for i in range(50)]
     assert take(board.folder, "nothing") is None
-    assert open_files(board) == before + 1
+    opened = open_files(board)
+    assert opened == before + 2, "with the locks, and that of the map"
     leave(board.folder)
     for lease in leases:
-        assert open_files(board) == before + 1, "what is leased is locked"
+        assert open_files(board) == opened, "what is leased is locked"
         lease.close()
     assert open_files(board) == before
     take(board.folder, 0).close()
-    assert open_files(board) == before + 1, "kept for the next one"
+    assert open_files(board) == opened, "kept for the next one"
     leave(board.folder)
     leave(board.folder)
     assert open_files(board) == before
+
+
+def test_a_reader_that_may_open_no_more_files(board, monkeypatch):
+    board.post("key", Block(), b"text")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for more in (0, 1):  # than are open
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + more, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                take(board.folder, "key")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    take(board.folder, "key").close()
+    leave(board.folder)
+    assert open_files(board) == 1
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 17, 2**16, 2**17, 2**17 + 1])
+def test_a_file_that_is_no_table(tmp_path, size_bytes):
+    (tmp_path / FILE).write_bytes(b"\xff" * size_bytes)
+    for _ in range(2):
+        assert take(str(tmp_path), "key") is None
+    leave(str(tmp_path))
 
 
 def _post_and_lease_many(parent, count, connection):
@@ -352,6 +524,25 @@ def _in_child(function):
 def _end(child):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_does_not_write_the_parents_table(board, tmp_path):
+    """Nor the file that has the number by which the table was known."""
+    board.post("key", Block(), b"text")
+    other, block = tmp_path / "other", board._notices["key"].owner
+
+    def look():
+        opened = [os.open(other, os.O_RDWR | os.O_CREAT) for _ in range(50)]
+        board.retract("key")
+        with suppress(OSError):
+            board.post("key", Block(), b"of the child")
+        return opened and other.stat().st_size == 0
+
+    before = content(board)
+    _end(_in_child(look))
+    assert content(board) == before
+    assert board.renew("key", block)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -416,14 +607,17 @@ def test_a_killed_holders_child_does_not_stand_in_for_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(tempfile, "mkdtemp"), (os, "open"), (fcntl, "fcntl")],
-    ids=["mkdtemp", "open", "fcntl"],
+    [
+        *((tempfile, "mkdtemp"), (os, "open"), (fcntl, "fcntl")),
+        *((os, "posix_fallocate"), (os, "pwrite")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_board_that_cannot_be_made_refuses_posts(tmp_path, monkeypatch, owner, name):
     real = getattr(owner, name)
 
     def fail(*args, **kwargs):
-        if name == "open" and not str(args[0]).endswith("locks"):
+        if name == "open" and not str(args[0]).endswith(FILE):
             return real(*args, **kwargs)
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -453,15 +647,11 @@ def test_a_board_lingers_until_the_last_reader_is_done(board):
     wait_until(lambda: alive() is None and not os.path.exists(board.folder))
 
 
-def test_a_notice_that_cannot_be_unlinked_is_tried_again(board, monkeypatch):
+def test_a_notice_that_cannot_be_withdrawn_is_tried_again(board, monkeypatch):
     """As long as it is there readers may take it."""
     board.post("key", Block(), b"text")
     with monkeypatch.context() as patch:
-
-        def unlink(path):
-            raise OSError(errno.EIO, "Input/output error")
-
-        patch.setattr(os, "unlink", unlink)
+        fail(patch, "pwrite", {1}, OSError(errno.EIO, "Input/output error"))
         board.retract("key")
         assert len(board) == 1
     lease = take(board.folder, "key")
@@ -471,15 +661,21 @@ def test_a_notice_that_cannot_be_unlinked_is_tried_again(board, monkeypatch):
     assert board.sweep(60) == 0
 
 
-def test_a_full_disk_leaves_no_half_a_notice(board, monkeypatch):
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_full_disk_leaves_no_half_a_notice(board, monkeypatch, number):
     board.post("key", Block(), b"old")
     with monkeypatch.context() as patch:
-        real = os.write
-        patch.setattr(os, "write", lambda fd, text: real(fd, text[:2]))
+        real, calls = os.pwrite, itertools.count(1)
+
+        def pwrite(fd, data, start):
+            return real(fd, data[:2] if next(calls) == number else data, start)
+
+        patch.setattr(os, "pwrite", pwrite)
         with pytest.raises(OSError, match="as a whole"):
             board.post("key", Block(), b"new")
     assert take(board.folder, "key") is None
-    assert os.listdir(board.folder) == ["locks"]
+    assert len(board) == 0
+    assert digest_of("key")[:2] not in content(board)
 
 
 def _hold(folder, taken):
@@ -501,6 +697,52 @@ def test_a_killed_readers_lease_ends(board):
     reader.kill()
     reader.join()
     wait_until(lambda: board.sweep(60) == 0)
+
+
+class _Freed:
+    """A block that says when it is freed."""
+
+    def __init__(self, freed, serial):
+        self._freed, self._serial = freed, serial
+
+    def __del__(self):
+        self._freed[self._serial] = 1
+
+
+def _read_for(seconds, folder, freed, connection):
+    end_s, count, wrong = time.monotonic() + seconds, 0, 0
+    while time.monotonic() < end_s:
+        lease = take(folder, count % 3)
+        count += 1
+        if lease is not None:
+            serial = int(lease.text[:9])
+            wrong += lease.text != b"%09d" % serial * (1 + serial % 50)
+            wrong += any(freed[serial] for _ in range(3))
+            lease.close()
+    connection.send((count, wrong))
+
+
+def test_what_others_have_leased_is_never_freed(board):
+    """Slots are written, withdrawn and used again while two processes look for them."""
+    context = multiprocessing.get_context("spawn")
+    freed = context.RawArray("b", 10**6)
+    here, there = context.Pipe()
+    args = (1.0, board.folder, freed, there)
+    readers = [context.Process(target=_read_for, args=args) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    serial = 0
+    while any(reader.is_alive() for reader in readers):
+        text = b"%09d" % serial * (1 + serial % 50)
+        board.post(serial % 3, _Freed(freed, serial), text)
+        if serial % 4 == 3:
+            board.retract(serial // 4 % 3)
+        board.sweep(60)
+        serial += 1
+    results = [here.recv() for _ in readers]
+    assert all(count > 100 and not wrong for count, wrong in results), (serial, results)
+    assert board.sweep(0) == 0
+    assert sum(freed) == serial
 
 
 def _post(parent, text, connection):
@@ -530,7 +772,7 @@ def test_a_worker_in_the_place_of_a_killed_one(tmp_path):
         holder, folder = _started(_post, str(tmp_path), b"run %d" % run)
         folders.append(folder)
         left_behind = folders[:-1]
-        assert all(len(os.listdir(folder)) == 2 for folder in left_behind)
+        assert all(os.listdir(folder) == [FILE] for folder in left_behind)
         assert [take(folder, "key") for folder in left_behind] == [None] * (run - 1)
         lease = take(folders[-1], "key")
         assert lease.text == b"run %d" % run

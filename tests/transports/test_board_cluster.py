@@ -27,9 +27,9 @@ tempfile.mkdtemp = mkdtemp
 """
 
 
-def transposed(client, shape, chunks):
+def transposed(client, shape, chunks, name=None):
     x = np.arange(float(np.prod(shape))).reshape(shape)
-    a = persisted(client, da.from_array(x, chunks=chunks))
+    a = persisted(client, da.from_array(x, chunks=chunks, name=name))
     y = persisted(client, dask_p2p.transpose(a, chunks=(shape[1] // 4, -1)))
     np.testing.assert_array_equal(y.compute(), x.T)
     return used(client, y)
@@ -72,4 +72,14 @@ def test_more_blocks_than_a_worker_may_open_files():
     ):
         client.run(resource.setrlimit, resource.RLIMIT_NOFILE, (128, 128))
         assert transposed(client, (300, 8), (1, 8)) == {"cma"}
+        assert not warned(client)
+
+
+def test_blocks_whose_descriptors_are_too_long_are_sent_by_messages():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        assert transposed(client, (40, 12), (10, 12), "x" * 3000) == {"comm"}
+        assert transposed(client, (40, 12), (10, 12)) == {"cma"}, "others as before"
         assert not warned(client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
 from dask_p2p.transports import process_memory, same_host
+from dask_p2p.transports.board import leave
 from dask_p2p.transports.cma import CmaTransport
-from dask_p2p.transports.locks import OWNER
 from dask_p2p.transports.probe import PROBE_BYTES
+from dask_p2p.transports.table import OWNER
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 
@@ -46,6 +48,14 @@ class TestCma(Conformance):
     def test_a_probe_comes_unharmed(self, setup):
         setup.reader.probe(setup.holder, "numpy")
         assert setup.reader._buffers.idle_bytes == PROBE_BYTES
+
+    def test_a_block_whose_descriptor_is_too_long_is_left_to_another(self, setup):
+        key, array = ("x" * 3000, 0), np.arange(60.0).reshape(6, 10)
+        setup.put(key, array)
+        with pytest.raises(UnsuitableError, match=r"its descriptor has .* bytes, more than"):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+        setup.put("short", array)
+        self.read(setup, "short", array, ((0, 6), (0, 10)))
 
     def test_what_is_posted_need_not_be_asked_for(self, setup, block):
         key, array = block
@@ -237,7 +247,7 @@ class TestCma(Conformance):
         remote.reading._opened[0]._pid = ended.pid
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.request().result()
-        setup.serving._board._file.unlock(OWNER)  # as the kernel does for the dead
+        setup.serving._board._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
@@ -264,6 +274,8 @@ class TestCma(Conformance):
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", no_more)
+            self.read(setup, key, array, ((0, 6), (0, 10)))  # the holder's table is open
+            leave(setup.serving._board.folder)
             with pytest.raises(TransferError, match="Too many open files"):
                 self.open(setup, key, array, ((0, 6), (0, 10)))
             np.testing.assert_array_equal(remote.request().result(), array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import time
 import weakref
@@ -17,7 +18,7 @@ from dask_p2p.transports import cuda_ipc, ipc
 from dask_p2p.transports import descriptor as description
 from dask_p2p.transports import same_host as module
 from dask_p2p.transports.ipc import IpcTransport
-from dask_p2p.transports.locks import OWNER
+from dask_p2p.transports.table import OWNER
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 from tests.transports.test_cuda_ipc import FakeRuntime
@@ -111,7 +112,7 @@ class TestIpcEmulated(Conformance):
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         remote.request()
         remote.confirm()
-        setup.serving._board._file.unlock(OWNER)  # as the kernel does for the dead
+        setup.serving._board._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
