@@ -61,6 +61,12 @@ def versioned(
 
         changed: Any = cls
         changed.__reduce__ = reduce
+        # Once for all: each task asks, before it does anything else.
+        changed._p2p_names = (
+            tuple(field.name for field in fields(cls))
+            if is_dataclass(cls)
+            else getattr(cls, "_fields", ())
+        )
         changed._p2p_defaults = staticmethod(defaults) if defaults else None
         if is_dataclass(cls):
             changed.__setstate__ = _take_positions
@@ -160,9 +166,9 @@ def _take_positions(self: Any, state: Any) -> None:
 
 
 def _names(cls: type) -> tuple[str, ...]:
-    if is_dataclass(cls):
-        return tuple(field.name for field in fields(cls))
-    return getattr(cls, "_fields", ())  # of a named tuple
+    """Return the names of a value's fields; none for what does not travel."""
+    names: tuple[str, ...] = getattr(cls, "_p2p_names", ())
+    return names
 
 
 def _module(name: str) -> Any:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar
 
@@ -64,11 +65,8 @@ class IpcTransport(SameHostTransport):
         self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
     ) -> LeasedBlock:
         try:
-            place = cuda_ipc.Place(**descriptor.place)
-            bytes.fromhex(place.handle)
-            checked_integer("buffer_id", place.buffer_id, 0, 2**64)
-            checked_integer("offset_bytes", place.offset_bytes, 0, 2**63)
-        except (TypeError, ValueError) as exc:
+            place = _checked_place(tuple(descriptor.place.items()))
+        except (AttributeError, TypeError, ValueError) as exc:
             raise TransferError(f"ipc: the descriptor of {block} cannot be read: {exc}") from exc
         if place.gpu != peer.memory and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
             raise TransferError(f"ipc: {block} is on another GPU than its holder's: {obstacle}")
@@ -88,8 +86,9 @@ class IpcTransport(SameHostTransport):
 
     def _closed_one(self) -> None:
         # Not when a mapping is opened: the event loop would be in the way of the first copy.
-        with suppress(RuntimeError):  # the loop is closed
-            self.host.loop.call_soon_threadsafe(self._close_later)
+        if self._closing is None:
+            with suppress(RuntimeError):  # the loop is closed
+                self.host.loop.call_soon_threadsafe(self._close_later)
 
     def forget(self, holder: str) -> None:
         known = self._peers.get(holder)
@@ -117,6 +116,15 @@ class IpcTransport(SameHostTransport):
             self._closing.cancel()
         self._mappings.retire(None)
         await self.host.offload(self._mappings.close_unused)
+
+
+@lru_cache(maxsize=1024)  # tasks of a worker read the same blocks, one task after the other
+def _checked_place(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.Place:
+    place = cuda_ipc.Place(**dict(fields))
+    bytes.fromhex(place.handle)
+    checked_integer("buffer_id", place.buffer_id, 0, 2**64)
+    checked_integer("offset_bytes", place.offset_bytes, 0, 2**63)
+    return place
 
 
 class _IpcBlock(LeasedBlock):

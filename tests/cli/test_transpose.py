@@ -274,7 +274,7 @@ def test_the_program_leaves_nothing_when_it_is_stopped(how):
 @pytest.mark.cluster
 def test_the_program_tells_a_workers_trouble_in_one_line(image):
     # A limit that the file itself stays under, but not the space that would be reserved.
-    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *PROGRAM]
+    limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *PROGRAM]
     noise = np.random.default_rng(0).integers(0, 255, image.shape, np.uint8)
     np.save("noise.npy", noise)
     done = subprocess.run(
