@@ -89,7 +89,7 @@ def engine_pitch(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
     return pitch if pitch.rows == 1 or pitch.run_bytes >= _SHORTEST_RUN_BYTES else None
 
 
-@dataclass(slots=True, eq=False)  # arrays are not equal or unequal as a whole
+@dataclass(slots=True, eq=False, weakref_slot=True)  # arrays are not equal or unequal as a whole
 class _Slot:
     """Local memory for one part of a peer's block."""
 
@@ -121,12 +121,15 @@ class KeptSlots:
         self._lock = threading.Lock()
 
     def take(self, device: int | None, slot_bytes: int) -> list[_Slot]:
-        """Return slots of at least so many bytes; none if there are none."""
+        """Return slots of at least so many bytes; none if there are none. Smaller ones go."""
+        small = []  # which are freed only when the lock is
         with self._lock:
             kept = self._kept.get(device, [])
-            for number, slots in enumerate(kept):
+            while kept:
+                slots = kept.pop()
                 if slots[0].memory.nbytes >= slot_bytes:
-                    return kept.pop(number)
+                    return slots
+                small.append(slots)
         return []
 
     def keep(self, device: int | None, slots: list[_Slot]) -> None:

@@ -220,15 +220,13 @@ def Slot(nbytes):  # noqa: N802
 def test_slots_are_kept_for_the_next_queue(monkeypatch):
     kept = KeptSlots()
     monkeypatch.setattr(kept, "KEEP_S", 0.2)
-    small, large = [Slot(10)], [Slot(100)]
-    kept.keep(0, small)
+    large = [Slot(100)]
     kept.keep(0, large)
-    assert not any(slot.is_used for slot in [*small, *large])
+    assert not large[0].is_used
     assert kept.take(1, 10) == [], "another device's"
     assert kept.take(0, 50) is large
-    assert kept.take(0, 50) == [], "too small, or in use"
-    assert kept.take(0, 10) is small
-    kept.keep(0, small)
+    assert kept.take(0, 50) == [], "in use"
+    kept.keep(0, large)
     assert kept.clear()
     assert not kept.clear()
     assert kept.take(0, 10) == []
@@ -236,6 +234,18 @@ def test_slots_are_kept_for_the_next_queue(monkeypatch):
     kept.keep(0, large)
     del large
     wait_until(lambda: gone() is None, 5)
+
+
+def test_slots_that_are_too_small_are_not_kept_beside_larger_ones():
+    kept = KeptSlots()
+    sizes = weakref.WeakSet()
+    for nbytes in range(10, 60, 10):
+        slots = kept.take(0, nbytes) or [Slot(nbytes)]
+        sizes.add(slots[0])
+        kept.keep(0, slots)
+        del slots
+    assert [slot.memory.nbytes for slot in sizes] == [50]
+    kept.clear()
 
 
 @pytest.mark.gpu
