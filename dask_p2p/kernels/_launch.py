@@ -48,8 +48,6 @@ __all__ = [
     "WORD_SIZES_BYTES",
     "WORK_DTYPE",
     "Launch",
-    "LaunchGeometry",
-    "launch_geometry",
     "plan_launches",
 ]
 
@@ -374,69 +372,3 @@ def _split(launch: Launch, max_grid: int) -> list[Launch]:
         launch._replace(first_tile=first, grid=min(max_grid, launch.grid - first))
         for first in range(0, launch.grid, max_grid)
     ]
-
-
-class LaunchGeometry(NamedTuple):
-    """Shapes of a launch, for people to read. All in items, words of `word_bytes` bytes."""
-
-    entry: str
-    word_bytes: int
-    tile: tuple[int, int]  # along the source-fastest and the destination-fastest axis
-    threads: tuple[int, int]  # of a thread block
-    grid: int  # thread blocks
-    tiles: tuple[int, int]  # along the two axes
-    batches: int  # tiles of all other axes together
-    launches: int
-
-
-def launch_geometry(
-    shape: Sequence[int], itemsize: int, axes: Sequence[int] | None = None
-) -> LaunchGeometry:
-    """Return what is launched for a C-ordered source of this shape and a C-ordered target.
-
-    Parameters
-    ----------
-    shape
-        Shape of the source.
-    itemsize
-        Bytes of an item.
-    axes
-        Permutation; default: all axes in reverse order.
-
-    Examples
-    --------
-    >>> launch_geometry((192, 256), 4)
-    LaunchGeometry(entry='permute_vector_4', word_bytes=4, tile=(64, 64), threads=(256, 1), \
-grid=12, tiles=(4, 3), batches=1, launches=1)
-    """
-    order = tuple(reversed(range(len(shape)))) if axes is None else tuple(axes)
-    src_strides = _c_strides(shape, itemsize)
-    dst_shape = [shape[a] for a in order]
-    launches = plan_launches(
-        0,
-        0,
-        dst_shape,
-        itemsize,
-        _c_strides(dst_shape, itemsize),
-        [src_strides[a] for a in order],
-    )
-    if not launches:
-        return LaunchGeometry("none", itemsize, (0, 0), (0, 0), 0, (0, 0), 0, 0)
-    first = launches[0]
-    word_bytes = 1 if first.entry == "memcpy" else int(first.entry.rpartition("_")[2])
-    batches = first.tile_count // prod(first.tiles)
-    return LaunchGeometry(
-        first.entry,
-        word_bytes,
-        first.step[:2],
-        first.threads,
-        first.grid,
-        first.tiles,
-        batches,
-        len(launches),
-    )
-
-
-def _c_strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    """Return the strides in bytes of a C-ordered array."""
-    return [itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape))]

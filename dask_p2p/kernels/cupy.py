@@ -26,12 +26,10 @@ from dask_p2p.kernels._launch import (
     VARIANTS,
     WORD_SIZES_BYTES,
     Launch,
-    LaunchGeometry,
-    launch_geometry,
     plan_launches,
 )
 
-__all__ = ["KERNEL", "CupyKernel", "LaunchGeometry", "launch_geometry", "memory_below", "warm_up"]
+__all__ = ["KERNEL", "CupyKernel", "memory_below", "warm_up"]
 
 COMPILER_OPTIONS = ("--std=c++17",)
 # Shared memory that a block reserves and does not use when it runs gently: with it two blocks of
