@@ -33,7 +33,8 @@ from dask_p2p.plan import transpose_plan
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
 from dask_p2p.transports.links import BlockRef
-from dask_p2p.worker import P2PPlugin, WorkerHost, by_reference
+from dask_p2p.worker import P2PPlugin, by_reference
+from dask_p2p.worker_host import WorkerHost
 from tests.support import indexed, persisted, tls_client, used
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked

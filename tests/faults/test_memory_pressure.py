@@ -12,7 +12,7 @@ from distributed import wait
 from distributed.spill import Slow, SpillBuffer
 
 import dask_p2p
-from dask_p2p.worker import WorkerHost
+from dask_p2p.worker_host import WorkerHost
 from tests.faults.support import (
     BOUND_S,
     addresses,
