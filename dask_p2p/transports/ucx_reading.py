@@ -25,6 +25,7 @@ from dask_p2p.transports.sums import check_sum, region_sum
 __all__ = ["SEND_OP", "UcxReading"]
 
 SEND_OP = "p2p_ucx_send"
+_MOST_MESSAGES = 2**15  # that one request asks for
 
 
 class UcxReading(Reading):
@@ -62,20 +63,20 @@ class UcxReading(Reading):
         """Have the holder send all messages; of a block that fails it sends none, or no more."""
         messages = [part for part in self.all_parts if box_size(part.box)]
         done = 0
-        while done < len(messages):
-            asked = list(dict.fromkeys(part.request for part in messages[done:]))
-            reply = await self._ask_for(messages[done:], asked, self.tag + done, closed)
+        while left := messages[done : done + _MOST_MESSAGES]:
+            asked = list(dict.fromkeys(part.request for part in left))
+            reply = await self._ask_for(left, asked, self.tag + done, closed)
             failed = _failed_of(reply, asked)
             about = self.requests[asked[0] if failed is None else failed]
             try:
                 check_reply(reply, about, "ucx")
-                sent = len(messages) - done
+                sent = len(left)
             except (TransferError, BlockMismatchError) as exc:
                 if failed is None:
                     raise
-                sent = checked_integer("sent", reply.get("sent"), 0, len(messages) - done)
+                sent = checked_integer("sent", reply.get("sent"), 0, len(left))
                 self._refused[failed] = exc
-            self._note_sent(reply, messages[done : done + sent], done, about)
+            self._note_sent(reply, left[:sent], done, about)
             done += sent
             while done < len(messages) and messages[done].request in self._refused:
                 done += 1

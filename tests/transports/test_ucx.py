@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from dask_p2p.config import options
-from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.transports import ucx as ucx_module
+from dask_p2p.transports import ucx_reading
 from dask_p2p.transports.ucx import UcxTransport
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
@@ -264,6 +265,16 @@ class TestUcx(Conformance):
             remote.confirm()
         remote.close()
         wait_until(lambda: setup.reader.held()["messages"] == 0)
+
+    def test_more_messages_than_one_request_may_ask_for(self, setup, blocks, monkeypatch):
+        monkeypatch.setattr(ucx_reading, "_MOST_MESSAGES", 3)
+        setup.drop(("x", 2))
+        came = self.read_blocks(setup, blocks)
+        assert isinstance(came["x", 2][0], BlockUnavailableError)
+        for key, array in blocks.items():
+            if key != ("x", 2):
+                np.testing.assert_array_equal(came[key][0], array[1:3, :4])
+        assert setup.host.calls.count("p2p_ucx_send") == 2  # the second from block 3 on
 
     def test_a_holder_packs_no_more_than_a_few_ahead(self, setup):
         array = np.arange(20 * 2**14).reshape(20, 2**14)  # rows that UCX does not send at once
