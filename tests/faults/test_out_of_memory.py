@@ -192,7 +192,9 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
 def test_what_can_never_fit_is_refused_at_once():
     """Dask would let the worker try, again and again, until the operating system ends it."""
     shape = (6000, 6000)  # 275 MiB
-    with cluster_of(2, memory_limit="400 MiB") as client:
+    # The default, not the short patience of other tests: blocks are read from disk here.
+    patience = {"p2p.timeouts.request": "30 s"}
+    with cluster_of(2, patience, memory_limit="400 MiB") as client:
         x = one_block_each(client, source(shape, (750, 6000)), [*addresses(client)] * 4)
         wait(x)
         y = dask_p2p.transpose(x, chunks=shape)
