@@ -436,7 +436,7 @@ def test_what_is_nearly_right(holder, change):
 
 
 @pytest.mark.usefixtures("unchanged")
-@settings(max_examples=EXAMPLES["p2p_comm_read"])
+@settings(max_examples=30)
 @given(asked=some(st.tuples(st.sampled_from(["blocks", "parts"]), garbage)))
 def test_blocks_and_parts_that_are_garbage(holder, asked):
     good = wire({"key": ("x", 0, 0), "box": ((0, 1), (0, 1)), "shape": (6, 10)})
