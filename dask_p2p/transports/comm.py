@@ -232,23 +232,15 @@ class _CommReading(Reading):
         return regions
 
     async def _ask(self, parts: Sequence[Part]) -> Sequence[Any]:
-        # Blocks are named once, however many parts of them are asked for.
-        numbers = {number: i for i, number in enumerate(dict.fromkeys(p.request for p in parts))}
-        asked = [self.requests[number] for number in numbers]
+        first, named = self.requests[parts[0].request], self.named(parts)
+        others = len(named["blocks"]) - 1
+        about = f"block {first.key!r}" + (f" and {others} others" if others else "")
         more = {"checksum": True} if self._with_sum else {}
-        about = f"block {asked[0].key!r}" + (f" and {len(asked) - 1} others" if asked[1:] else "")
-        reply = check_reply(
-            await ask(
-                self._host, asked[0].holder, _OP, self._timeout_s, about,
-                blocks=[(request.key, request.shape) for request in asked],
-                parts=[(numbers[part.request], part.box) for part in parts], **more,
-            ),
-            asked[0],
-            "comm",
-        )  # fmt: skip
+        asking = ask(self._host, first.holder, _OP, self._timeout_s, about, **named, **more)
+        reply = check_reply(await asking, first, "comm")
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
-            raise TransferError(f"comm: {asked[0].holder} did not answer about any part: {reply}")
+            raise TransferError(f"comm: {first.holder} did not answer about any part: {reply}")
         result: Sequence[Any] = answers
         return result
 

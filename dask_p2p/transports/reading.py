@@ -120,6 +120,14 @@ class Reading(ABC):
     def close(self) -> None:
         """End all leases. Whatever is still under way is given up. Idempotent."""
 
+    def named(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Return how a holder is asked for parts: each block is named once, and then numbered."""
+        numbers = {number: i for i, number in enumerate(dict.fromkeys(p.request for p in parts))}
+        return {
+            "blocks": [(self.requests[n].key, self.requests[n].shape) for n in numbers],
+            "parts": [(numbers[part.request], part.box) for part in parts],
+        }
+
     def parts(self, *, is_tapered: bool = False) -> Iterator[Part]:
         """Cut what is wanted into parts, but for what was dropped.
 

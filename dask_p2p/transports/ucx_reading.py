@@ -19,7 +19,6 @@ from dask_p2p.transports.messenger import Message, Messenger
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Arrived, Part, Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text
-from dask_p2p.transports.requests import checked_integer
 from dask_p2p.transports.sums import check_sum, region_sum
 
 __all__ = ["SEND_OP", "UcxReading"]
@@ -64,35 +63,30 @@ class UcxReading(Reading):
         messages = [part for part in self.all_parts if box_size(part.box)]
         done = 0
         while left := messages[done : done + _MOST_MESSAGES]:
-            asked = list(dict.fromkeys(part.request for part in left))
-            reply = await self._ask_for(left, asked, self.tag + done, closed)
-            failed = _failed_of(reply, asked)
-            about = self.requests[asked[0] if failed is None else failed]
+            reply = await self._ask_for(left, self.tag + done, closed)
+            sent = _sent_before_failure(reply, len(left))
+            failed = left[sent or 0].request
+            about = self.requests[failed]
             try:
                 check_reply(reply, about, "ucx")
                 sent = len(left)
             except (TransferError, BlockMismatchError) as exc:
-                if failed is None:
+                if sent is None:
                     raise
-                sent = checked_integer("sent", reply.get("sent"), 0, len(left))
                 self._refused[failed] = exc
             self._note_sent(reply, left[:sent], done, about)
             done += sent
             while done < len(messages) and messages[done].request in self._refused:
                 done += 1
 
-    async def _ask_for(
-        self, parts: Sequence[Part], asked: Sequence[int], tag: int, closed: int
-    ) -> Any:
-        numbers = {request: number for number, request in enumerate(asked)}
-        first, options = self.requests[asked[0]], self._options
+    async def _ask_for(self, parts: Sequence[Part], tag: int, closed: int) -> Any:
+        first, options = self.requests[parts[0].request], self._options
         wait_s = options.request_timeout_s
         more = {} if self._algorithm is None else {"checksum": self._algorithm}
         # Each message has a deadline of its own, and whoever waits for it gives up there.
         return await ask(
             self._host, first.holder, SEND_OP, wait_s * (len(parts) + 1), f"block {first.key!r}",
-            blocks=[(self.requests[n].key, self.requests[n].shape) for n in asked],
-            parts=[(numbers[part.request], part.box) for part in parts],
+            **self.named(parts),
             dtype=dtype_text(first.dtype), tag=tag, reader=self._host.address, closed=closed,
             ahead=max(options.ucx_parts_in_flight, self.ahead), wait_s=wait_s, **more,
         )  # fmt: skip
@@ -203,7 +197,10 @@ class _Arriving:
         return self.region
 
 
-def _failed_of(reply: Any, asked: Sequence[int]) -> int | None:
-    """Return which of the requests that were asked for has failed on its own; None if none has."""
-    number = reply.get("block") if isinstance(reply, dict) else None
-    return asked[number] if type(number) is int and 0 <= number < len(asked) else None
+def _sent_before_failure(reply: Any, asked: int) -> int | None:
+    """Return how many messages were sent before the one whose block failed on its own.
+
+    None if none has: all were sent, or something else failed.
+    """
+    sent = reply.get("sent") if isinstance(reply, dict) else None
+    return sent if type(sent) is int and 0 <= sent < asked else None

@@ -79,7 +79,7 @@ class Sending:
                     block = self._find(key, shape)
                 except Exception as exc:
                     self._send_packed(0)
-                    return {**refuse(exc), "block": number}
+                    return refuse(exc)
                 with device_of(block):
                     self._send(key, block, [box for _, box in group])
                 del block

@@ -266,6 +266,16 @@ class TestUcx(Conformance):
         remote.close()
         wait_until(lambda: setup.reader.held()["messages"] == 0)
 
+    @pytest.mark.parametrize("sent", [None, "1", -1, 1, True, 2**40])
+    def test_a_holder_that_lacks_a_block_and_miscounts(self, setup, block, sent):
+        async def lie(**kwargs):
+            return {"status": "missing", "block": 0, "sent": sent, "nbytes": 0}
+
+        setup.host.handlers["p2p_ucx_send"] = lie
+        key, array = block
+        with pytest.raises(BlockUnavailableError, match="is not there any more"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+
     def test_more_messages_than_one_request_may_ask_for(self, setup, blocks, monkeypatch):
         monkeypatch.setattr(ucx_reading, "_MOST_MESSAGES", 3)
         setup.drop(("x", 2))
