@@ -190,13 +190,14 @@ class SameHostTransport(Transport):
         return self._board.leased_bytes
 
     def serving(self, blocks: Mapping[Any, Any]) -> None:
-        for key, block in blocks.items():
-            if kernel_for(block).name != self.kind or self._closed:
-                continue
-            if self._board.renew(key, block) or self.host.is_on_disk(key):
-                continue
-            # What is held by now: the task may have been cancelled, its block released.
-            self._post_ahead([(key, block.shape)])
+        if self._closed:
+            return
+        # What is held by now is posted: the task may have been cancelled, its block released.
+        self._post_ahead(
+            (key, block.shape)
+            for key, block in blocks.items()
+            if kernel_for(block).name == self.kind and not self._board.renew(key, block)
+        )
 
     def _post_ahead(self, blocks: Iterable[tuple[Any, tuple[int, ...]]]) -> None:
         """Post what is in memory. It is only ahead of time: readers will ask, and be told why."""
@@ -256,12 +257,15 @@ class SameHostTransport(Transport):
         """Post the first of these blocks, and of the others those that are in memory."""
         try:
             no_more(unknown)
-            first, *others = checked_blocks(blocks)
-            await self.host.offload(self._find_and_post, *first)
-            await self.host.offload(self._post_ahead, others)
+            await self.host.offload(self._post_asked, checked_blocks(blocks))
         except Exception as exc:
             return refuse(exc)
         return {"status": "ok"}
+
+    def _post_asked(self, blocks: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
+        first, *others = blocks
+        self._find_and_post(*first)
+        self._post_ahead(others)
 
     def _find_and_post(self, key: Any, shape: Any) -> None:
         was_on_disk = self.host.is_on_disk(key)
