@@ -14,6 +14,7 @@ import pytest
 from dask_p2p.errors import FileError
 from dask_p2p.files import npy
 from dask_p2p.files.npy import create_npy, open_npy
+from tests.files.support import refused
 
 
 def whole(array):
@@ -124,19 +125,10 @@ def test_only_the_path_and_the_shape_travel(tmp_path):
     assert len(pickle.dumps(source)) < 1000
 
 
-def refused(path, *words):
-    with pytest.raises(FileError) as caught:
-        open_npy(str(path))
-    text = str(caught.value)
-    assert "\n" not in text
-    for word in (str(path), *words):
-        assert word in text
-
-
 def test_truncated(tmp_path):
     path = saved(tmp_path, np.zeros((10, 10)))
     os.truncate(path, 500)
-    refused(path, "truncated", "928", "500")
+    refused(open_npy, path, "truncated", "928", "500")
 
 
 def header(text):
@@ -165,7 +157,7 @@ def header(text):
 def test_garbage(tmp_path, content, word):
     path = tmp_path / "in.npy"
     path.write_bytes(content)
-    refused(path, word)
+    refused(open_npy, path, word)
 
 
 class Trap:
@@ -181,23 +173,23 @@ def test_pickles_are_refused_and_never_loaded(tmp_path, dtype):
     array[0] = trap if dtype is object else (trap,)
     path = tmp_path / "in.npy"
     np.save(path, array, allow_pickle=True)
-    refused(path, "Python objects")
+    refused(open_npy, path, "Python objects")
     path.write_bytes(pickle.dumps(trap))
-    refused(path, "no .npy file")
+    refused(open_npy, path, "no .npy file")
     assert not (tmp_path / "sprung").exists()
 
 
 def test_npz(tmp_path):
     np.savez(tmp_path / "in.npz", a=np.zeros(3))
-    refused(tmp_path / "in.npz", ".npz", "numpy.save")
+    refused(open_npy, tmp_path / "in.npz", ".npz", "numpy.save")
 
 
 def test_device():
-    refused("/dev/null", "no regular file")
+    refused(open_npy, "/dev/null", "no regular file")
 
 
 def test_missing(tmp_path):
-    refused(tmp_path / "none.npy", "No such file")
+    refused(open_npy, tmp_path / "none.npy", "No such file")
 
 
 @contextlib.contextmanager
@@ -219,7 +211,7 @@ def test_unreadable():
         path = saved(Path(folder), np.zeros(3))
         os.chmod(path, 0)
         with ordinary_user():
-            refused(path, "Permission denied", "check the permissions")
+            refused(open_npy, path, "Permission denied", "check the permissions")
 
 
 @pytest.mark.parametrize("change", ["append", "truncate", "remove"])
