@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 from typing import Any, Protocol
+
+import numpy as np
 
 from dask_p2p.config import Options
 from dask_p2p.errors import (
@@ -35,9 +37,9 @@ from dask_p2p.errors import (
 from dask_p2p.kernels import as_array, device_of, kernel_for
 from dask_p2p.kernels.device import device_work
 from dask_p2p.kernels.queue import SLOTS, Queue, queue_for
-from dask_p2p.layout import Box, box_size, box_slices
+from dask_p2p.layout import Box, Index, box_shape, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
-from dask_p2p.plan import BlockPlan, Piece, stage_order
+from dask_p2p.plans import BlockPlan, Piece, Source, stage_order
 from dask_p2p.transports.base import GRACE_S, Transport
 from dask_p2p.transports.links import BlockRef, Links, Way
 from dask_p2p.transports.pacing import staging_bytes
@@ -53,10 +55,16 @@ __all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
 class OutputSpec:
     """What all blocks of one output have in common."""
 
-    source: str  # name of the input array: its blocks' keys are (source, *index)
-    dtype: Any  # numpy.dtype of the input and of the output
+    arrays: tuple[str, ...]  # names of the inputs: their blocks' keys are (name, *index)
+    dtype: Any  # numpy.dtype of the inputs, and of what is assembled
     kind: str  # "numpy" or "cupy", by the array's meta
     options: Options
+    #: Makes the output block of the assembled one and its index; by default that is it.
+    post: Callable[[Any, Index], Any] | None = None
+
+    def key(self, source: Source) -> tuple[Any, ...]:
+        """Return the Dask key of an input block."""
+        return (self.arrays[source.array], *source.block)
 
 
 @versioned()
@@ -159,7 +167,7 @@ class Assembly:
 
     def key(self, slot: int) -> tuple[Any, ...]:
         """Dask key of a source."""
-        return (self.output.source, *self.plan.sources[slot])
+        return self.output.key(self.plan.sources[slot])
 
     def run(self) -> Any:
         """Return the output block.
@@ -196,6 +204,8 @@ class Assembly:
             need = self._need(kind)
             if (there_bytes := self.peers.memory_below(need.total_bytes, kind)) is not None:
                 raise need.too_large(there_bytes, self._where)
+        if self.plan.is_copy and self._local:
+            return self._local[0]
         if self._remote and self.peers is not None:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(slot): block for slot, block in self._local.items()}
@@ -257,6 +267,9 @@ class Assembly:
             if piece.source in self._local:
                 region = self._local[piece.source][box_slices(piece.src)]
                 queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, aside=True)
+        for fill in self.plan.fills:
+            values = np.full(box_shape(fill.dst), fill.value, self.output.dtype)
+            queue.permute_and_drop(out[box_slices(fill.dst)], values, range(values.ndim))
 
     def _bring_remote(self, todo: list[_Source], queue: Queue) -> None:
         """Bring remote blocks, each by the best way that works."""

@@ -13,19 +13,20 @@ import pickle
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from dask.task_spec import Task, TaskRef
+from dask.base import tokenize
+from dask.task_spec import GraphNode, Task
 from dask.utils import format_bytes
 
 from dask_p2p.assemble import Assembly, OutputSpec, Peers, Stage
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError
 from dask_p2p.layout import Index
-from dask_p2p.plan import Plan
+from dask_p2p.plans import Plan
 from dask_p2p.transports.links import BlockRef
 from dask_p2p.versioned import check_readable
 
@@ -34,6 +35,7 @@ __all__ = [
     "AssembleTask",
     "AttemptLog",
     "Attempts",
+    "Blocks",
     "Record",
     "Runtime",
     "plugin_runtime",
@@ -140,6 +142,48 @@ class Runtime(Peers, Protocol):
         """Take note that a task ended well."""
 
 
+class Blocks(GraphNode):  # type: ignore[misc]
+    """The input blocks of a task, in its plan's order. All tasks that read the same share one.
+
+    So an edge of the graph takes no memory of its own on the client, and does not travel.
+
+    Parameters
+    ----------
+    *items
+        Of each block its Dask key, or a `BlockRef`.
+    """
+
+    __slots__ = ("_token", "items")
+    key: Any
+    _dependencies: frozenset[Any]
+
+    def __init__(self, *items: Any) -> None:
+        self.key = None
+        self.items = items
+        self._token: str | None = None
+        keys = frozenset(item for item in items if not isinstance(item, BlockRef))
+        self._dependencies = keys  # type: ignore[misc]  # Dask's class has slots, and no types
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Blocks, self.items
+
+    def __call__(self, values: Mapping[Any, Any] = {}) -> list[Any]:  # of Dask
+        self._verify_values(values)
+        return [i if isinstance(i, BlockRef) else values[i] for i in self.items]
+
+    def __dask_tokenize__(self) -> Any:
+        if self._token is None:
+            self._token = tokenize(self.items)
+        return type(self).__name__, self._token
+
+    def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> Blocks:
+        """Return the same with other keys, or references, in the place of some keys."""
+        others = {known: subs[known] for known in self.dependencies & subs.keys()}
+        if not others:
+            return self
+        return Blocks(*(others.get(i, i) if not isinstance(i, BlockRef) else i for i in self.items))
+
+
 class AssembleTask(Task):  # type: ignore[misc]
     """Assembles one output block.
 
@@ -154,7 +198,7 @@ class AssembleTask(Task):  # type: ignore[misc]
         Of the output block.
     output : OutputSpec
         What all blocks of the output have in common.
-    *sources : TaskRef
+    blocks : Blocks
         The input blocks, in the plan's order.
     """
 
@@ -172,21 +216,21 @@ class AssembleTask(Task):  # type: ignore[misc]
         plan: Plan,
         index: Index,
         output: OutputSpec,
-        sources: Iterable[TaskRef],
+        blocks: Blocks,
         function: Callable[..., Any] | None = None,
     ) -> AssembleTask:
-        """Make the task from references to its sources; by default `assemble_block` does it."""
-        return cls(key, function or assemble_block, key, plan, index, output, *sources)
+        """Make the task; by default `assemble_block` does its work."""
+        return cls(key, function or assemble_block, key, plan, index, output, blocks)
 
     def with_references(self, references: Mapping[Any, BlockRef]) -> AssembleTask:
         """Return the task with these dependencies replaced by references."""
-        args = [
-            references.get(arg.key, arg) if isinstance(arg, TaskRef) else arg for arg in self.args
-        ]
-        return type(self)(self.key, self.func, *args)
+        *others, blocks = self.args
+        return type(self)(self.key, self.func, *others, blocks.substitute(references))
 
 
-def assemble_block(key: Any, plan: Plan, index: Index, output: OutputSpec, *blocks: Any) -> Any:
+def assemble_block(
+    key: Any, plan: Plan, index: Index, output: OutputSpec, blocks: Sequence[Any]
+) -> Any:
     """Do a task's work, on any scheduler."""
     check_readable(plan, output)
     start_s = time.time()
@@ -196,11 +240,11 @@ def assemble_block(key: Any, plan: Plan, index: Index, output: OutputSpec, *bloc
             log = _unplugged.setdefault(worker, AttemptLog(worker.address))
             _try_again(key, TransferError(_TAKEN_OFF), log, output.options)
         if worker is not None:
-            _warn_of_whole_blocks(worker, [(output.source, *s) for s in plan.sources(index)])
-        return Assembly(plan.block(index), output, blocks).run()
+            _warn_of_whole_blocks(worker, list(map(output.key, plan.sources(index))))
+        return _finished(Assembly(plan.block(index), output, blocks).run(), index, output)
     assembly = Assembly(plan.block(index), output, blocks, runtime)
     try:
-        result = assembly.run()
+        block = assembly.run()
     except TransferError as exc:
         _try_again(key, exc, runtime, output.options)
     except DeviceLostError as exc:
@@ -209,8 +253,13 @@ def assemble_block(key: Any, plan: Plan, index: Index, output: OutputSpec, *bloc
         if not runtime.on_device_lost(exc):
             raise
         raise Reschedule() from exc  # to another worker: this one leaves
+    result = _finished(block, index, output)
     runtime.done(Record(key, start_s, time.time(), tuple(assembly.stages)))
     return result
+
+
+def _finished(block: Any, index: Index, output: OutputSpec) -> Any:
+    return block if output.post is None else output.post(block, index)
 
 
 _assemble = assemble_block  # as tasks of the first version name it

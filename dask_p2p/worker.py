@@ -29,7 +29,7 @@ from dask_p2p.errors import DeviceLostError, P2PWarning
 from dask_p2p.kernels import device_memory_below, warm_up
 from dask_p2p.kernels.device import device_work, raise_if_lost
 from dask_p2p.low_latency import shorten_worker
-from dask_p2p.plan import BlockPlan, Piece, stage_order
+from dask_p2p.plans import BlockPlan, Piece, Source, stage_order
 from dask_p2p.task import (
     PLUGIN_NAME,
     AssembleTask,
@@ -104,8 +104,9 @@ class WorkerRuntime(AttemptLog):
         key: tuple[Any, ...] = probe_key(kind, nbytes)
         name, index = key[0], key[1:]  # as if it were the block of an array with this name
         whole = ((0, nbytes),)
-        plan = BlockPlan((nbytes,), (0,), (index,), ((nbytes,),), (Piece(0, whole, whole),))
-        output = OutputSpec(name, np.dtype("u1"), kind, options)
+        sources = (Source(0, index),)
+        plan = BlockPlan((nbytes,), (0,), sources, ((nbytes,),), (Piece(0, whole, whole),))
+        output = OutputSpec((name,), np.dtype("u1"), kind, options)
         assembly = Assembly(plan, output, [BlockRef(key, (holder,))], self)
         block = assembly.run()
         return block, assembly.stages[-1].transport

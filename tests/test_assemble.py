@@ -20,7 +20,7 @@ from dask_p2p.errors import (
 )
 from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.layout import box_slices
-from dask_p2p.plan import slab_chunks, transpose_plan
+from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.links import BlockRef, Links
 from dask_p2p.transports.pacing import Pacing
@@ -29,7 +29,7 @@ from dask_p2p.transports.reading import Failed, Reading, Region
 CHUNKS = ((3, 3, 3), (9,))
 X = np.arange(81.0).reshape(9, 9)
 BLOCKS = {("x", i, 0): X[3 * i : 3 * i + 3] for i in range(3)}
-PLAN = transpose_plan(CHUNKS, (1, 0), slab_chunks(CHUNKS, (1, 0)))
+PLAN = redistribution(CHUNKS, (1, 0), slab_chunks(CHUNKS, (1, 0)))
 OPTIONS = replace(options(), transports=("quick", "slow"))
 
 
@@ -147,7 +147,7 @@ def peers(quick, slow):
 def assembly(peers, holders=("a", "b", "c"), here="b", index=(1, 0), **changes):
     """Output block 1; source block i is held by holders[i]."""
     plan = PLAN.block(index)
-    output = OutputSpec("x", X.dtype, "numpy", replace(OPTIONS, **changes))
+    output = OutputSpec(("x",), X.dtype, "numpy", replace(OPTIONS, **changes))
     blocks = [
         BLOCKS["x", *source]
         if holder == here
@@ -184,7 +184,7 @@ def test_a_reader_without_blocks(peers, log):
 
 def test_all_blocks_here():
     plan = PLAN.block((1, 0))
-    output = OutputSpec("x", X.dtype, "numpy", OPTIONS)
+    output = OutputSpec(("x",), X.dtype, "numpy", OPTIONS)
     check(Assembly(plan, output, [BLOCKS["x", *s] for s in plan.sources]).run())
 
 

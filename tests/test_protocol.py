@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dask.task_spec import TaskRef
 from distributed import Reschedule
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,15 +32,15 @@ from hypothesis.stateful import (
 from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import options
 from dask_p2p.errors import P2PError, TransferError
-from dask_p2p.plan import transpose_plan
-from dask_p2p.task import AssembleTask
+from dask_p2p.plans import redistribution
+from dask_p2p.task import AssembleTask, Blocks
 from tests.simulation.actors import PLACES, GaveUpError, KilledError
 from tests.simulation.gpu import CELLS
 from tests.simulation.workers import World
 
 ADDRESSES = ("a", "b", "c")
 KEYS = (("x", 0, 0), ("x", 1, 0))  # two blocks of 2 x 4
-PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
+PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 ATTEMPTS = 3
 OPTIONS = replace(
     options(), transports=("ipc", "comm"), attempts=ATTEMPTS, board_wait_s=0.003, board_retain_s=2.0
@@ -187,8 +186,8 @@ class Protocol(RuleBasedStateMachine):
         index = (column, 0)
         if (worker, index) in [(task.actor.worker, task.index) for task in self.tasks]:
             return None  # no worker runs a task twice at a time
-        output = OutputSpec("x", np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
-        spec = AssembleTask.of(("y", *index), PLAN, index, output, map(TaskRef, KEYS))
+        output = OutputSpec(("x",), np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
+        spec = AssembleTask.of(("y", *index), PLAN, index, output, Blocks(*KEYS))
         who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
         worker.compute(spec, who_has)
         if worker.started is None:

@@ -16,7 +16,7 @@ from dask_p2p.config import options
 from dask_p2p.errors import TransferError
 from dask_p2p.kernels.queue import SLOTS, HostQueue
 from dask_p2p.layout import box_shape, box_size, box_slices
-from dask_p2p.plan import slab_chunks, transpose_plan
+from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports import comm as comm_module
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.base import Transport
@@ -32,7 +32,7 @@ from tests.transports.reading import open_block
 
 X = np.arange(24 * 24.0).reshape(24, 24)
 CHUNKS = ((8, 8, 8), (24,))
-PLAN = transpose_plan(CHUNKS, (1, 0), slab_chunks(CHUNKS, (1, 0))).block((0, 0))
+PLAN = redistribution(CHUNKS, (1, 0), slab_chunks(CHUNKS, (1, 0))).block((0, 0))
 BLOCKS = {("x", i, 0): X[8 * i : 8 * i + 8] for i in range(3)}
 ITEM = X.itemsize
 # Smaller than one item, than a part of one row, than a region (of 512 bytes), than all of them.
@@ -95,7 +95,7 @@ def workers(loop, tmp_path):
 
 
 def assemble(chosen, holders, **transports):
-    output = OutputSpec("x", X.dtype, "numpy", replace(chosen, transports=tuple(transports)))
+    output = OutputSpec(("x",), X.dtype, "numpy", replace(chosen, transports=tuple(transports)))
     refs = [BlockRef(key, (holder,)) for key, holder in zip(BLOCKS, holders, strict=True)]
     result = Assembly(PLAN, output, refs, Peers(**transports)).run()
     np.testing.assert_array_equal(result, X.T[:8])

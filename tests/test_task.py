@@ -8,7 +8,6 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from dask.task_spec import TaskRef
 from distributed import Reschedule
 
 import dask_p2p
@@ -16,18 +15,18 @@ from dask_p2p import task as module
 from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError
-from dask_p2p.plan import transpose_plan
-from dask_p2p.task import AssembleTask, Attempts
+from dask_p2p.plans import redistribution
+from dask_p2p.task import AssembleTask, Attempts, Blocks
 from dask_p2p.transports.links import BlockRef
 
-PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
-OUTPUT = OutputSpec("x", np.dtype("i8"), "numpy", options())
+PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
+OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
 KEYS = [("x", 0, 0), ("x", 1, 0)]
 
 
 @pytest.fixture
 def task():
-    return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, map(TaskRef, KEYS))
+    return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, Blocks(*KEYS))
 
 
 def test_dependencies_are_all_blocks_that_are_read(task):
@@ -46,7 +45,7 @@ def test_references_take_the_place_of_dependencies(task):
     assert type(rewritten) is AssembleTask
     assert rewritten.key == task.key
     assert rewritten.dependencies == {KEYS[1]}
-    assert rewritten.args[-2:] == (ref, TaskRef(KEYS[1]))
+    assert rewritten.args[-1].items == (ref, KEYS[1])
     assert task.dependencies == frozenset(KEYS), "the task itself is not changed"
 
 
@@ -61,7 +60,7 @@ def test_it_survives_pickling_and_renaming(task):
 
 def test_the_pieces_do_not_travel(task):
     PLAN.block((0, 0))  # caches what it finds
-    fresh = transpose_plan(PLAN.src_chunks, PLAN.axes, PLAN.dst_chunks)
+    fresh = redistribution(PLAN.src_chunks, PLAN.axes, PLAN.chunks)
     assert len(pickle.dumps(PLAN)) == len(pickle.dumps(fresh))
 
 

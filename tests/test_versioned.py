@@ -11,13 +11,13 @@ from dask_p2p import versioned as module
 from dask_p2p.assemble import OutputSpec, Stage
 from dask_p2p.config import Options, options
 from dask_p2p.errors import InputError, VersionError
-from dask_p2p.plan import Piece, transpose_plan
+from dask_p2p.plans import Piece, redistribution
 from dask_p2p.transports.links import BlockRef
 from dask_p2p.versioned import FORMAT, Unreadable, check_readable, versioned
 from dask_p2p.worker import P2PPlugin
 
-PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
-OUTPUT = OutputSpec("x", np.dtype("i8"), "numpy", options())
+PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
+OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
 VALUES = [
     options(),
     OUTPUT,

@@ -16,7 +16,6 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from dask.task_spec import TaskRef
 from distributed import Client, LocalCluster, wait
 
 import dask_p2p
@@ -29,9 +28,10 @@ from dask_p2p.errors import (
     TransferError,
     UnsupportedArrayError,
 )
-from dask_p2p.plan import transpose_plan
+from dask_p2p.graph import planned_array
+from dask_p2p.plans import redistribution
 from dask_p2p.registration import workers_of
-from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
+from dask_p2p.task import PLUGIN_NAME, AssembleTask, Blocks, Record
 from dask_p2p.transports.links import BlockRef
 from dask_p2p.worker import P2PPlugin, by_reference
 from dask_p2p.worker_host import WorkerHost
@@ -86,8 +86,8 @@ def test_by_reference_leaves_alone_what_it_cannot_replace():
 
 def test_holders_that_a_message_names_are_in_the_cluster():
     """Again perhaps: a new worker may have the address of one that left."""
-    plan = transpose_plan(((2, 2), (4,)), (1, 0), ((4,), (4,)))
-    output = OutputSpec("x", np.dtype("f8"), "numpy", options())
+    plan = redistribution(((2, 2), (4,)), (1, 0), ((4,), (4,)))
+    output = OutputSpec(("x",), np.dtype("f8"), "numpy", options())
     keys = [("x", 0, 0), ("x", 1, 0)]
     back, sent = [], []
     plugin = P2PPlugin(options())
@@ -95,7 +95,7 @@ def test_holders_that_a_message_names_are_in_the_cluster():
     plugin._worker = SimpleNamespace(data={keys[0]: None}, address="a")
     plugin._originals = {"compute-task": lambda **message: sent.append(message)}
     plugin._on_compute_task(
-        run_spec=AssembleTask.of("y", plan, (0, 0), output, map(TaskRef, keys)),
+        run_spec=AssembleTask.of("y", plan, (0, 0), output, Blocks(*keys)),
         who_has={keys[0]: ["a", "b"], keys[1]: ["b", "c"]},
         nbytes=dict.fromkeys(keys, 64),
     )
@@ -405,7 +405,10 @@ def test_results_of_reductions_over_the_wire(client, transport):
     (holders,) = client.who_has(x).values()
     others = [address for address in workers_of(client) if address not in holders]
     with dask.config.set({"p2p.transports.order": [transport]}):
-        y = client.persist(dask_p2p.transpose(x), workers=others)
+        # By the plan itself: an array whose blocks stay as they are is not touched.
+        dask_p2p.register(client)
+        lazy = planned_array("y", x, redistribution((), (), ()), options())
+        y = client.persist(lazy, workers=others)
         wait(y)
     assert y.compute() == 23
     assert used(client, y) == {transport}

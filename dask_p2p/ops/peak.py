@@ -13,7 +13,9 @@ from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Chunks, block_indices, block_shape
-from dask_p2p.ops.transpose import plan_of
+from dask_p2p.ops.arguments import checked_chunks
+from dask_p2p.ops.transpose import transposed
+from dask_p2p.plans import redistribution
 from dask_p2p.registration import workers_of
 from dask_p2p.transports.pacing import idle_bytes, packed_bytes, staging_bytes
 
@@ -92,7 +94,9 @@ def estimate(
     >>> found.input_bytes, found.output_bytes
     (8000000, 8000000)
     """
-    plan = plan_of(x, axes, chunks)
+    order, wanted = transposed(x, axes, chunks)
+    before = tuple(x.chunks[axis] for axis in order)
+    plan = redistribution(x.chunks, order, checked_chunks(wanted, before, x.dtype))
     threads = 1
     if workers is None:
         workers, threads = _cluster() or (max(map(len, x.chunks), default=1), 1)
@@ -102,11 +106,11 @@ def estimate(
     kind = kernel_for(x._meta).name
     item_bytes = x.dtype.itemsize
     input_bytes, _ = _even_share(plan.src_chunks, workers, item_bytes)
-    output_bytes, output_blocks = _even_share(plan.dst_chunks, workers, item_bytes)
+    output_bytes, output_blocks = _even_share(plan.chunks, workers, item_bytes)
     staged_bytes = packed = 0
     if workers > 1:
         tasks = min(threads, output_blocks)
-        largest_block, _ = _even_share(plan.dst_chunks, sys.maxsize, item_bytes)
+        largest_block, _ = _even_share(plan.chunks, sys.maxsize, item_bytes)
         largest_piece = plan.largest_piece * item_bytes
         staged_bytes = tasks * staging_bytes(chosen, kind, largest_piece, largest_block, item_bytes)
         packed = packed_bytes(chosen, kind, (workers - 1) * threads, input_bytes)
