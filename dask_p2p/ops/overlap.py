@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import index as as_int
 from typing import Any
 
 import dask.array as da
-from dask.array.overlap import coerce_boundary, coerce_depth
+import numpy as np
 
 from dask_p2p.config import checked_options
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.graph import planned_array
 from dask_p2p.layer import Post
-from dask_p2p.layout import Chunks, Index, block_shape
+from dask_p2p.layout import Chunks, Index
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known
 from dask_p2p.plans import halo_plan
 from dask_p2p.plans.halo import BOUNDARIES
@@ -45,7 +46,7 @@ def map_overlap(
     Parameters
     ----------
     func : callable
-        Takes a block with its rims, and returns an array of the same shape.
+        Takes a block with its rims, and returns an array of its shape.
     x : dask.array.Array
         Array of NumPy or CuPy blocks. They may be smaller than the rims.
     depth : int, tuple or dict
@@ -55,7 +56,7 @@ def map_overlap(
         What lies beyond the ends of the array, for all axes or by axis: "none" (blocks at the ends
         have no rim there), "periodic", "reflect", "nearest", or a constant.
     trim : bool, optional
-        Whether to cut the rims off what `func` returns. Without, its blocks are the result's.
+        Whether to cut the rims off what `func` returns. Without, it returns blocks that have none.
     dtype : numpy.dtype, optional
         Of the result; by default what `func` gives for a small array.
     meta : array, optional
@@ -82,7 +83,7 @@ def map_overlap(
     InputError
         If `depth` or `boundary` is nothing of the kind, or a rim is wider than the array.
     BlockMismatchError
-        When it runs, if `func` returns another shape than it was given, and rims are to be cut off.
+        When it runs, if `func` returns an array of another shape than it should.
 
     Examples
     --------
@@ -99,41 +100,27 @@ def map_overlap(
     beyond = checked_boundary(boundary, x.ndim)
     plan = halo_plan(x.chunks, widths, beyond, has_corners=corners)
     function = partial(func, **kwargs) if kwargs else func
-    if trim:
-        chunks: Chunks = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
-        cut_ends = tuple(kind != "none" for kind in beyond)
-        after: Callable[[Any, Index], Any] = Trimmed(function, widths, cut_ends, chunks)
-    else:
-        chunks, after = plan.chunks, Mapped(function)
+    chunks = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
+    cut_off = widths if trim else ((0, 0),) * x.ndim
+    stencil = Stencil(function, cut_off, tuple(kind != "none" for kind in beyond), chunks)
     # As Dask finds it out: by calling the function with an empty array.
     inferred = da.map_blocks(function, x, dtype=dtype, meta=meta)
     register_if_possible()
-    post = Post(after, chunks, inferred._meta)
+    post = Post(stencil, chunks, inferred._meta)
     return planned_array("p2p-overlap", x, plan, checked_options(), post)
 
 
 @versioned()
 @dataclass(frozen=True)
-class Mapped:
-    """The function, of an assembled block."""
-
-    function: Callable[[Any], Any]
-
-    def __call__(self, block: Any, index: Index) -> Any:
-        return self.function(block)
-
-
-@versioned()
-@dataclass(frozen=True)
-class Trimmed:
-    """The function, and what it gives without the rims.
+class Stencil:
+    """A function of assembled blocks, and what of its result is a block of the output.
 
     Parameters
     ----------
     function
         Of an assembled block.
     depth
-        Widths of the rims along each axis.
+        Widths of the rims along each axis, as far as they are cut off here.
     has_ends
         For each axis, whether there are rims at the ends of the array too.
     chunks
@@ -146,19 +133,21 @@ class Trimmed:
     chunks: Chunks
 
     def __call__(self, block: Any, index: Index) -> Any:
-        result = self.function(block)
-        if getattr(result, "shape", None) != block.shape:
-            raise BlockMismatchError(
-                f"expected a function that keeps the shape of a block, {block.shape}, got "
-                f"{getattr(result, 'shape', type(result).__name__)}. Return an array of that "
-                f"shape, or pass trim=False."
-            )
-        slices = []
-        for i, sizes, (before, _), has_ends in zip(
+        shape, slices = [], []
+        for i, sizes, (before, after), has_ends in zip(
             index, self.chunks, self.depth, self.has_ends, strict=True
         ):
-            start = before if has_ends else min(before, sum(sizes[:i]))
-            slices.append(slice(start, start + sizes[i]))
+            if not has_ends:
+                before, after = min(before, sum(sizes[:i])), min(after, sum(sizes[i + 1 :]))
+            shape.append(before + sizes[i] + after)
+            slices.append(slice(before, before + sizes[i]))
+        result = self.function(block)
+        if getattr(result, "shape", None) != tuple(shape):
+            raise BlockMismatchError(
+                f"expected an array of shape {tuple(shape)} from the function for a block of "
+                f"{block.shape}, got {getattr(result, 'shape', type(result).__name__)}. Return an "
+                f"array of the block's shape, or with trim=False one without the rims."
+            )
         return result[(*slices, ...)]
 
 
@@ -170,40 +159,28 @@ def checked_depth(depth: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ..
     InputError
         If they are no widths, or wider than the array.
     """
-    ndim = len(shape)
-    given = coerce_depth(ndim, depth) if _is_by_axis(depth, ndim) else None
-    if given is None:
-        raise InputError(
-            f"expected a width of the rims for each of {ndim} axes, got depth={depth!r}. Give one "
-            f"number for all, a tuple with one for each, or a dict by axis; a width is a number "
-            f"from 0, or a pair (before, after)."
-        )
-    widths = []
-    for axis, length in enumerate(shape):
-        width = given.get(axis, 0)
-        before, after = width if isinstance(width, tuple) else (width, width)
-        if max(before, after) > length:
+    widths = tuple(map(_width, _by_axis("depth", depth, len(shape), 0)))
+    for axis, (width, length) in enumerate(zip(widths, shape, strict=True)):
+        if max(width) > length:
             raise InputError(
                 f"expected rims that are no wider than the array, got depth={depth!r} for an axis "
                 f"of length {length} (axis {axis}). Make them narrower."
             )
-        widths.append((int(before), int(after)))
-    return tuple(widths)
+    return widths
 
 
-def _is_by_axis(depth: Any, ndim: int) -> bool:
-    if isinstance(depth, Mapping):
-        in_range = all(isinstance(axis, int) and -ndim <= axis < ndim for axis in depth)
-        return in_range and all(map(_is_width, depth.values()))
-    if isinstance(depth, (tuple, list)):
-        return len(depth) == ndim and all(map(_is_width, depth))
-    return _is_width(depth)
-
-
-def _is_width(width: Any) -> bool:
-    if isinstance(width, tuple):
-        return len(width) == 2 and all(_is_width(side) and not isinstance(side, tuple) for side in width)
-    return hasattr(width, "__index__") and not isinstance(width, bool) and int(width) >= 0
+def _width(width: Any) -> tuple[int, int]:
+    sides = width if isinstance(width, tuple) else (width, width)
+    try:
+        before, after = map(as_int, sides)
+    except (TypeError, ValueError):
+        before = after = -1
+    if min(before, after) < 0:
+        raise InputError(
+            f"expected a width of rims, got {width!r}. Give a number of elements, at least 0, or a "
+            f"pair (before, after)."
+        )
+    return before, after
 
 
 def checked_boundary(boundary: Any, ndim: int) -> tuple[Any, ...]:
@@ -214,11 +191,27 @@ def checked_boundary(boundary: Any, ndim: int) -> tuple[Any, ...]:
     InputError
         If that is no boundary.
     """
-    given = coerce_boundary(ndim, boundary)
-    kinds = tuple("none" if given.get(axis) is None else given[axis] for axis in range(ndim))
+    kinds = _by_axis("boundary", boundary, ndim, "none")
     for kind in kinds:
-        if isinstance(kind, str) and kind not in BOUNDARIES:
+        if kind not in BOUNDARIES if isinstance(kind, str) else not np.isscalar(kind):
             raise InputError(
                 f"expected a boundary out of {', '.join(BOUNDARIES)}, or a number, got {kind!r}."
             )
     return kinds
+
+
+def _by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any, ...]:
+    """Return the value of each axis, given for all, for each or for some."""
+    if isinstance(value, Mapping):
+        axes = {axis: value[axis] for axis in value if axis in range(-ndim, ndim)}
+        given = {axis % ndim: default if of is None else of for axis, of in axes.items()}
+        if len(given) == len(value):
+            return tuple(given.get(axis, default) for axis in range(ndim))
+    elif not isinstance(value, (tuple, list)):
+        return (default if value is None else value,) * ndim
+    elif len(value) == ndim:
+        return tuple(default if of is None else of for of in value)
+    raise InputError(
+        f"expected one {name} for all of {ndim} axes, a tuple with one for each, or a dict by "
+        f"axis, got {name}={value!r}."
+    )
