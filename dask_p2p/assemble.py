@@ -23,6 +23,8 @@ from itertools import groupby
 from math import prod
 from typing import Any, Protocol
 
+from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.errors import (
     BlockUnavailableError,
@@ -32,9 +34,6 @@ from dask_p2p.errors import (
     UnreachableError,
     UnsuitableError,
 )
-from dask_p2p.kernels import as_array, device_of, kernel_for
-from dask_p2p.kernels.device import device_work
-from dask_p2p.kernels.queue import SLOTS, Queue, queue_for
 from dask_p2p.layout import Box, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.plan import BlockPlan, Piece, stage_order
@@ -190,7 +189,7 @@ class Assembly:
     def _run(self) -> Any:
         kind = self.output.kind
         for slot, block in self._local.items():
-            kind = kernel_for(block).name
+            kind = backend_for(block).name
             check_block(block, self.key(slot), self.plan.source_shapes[slot], self.output.dtype)
         if self.peers is not None:
             need = self._need(kind)
@@ -200,7 +199,7 @@ class Assembly:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(slot): block for slot, block in self._local.items()}
             self.peers.serving(local, kind, self.options)
-        queue = queue_for(kind, beside_copies=bool(self._remote))
+        queue = backend_named(kind).queue(beside_copies=bool(self._remote))
         try:
             if self._in_sync:
                 self._queue_local(queue)
@@ -256,7 +255,7 @@ class Assembly:
         for piece in self.plan.pieces:
             if piece.source in self._local:
                 region = self._local[piece.source][box_slices(piece.src)]
-                queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, aside=True)
+                queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, concurrent=True)
 
     def _bring_remote(self, todo: list[_Source], queue: Queue) -> None:
         """Bring remote blocks, each by the best way that works."""

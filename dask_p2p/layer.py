@@ -7,8 +7,8 @@ from typing import Any
 from dask.task_spec import TaskRef
 
 from dask_p2p.assemble import OutputSpec
+from dask_p2p.backends import backend_for
 from dask_p2p.config import Options
-from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import block_indices
 from dask_p2p.plan import Plan
 from dask_p2p.registration import assemble
@@ -34,7 +34,7 @@ def assemble_tasks(name: str, x: Any, plan: Plan, options: Options) -> dict[Any,
     options : Options
         What travels with the tasks.
     """
-    output = OutputSpec(x.name, x.dtype, kernel_for(x._meta).name, options)
+    output = OutputSpec(x.name, x.dtype, backend_for(x._meta).name, options)
     refs = {source: TaskRef((output.source, *source)) for source in block_indices(plan.src_chunks)}
     tasks = {}
     for index in plan.indices():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.assemble import Assembly, OutputSpec
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
@@ -18,7 +19,6 @@ from dask_p2p.errors import (
     UnreachableError,
     UnsupportedArrayError,
 )
-from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.layout import box_slices
 from dask_p2p.plan import slab_chunks, transpose_plan
 from dask_p2p.transports.base import Transport

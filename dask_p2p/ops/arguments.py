@@ -10,8 +10,8 @@ import numpy as np
 from dask.array.core import Array as GraphArray
 from dask.array.core import normalize_chunks
 
+from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
-from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Chunks, normal_axes
 
 __all__ = ["check_array", "checked_axes", "checked_chunks"]
@@ -53,8 +53,8 @@ def check_array(x: Any) -> None:
         raise ChunksError(
             f"expected known chunk sizes, got {x.chunks}. Call x.compute_chunk_sizes() first."
         )
-    kernel = kernel_for(x._meta)
-    if kernel.name == "cupy" and x.dtype.hasobject:
+    backend = backend_for(x._meta)
+    if x.dtype.hasobject and not backend.holds_objects:
         raise UnsupportedArrayError(
             f"expected a dtype that GPU memory can hold, got {x.dtype}. Convert it with "
             f"x.astype(...), or keep the array in NumPy blocks."

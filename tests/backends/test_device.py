@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from dask_p2p.backends import device
 from dask_p2p.errors import DeviceLostError, TransferError
-from dask_p2p.kernels import device
 
 UUID = bytes.fromhex("00a1000203040506070809000b0c0d0e")
 
