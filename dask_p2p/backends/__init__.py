@@ -120,8 +120,9 @@ def _backend_of(block: Any) -> Backend:
     backend = BACKENDS.get(kind.__module__.partition(".")[0])
     if backend is None:
         raise UnsupportedArrayError(
-            f"Expected a numpy.ndarray or a cupy.ndarray, got {kind.__module__}."
-            f"{kind.__qualname__}. Convert the blocks first: {_conversion(block)}."
+            f"Expected an array of {' or '.join(b.title for b in BACKENDS.values())}, got "
+            f"{kind.__module__}.{kind.__qualname__}. Convert the blocks first: "
+            f"{_conversion(block)}."
         )
     return backend
 

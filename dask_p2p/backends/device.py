@@ -324,28 +324,24 @@ def _driver() -> Any:
 
 
 def raise_if_lost() -> None:
-    """Raise `DeviceLostError` if this process' CUDA context is lost."""
-    if (message := _loss()) is not None:
-        raise DeviceLostError(
-            f"the GPU of this process works no more: {message}. A kernel of an earlier task "
-            f"failed, or the hardware did. Only a new process helps."
-        )
+    """Raise `DeviceLostError` if this process' CUDA context is lost.
 
-
-def _loss() -> str | None:
-    """Say by which error this process' CUDA context is lost; None if it is not.
-
-    Such an error is found by whoever calls CUDA next, and by all after that. Nothing but the end of
-    the process helps.
+    The error that lost it is found by whoever calls CUDA next, and by all after that. Nothing but
+    the end of the process helps.
     """
     if "cupy" not in sys.modules:
-        return None
+        return
     import cupy
 
+    error = None
     try:
         cupy.cuda.runtime.memGetInfo()
     except cupy.cuda.runtime.CUDARuntimeError as exc:
-        return str(exc) if exc.status in _STICKY else None
+        error = str(exc) if exc.status in _STICKY else None
     except Exception:  # no driver, no device
-        return None
-    return None
+        return
+    if error is not None:
+        raise DeviceLostError(
+            f"the GPU of this process works no more: {error}. A kernel of an earlier task "
+            f"failed, or the hardware did. Only a new process helps."
+        )

@@ -12,10 +12,14 @@ from dask_p2p.backends import (
     as_array,
     backend_for,
     backend_named,
+    device_of,
     worker_backend,
 )
 from dask_p2p.backends import cupy as backends_cupy
+from dask_p2p.backends.checksum import checksum
 from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.probe import PROBE_BYTES, Probes, probe_key
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,41 @@ def test_a_worker_computes_with_cupy_where_that_is_in_use(monkeypatch):
 )
 def test_host_memory_is_what_the_worker_may_have(wanted_bytes, limit_bytes, expected):
     assert backend_named("numpy").memory_below(wanted_bytes, limit_bytes) == expected
+
+
+class LibraryArray(np.ndarray):
+    """An array of another library."""
+
+    __module__ = "library.core"
+
+
+class LibraryBackend(type(backend_named("numpy"))):
+    name, title = "library", "Library"
+
+    def check(self, block):
+        pass
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, dtype).view(LibraryArray)
+
+
+def test_another_library_is_one_backend_in_the_registry(monkeypatch):
+    backend = LibraryBackend()
+    monkeypatch.setitem(BACKENDS, "library", backend)
+    array = backend.empty((2, 3), "f4")
+    array[...] = np.arange(6).reshape(2, 3)
+    assert backend_for(array) is backend_named("library") is backend
+    with device_of(array):
+        queue = backend.queue()
+    assert queue.kind == "library"
+    turned = queue.empty((3, 2), "f4")
+    queue.permute(turned, array, (1, 0))
+    assert (turned == array.T).all()
+    assert checksum(array) == checksum(np.asarray(array))
+    assert Buffers("library", 0).take((2, 3), "f4").shape == (2, 3)
+    assert len(Probes().block(probe_key("library"))) == PROBE_BYTES
+    with pytest.raises(UnsupportedArrayError, match=r"one of the array libraries.*library, got"):
+        backend_named("torch")
 
 
 class Resource:
