@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.backends import numpy as numpy_kernel
+from dask_p2p.backends import numpy as numpy_backend
 from dask_p2p.backends.numpy import NUMPY, _boxes, block_shape
 from dask_p2p.errors import AxesError, BlockMismatchError
 
@@ -22,7 +22,7 @@ def block_sizes(request):
                 ("MAX_BLOCK_ROWS", 2), ("MIN_BLOCK_ROWS", 2), ("UNBLOCKED_ROWS", 1),
                 ("CACHE_WAYS", 1),
             ]:  # fmt: skip
-                patch.setattr(numpy_kernel, name, value)
+                patch.setattr(numpy_backend, name, value)
         block_shape.cache_clear()
         yield request.param
     block_shape.cache_clear()
