@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.errors import (
     BlockUnavailableError,
@@ -34,9 +36,6 @@ from dask_p2p.errors import (
     UnreachableError,
     UnsuitableError,
 )
-from dask_p2p.kernels import as_array, device_of, kernel_for
-from dask_p2p.kernels.device import device_work
-from dask_p2p.kernels.queue import SLOTS, Queue, queue_for
 from dask_p2p.layout import Box, Index, box_shape, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.plans import BlockPlan, Piece, Source, stage_order
@@ -198,7 +197,7 @@ class Assembly:
     def _run(self) -> Any:
         kind = self.output.kind
         for slot, block in self._local.items():
-            kind = kernel_for(block).name
+            kind = backend_for(block).name
             check_block(block, self.key(slot), self.plan.source_shapes[slot], self.output.dtype)
         if self.peers is not None:
             need = self._need(kind)
@@ -210,7 +209,7 @@ class Assembly:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(slot): block for slot, block in self._local.items()}
             self.peers.serving(local, kind, self.options)
-        queue = queue_for(kind, beside_copies=bool(self._remote))
+        queue = backend_named(kind).queue(beside_copies=bool(self._remote))
         try:
             if self._in_sync:
                 self._queue_local(queue)
@@ -266,7 +265,7 @@ class Assembly:
         for piece in self.plan.pieces:
             if piece.source in self._local:
                 region = self._local[piece.source][box_slices(piece.src)]
-                queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, aside=True)
+                queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, concurrent=True)
         for fill in self.plan.fills:
             values = np.full(box_shape(fill.dst), fill.value, self.output.dtype)
             queue.permute_and_drop(out[box_slices(fill.dst)], values, range(values.ndim))

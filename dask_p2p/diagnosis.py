@@ -7,14 +7,15 @@ measured at once, each worker reading from one and read by one, as in a transpos
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dask_p2p.backends import worker_backend
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options
-from dask_p2p.environment import link_gbs, on_gpu, versions
+from dask_p2p.environment import versions
 from dask_p2p.link_speed import FAR, Link, clear_probes, measure_from
 from dask_p2p.registration import register
 from dask_p2p.task import PLUGIN_NAME
@@ -122,7 +123,8 @@ def check(client: Any = None) -> Report:
 
 def _measure_links(client: Any, workers: list[Status]) -> list[Link]:
     addresses = [worker.address for worker in workers]
-    kind = "cupy" if all(worker.kind == "cupy" for worker in workers) else "numpy"
+    kinds = {worker.kind for worker in workers}
+    kind = kinds.pop() if len(kinds) == 1 else NUMPY.name
     links: list[Link] = []
     for stage in range(1, len(addresses)):
         holders = {a: addresses[(i + stage) % len(addresses)] for i, a in enumerate(addresses)}
@@ -231,7 +233,7 @@ def _status(dask_worker: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "address": dask_worker.address,
         "had_plugin": True,
-        "kind": "numpy",
+        "kind": NUMPY.name,
         "gpu": None,
         "mig": False,
         "memory_resource": None,
@@ -241,41 +243,4 @@ def _status(dask_worker: Any) -> dict[str, Any]:
         "leased_bytes": dask_worker.plugins[PLUGIN_NAME].leased_bytes,
         "versions": versions(),
     }
-    if on_gpu():
-        found.update(_gpu_status())
-    return found
-
-
-def _gpu_status() -> dict[str, Any]:
-    import cupy
-
-    runtime = cupy.cuda.runtime
-    try:
-        properties = runtime.getDeviceProperties(runtime.getDevice())
-    except runtime.CUDARuntimeError:
-        return {}
-    uuid = bytes(properties["uuid"])
-    name = properties["name"]
-    name = name.decode() if isinstance(name, bytes) else str(name)
-    allocator = cupy.cuda.get_allocator()
-    return {
-        "kind": "cupy",
-        "gpu": name,
-        "mig": "MIG" in name,
-        "cupy_uses_rmm": str(getattr(allocator, "__module__", "")).partition(".")[0] == "rmm",
-        "link_gbs": link_gbs(uuid),
-        **_rmm_status(),
-    }
-
-
-def _rmm_status() -> dict[str, Any]:
-    if "rmm" not in sys.modules:
-        return {}
-    import rmm
-
-    resource = rmm.mr.get_current_device_resource()
-    # Statistics and logs wrap the resource that matters.
-    while not hasattr(resource, "pool_size") and hasattr(resource, "get_upstream"):
-        resource = resource.get_upstream()
-    pool_bytes = resource.pool_size() if hasattr(resource, "pool_size") else None
-    return {"memory_resource": type(resource).__name__, "pool_bytes": pool_bytes}
+    return found | worker_backend().device_status()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.assemble import OutputSpec
+from dask_p2p.backends import backend_for
 from dask_p2p.config import Options
-from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Chunks, Index, block_indices
 from dask_p2p.plans import Plan, Source
 from dask_p2p.registration import assemble
@@ -53,7 +53,7 @@ def output_spec(
         What is done to each assembled block.
     """
     function = None if post is None else post.function
-    return OutputSpec(arrays, first.dtype, kernel_for(first._meta).name, options, function)
+    return OutputSpec(arrays, first.dtype, backend_for(first._meta).name, options, function)
 
 
 def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, AssembleTask]:

@@ -204,6 +204,12 @@ class AssembleTask(Task):  # type: ignore[misc]
 
     __slots__ = ()
 
+    def __init__(self, key: Any, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        super().__init__(key, func, *args, **kwargs)
+        if args and isinstance(args[-1], Blocks):
+            # The same object for all tasks that read the same, and so pickled once.
+            self._dependencies = args[-1].dependencies  # type: ignore[misc]
+
     @property
     def block_fusion(self) -> bool:
         """Fusing would rename the task, and hide its class from the plugin."""

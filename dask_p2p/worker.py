@@ -23,11 +23,10 @@ import numpy as np
 from distributed import Worker, WorkerPlugin
 
 from dask_p2p.assemble import Assembly, OutputSpec
+from dask_p2p.backends import backend_named, worker_backend
+from dask_p2p.backends.device import device_work, raise_if_lost
 from dask_p2p.config import Options, options
-from dask_p2p.environment import on_gpu
 from dask_p2p.errors import DeviceLostError, P2PWarning
-from dask_p2p.kernels import device_memory_below, warm_up
-from dask_p2p.kernels.device import device_work, raise_if_lost
 from dask_p2p.low_latency import shorten_worker
 from dask_p2p.plans import BlockPlan, Piece, Source, stage_order
 from dask_p2p.task import (
@@ -86,10 +85,8 @@ class WorkerRuntime(AttemptLog):
         return self._host.on_device_lost(error)
 
     def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
-        if kind == "cupy":
-            return device_memory_below(wanted_bytes)
-        limit_bytes: int = self._worker.memory_manager.memory_limit or wanted_bytes
-        return limit_bytes if limit_bytes < wanted_bytes else None
+        limit_bytes = self._worker.memory_manager.memory_limit
+        return backend_named(kind).memory_below(wanted_bytes, limit_bytes)
 
     def meet(self, holders: Iterable[str], kind: str) -> None:
         """Prove the way that blocks of this kind will take from each of these workers."""
@@ -174,9 +171,10 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     async def _warm_up(self) -> None:
         """Compile the kernels: once on a machine it takes seconds, for which no task need wait."""
-        if on_gpu():
+        backend = worker_backend()
+        if backend.on_device:
             try:
-                await self._host.offload(warm_up, "cupy")
+                await self._host.offload(backend.warm_up)
             except Exception:  # the first task will meet it again, and say so
                 logger.debug("kernels could not be compiled ahead", exc_info=True)
 
@@ -187,12 +185,15 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def meet(self, addresses: Iterable[str]) -> None:
         """Find out how other workers are reached, in the background: this opens what is to be kept.
 
-        NumPy blocks need nothing that would have to be opened.
+        Blocks in host memory need nothing that would have to be opened.
         """
-        if on_gpu():
+        backend = worker_backend()
+        if backend.on_device:
             others = stage_order(addresses, self._host.address)
             assert self.runtime is not None
-            meeting = asyncio.ensure_future(asyncio.to_thread(self.runtime.meet, others, "cupy"))
+            meeting = asyncio.ensure_future(
+                asyncio.to_thread(self.runtime.meet, others, backend.name)
+            )
             self._meetings.add(meeting)  # the loop itself keeps only a weak reference
             meeting.add_done_callback(self._meetings.discard)
 
@@ -220,7 +221,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         """Tell the transports of blocks that the worker no longer holds."""
-        if finish == "error" and on_gpu():
+        if finish == "error" and worker_backend().on_device:
             self._look_after_device()
         if start == "memory" and finish != "memory":
             for transport in self._transports.values():

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from distributed import Worker
 
+from dask_p2p.backends.device import device_work
 from dask_p2p.errors import DeviceLostError, P2PWarning
-from dask_p2p.kernels.device import device_work
 from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
 from dask_p2p.task import warn_client
 from dask_p2p.transports.probe import Probes, is_probe

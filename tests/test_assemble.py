@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.assemble import Assembly, OutputSpec
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
@@ -18,7 +19,6 @@ from dask_p2p.errors import (
     UnreachableError,
     UnsupportedArrayError,
 )
-from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.layout import box_slices
 from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports.base import Transport
@@ -149,9 +149,9 @@ def assembly(peers, holders=("a", "b", "c"), here="b", index=(1, 0), **changes):
     plan = PLAN.block(index)
     output = OutputSpec(("x",), X.dtype, "numpy", replace(OPTIONS, **changes))
     blocks = [
-        BLOCKS["x", *source]
+        BLOCKS["x", *source.block]
         if holder == here
-        else BlockRef(("x", *source), holder if isinstance(holder, tuple) else (holder,))
+        else BlockRef(("x", *source.block), holder if isinstance(holder, tuple) else (holder,))
         for source, holder in zip(plan.sources, holders, strict=True)
     ]
     return Assembly(plan, output, blocks, peers)
@@ -185,7 +185,7 @@ def test_a_reader_without_blocks(peers, log):
 def test_all_blocks_here():
     plan = PLAN.block((1, 0))
     output = OutputSpec(("x",), X.dtype, "numpy", OPTIONS)
-    check(Assembly(plan, output, [BLOCKS["x", *s] for s in plan.sources]).run())
+    check(Assembly(plan, output, [BLOCKS["x", *s.block] for s in plan.sources]).run())
 
 
 def test_async_asks_ahead_and_sync_does_not(quick, peers, log, monkeypatch):

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from dask_p2p.assemble import Assembly, OutputSpec
+from dask_p2p.backends import SLOTS
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels.queue import SLOTS, HostQueue
 from dask_p2p.layout import box_shape, box_size, box_slices
 from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports import comm as comm_module

@@ -11,8 +11,8 @@ from dask.array.core import Array as GraphArray
 from dask.array.core import normalize_chunks
 from dask.array.rechunk import _balance_chunksizes
 
+from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
-from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Chunks, normal_axes
 
 __all__ = [
@@ -54,8 +54,8 @@ def check_array(x: Any) -> None:
         raise UnsupportedArrayError(
             f"expected a Dask array, got {type(x).__module__}.{type(x).__qualname__}. {remedy}."
         )
-    kernel = kernel_for(x._meta)
-    if kernel.name == "cupy" and x.dtype.hasobject:
+    backend = backend_for(x._meta)
+    if x.dtype.hasobject and not backend.holds_objects:
         raise UnsupportedArrayError(
             f"expected a dtype that GPU memory can hold, got {x.dtype}. Convert it with "
             f"x.astype(...), or keep the array in NumPy blocks."

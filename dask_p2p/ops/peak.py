@@ -9,9 +9,9 @@ from heapq import nlargest
 from math import prod
 from typing import Any
 
+from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
-from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Chunks, block_indices, block_shape
 from dask_p2p.ops.arguments import checked_chunks
 from dask_p2p.ops.transpose import transposed
@@ -103,7 +103,7 @@ def estimate(
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise InputError(f"expected a number of workers, at least 1, got workers={workers!r}.")
     chosen = checked_options()
-    kind = kernel_for(x._meta).name
+    kind = backend_for(x._meta).name
     item_bytes = x.dtype.itemsize
     input_bytes, _ = _even_share(plan.src_chunks, workers, item_bytes)
     output_bytes, output_blocks = _even_share(plan.chunks, workers, item_bytes)

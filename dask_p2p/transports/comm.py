@@ -20,11 +20,9 @@ from typing import Any, ClassVar
 
 from distributed.protocol import to_serialize
 
+from dask_p2p.backends import backend_for, device_of
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.kernels import device_of, kernel_for
-from dask_p2p.kernels.checksum import algorithm_for
-from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
 from dask_p2p.transports.base import Handler, Host, Transport
 from dask_p2p.transports.pacing import Pacing, comm_pacing
@@ -135,7 +133,7 @@ class CommTransport(Transport):
                 answer: dict[str, Any] = {"status": "ok", "data": to_serialize(region)}
                 if checksum:
                     # By what is sent: the reader gets it in the same kind of memory.
-                    algorithm = algorithm_for(region)
+                    algorithm = backend_for(region).checksum_algorithm
                     answer["checksum"] = (algorithm, region_sum(key, box, region, algorithm))
             except Exception as exc:
                 answer = refuse(exc)
@@ -146,17 +144,17 @@ class CommTransport(Transport):
         """Pack a region; return None if there is no room for it now."""
         block = find_block(self.host, key, shape)  # the box lies in the shape, and so in the block
         region = block[box_slices(box)]
-        kind = kernel_for(block).name
-        if kind == "numpy" and region.flags.c_contiguous:
+        backend = backend_for(block)
+        if not backend.on_device and region.flags.c_contiguous:
             return region
         # Copying to the host here keeps Dask's serialisation from doing it on the event loop.
-        to_host = kind != "numpy" and not self.host.address.startswith("ucx")
+        to_host = backend.on_device and not self.host.address.startswith("ucx")
         room = self.packed.room()
         if not room.take(region.nbytes * (2 if to_host else 1)):
             return None
         try:
             with device_of(block):
-                queue = queue_for(kind)
+                queue = backend.queue()
                 queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
                 packed = queue.scratch(region.shape, region.dtype)
                 queue.pack(packed, region)()

@@ -1,6 +1,6 @@
-"""CUDA IPC: allocations of one process mapped into another. The only user of CUDA's driver API.
+"""CUDA IPC: allocations of one process mapped into another.
 
-CuPy and cuda-bindings are imported when a function is called, never with this module.
+CuPy is imported when a function is called, never with this module.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
+from dask_p2p.backends.device import allocation, is_shareable, uuid
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels.device import is_shareable, uuid
 
 __all__ = [
     "Mapping",
@@ -91,35 +91,12 @@ def export(block: Any) -> Place:
         try:
             if not is_shareable(pointer):
                 raise TransferError(_NOT_SHAREABLE)
-            base, nbytes, buffer_id = _allocation(pointer)
+            base, nbytes, buffer_id = allocation(pointer)
             handle = bytes(runtime.ipcGetMemHandle(base))
         except (runtime.CUDARuntimeError, ImportError) as exc:
             said = f"CUDA IPC does not share memory here ({type(exc).__name__}: {exc})"
             raise TransferError(said) from exc
         return Place(uuid(device.id).hex(), handle.hex(), buffer_id, base, nbytes, pointer - base)
-
-
-def _allocation(pointer: int) -> tuple[int, int, int]:
-    """Return the address, the size and the id of the allocation that memory belongs to."""
-    from cuda.bindings import driver
-
-    attribute = driver.CUpointer_attribute
-    base, nbytes, buffer_id = (
-        int(_query(driver, which, pointer))
-        for which in (
-            attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-            attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
-            attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
-        )
-    )
-    return base, nbytes, buffer_id
-
-
-def _query(driver: Any, attribute: Any, pointer: int) -> Any:
-    error, value = driver.cuPointerGetAttribute(attribute, pointer)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise TransferError(f"the CUDA driver does not tell {attribute.name}: {error.name}")
-    return value
 
 
 def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:

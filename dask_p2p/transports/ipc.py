@@ -15,9 +15,9 @@ from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar
 
+from dask_p2p.backends.device import wait_until_written
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels.device import wait_until_written
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import Host

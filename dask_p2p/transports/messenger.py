@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.device import relax_capture
 from dask_p2p.errors import SilentError, TransferError
-from dask_p2p.kernels.device import relax_capture
 
 __all__ = ["Message", "Messenger", "ucxx_obstacle"]
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from dask_p2p.backends import MOST_UNREAD, SLOTS
 from dask_p2p.config import Options
-from dask_p2p.kernels.queue import MOST_UNREAD, SLOTS
 from dask_p2p.transports.buffers import buffer_bytes
 
 __all__ = [

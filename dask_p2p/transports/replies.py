@@ -10,6 +10,7 @@ import asyncio
 from functools import lru_cache
 from typing import Any
 
+from dask_p2p.backends import as_array, backend_for
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
@@ -19,7 +20,6 @@ from dask_p2p.errors import (
     UnsuitableError,
     UnsupportedArrayError,
 )
-from dask_p2p.kernels import as_array, kernel_for
 from dask_p2p.transports.base import Host
 from dask_p2p.transports.reading import Request
 
@@ -75,7 +75,7 @@ def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None)
     Without a dtype only the shape is compared: NumPy's dtypes do not all survive being sent as
     text, so a reader compares them itself when it has the data.
     """
-    kernel_for(array)  # refuses masked arrays and whatever else has more than its bytes
+    backend_for(array)  # refuses masked arrays and whatever else has more than its bytes
     if tuple(array.shape) != tuple(shape) or (dtype is not None and array.dtype != dtype):
         declared = f"{tuple(shape)}" if dtype is None else f"{dtype} {tuple(shape)}"
         raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")

@@ -22,9 +22,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar
 
+from dask_p2p.backends import backend_for, backend_named
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError, UnsuitableError
-from dask_p2p.kernels import kernel_for, kernel_named
 from dask_p2p.transports.base import MEET_S, Handler, Host, Transport
 from dask_p2p.transports.board import Board, Intent, Lease, leave, take
 from dask_p2p.transports.descriptor import Descriptor, Peer, apart, kernel_and_namespace
@@ -87,8 +87,7 @@ class SameHostTransport(Transport):
 
     def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
         if kind != self.kind:
-            other = {"numpy": "NumPy", "cupy": "CuPy"}[self.kind]
-            return f"{self.name} moves {other} blocks, not {kind}"
+            return f"{self.name} moves {backend_named(self.kind).title} blocks, not {kind}"
         try:
             return self._known(holder)[1]
         except TransferError as exc:
@@ -107,7 +106,7 @@ class SameHostTransport(Transport):
         """Take a lease on the first of these blocks; the holder may be asked for the others too."""
         block = requests[0]
         if 0 in block.shape:
-            return EmptyBlock(kernel_named(self.kind).empty(block.shape, block.dtype))
+            return EmptyBlock(backend_named(self.kind).empty(block.shape, block.dtype))
         with ExitStack() as undo:
             lease = self._lease(peer, requests, options)
             undo.callback(lease.close)
@@ -196,7 +195,7 @@ class SameHostTransport(Transport):
         self._post_ahead(
             (key, block.shape)
             for key, block in blocks.items()
-            if kernel_for(block).name == self.kind and not self._board.renew(key, block)
+            if backend_for(block).name == self.kind and not self._board.renew(key, block)
         )
 
     def _post_ahead(self, blocks: Iterable[tuple[Any, tuple[int, ...]]]) -> None:

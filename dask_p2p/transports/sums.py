@@ -9,14 +9,13 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+from dask_p2p.backends.checksum import ALGORITHMS, checksum
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels.checksum import ALGORITHMS, checksum
 from dask_p2p.layout import Box
 from dask_p2p.transports.reading import Request
 
 __all__ = ["algorithm_of", "check_sum", "region_sum"]
 
-_NAMES = tuple(ALGORITHMS.values())
 _SUMS = 2**64
 
 
@@ -28,8 +27,8 @@ def region_sum(key: Any, box: Box, region: Any, algorithm: str) -> int:
 
 def algorithm_of(name: Any) -> str:
     """Return the name of an algorithm that another worker sent; `ValueError` if it is none."""
-    if type(name) is not str or name not in _NAMES:
-        raise ValueError(f"checksum: expected one of {', '.join(_NAMES)}")
+    if type(name) is not str or name not in ALGORITHMS:
+        raise ValueError(f"checksum: expected one of {', '.join(ALGORITHMS)}")
     return name
 
 

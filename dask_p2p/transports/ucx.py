@@ -28,9 +28,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
+from dask_p2p.backends import BACKENDS
+from dask_p2p.backends.device import current_device
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels.device import current_device
 from dask_p2p.layout import box_size
 from dask_p2p.transports.base import MEET_S, Handler, Host, Transport
 from dask_p2p.transports.buffers import Buffers
@@ -75,9 +76,7 @@ class UcxTransport(Transport):
         self._lock = threading.Lock()
         # A process may come to the place of one that died in the middle of a message.
         self._next_tag = secrets.randbits(62)
-        self._buffers = {
-            kind: Buffers(kind, idle_bytes("ucx", options, kind)) for kind in ("numpy", "cupy")
-        }
+        self._buffers = {kind: Buffers(kind, idle_bytes("ucx", options, kind)) for kind in BACKENDS}
         self._threads = ThreadPoolExecutor(_SENDING_THREADS, thread_name_prefix="p2p-ucx-send")
         self._resting: asyncio.TimerHandle | None = None
         self._serving = 0  # requests; changed on the event loop only

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dask_p2p.backends import backend_named
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, SilentError, TransferError
-from dask_p2p.kernels.checksum import ALGORITHMS
 from dask_p2p.layout import box_shape, box_size
 from dask_p2p.transports.base import GRACE_S, Host
 from dask_p2p.transports.buffers import Buffers, raw_bytes
@@ -46,7 +46,9 @@ class UcxReading(Reading):
         self._options = options
         self._messenger = messenger
         self._buffers = buffers
-        self._algorithm = ALGORITHMS[requests[0].kind] if options.checksum else None
+        self._algorithm = (
+            backend_named(requests[0].kind).checksum_algorithm if options.checksum else None
+        )
         self._here: dict[int, tuple[Part, int]] = {}  # checksums of what came, by its number
         self._there: dict[int, Any] = {}  # as the holder says
         self._refused: dict[int, Exception] = {}  # by request

@@ -9,9 +9,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from dask_p2p.backends import backend_for, device_of
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels import device_of, kernel_for
-from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
 from dask_p2p.transports.base import Host
 from dask_p2p.transports.budget import Room
@@ -94,8 +93,8 @@ class Sending:
         return block
 
     def _send(self, key: Any, block: Any, boxes: Sequence[Box]) -> None:
-        kind = kernel_for(block).name
-        queue = queue_for(kind, beside_copies=True)
+        backend = backend_for(block)
+        queue = backend.queue(beside_copies=True)
         queue.wait_until_written([block], any_stream=self._any_stream)
         try:
             for box in boxes:
@@ -103,7 +102,7 @@ class Sending:
                 if not self._outbox.has_room(nbytes):
                     self._send_packed(0)
                     self._outbox.make_room(nbytes)
-                array = self._buffers[kind].take(box_shape(box), block.dtype)
+                array = self._buffers[backend.name].take(box_shape(box), block.dtype)
                 self._packed.append((array, key, box, queue.pack(array, block[box_slices(box)])))
                 del array
                 self._send_packed(1)  # one is packed while another is sent

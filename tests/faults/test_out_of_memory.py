@@ -10,8 +10,8 @@ import pytest
 from distributed import wait
 
 import dask_p2p
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import MemoryLimitError, P2PWarning, TransferError
-from dask_p2p.kernels.numpy import KERNEL
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports import buffers
@@ -39,7 +39,7 @@ PARTS = {
 
 def run_out(what, number, dask_worker):
     """Let an allocation fail, from the n-th on."""
-    owner, name = {"kernel": (KERNEL, "empty"), "buffer": (buffers, "_allocate")}[what]
+    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "_allocate")}[what]
     dask_worker.allocate = allocate = getattr(owner, name)
     count = 0
 
@@ -54,7 +54,7 @@ def run_out(what, number, dask_worker):
 
 
 def have_enough(what, dask_worker):
-    owner, name = {"kernel": (KERNEL, "empty"), "buffer": (buffers, "_allocate")}[what]
+    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "_allocate")}[what]
     setattr(owner, name, dask_worker.allocate)
 
 

@@ -157,7 +157,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
     def taken_bytes():
         import cupy
 
-        from dask_p2p.kernels.queue import DeviceQueue
+        from dask_p2p.backends.device_queue import DeviceQueue
 
         DeviceQueue._kept_slots.clear()  # which are kept for a second
         give_memory_back()

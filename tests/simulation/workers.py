@@ -18,10 +18,10 @@ from types import SimpleNamespace
 import pytest
 from distributed.protocol import dumps, loads
 
-import dask_p2p.kernels
-import dask_p2p.kernels.queue
 import dask_p2p.task
 import dask_p2p.worker
+from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.transports import board, comm, cuda_ipc, descriptor, ipc, same_host, table
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Region
@@ -118,6 +118,7 @@ class SimulatedWorker:
         self.loop = SimpleNamespace(asyncio_loop=world.loop)
         self.local_directory = world.folder  # that of all there were at this address
         self.security = SimpleNamespace(require_encryption=False)
+        self.memory_manager = SimpleNamespace(memory_limit=None)
         self.rpc = partial(_Rpc, world, self)
         self.stream_handlers = {"compute-task": self._compute, "remove-worker": lambda **_: None}
         self.news = []  # that the scheduler has sent, and that have not arrived
@@ -231,17 +232,16 @@ class World:
     def _make_up(self):
         """Put what is made up in the place of what is real."""
         put = self._patch.setattr
-        kernel = SimpleNamespace(name="cupy", check=lambda block: None)
-        put(dask_p2p.kernels, "_cupy_kernel", lambda: kernel)
-        put(dask_p2p.kernels.queue, "DeviceQueue", partial(Queue, self.driver))
+        put(CUPY, "check", lambda block: None)
+        put(CUPY, "queue", partial(Queue, self.driver))
+        put(CUPY, "memory_below", lambda wanted_bytes, worker_limit_bytes: None)
         self._patch.setitem(
             sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=self.driver))
         )
         put(cuda_ipc, "export", self.driver.export)
         put(cuda_ipc, "array_at", self.driver.array_at)
         put(ipc, "wait_until_written", lambda blocks, any_stream: halt("export"))
-        put(dask_p2p.worker, "on_gpu", lambda: False)
-        put(dask_p2p.worker, "device_memory_below", lambda wanted_bytes: None)
+        put(dask_p2p.worker, "worker_backend", lambda: NUMPY)
         put(dask_p2p.worker, "WorkerHost", Host)
         put(dask_p2p.worker, "make_transports", self._make_transports)
         put(dask_p2p.task, "whereabouts", self._whereabouts)

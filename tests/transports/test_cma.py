@@ -89,7 +89,7 @@ class TestCma(Conformance):
         assert setup.serving.held() == {"posted": 1}
 
     def test_what_is_no_numpy_block_is_not_posted(self, setup, block, monkeypatch):
-        monkeypatch.setattr(same_host, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
+        monkeypatch.setattr(same_host, "backend_for", lambda block: SimpleNamespace(name="cupy"))
         setup.serving.serving(setup.host.blocks)
         assert setup.serving.held() == {"posted": 0}
 

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.transports.comm import CommTransport
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_p2p.backends.cupy import CUPY
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.transports import cuda_ipc, ipc
@@ -56,11 +57,11 @@ def device(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cuda_ipc, "export", device.export)
     monkeypatch.setattr(cuda_ipc, "array_at", device.array_at)
-    monkeypatch.setattr(module, "kernel_named", lambda name: SimpleNamespace(empty=np.empty))
+    monkeypatch.setattr(CUPY, "empty", np.empty)
     monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda: "aa")
     monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: None)
     monkeypatch.setattr(ipc, "wait_until_written", lambda blocks, any_stream: None)
-    monkeypatch.setattr(module, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
+    monkeypatch.setattr(module, "backend_for", lambda block: SimpleNamespace(name="cupy"))
     describe = IpcTransport._describe
     pids = {"reader": 1, "holder": 2}
     monkeypatch.setattr(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_p2p.backends import MOST_UNREAD, SLOTS
 from dask_p2p.config import options
-from dask_p2p.kernels.queue import MOST_UNREAD, SLOTS
 from dask_p2p.transports.buffers import buffer_bytes
 from dask_p2p.transports.pacing import (
     Pacing,

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
-from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports import ucx_reading
 from dask_p2p.transports.ucx import UcxTransport

@@ -6,15 +6,15 @@ import sys
 import threading
 import time
 
-from dask_p2p.kernels.numpy import KERNEL
+from dask_p2p.backends.numpy import NUMPY
 
 from .support import random_bits
 
 
 def test_the_interpreter_goes_on_during_a_copy():
     src = random_bits((3000, 3000), "f8")
-    dst = KERNEL.empty((3000, 3000), "f8")
-    copies = threading.Thread(target=lambda: KERNEL.permute_into(dst, src, (1, 0)))
+    dst = NUMPY.empty((3000, 3000), "f8")
+    copies = threading.Thread(target=lambda: NUMPY.permute_into(dst, src, (1, 0)))
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1)  # a thread that keeps the lock is not asked for it during this test
     ticks = 0

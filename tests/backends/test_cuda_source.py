@@ -6,13 +6,8 @@ import subprocess
 
 import pytest
 
-from dask_p2p.kernels._launch import (
-    ENTRIES,
-    MAX_OUTER,
-    VECTOR_THREADS,
-    VECTOR_TILE,
-    WORD_SIZES_BYTES,
-)
+from dask_p2p.backends._launch import ENTRIES, MAX_OUTER, WORD_SIZES_BYTES
+from dask_p2p.backends._tiling import VECTOR_THREADS, VECTOR_TILE
 
 from .emulator import SOURCE
 

@@ -48,14 +48,13 @@ struct Work {
     i64 step_j;
     i64 tiles_k;  // number of tiles
     i64 tiles_i;
-    i64 group;    // tiles along i that are taken before the next along k
     i64 first_tile;  // of this launch: a grid can be too small for all tiles
     i64 cells;    // cell kernel: number of cells, of which outer[0] walks step_j at a time
     i64 outer_count;
     Axis outer[MAX_OUTER];  // the axes around the tiles, the fastest first
 };
 
-static_assert(sizeof(Work) == 8 * (2 + 9 + 11 + 3 * MAX_OUTER), "WORK_DTYPE differs");
+static_assert(sizeof(Work) == 8 * (2 + 9 + 10 + 3 * MAX_OUTER), "WORK_DTYPE differs");
 
 // ---------------------------------------------------------------------------------------------
 // Which tile
@@ -85,19 +84,16 @@ __device__ __forceinline__ i64 divide(i64 &value, i64 by)
     return quotient;
 }
 
-// Tiles are numbered so that blocks which run at one time share rows and columns: `group` tiles
-// along i, then the next ones along k, ..., then the next group, then the next batch.
+// Tiles are numbered along k, then along i, then by batch: blocks which run at one time share rows.
 __device__ __forceinline__ Tile locate(const Work &work)
 {
     i64 index = work.first_tile + blockIdx.x;
     i64 batch = divide(index, work.tiles_k * work.tiles_i);
-    const i64 first_i = divide(index, work.group * work.tiles_k) * work.group;
-    const i64 left = work.tiles_i - first_i;
-    const i64 tile_k = divide(index, left < work.group ? left : work.group);
+    const i64 tile_i = divide(index, work.tiles_k);
 
     Tile tile;
-    tile.k = tile_k * work.step_k - work.head_k;
-    tile.i = (first_i + index) * work.step_i - work.head_i;
+    tile.k = index * work.step_k - work.head_k;
+    tile.i = tile_i * work.step_i - work.head_i;
     tile.j = 0;
     tile.src = work.src + tile.k * work.k.src_stride + tile.i * work.i.src_stride;
     tile.dst = work.dst + tile.k * work.k.dst_stride + tile.i * work.i.dst_stride;

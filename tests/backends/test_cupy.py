@@ -8,9 +8,10 @@ import pytest
 
 cupy = pytest.importorskip("cupy")
 
+from dask_p2p.backends import backend_for, backend_named  # noqa: E402
+from dask_p2p.backends._launch import WORD_SIZES_BYTES  # noqa: E402
+from dask_p2p.backends._tiling import VECTOR_TILE  # noqa: E402
 from dask_p2p.errors import BlockMismatchError  # noqa: E402
-from dask_p2p.kernels import kernel_for, kernel_named  # noqa: E402
-from dask_p2p.kernels._launch import VECTOR_TILE, WORD_SIZES_BYTES  # noqa: E402
 
 from .support import POISON, bits, random_bits  # noqa: E402
 
@@ -27,7 +28,7 @@ def device():
         count = 0
     if not count:
         pytest.skip("no GPU")
-    from dask_p2p.kernels.cupy import warm_up
+    from dask_p2p.backends.cupy_kernels import warm_up
 
     warm_up()
     yield
@@ -41,9 +42,9 @@ def check(block, src_box, axes, dst_outer, dst_box, *, shift_items=0):
     dst.reshape(-1).view("u1")[...] = POISON
     device_block = to_device(block, shift_items)
     device_dst = to_device(dst, shift_items)
-    kernel_named("numpy").permute_into(dst[(*dst_box, ...)], src, axes)
+    backend_named("numpy").permute_into(dst[(*dst_box, ...)], src, axes)
 
-    kernel_named("cupy").permute_into(
+    backend_named("cupy").permute_into(
         device_dst[(*dst_box, ...)], device_block[(*src_box, ...)], axes
     )
 
@@ -127,7 +128,7 @@ def test_f_ordered_and_stepped_sources(axes):
 def test_a_broadcast_source():
     src = cupy.broadcast_to(cupy.arange(50.0)[:, None], (50, 40))
     dst = cupy.empty((40, 50))
-    kernel_for(dst).permute_into(dst, src, (1, 0))
+    backend_for(dst).permute_into(dst, src, (1, 0))
     assert (dst == cupy.arange(50.0)).all()
 
 
@@ -165,7 +166,7 @@ def check_on_device(shape, dtype):
     for start in range(0, shape[0], step):
         part = slice(start, start + step)
         src[part] = ((rows[part] ^ columns) >> shift).astype(dtype)
-    kernel_for(src).permute_into(dst, src, (1, 0))
+    backend_for(src).permute_into(dst, src, (1, 0))
     for start in range(0, shape[1], step):
         part = slice(start, start + step)
         expected = ((rows.T ^ columns.T[part]) >> shift).astype(dtype)
@@ -180,7 +181,7 @@ def test_work_goes_to_the_stream_that_was_named():
     for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(), None):
         dst.fill(0)
         cupy.cuda.Device().synchronize()
-        kernel_for(src).permute_into(dst, src, (1, 0), stream=stream)
+        backend_for(src).permute_into(dst, src, (1, 0), stream=stream)
         (stream or cupy.cuda.get_current_stream()).synchronize()
         assert (dst == src.T).all()
 
@@ -192,7 +193,7 @@ def test_a_launch_can_be_captured_in_a_graph():
     cupy.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        kernel_for(src).permute_into(dst, src, (1, 0), stream=stream)
+        backend_for(src).permute_into(dst, src, (1, 0), stream=stream)
         graph = stream.end_capture()
         graph.launch(stream=stream)
     stream.synchronize()
@@ -200,7 +201,7 @@ def test_a_launch_can_be_captured_in_a_graph():
 
 
 def test_threads_compile_once(monkeypatch):
-    from dask_p2p.kernels import cupy as module
+    from dask_p2p.backends import cupy_kernels as module
 
     loads = []
     real = module._load
@@ -210,8 +211,7 @@ def test_threads_compile_once(monkeypatch):
     targets = [cupy.empty_like(src) for _ in range(8)]
     cupy.cuda.Device().synchronize()
     threads = [
-        threading.Thread(target=module.KERNEL.permute_into, args=(dst, src, (1, 0)))
-        for dst in targets
+        threading.Thread(target=module.permute_into, args=(dst, src, (1, 0))) for dst in targets
     ]
     for thread in threads:
         thread.start()
@@ -229,7 +229,7 @@ def test_a_second_gpu():
         src = cupy.arange(300 * 200).reshape(300, 200)
         dst = cupy.zeros((200, 300), int)
         cupy.cuda.Device().synchronize()
-    kernel_for(src).permute_into(dst, src, (1, 0))  # while device 0 is the current one
+    backend_for(src).permute_into(dst, src, (1, 0))  # while device 0 is the current one
     cupy.cuda.Device(1).synchronize()
     with cupy.cuda.Device(1):
         assert (dst == src.T).all()
@@ -237,7 +237,7 @@ def test_a_second_gpu():
 
 def test_a_target_that_does_not_fit_is_refused():
     with pytest.raises(BlockMismatchError, match=r"shape \(3, 2\).*got \(2, 3\)"):
-        kernel_named("cupy").permute_into(cupy.zeros((2, 3)), cupy.zeros((2, 3)), (1, 0))
+        backend_named("cupy").permute_into(cupy.zeros((2, 3)), cupy.zeros((2, 3)), (1, 0))
 
 
 def test_sparse_matrices_are_refused():
@@ -245,14 +245,14 @@ def test_sparse_matrices_are_refused():
     from dask_p2p.errors import UnsupportedArrayError
 
     with pytest.raises(UnsupportedArrayError, match="csr"):
-        kernel_for(sparse.csr_matrix((2, 2), dtype="f4"))
+        backend_for(sparse.csr_matrix((2, 2), dtype="f4"))
 
 
 @pytest.mark.parametrize("dtype", ["i1", "f2", "f4", "f8", "c16"])
-def test_gently_gives_the_same(dtype):
+def test_low_occupancy_gives_the_same(dtype):
     src = cupy.asarray(random_bits((300, 260), dtype))
     for axes in ((1, 0), (0, 1)):
         shape = tuple(src.shape[axis] for axis in axes)
         dst = cupy.zeros((shape[0], shape[1] + 3), dtype)[:, :-3]
-        kernel_for(src).permute_into(dst, src, axes, gently=True)
+        backend_for(src).permute_into(dst, src, axes, low_occupancy=True)
         assert dst.get().tobytes() == np.ascontiguousarray(src.get().transpose(axes)).tobytes()

@@ -29,6 +29,7 @@ from weakref import ref
 from dask_p2p.errors import DeviceLostError, TransferError
 
 __all__ = [
+    "allocation",
     "current_device",
     "device_work",
     "is_managed",
@@ -50,8 +51,6 @@ _POLL_S = 1e-3
 _STREAM_CAPTURE_IMPLICIT = 906  # of CUDA: a blocking stream is captured
 # Errors of CUDA after which nothing works any more in this process: of a kernel that read or wrote
 # where it must not, that failed an assertion or ran too long, or of the hardware.
-
-
 _STICKY = frozenset({214, 219, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 
 _private: dict[int, Any] = {}  # device -> stream
@@ -101,22 +100,46 @@ def is_shareable(address: int) -> bool:
 
     It cannot if the memory is managed, or of `cudaMallocAsync`.
     """
-    driver = _driver()
-    if driver is None:
-        return True
-    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-    error, capable = driver.cuPointerGetAttribute(attribute, address)
-    return error != driver.CUresult.CUDA_SUCCESS or bool(capable)
+    with suppress(TransferError):
+        return bool(_attribute(_driver(), "IS_LEGACY_CUDA_IPC_CAPABLE", address))
+    return True
 
 
 def is_managed(address: int) -> bool:
     """Tell whether memory is managed: its pages are where they were touched last."""
-    driver = _driver()
+    with suppress(TransferError):
+        return bool(_attribute(_driver(), "IS_MANAGED", address))
+    return False
+
+
+def allocation(address: int) -> tuple[int, int, int]:
+    """Return the address, the size in bytes and the id of the allocation that memory belongs to.
+
+    The id is unique in this process.
+
+    Raises
+    ------
+    ImportError
+        Without cuda-bindings.
+    TransferError
+        If the driver does not tell.
+    """
+    from cuda.bindings import driver
+
+    names = ("RANGE_START_ADDR", "RANGE_SIZE", "BUFFER_ID")
+    base, size_bytes, buffer_id = (int(_attribute(driver, name, address)) for name in names)
+    return base, size_bytes, buffer_id
+
+
+def _attribute(driver: Any, name: str, address: int) -> Any:
+    """Return what the driver knows of memory; `TransferError` if it does not tell."""
     if driver is None:
-        return False
-    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
-    error, managed = driver.cuPointerGetAttribute(attribute, address)
-    return error == driver.CUresult.CUDA_SUCCESS and bool(managed)
+        raise TransferError(f"cuda-bindings are not there to tell {name}; install dask-p2p[cuda13]")
+    attribute = getattr(driver.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+    error, value = driver.cuPointerGetAttribute(attribute, address)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise TransferError(f"the CUDA driver does not tell {attribute.name}: {error.name}")
+    return value
 
 
 # --- streams ---
@@ -301,28 +324,24 @@ def _driver() -> Any:
 
 
 def raise_if_lost() -> None:
-    """Raise `DeviceLostError` if this process' CUDA context is lost."""
-    if (message := _loss()) is not None:
-        raise DeviceLostError(
-            f"the GPU of this process works no more: {message}. A kernel of an earlier task "
-            f"failed, or the hardware did. Only a new process helps."
-        )
+    """Raise `DeviceLostError` if this process' CUDA context is lost.
 
-
-def _loss() -> str | None:
-    """Say by which error this process' CUDA context is lost; None if it is not.
-
-    Such an error is found by whoever calls CUDA next, and by all after that. Nothing but the end of
-    the process helps.
+    The error that lost it is found by whoever calls CUDA next, and by all after that. Nothing but
+    the end of the process helps.
     """
     if "cupy" not in sys.modules:
-        return None
+        return
     import cupy
 
+    error = None
     try:
         cupy.cuda.runtime.memGetInfo()
     except cupy.cuda.runtime.CUDARuntimeError as exc:
-        return str(exc) if exc.status in _STICKY else None
+        error = str(exc) if exc.status in _STICKY else None
     except Exception:  # no driver, no device
-        return None
-    return None
+        return
+    if error is not None:
+        raise DeviceLostError(
+            f"the GPU of this process works no more: {error}. A kernel of an earlier task "
+            f"failed, or the hardware did. Only a new process helps."
+        )

@@ -1,4 +1,4 @@
-"""The NumPy kernel: the reference that every other kernel equals bit for bit.
+"""The NumPy backend: the reference that every other one equals bit for bit.
 
 ::
 
@@ -30,10 +30,13 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends._checks import transposed
+from dask_p2p.backends.base import Backend
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.environment import cpu_name
 from dask_p2p.errors import UnsupportedArrayError
-from dask_p2p.kernels._checks import transposed
 
-__all__ = ["KERNEL", "NumpyKernel", "block_shape"]
+__all__ = ["NUMPY", "NumpyBackend", "block_shape"]
 
 # The sizes below are those that were quickest, or within 5 % of it, over matrices from 100 x 100 to
 # 10000 x 10000 with items of 1 to 16 bytes. `benchmarks/kernels.py` repeats the comparison.
@@ -56,13 +59,22 @@ CACHE_WAY_BYTES = 4096
 CACHE_WAYS = 8
 
 
-class NumpyKernel:
-    """Permuted copies between NumPy arrays of any dtype."""
+class NumpyBackend(Backend):
+    """NumPy arrays of any dtype, in host memory."""
 
-    name: str = "numpy"
+    name = "numpy"
+    title = "NumPy"
+    on_device = False
+    holds_objects = True
+    checksum_algorithm = "crc32"
+    checksum_words = 2**15  # what is computed on the way fits in a cache
+    most_probe_bytes = 32 * 2**20
+
+    @property
+    def module(self) -> Any:
+        return np
 
     def check(self, block: Any) -> None:
-        """Raise `UnsupportedArrayError` if copies of its items do not keep the block's values."""
         if isinstance(block, np.ma.MaskedArray):
             raise UnsupportedArrayError(
                 "Expected a plain numpy.ndarray, got a numpy.ma.MaskedArray, whose mask would be "
@@ -80,7 +92,6 @@ class NumpyKernel:
             )
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
-        """Return a C-ordered array whose values are not set."""
         return np.empty(tuple(shape), dtype)
 
     def permute_into(
@@ -90,13 +101,9 @@ class NumpyKernel:
         axes: Sequence[int],
         *,
         stream: Any | None = None,
-        gently: bool = False,
+        low_occupancy: bool = False,
     ) -> None:
-        """Do ``dst[...] = src.transpose(axes)``; see `dask_p2p.kernels.Kernel`.
-
-        `stream` and `gently` are there for the common interface; the copy is done when this
-        returns.
-        """
+        """Do it; `stream` and `low_occupancy` are for devices. The copy is done on return."""
         view = transposed(dst, src, axes)
         if dst.dtype.names and not dst.dtype.hasobject:
             # As they are, NumPy would copy structures field by field, without their padding.
@@ -110,6 +117,28 @@ class NumpyKernel:
             return
         for box in _boxes(dst.shape, block):
             dst[box] = view[box]
+
+    def queue(self, *, beside_copies: bool = False) -> HostQueue:
+        return HostQueue(self)
+
+    def to_host(self, array: Any) -> Any:
+        return array
+
+    def allocate(self, size_bytes: int) -> Any:
+        return np.empty(size_bytes, np.uint8)
+
+    def bytes_of(self, memory: Any, size_bytes: int, owner: Any) -> Any:
+        return np.asarray(owner)
+
+    def is_in_use(self) -> bool:
+        return True
+
+    def memory_below(self, wanted_bytes: int, worker_limit_bytes: int | None) -> int | None:
+        limit_bytes = worker_limit_bytes or wanted_bytes
+        return limit_bytes if limit_bytes < wanted_bytes else None
+
+    def device_name(self) -> str:
+        return cpu_name()
 
 
 @lru_cache(maxsize=1024)  # a call costs as much as copying 10 000 items, and blocks look alike
@@ -182,4 +211,4 @@ def _boxes(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[slice, 
     )
 
 
-KERNEL = NumpyKernel()
+NUMPY = NumpyBackend()

@@ -7,13 +7,15 @@ import zlib
 import numpy as np
 import pytest
 
-from dask_p2p.kernels.checksum import ALGORITHMS, algorithm_for, checksum
+from dask_p2p.backends import BACKENDS
+from dask_p2p.backends.checksum import ALGORITHMS, checksum
+from dask_p2p.backends.numpy import NUMPY
 
 from .support import DTYPES, random_bits
 
 LENGTHS = [0, 1, 7, 8, 9, 15, 16, 63, 64, 1000, 2**18 - 1, 2**18, 2**18 + 8, 2**18 + 13]
 
-both = pytest.mark.parametrize("algorithm", sorted(ALGORITHMS.values()))
+both = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 def mixed64(data, start=0):
@@ -28,8 +30,9 @@ def mixed64(data, start=0):
     return total % 2**64
 
 
-def test_the_algorithm_goes_by_the_kind():
-    assert algorithm_for(np.zeros(3)) == "crc32"
+def test_the_algorithm_goes_by_the_backend():
+    assert {backend.checksum_algorithm for backend in BACKENDS.values()} == {*ALGORITHMS}
+    assert NUMPY.checksum_algorithm == "crc32"
     array = np.arange(3.0)
     assert checksum(array) == checksum(array, "crc32") == zlib.crc32(array.tobytes())
     with pytest.raises(ValueError, match="expected one of crc32, mixed64, got 'md5'"):

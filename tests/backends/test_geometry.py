@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.kernels._geometry import MAX_WORD_BYTES, Axis, reduce_copy
+from dask_p2p.backends._geometry import MAX_WORD_BYTES, Axis, reduce_copy
 
 from .support import boxes, permutations
 

@@ -1,7 +1,7 @@
 """Checksums of arrays' bytes, in C order.
 
-Two algorithms, one for each kind of memory; either can be computed of arrays of either kind, so
-that two processes whose arrays are of different kinds can compare.
+Two algorithms, one for each kind of memory; either can be computed of the arrays of any backend, so
+that two processes whose arrays are of different libraries can compare.
 
 ``crc32``
     CRC-32 of zlib, for host memory: quick there, and no use on a GPU. It finds every change of one
@@ -17,34 +17,21 @@ that two processes whose arrays are of different kinds can compare.
 
 from __future__ import annotations
 
-import threading
 import zlib
 from typing import Any
 
 import numpy as np
 
-from dask_p2p.kernels import kernel_for
+from dask_p2p.backends import backend_for
 
-__all__ = ["ALGORITHMS", "algorithm_for", "checksum"]
+__all__ = ["ALGORITHMS", "checksum"]
 
-#: Names of the algorithms, by the kind of arrays that they are best for.
-ALGORITHMS = {"numpy": "crc32", "cupy": "mixed64"}
+ALGORITHMS = ("crc32", "mixed64")
 
 _WORD_BYTES = 8
 _STEP = 0x9E3779B97F4A7C15  # odd: no two positions are alike
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, and odd factor
 _LAST_SHIFT = 31
-# Words at a time: what is computed on the way takes as much memory, twice.
-_HOST_WORDS = 2**15  # fits in a cache
-_DEVICE_WORDS = 2**21  # so much that launches do not matter
-
-_streams: dict[int, Any] = {}  # by device
-_lock = threading.Lock()
-
-
-def algorithm_for(array: Any) -> str:
-    """Return the name of the algorithm that is best for an array."""
-    return ALGORITHMS[kernel_for(array).name]
 
 
 def checksum(array: Any, algorithm: str | None = None, start: int = 0) -> int:
@@ -58,7 +45,7 @@ def checksum(array: Any, algorithm: str | None = None, start: int = 0) -> int:
         A NumPy or CuPy array whose values are there, whatever stream they came by. No Python
         objects.
     algorithm
-        One of `ALGORITHMS`; default: by the kind of the array.
+        One of `ALGORITHMS`; default: the best for the array.
     start
         Where the sum starts: the sum of what comes before.
 
@@ -67,33 +54,15 @@ def checksum(array: Any, algorithm: str | None = None, start: int = 0) -> int:
     int
         Not negative, and less than 2**64.
     """
+    backend = backend_for(array)
     if algorithm is None:
-        algorithm = algorithm_for(array)
-    if algorithm not in ALGORITHMS.values():
-        raise ValueError(f"expected one of {', '.join(ALGORITHMS.values())}, got {algorithm!r}")
-    if isinstance(array, np.ndarray):
+        algorithm = backend.checksum_algorithm
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"expected one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    with backend.checksum_stream(array):
         if algorithm == "crc32":
-            return zlib.crc32(_bytes_of(np, array), start % 2**32)
-        return _mixed64(np, array, start, _HOST_WORDS)
-    import cupy
-
-    with array.device, _stream_of(cupy):
-        if algorithm == "crc32":
-            return zlib.crc32(_bytes_of(np, array.get()), start % 2**32)
-        return _mixed64(cupy, array, start, _DEVICE_WORDS)
-
-
-def _stream_of(cupy: Any) -> Any:
-    """Return the current device's stream for checksums.
-
-    On the null stream they would wait for whatever tasks run there. It is one for all threads, as
-    a pool keeps memory for each stream that has ever used it.
-    """
-    device = cupy.cuda.runtime.getDevice()
-    with _lock:
-        if device not in _streams:
-            _streams[device] = cupy.cuda.Stream(non_blocking=True)
-        return _streams[device]
+            return zlib.crc32(_bytes_of(np, backend.to_host(array)), start % 2**32)
+        return _mixed64(backend.module, array, start, backend.checksum_words)
 
 
 def _bytes_of(xp: Any, array: Any) -> Any:

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_p2p.backends import numpy as numpy_backend
+from dask_p2p.backends.numpy import NUMPY, _boxes, block_shape
 from dask_p2p.errors import AxesError, BlockMismatchError
-from dask_p2p.kernels import numpy as numpy_kernel
-from dask_p2p.kernels.numpy import KERNEL, _boxes, block_shape
 
 from .support import DTYPES, bits, boxes, permutations, random_bits
 
@@ -22,7 +22,7 @@ def block_sizes(request):
                 ("MAX_BLOCK_ROWS", 2), ("MIN_BLOCK_ROWS", 2), ("UNBLOCKED_ROWS", 1),
                 ("CACHE_WAYS", 1),
             ]:  # fmt: skip
-                patch.setattr(numpy_kernel, name, value)
+                patch.setattr(numpy_backend, name, value)
         block_shape.cache_clear()
         yield request.param
     block_shape.cache_clear()
@@ -41,7 +41,7 @@ def test_equals_transpose_bit_for_bit(data, case, dtype):
     expected = target.view(raw).copy()
     expected[(*dst_box, ...)] = src.view(raw).transpose(axes)
 
-    KERNEL.permute_into(target[(*dst_box, ...)], src, axes)
+    NUMPY.permute_into(target[(*dst_box, ...)], src, axes)
 
     if dtype.kind == "O":
         assert all(a is b for a, b in zip(target.flat, expected.flat, strict=True))
@@ -53,8 +53,8 @@ def test_equals_transpose_bit_for_bit(data, case, dtype):
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_orders_of_memory(axes, order):
     src = np.asarray(random_bits((40, 50, 60), "f8"), order=order)
-    dst = KERNEL.empty([src.shape[a] for a in axes], "f8")
-    KERNEL.permute_into(dst, src, axes)
+    dst = NUMPY.empty([src.shape[a] for a in axes], "f8")
+    NUMPY.permute_into(dst, src, axes)
     assert bits(dst) == bits(src.transpose(axes))
 
 
@@ -62,24 +62,24 @@ def test_orders_of_memory(axes, order):
 @pytest.mark.parametrize("shape", [(1025, 1023), (1024, 1024), (3, 70001), (70001, 3), (1, 90000)])
 def test_sizes_around_those_of_blocks(shape, dtype):
     src = random_bits(shape, dtype)
-    dst = KERNEL.empty(shape[::-1], dtype)
-    KERNEL.permute_into(dst, src, (1, 0))
+    dst = NUMPY.empty(shape[::-1], dtype)
+    NUMPY.permute_into(dst, src, (1, 0))
     assert bits(dst) == bits(src.T)
 
 
 def test_a_broadcast_source():
     src = np.broadcast_to(np.arange(300.0)[:, None, None], (300, 20, 30))
-    dst = KERNEL.empty((30, 300, 20), "f8")
-    KERNEL.permute_into(dst, src, (2, 0, 1))
+    dst = NUMPY.empty((30, 300, 20), "f8")
+    NUMPY.permute_into(dst, src, (2, 0, 1))
     assert bits(dst) == bits(src.transpose(2, 0, 1))
-    KERNEL.permute_into(dst, np.broadcast_to(7.0, (300, 20, 30)), (2, 0, 1))
+    NUMPY.permute_into(dst, np.broadcast_to(7.0, (300, 20, 30)), (2, 0, 1))
     assert (dst == 7).all()
 
 
 def test_empty_gives_c_order():
-    assert KERNEL.empty([2, 3], ">f4").flags.c_contiguous
-    assert KERNEL.empty((), "f4").shape == ()
-    assert KERNEL.empty((2, 0), ">f4").dtype == np.dtype(">f4")
+    assert NUMPY.empty([2, 3], ">f4").flags.c_contiguous
+    assert NUMPY.empty((), "f4").shape == ()
+    assert NUMPY.empty((2, 0), ">f4").dtype == np.dtype(">f4")
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_empty_gives_c_order():
 )
 def test_a_target_that_does_not_fit_is_refused(shape, dtype, match):
     with pytest.raises(BlockMismatchError, match=match):
-        KERNEL.permute_into(np.zeros(shape, dtype), np.zeros((2, 3)), (1, 0))
+        NUMPY.permute_into(np.zeros(shape, dtype), np.zeros((2, 3)), (1, 0))
 
 
 @pytest.mark.parametrize("axes", [(0,), (0, 0), (0, 2), (0, 1, 2)])
 def test_axes_that_are_no_permutation_are_refused(axes):
     with pytest.raises(AxesError, match="permutation of the 2 axes"):
-        KERNEL.permute_into(np.zeros((3, 2)), np.zeros((2, 3)), axes)
+        NUMPY.permute_into(np.zeros((3, 2)), np.zeros((2, 3)), axes)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=4))

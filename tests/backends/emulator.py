@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import dask_p2p.kernels
-from dask_p2p.kernels._launch import GROUP_TILES, MAX_GRID, plan_launches
+import dask_p2p.backends
+from dask_p2p.backends._launch import MAX_GRID, plan_launches
 
-SOURCE = Path(dask_p2p.kernels.__file__).with_name("transpose.cu")
+SOURCE = Path(dask_p2p.backends.__file__).with_name("transpose.cu")
 HARNESS = Path(__file__).with_name("emulate.cpp")
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -40,8 +40,8 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-def permute(dst, src, axes, *, backwards=False, max_grid=MAX_GRID, group=GROUP_TILES):
-    """Do what CupyKernel.permute_into does; return the names of the kernels used."""
+def permute(dst, src, axes, *, backwards=False, max_grid=MAX_GRID):
+    """Do what cupy_kernels.permute_into does; return the names of the kernels used."""
     view = src.transpose(axes)
     assert dst.shape == view.shape
     launches = plan_launches(
@@ -57,7 +57,7 @@ def permute(dst, src, axes, *, backwards=False, max_grid=MAX_GRID, group=GROUP_T
         if launch.entry == "memcpy":
             ctypes.memmove(launch.dst, launch.src, launch.i.extent)
             continue
-        packed = launch.pack(group)
+        packed = launch.pack()
         failure = library().launch(
             launch.entry.encode(), launch.grid, *launch.threads, packed.ctypes.data, backwards
         )

@@ -7,16 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_p2p.kernels._launch import (
-    COPY_WORDS,
+from dask_p2p.backends._launch import (
     ENTRIES,
     MAX_GRID,
     MAX_OUTER,
-    VECTOR_TILE,
     WORD_SIZES_BYTES,
     WORK_DTYPE,
     plan_launches,
 )
+from dask_p2p.backends._tiling import COPY_WORDS, VECTOR_TILE
 
 from .emulator import address, guarded, library, needs_compiler, permute
 from .support import POISON, bits, boxes, permutations, random_bits
@@ -63,24 +62,18 @@ def test_the_struct_is_the_dtype():
 class TestTwoAxes:
     """Boxes of larger blocks next to memory that must not be touched."""
 
-    def run(self, word, flush, backwards, src_shape, src_box, dst_shape, dst_box, group=4):
+    def run(self, word, flush, backwards, src_shape, src_box, dst_shape, dst_box):
         src = guarded_array("src", src_shape, word, flush)
         src.view("u1")[...] = random_bits((src.nbytes,), "u1").reshape(src.view("u1").shape)
         dst = guarded_array("dst", dst_shape, word, flush)
-        return check(src[src_box], dst, dst_box, (1, 0), backwards=backwards, group=group)
+        return check(src[src_box], dst, dst_box, (1, 0), backwards=backwards)
 
     def test_whole_arrays(self, word, flush, backwards):
         side = VECTOR_TILE[word]
-        for rows, columns in [(side, side), (2 * side, 3 * side), (side + 16, 2 * side + 32)]:
+        for rows, columns in [(side, side), (4 * side + 16, 2 * side), (side + 16, 2 * side + 32)]:
             shape = (rows, columns)
             used = self.run(word, flush, backwards, shape, ..., shape[::-1], ...)
             assert used == [f"permute_vector_{word}"]
-
-    @pytest.mark.parametrize("group", [1, 2, 3, 100])
-    def test_orders_of_tiles(self, word, flush, backwards, group):
-        side = VECTOR_TILE[word]
-        shape = (4 * side + 16, 2 * side)
-        self.run(word, flush, backwards, shape, ..., shape[::-1], ..., group)
 
     def test_boxes_at_any_place_of_aligned_rows(self, word, flush, backwards):
         side = VECTOR_TILE[word]
@@ -239,8 +232,7 @@ def test_any_boxes(data, case, itemsize):
     dst_outer, dst_box = data.draw(boxes([shape[a] for a in axes]))
     src = random_bits(outer, f"V{itemsize}")[(*box, ...)]
     dst = np.empty(dst_outer, f"V{itemsize}")
-    backwards, group = data.draw(st.booleans()), data.draw(st.integers(1, 5))
-    check(src, dst, dst_box, axes, backwards=backwards, group=group)
+    check(src, dst, dst_box, axes, backwards=data.draw(st.booleans()))
 
 
 # ---- plans alone ----

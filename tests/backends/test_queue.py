@@ -8,16 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.kernels import queue as module
-from dask_p2p.kernels.queue import (
-    BeingRead,
-    HostQueue,
-    KeptSlots,
-    Pitch,
-    engine_pitch,
-    pitched,
-    queue_for,
-)
+from dask_p2p.backends import pitch as module
+from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.backends.pitch import Pitch, engine_pitch, pitched
+from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
 from tests.transports.loopback import wait_until
 
 
@@ -88,12 +84,12 @@ def test_what_copy_engines_are_for(rows, stride_bytes, run_bytes, is_copied):
 
 
 def test_the_host_queue_is_done_when_it_returns():
-    queue = queue_for("numpy")
+    queue = NUMPY.queue()
     assert isinstance(queue, HostQueue)
     src = np.arange(6).reshape(2, 3)
     for do in (
         queue.permute,
-        lambda *args: queue.permute(*args, aside=True),
+        lambda *args: queue.permute(*args, concurrent=True),
         lambda dst, src, axes: queue.permute_from_peer(dst, queue.bring_near(src, 100), axes),
         queue.permute_and_drop,
     ):
@@ -111,7 +107,7 @@ def test_the_host_queue_takes_arrays_of_a_device():
         def get(self):
             return np.arange(3)
 
-    queue = HostQueue()
+    queue = HostQueue(NUMPY)
     dst = queue.empty((3,), int)
     queue.permute_and_drop(dst, OnDevice(), (0,))
     assert dst.tolist() == [0, 1, 2]
@@ -125,7 +121,7 @@ def test_the_device_queue(shape, slot_bytes):
 
     src = cupy.arange(int(np.prod(shape)), dtype="f4").reshape(shape)
     axes = tuple(reversed(range(len(shape))))
-    queue = queue_for("cupy", beside_copies=True)
+    queue = CUPY.queue(beside_copies=True)
     queue.wait_until_written([src], any_stream=True)
     results = []
     for _ in range(10):  # more than there are slots
@@ -133,7 +129,7 @@ def test_the_device_queue(shape, slot_bytes):
         queue.permute_from_peer(dst, queue.bring_near(src, slot_bytes), axes)
         results.append(dst)
         dst = queue.empty(shape[::-1], "f4")
-        queue.permute(dst, src, axes, aside=True)
+        queue.permute(dst, src, axes, concurrent=True)
         results.append(dst)
         dst = queue.empty(shape[::-1], "f4")
         queue.permute_and_drop(dst, src.get(), axes)
@@ -155,7 +151,7 @@ def test_packing_on_a_device(columns, order):
 
     src = cupy.arange(3000 * 1000, dtype="i4").reshape(3000, 1000)
     region = cupy.asarray(src, order=order)[1:2999, columns]
-    queue = queue_for("cupy", beside_copies=True)
+    queue = CUPY.queue(beside_copies=True)
     queue.wait_until_written([region], any_stream=False)
     packed = queue.scratch(region.shape, region.dtype)
     wait = queue.pack(packed, region)
@@ -172,7 +168,7 @@ def test_rows_that_are_further_apart_than_copy_engines_go():
     block = cupy.empty((2, 2**29), "f4")
     region = block[:, 5:1005]
     region[...] = cupy.arange(2000, dtype="f4").reshape(2, 1000)
-    queue = queue_for("cupy", beside_copies=True)
+    queue = CUPY.queue(beside_copies=True)
     queue.wait_until_written([block], any_stream=True)
     dst, packed = queue.empty((1000, 2), "f4"), queue.scratch((2, 1000), "f4")
     queue.permute_from_peer(dst, queue.bring_near(region, 2**20), (1, 0))
@@ -213,14 +209,14 @@ def test_what_is_being_read_is_kept_until_then():
     assert events[4].array() is None
 
 
-def Slot(nbytes):  # noqa: N802
-    return module._Slot(np.empty(nbytes, "u1"), None, None, is_used=True)
+def used_slot(nbytes):
+    return Slot(np.empty(nbytes, "u1"), None, None, is_used=True)
 
 
 def test_slots_are_kept_for_the_next_queue(monkeypatch):
     kept = KeptSlots()
     monkeypatch.setattr(kept, "KEEP_S", 0.2)
-    large = [Slot(100)]
+    large = [used_slot(100)]
     kept.keep(0, large)
     assert not large[0].is_used
     assert kept.take(1, 10) == [], "another device's"
@@ -240,7 +236,7 @@ def test_slots_that_are_too_small_are_not_kept_beside_larger_ones():
     kept = KeptSlots()
     sizes = weakref.WeakSet()
     for nbytes in range(10, 60, 10):
-        slots = kept.take(0, nbytes) or [Slot(nbytes)]
+        slots = kept.take(0, nbytes) or [used_slot(nbytes)]
         sizes.add(slots[0])
         kept.keep(0, slots)
         del slots
@@ -253,7 +249,7 @@ def test_what_was_dropped_is_kept_until_it_is_read():
     import cupy
 
     cupy.get_default_memory_pool().free_all_blocks()
-    queue = queue_for("cupy")
+    queue = CUPY.queue()
     side = 8192
     dst = queue.empty((side, side), "f8")
     busy = [cupy.ones((side, side)) for _ in range(2)]
