@@ -103,6 +103,24 @@ def skip_without_gpus(items):
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), there are {there}"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _light_clusters():
+    """Have clusters that a test starts in this process take little time, to start and to idle.
+
+    Programs that tests run, and workers on GPUs, are as users have them.
+    """
+    if gpu_count():
+        yield
+        return
+    import dask
+
+    from tests.support import FORKED, UNWATCHED, prepare_to_fork
+
+    prepare_to_fork()
+    with dask.config.set(FORKED | UNWATCHED):
+        yield
+
+
 @pytest.fixture(scope="session")
 def cluster():
     """Four single-thread worker processes over TCP, shared by all tests that do no harm."""
