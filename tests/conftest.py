@@ -113,11 +113,19 @@ def _light_clusters():
         yield
         return
     import dask
+    from distributed import Nanny
 
     from tests.support import FORKED, UNWATCHED, prepare_to_fork
 
+    close = Nanny.close
+
+    async def close_patiently(self, timeout=20, reason="nanny-close"):
+        """Dask's five seconds would make an error of each process that a busy machine ends late."""
+        return await close(self, timeout, reason)
+
     prepare_to_fork()
-    with dask.config.set(FORKED | UNWATCHED):
+    with pytest.MonkeyPatch.context() as patch, dask.config.set(FORKED | UNWATCHED):
+        patch.setattr(Nanny, "close", close_patiently)
         yield
 
 
