@@ -13,7 +13,6 @@ import dask
 import dask.array as da
 import numpy as np
 from distributed import Client, LocalCluster
-from distributed.utils import get_mp_context
 
 import dask_p2p
 from dask_p2p.assemble import Assembly
@@ -22,23 +21,16 @@ from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.ucx_sending import Outbox
 from dask_p2p.worker import WorkerRuntime
+from tests.support import FORKED, prepare_to_fork
 from tests.transports.loopback import wait_until
 
-FORKED = {"distributed.worker.multiprocessing-method": "forkserver"}
 BOUND_S = 60  # within which everything must have ended
-
-
-def _preload():
-    """Have workers forked off a server that has imported everything: a tenth of the time."""
-    with dask.config.set(FORKED):
-        context = get_mp_context()  # which sets Dask's own preloads, once
-    context.set_forkserver_preload(["dask.array", "distributed", "dask_p2p.worker"])
 
 
 @contextmanager
 def cluster_of(n_workers, options=None, **kwargs):
     """Start worker processes of one thread each; give a client whose cluster has the plugin."""
-    _preload()
+    prepare_to_fork()
     kwargs = {"threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50} | kwargs
     settings = FORKED | {
         "distributed.scheduler.work-stealing": False,  # tasks stay where the test put them

@@ -34,13 +34,15 @@ from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.worker import P2PPlugin
 from tests.transports.loopback import EventLoop, LoopbackHost
 
-# 10,000 requests in all: hypothesis makes an example's requests faster than as many examples.
+# Hypothesis makes an example's requests faster than as many examples: 2,000 in all, and 11,000 with
+# --slow, which has five times as many examples.
 REQUESTS_AN_EXAMPLE = 10
+MOST_EXAMPLES = settings().max_examples
 EXAMPLES = {
-    "p2p_comm_read": 200,
-    "p2p_post": 100,  # of ipc, and of cma
-    "p2p_ucx_send": 150,
-    "p2p_peer": 50,  # of ipc, of cma, and of ucx
+    "p2p_comm_read": MOST_EXAMPLES,
+    "p2p_post": MOST_EXAMPLES // 2,  # of ipc, and of cma
+    "p2p_ucx_send": MOST_EXAMPLES,
+    "p2p_peer": MOST_EXAMPLES // 4,  # of ipc, of cma, and of ucx
 }
 
 BLOCKS = {
