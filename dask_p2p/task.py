@@ -211,6 +211,24 @@ class AssembleTask(Task):  # type: ignore[misc]
             self._dependencies = args[-1].dependencies  # type: ignore[misc]
 
     @property
+    def plan(self) -> Plan:
+        """Of the whole output."""
+        plan: Plan = self.args[1]
+        return plan
+
+    @property
+    def index(self) -> Index:
+        """Of the output block."""
+        index: Index = self.args[2]
+        return index
+
+    @property
+    def blocks(self) -> Blocks:
+        """The input blocks."""
+        blocks: Blocks = self.args[4]
+        return blocks
+
+    @property
     def block_fusion(self) -> bool:
         """Fusing would rename the task, and hide its class from the plugin."""
         return True

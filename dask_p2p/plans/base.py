@@ -120,6 +120,9 @@ class Plan(Protocol):
         Blocks that read the same get equal tuples: tasks share what is made of them.
         """
 
+    def source_elements(self, index: Index) -> tuple[int, ...]:
+        """Return how many elements the output block reads of each of its sources."""
+
     def block(self, index: Index) -> BlockPlan:
         """Return how the output block at `index` is assembled."""
 

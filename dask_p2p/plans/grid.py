@@ -16,7 +16,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
-from dask_p2p.layout import Chunks, Index, block_bounds, block_shape
+from dask_p2p.layout import Chunks, Index, block_bounds, block_shape, box_size
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Source
 from dask_p2p.versioned import versioned
 
@@ -181,6 +181,23 @@ class GridPlan:
             )
             self._sources[blocks] = found
         return found
+
+    def source_elements(self, index: Index) -> tuple[int, ...]:
+        """Return how many elements the output block reads of each of its sources."""
+        if not self.has_corners:
+            block = self.block(index)
+            read = [0] * len(block.sources)
+            for piece in block.pieces:
+                read[piece.source] += box_size(piece.src)
+            return tuple(read)
+        lengths: list[dict[int, int]] = []  # along each axis, of each source block
+        for mapping, number in zip(self.mappings, index, strict=True):
+            along: dict[int, int] = {}
+            for source, (start, stop), *_ in mapping.segments(number):
+                if source is not None:
+                    along[source] = along.get(source, 0) + stop - start
+            lengths.append(along)
+        return tuple(map(prod, product(*(along.values() for along in lengths))))
 
     def block(self, index: Index) -> BlockPlan:
         """Return how the output block at `index` is assembled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dask_p2p.layout import block_bounds, block_indices, box_shape, box_slices
+from dask_p2p.layout import block_bounds, block_indices, box_shape, box_size, box_slices
 
 
 def blocks_of(array, chunks):
@@ -32,3 +32,11 @@ def assembled(block_plan, sources, dtype):
         written[box_slices(fill.dst)] += 1
     assert (written == 1).all(), "each element is written once"
     return out
+
+
+def elements_read(block_plan):
+    """How much a block reads of each of its sources."""
+    read = [0] * len(block_plan.sources)
+    for piece in block_plan.pieces:
+        read[piece.source] += box_size(piece.src)
+    return tuple(read)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.layout import block_shape, box_shape, box_size
 from dask_p2p.plans import Source, block_plans, redistribution, slab_chunks
-from tests.plans.support import assembled, blocks_of
+from tests.plans.support import assembled, blocks_of, elements_read
 
 
 def cut(draw, length):
@@ -45,6 +45,7 @@ def test_plan_gives_the_transpose_and_moves_each_element_once(plan):
 @given(plans())
 def test_block_plans_name_each_source_once_and_use_all(plan):
     for index, block_plan in block_plans(plan):
+        assert plan.source_elements(index) == elements_read(block_plan)
         assert len(set(block_plan.sources)) == len(block_plan.sources)
         assert plan.sources(index) == block_plan.sources
         assert {p.source for p in block_plan.pieces} == set(range(len(block_plan.sources)))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dask_p2p.layout import block_bounds, box_size
 from dask_p2p.plans import block_plans, halo_plan
 from dask_p2p.plans.halo import BOUNDARIES
-from tests.plans.support import assembled, blocks_of
+from tests.plans.support import assembled, blocks_of, elements_read
 
 KINDS = [*BOUNDARIES, 7]
 
@@ -64,6 +64,7 @@ def test_each_block_gets_its_neighbours(halo):
         got = assembled(block_plan, sources, x.dtype)
         np.testing.assert_array_equal(got, around[tuple(reach)])
         assert plan.sources(index) == block_plan.sources
+        assert plan.source_elements(index) == elements_read(block_plan)
         sizes = [box_size(piece.src) for piece in block_plan.pieces]
         assert max(sizes, default=0) <= plan.largest_piece
 
@@ -86,6 +87,7 @@ def test_without_corners_only_they_are_left_out(halo):
         expected[rims > 1] = 0
         np.testing.assert_array_equal(assembled(part, sources, x.dtype), expected)
         assert star.sources(index) == part.sources
+        assert star.source_elements(index) == elements_read(part)
         assert set(part.sources) <= set(all_of_it.sources)
 
 
