@@ -40,8 +40,8 @@ from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.plan import BlockPlan, Piece, stage_order
 from dask_p2p.transports.base import GRACE_S, Transport
 from dask_p2p.transports.links import BlockRef, Links, Way
-from dask_p2p.transports.pacing import staging_bytes
 from dask_p2p.transports.reading import Reading, Region, Request
+from dask_p2p.transports.registry import staging_bytes
 from dask_p2p.transports.replies import check_block
 from dask_p2p.versioned import versioned
 

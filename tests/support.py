@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,13 @@ from dask_p2p.task import PLUGIN_NAME
 def import_path():
     """This process' import path, as a value of PYTHONPATH for processes that it starts."""
     return ":".join(filter(None, sys.path))
+
+
+def with_section(options, section, **values):
+    """The options with other values in the section of a transport."""
+    changed = replace(section.of(options), **values)
+    others = [other for other in options.sections if type(other) is not section]
+    return replace(options, sections=(*others, changed))
 
 
 def persisted(client, x):

@@ -13,6 +13,7 @@ import dask_p2p
 from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import checked_options, options
 from dask_p2p.errors import ConfigError
+from dask_p2p.transports.comm import CommOptions
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -65,7 +66,7 @@ def test_defaults():
     assert chosen.checksum is False
     assert chosen.order("cupy") == ("ipc", "ucx", "comm")
     assert chosen.order("numpy") == ("cma", "comm")
-    assert chosen.comm_part_bytes == 16 * 2**20
+    assert CommOptions.of(chosen).part_bytes == 16 * 2**20
     assert chosen.backoff_s == pytest.approx(0.05)
 
 

@@ -35,16 +35,22 @@ from dask_p2p.config import options
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.plan import transpose_plan
 from dask_p2p.task import AssembleTask
+from dask_p2p.transports.same_host import DirectoryOptions
 from tests.simulation.actors import PLACES, GaveUpError, KilledError
 from tests.simulation.gpu import CELLS
 from tests.simulation.workers import World
+from tests.support import with_section
 
 ADDRESSES = ("a", "b", "c")
 KEYS = (("x", 0, 0), ("x", 1, 0))  # two blocks of 2 x 4
 PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 ATTEMPTS = 3
-OPTIONS = replace(
-    options(), transports=("ipc", "comm"), attempts=ATTEMPTS, board_wait_s=0.003, board_retain_s=2.0
+RETAIN_S = 2.0
+OPTIONS = with_section(
+    replace(options(), transports=("ipc", "comm"), attempts=ATTEMPTS),
+    DirectoryOptions,
+    wait_s=0.003,
+    retain_s=RETAIN_S,
 )
 
 whiches = st.integers(0, 5)  # of those that there are
@@ -316,7 +322,7 @@ class Protocol(RuleBasedStateMachine):
         # A block that is posted again has the same description, and so the same leases.
         leased = [(lease.notice.byte, id(lease.notice.owner)) for lease in leases if lease.notice]
         for worker in self.world.alive.values():
-            worker.board.sweep(OPTIONS.board_retain_s)
+            worker.board.sweep(RETAIN_S)
             for notice in worker.board._retracted:
                 assert (notice.byte, id(notice.owner)) in leased
 

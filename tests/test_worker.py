@@ -23,7 +23,7 @@ import dask_p2p
 from dask_p2p import task as task_module
 from dask_p2p import worker as worker_module
 from dask_p2p.assemble import OutputSpec
-from dask_p2p.config import TRANSPORTS, options
+from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
     TransferError,
@@ -33,6 +33,7 @@ from dask_p2p.plan import transpose_plan
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
 from dask_p2p.transports.links import BlockRef
+from dask_p2p.transports.registry import classes
 from dask_p2p.worker import P2PPlugin, by_reference
 from dask_p2p.worker_host import WorkerHost
 from tests.support import indexed, persisted, tls_client, used
@@ -188,7 +189,7 @@ def test_what_others_are_about_to_read_is_posted_unless_that_is_off(kind, order,
             obstacle=lambda holder, kind, dtype: None,
             probe=lambda holder, kind: None,
         )
-        for name in TRANSPORTS
+        for name in classes
     }
     runtime = worker_module.WorkerRuntime(SimpleNamespace(address="a"), None, transports, options())
     with dask.config.set({"p2p.transports.order": order}):

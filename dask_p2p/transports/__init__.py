@@ -11,18 +11,22 @@ from dask_p2p.transports.budget import Budget
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.registry import classes, register
 from dask_p2p.transports.ucx import UcxTransport
 
 __all__ = ["make_transports"]
 
-_CLASSES = (IpcTransport, CmaTransport, UcxTransport, CommTransport)
+register(
+    IpcTransport,
+    CmaTransport,
+    UcxTransport,
+    CommTransport,
+)
 
 
 def make_transports(host: Host, options: Options) -> dict[str, Transport]:
     """Make every transport of a worker, by name."""
-    made: dict[str, Transport] = {
-        transport.name: transport(host, options) for transport in _CLASSES
-    }
+    made = {name: transport(host, options) for name, transport in classes.items()}
     packed = Budget(options.staging_limit_bytes)
     for transport in made.values():
         transport.packed = packed

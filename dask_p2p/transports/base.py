@@ -39,10 +39,11 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from dask_p2p.config import Options
+from dask_p2p.config import NOT_IN_AUTO, Options
 from dask_p2p.errors import TransferError
 from dask_p2p.transports.budget import Budget
-from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.buffers import buffer_bytes
+from dask_p2p.transports.pacing import Pacing, Packing, parts_held
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 from dask_p2p.transports.reading import Reading, Request
 
@@ -101,8 +102,12 @@ class Transport(ABC):
 
     name: ClassVar[str]
 
+    #: Of the blocks that it moves.
+    kinds: ClassVar[tuple[str, ...]] = ("numpy", "cupy")
     #: Whether arrays lie in the holder's memory rather than in a copy of the reader's own.
     in_place: ClassVar[bool] = False
+    #: Buffers of one part each that are kept for later.
+    idle_parts: ClassVar[int] = 0
 
     def __init__(self, host: Host, options: Options) -> None:
         self.host = host
@@ -151,9 +156,49 @@ class Transport(ABC):
             If nothing of it will come. What fails for one block only is told by its regions.
         """
 
+    # --- flow control: arithmetic, which needs no worker ---
+
+    @classmethod
+    def rank(cls, kind: str, options: Options) -> float:
+        """Return its place where the order is auto, the least first; or `NOT_IN_AUTO`."""
+        return NOT_IN_AUTO
+
+    @classmethod
     @abstractmethod
-    def pacing(self, options: Options, kind: str) -> Pacing:
+    def pacing(cls, options: Options, kind: str) -> Pacing:
         """In what parts, and how many of them at a time, regions should be asked for."""
+
+    @classmethod
+    def staging_bytes(
+        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+    ) -> int:
+        """Return what one task holds of regions on their way; see `registry.staging_bytes`.
+
+        By default parts in buffers, whose sizes are powers of two.
+        """
+        pacing = cls.pacing(options, kind).for_regions(largest_bytes)
+        part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), largest_bytes))
+        return min(parts_held(pacing.parts_in_flight, kind) * part_bytes, 2 * remote_bytes)
+
+    @classmethod
+    def beside_bytes(cls, options: Options, kind: str) -> int:
+        """Return what it may hold while parts of another transport are on their way."""
+        return 0
+
+    @classmethod
+    def packing(cls, options: Options, kind: str) -> Packing:
+        """Return what a holder packs at most."""
+        return Packing(0, 0)
+
+    @classmethod
+    def idle_bytes(cls, options: Options, kind: str) -> int:
+        """Return what it keeps in buffers for later at most."""
+        if not cls.idle_parts:
+            return 0
+        most_bytes = cls.idle_parts * buffer_bytes(cls.pacing(options, kind).part_bytes or 0)
+        return min(most_bytes, options.staging_limit_bytes)
+
+    # --- both sides ---
 
     def flow(self, requests: Sequence[Request], options: Options) -> Pacing:
         """Return how to ask for these requests: the pacing, as far as they allow it."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dask_p2p.config import Options
+from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, positive_bytes, section
 from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
 from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports import process_memory
@@ -24,18 +24,27 @@ from dask_p2p.transports.base import Host
 from dask_p2p.transports.board import Lease
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.descriptor import Descriptor, Peer
-from dask_p2p.transports.pacing import Pacing, cma_pacing, idle_bytes
+from dask_p2p.transports.pacing import Pacing, part_that_fits
 from dask_p2p.transports.reading import Pending, Request
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.same_host_reading import LeasedBlock
 
-__all__ = ["CmaTransport"]
+__all__ = ["CmaOptions", "CmaTransport"]
 
 _TOKEN_BYTES = 16
 # The kernel takes as long for a run of bytes as for 150 bytes more, and comm four times as long as
 # cma for each byte.
 _SHORT_RUN_BYTES = 128
+_MOST_PART_BYTES = 2**30  # a system call reads 2 GiB at most
 _MOST_SHORT_RUNS = 2**14  # below, comm takes longer to ask and to be answered
+
+
+@section("transports.cma")
+@dataclass(frozen=True, slots=True)
+class CmaOptions(Section):
+    """See p2p-schema.yaml."""
+
+    part_bytes: int = option("part-bytes", positive_bytes)
 
 
 class CmaTransport(SameHostTransport):
@@ -47,10 +56,28 @@ class CmaTransport(SameHostTransport):
 
     name: ClassVar[str] = "cma"
     kind: ClassVar[str] = "numpy"
+    kinds: ClassVar[tuple[str, ...]] = ("numpy",)
+    idle_parts: ClassVar[int] = 2
+
+    # --- flow control ---
+
+    @classmethod
+    def rank(cls, kind: str, options: Options) -> float:
+        # Between processes of one host with two cores and NumPy blocks Dask's own TCP takes twice
+        # as long. Who wants checksums has them, though cma has none.
+        return 10 if kind == "numpy" and not options.checksum else NOT_IN_AUTO
+
+    @classmethod
+    def pacing(cls, options: Options, kind: str) -> Pacing:
+        """Return parts that are read one at a time: the reader's own thread does it."""
+        part_bytes = min(CmaOptions.of(options).part_bytes, _MOST_PART_BYTES)
+        return Pacing(part_that_fits(part_bytes, options.staging_limit_bytes), parts_in_flight=0)
+
+    # --- both sides ---
 
     def __init__(self, host: Host, options: Options) -> None:
         super().__init__(host, options)
-        self._buffers = Buffers("numpy", idle_bytes("cma", options, "numpy"))
+        self._buffers = Buffers("numpy", self.idle_bytes(options, "numpy"))
         self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
 
     def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
@@ -59,9 +86,6 @@ class CmaTransport(SameHostTransport):
         if not process_memory.is_there():
             return "this system has no cross-memory attach"
         return super().obstacle(holder, kind, dtype)
-
-    def pacing(self, options: Options, kind: str) -> Pacing:
-        return cma_pacing(options)
 
     def describe_memory(self) -> str:
         process_memory.allow_readers()

@@ -20,15 +20,16 @@ from typing import Any, ClassVar
 
 from distributed.protocol import to_serialize
 
-from dask_p2p.config import Options
+from dask_p2p.config import Options, Section, option, positive_bytes, positive_int, section
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.kernels import device_of, kernel_for
 from dask_p2p.kernels.checksum import algorithm_for
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
 from dask_p2p.transports.base import Handler, Host, Transport
-from dask_p2p.transports.pacing import Pacing, comm_pacing
+from dask_p2p.transports.pacing import Pacing, Packing, parts_held
 from dask_p2p.transports.reading import Part, Reading, Region, Request
+from dask_p2p.transports.registry import left_bytes
 from dask_p2p.transports.replies import ask, check_reply, find_block, mismatch, refuse
 from dask_p2p.transports.requests import (
     checked_blocks,
@@ -38,17 +39,61 @@ from dask_p2p.transports.requests import (
 )
 from dask_p2p.transports.sums import algorithm_of, check_sum, region_sum
 
-__all__ = ["CommTransport"]
+__all__ = ["CommOptions", "CommTransport"]
 
 _OP = "p2p_comm_read"
 _MOST_PARTS = 256  # in one answer: each is a frame of its own
 _PAUSE_S = 1e-3  # while others have packed as much as may be
 
 
+@section("transports.comm")
+@dataclass(frozen=True, slots=True)
+class CommOptions(Section):
+    """See p2p-schema.yaml."""
+
+    part_bytes: int = option("part-bytes", positive_bytes)
+    parts_in_flight: int = option("parts-in-flight", positive_int)
+
+
 class CommTransport(Transport):
     """Regions as answers to RPCs."""
 
     name: ClassVar[str] = "comm"
+
+    # --- flow control ---
+
+    @classmethod
+    def rank(cls, kind: str, options: Options) -> float:
+        return 90  # works always: the last resort
+
+    @classmethod
+    def pacing(cls, options: Options, kind: str) -> Pacing:
+        """Parts are as large as is configured, or as fits."""
+        own = CommOptions.of(options)
+        most_bytes = left_bytes(options, kind) // cls._held(own.parts_in_flight, kind)
+        return Pacing(max(1, min(own.part_bytes, most_bytes)), own.parts_in_flight)
+
+    @staticmethod
+    def _held(in_flight: int, kind: str) -> int:
+        """Count parts at a time: with CuPy blocks they are in host and then in device memory."""
+        return parts_held(in_flight, kind) + (kind == "cupy")
+
+    @classmethod
+    def staging_bytes(
+        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+    ) -> int:
+        pacing = cls.pacing(options, kind)  # small parts come together
+        part_bytes = min(max(item_bytes, pacing.part_bytes or 0), remote_bytes)
+        copies = 2 if kind == "cupy" else 1  # in host and in device memory
+        return min(cls._held(pacing.parts_in_flight, kind) * part_bytes, copies * remote_bytes)
+
+    @classmethod
+    def packing(cls, options: Options, kind: str) -> Packing:
+        pacing = cls.pacing(options, kind)
+        each_bytes = (pacing.parts_in_flight + 1) * (pacing.part_bytes or 0)
+        return Packing(each_bytes, 2 if kind == "cupy" else 1)  # it copies to the host
+
+    # --- both sides ---
 
     def __init__(self, host: Host, options: Options) -> None:
         super().__init__(host, options)
@@ -64,9 +109,6 @@ class CommTransport(Transport):
 
     def probe(self, holder: str, kind: str) -> None:
         """Nothing to prove: it is the last resort, and what Dask itself uses all the time."""
-
-    def pacing(self, options: Options, kind: str) -> Pacing:
-        return comm_pacing(options, kind)
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         pacing = self.flow(requests, options)

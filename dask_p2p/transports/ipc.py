@@ -10,26 +10,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar
 
-from dask_p2p.config import Options
+from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, section, size_bytes
 from dask_p2p.errors import TransferError
 from dask_p2p.kernels.device import wait_until_written
+from dask_p2p.kernels.queue import SLOTS
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.base import Host
 from dask_p2p.transports.board import Lease
 from dask_p2p.transports.descriptor import Descriptor, Peer
-from dask_p2p.transports.pacing import Pacing, ipc_pacing
+from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Arrived, Pending, Request
 from dask_p2p.transports.requests import checked_integer
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.same_host_reading import LeasedBlock
 
-__all__ = ["IpcTransport"]
+__all__ = ["IpcOptions", "IpcTransport"]
+
+_SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
+
+
+@section("transports.ipc")
+@dataclass(frozen=True, slots=True)
+class IpcOptions(Section):
+    """See p2p-schema.yaml."""
+
+    staging_bytes: int = option("staging-bytes", size_bytes)
 
 
 class IpcTransport(SameHostTransport):
@@ -37,15 +48,38 @@ class IpcTransport(SameHostTransport):
 
     name: ClassVar[str] = "ipc"
     kind: ClassVar[str] = "cupy"
+    kinds: ClassVar[tuple[str, ...]] = ("cupy",)
     in_place: ClassVar[bool] = True
+
+    # --- flow control ---
+
+    @classmethod
+    def rank(cls, kind: str, options: Options) -> float:
+        return 10 if kind == "cupy" else NOT_IN_AUTO
+
+    @classmethod
+    def beside_bytes(cls, options: Options, kind: str) -> int:
+        """Return what the slots of a queue may take: at most half, since other ways must remain."""
+        return min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
+
+    @classmethod
+    def pacing(cls, options: Options, kind: str) -> Pacing:
+        """Return parts as large as a slot of the queue; what is requested is there at once."""
+        slot_bytes = cls.beside_bytes(options, kind) // SLOTS
+        return Pacing(slot_bytes if slot_bytes >= _SMALLEST_SLOT_BYTES else None, parts_in_flight=0)
+
+    @classmethod
+    def staging_bytes(
+        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+    ) -> int:
+        return SLOTS * min(cls.pacing(options, kind).part_bytes or 0, largest_bytes)
+
+    # --- both sides ---
 
     def __init__(self, host: Host, options: Options) -> None:
         super().__init__(host, options)
         self._mappings = cuda_ipc.Mappings()
         self._closing: asyncio.TimerHandle | None = None
-
-    def pacing(self, options: Options, kind: str) -> Pacing:
-        return ipc_pacing(options)
 
     def describe_memory(self) -> str:
         return cuda_ipc.gpu_uuid()

@@ -18,11 +18,11 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from dask_p2p.config import Options
+from dask_p2p.config import Options, Section, duration_s, option, section
 from dask_p2p.errors import TransferError, UnsuitableError
 from dask_p2p.kernels import kernel_for, kernel_named
 from dask_p2p.transports.base import MEET_S, Handler, Host, Transport
@@ -34,7 +34,7 @@ from dask_p2p.transports.requests import checked_blocks, no_more
 from dask_p2p.transports.same_host_reading import EmptyBlock, LeasedBlock, SameHostReading
 from dask_p2p.transports.table import TEXT_BYTES
 
-__all__ = ["SameHostTransport"]
+__all__ = ["DirectoryOptions", "SameHostTransport"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,15 @@ _POLL_S = 20e-6
 _MOST_FROM_DISK = 2
 _ASKS = 3  # for a block to be posted
 _MOST_POSTED = 10_000  # by one request
+
+
+@section("transports.board")
+@dataclass(frozen=True, slots=True)
+class DirectoryOptions(Section):
+    """See p2p-schema.yaml."""
+
+    wait_s: float = option("wait", duration_s)
+    retain_s: float = option("retain", duration_s)
 
 
 class SameHostTransport(Transport):
@@ -151,7 +160,7 @@ class SameHostTransport(Transport):
     def _lease(self, peer: Peer, requests: Sequence[Request], options: Options) -> Lease:
         """Take a lease on the first block; if the holder does not post by itself, ask it to."""
         block = requests[0]
-        deadline_s = time.monotonic() + options.board_wait_s
+        deadline_s = time.monotonic() + DirectoryOptions.of(options).wait_s
         try:
             while (lease := take(peer.folder, block.key)) is None:
                 if time.monotonic() > deadline_s:
@@ -304,5 +313,5 @@ class SameHostTransport(Transport):
     def _sweep(self) -> None:
         self._sweeping = None
         # What is spilled is withdrawn too: Dask wants its memory back.
-        if self._board.sweep(self.options.board_retain_s, self.host.is_on_disk):
+        if self._board.sweep(DirectoryOptions.of(self.options).retain_s, self.host.is_on_disk):
             self._sweep_later()

@@ -38,6 +38,7 @@ class UcxReading(Reading):
         options: Options,
         messenger: Messenger,
         buffers: Buffers,
+        sent_ahead: int,
     ) -> None:
         super().__init__(requests, pacing)
         self.all_parts = list(self.parts())
@@ -46,6 +47,7 @@ class UcxReading(Reading):
         self._options = options
         self._messenger = messenger
         self._buffers = buffers
+        self._sent_ahead = sent_ahead  # messages that the holder may have on their way
         self._algorithm = ALGORITHMS[requests[0].kind] if options.checksum else None
         self._here: dict[int, tuple[Part, int]] = {}  # checksums of what came, by its number
         self._there: dict[int, Any] = {}  # as the holder says
@@ -88,7 +90,7 @@ class UcxReading(Reading):
             self._host, first.holder, SEND_OP, wait_s * (len(parts) + 1), f"block {first.key!r}",
             **self.named(parts),
             dtype=dtype_text(first.dtype), tag=tag, reader=self._host.address, closed=closed,
-            ahead=max(options.ucx_parts_in_flight, self.ahead), wait_s=wait_s, **more,
+            ahead=self._sent_ahead, wait_s=wait_s, **more,
         )  # fmt: skip
 
     def _note_sent(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,8 +29,10 @@ from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.replies import find_block, refuse
+from dask_p2p.transports.same_host import DirectoryOptions
 from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.worker import P2PPlugin
+from tests.support import with_section
 from tests.transports.loopback import EventLoop, LoopbackHost
 
 # 10,000 requests in all: hypothesis makes an example's requests faster than as many examples.
@@ -222,7 +223,7 @@ def holder(tmp_path_factory):
     loop = EventLoop()
     host = LoopbackHost("holder", loop.loop, {}, tmp_path_factory.mktemp("holder"))
     host.blocks = dict(BLOCKS)
-    chosen = replace(options(), board_retain_s=60.0)
+    chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
     classes = (CommTransport, IpcTransport, CmaTransport, UcxTransport)
     comm, ipc, cma, ucx = (make(host, chosen) for make in classes)
     handlers = {**comm.handlers(), **ipc.handlers(), **cma.handlers(), **ucx.handlers()}

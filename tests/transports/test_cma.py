@@ -19,7 +19,9 @@ from dask_p2p.transports import process_memory, same_host
 from dask_p2p.transports.board import leave
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.probe import PROBE_BYTES
+from dask_p2p.transports.same_host import DirectoryOptions
 from dask_p2p.transports.table import OWNER
+from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 
@@ -29,7 +31,7 @@ F8 = np.dtype("f8")
 @pytest.fixture
 def setup(loop, tmp_path, monkeypatch):
     monkeypatch.setattr(same_host, "apart", lambda here, there: None)
-    chosen = replace(options(), board_retain_s=60.0)
+    chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
     with linked(CmaTransport, loop, tmp_path, chosen) as setup:
         yield setup
 
@@ -283,7 +285,7 @@ class TestCma(Conformance):
             remote.close()
 
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
-        setup.serving.options = replace(options(), board_retain_s=0.05)
+        setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
         setup.serving.serving(setup.host.blocks)
         assert setup.serving.held() == {"posted": 1}
         wait_until(lambda: setup.serving.held() == {"posted": 0})

@@ -6,7 +6,6 @@ import asyncio
 import multiprocessing
 import os
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,10 +13,12 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.same_host import DirectoryOptions
+from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 
-OPTIONS = replace(options(), board_retain_s=60.0)
+OPTIONS = with_section(options(), DirectoryOptions, retain_s=60.0)
 
 
 def hold(connection, folder):

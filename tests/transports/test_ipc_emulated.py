@@ -18,7 +18,9 @@ from dask_p2p.transports import cuda_ipc, ipc
 from dask_p2p.transports import descriptor as description
 from dask_p2p.transports import same_host as module
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.same_host import DirectoryOptions
 from dask_p2p.transports.table import OWNER
+from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 from tests.transports.test_cuda_ipc import FakeRuntime
@@ -73,7 +75,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def setup(device, loop, tmp_path):
-    chosen = replace(options(), board_retain_s=60.0)
+    chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
     with linked(IpcTransport, loop, tmp_path, chosen) as setup:
         setup.kind, setup.device = "cupy", device
         setup.put = lambda key, array: setup.host.blocks.update({key: array.copy(order="K")})
@@ -209,7 +211,7 @@ class TestIpcEmulated(Conformance):
         assert posted == [0]
 
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
-        setup.serving.options = replace(options(), board_retain_s=0.05)
+        setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
         setup.serving.serving(setup.host.blocks)
         assert setup.serving.held()["posted"] == 1
         wait_until(lambda: setup.serving.held()["posted"] == 0)

@@ -10,17 +10,31 @@ from hypothesis import strategies as st
 
 from dask_p2p.config import options
 from dask_p2p.kernels.queue import MOST_UNREAD, SLOTS
-from dask_p2p.transports.buffers import buffer_bytes
-from dask_p2p.transports.pacing import (
-    Pacing,
-    cma_pacing,
-    comm_pacing,
-    idle_bytes,
-    ipc_pacing,
-    packed_bytes,
-    staging_bytes,
-    ucx_pacing,
+from dask_p2p.transports import (
+    CmaTransport,
+    CommTransport,
+    IpcTransport,
+    UcxTransport,
 )
+from dask_p2p.transports.buffers import buffer_bytes
+from dask_p2p.transports.cma import CmaOptions
+from dask_p2p.transports.comm import CommOptions
+from dask_p2p.transports.ipc import IpcOptions
+from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.registry import classes, idle_bytes, packed_bytes, staging_bytes
+from dask_p2p.transports.ucx import UcxOptions
+from tests.support import with_section
+
+comm_pacing, ucx_pacing = CommTransport.pacing, UcxTransport.pacing
+
+
+def ipc_pacing(options):
+    return IpcTransport.pacing(options, "cupy")
+
+
+def cma_pacing(options):
+    return CmaTransport.pacing(options, "numpy")
+
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 KINDS = ("numpy", "cupy")
@@ -44,18 +58,12 @@ def test_defaults_are_not_cut():
     kind=st.sampled_from(KINDS),
 )
 def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_flight, order, kind):
-    chosen = replace(
-        options(),
-        staging_limit_bytes=limit_bytes,
-        transports=order,
-        comm_part_bytes=part_bytes,
-        ucx_part_bytes=part_bytes,
-        ucx_host_part_bytes=part_bytes,
-        ipc_staging_bytes=part_bytes,
-        cma_part_bytes=part_bytes,
-        comm_parts_in_flight=in_flight,
-        ucx_parts_in_flight=in_flight,
-    )
+    chosen = replace(options(), staging_limit_bytes=limit_bytes, transports=order)
+    parts = {"part_bytes": part_bytes, "parts_in_flight": in_flight}
+    chosen = with_section(chosen, CommOptions, **parts)
+    chosen = with_section(chosen, UcxOptions, **parts, host_part_bytes=part_bytes)
+    chosen = with_section(chosen, IpcOptions, staging_bytes=part_bytes)
+    chosen = with_section(chosen, CmaOptions, part_bytes=part_bytes)
     unread = MOST_UNREAD if kind == "cupy" else 0
     slots = SLOTS * (ipc_pacing(chosen).part_bytes or 0)
     if kind != "cupy" or "ipc" not in chosen.order(kind):
@@ -73,8 +81,9 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
         held_bytes = staging_bytes(chosen, kind, largest_bytes, 100 * GIB, 8)
         assert held_bytes <= limit_bytes
     assert packed_bytes(chosen, kind, 100, 100 * GIB) <= limit_bytes
-    for transport in ("ipc", "cma", "ucx", "comm"):
-        assert idle_bytes(transport, chosen, kind) <= limit_bytes
+    for transport in classes.values():
+        assert transport.idle_bytes(chosen, kind) <= limit_bytes
+    assert idle_bytes(replace(chosen, transports=("comm",)), kind) == 0
 
 
 @pytest.mark.parametrize(

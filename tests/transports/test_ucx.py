@@ -14,7 +14,8 @@ from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferE
 from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports import ucx_reading
-from dask_p2p.transports.ucx import UcxTransport
+from dask_p2p.transports.ucx import UcxOptions, UcxTransport
+from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 
@@ -290,8 +291,9 @@ class TestUcx(Conformance):
         array = np.arange(20 * 2**14).reshape(20, 2**14)  # rows that UCX does not send at once
         setup.put("block", array)
         rows = [((i, i + 1), (0, 2**14)) for i in range(20)]
-        full_parts = {"ucx_parts_in_flight": 2, "ucx_host_part_bytes": 2**17}
-        remote = self.open(setup, "block", array, *rows, **full_parts)
+        full_parts = {"parts_in_flight": 2, "host_part_bytes": 2**17}
+        sections = with_section(self.options, UcxOptions, **full_parts).sections
+        remote = self.open(setup, "block", array, *rows, sections=sections)
         wait_until(lambda: setup.serving.held()["messages"] == 3)
         for i in range(20):
             np.testing.assert_array_equal(remote.request().result(20), array[i : i + 1])
