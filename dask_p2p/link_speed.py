@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.config import Options
-from dask_p2p.errors import P2PError
+from dask_p2p.errors import Obstacle, P2PError
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.links import BlockRef
 from dask_p2p.transports.probe import check_probe, most_probe_bytes, probe_key
@@ -39,7 +39,7 @@ class Link:
     transport: str | None  # that is used; None if nothing works
     gbs: float  # 1e9 bytes per second, of one large block
     latency_s: float  # of one small block
-    obstacles: Mapping[str, str] = field(default_factory=dict)  # why others are not, by transport
+    obstacles: Mapping[str, Obstacle] = field(default_factory=dict)  # to others, by transport
     error: str | None = None
     quicker: str | None = None  # a later transport that would take less than half the time
 
@@ -71,7 +71,7 @@ def _measure_link(runtime: Any, holder: str, kind: str, nbytes: int, chosen: Opt
     for name in order[: order.index(transport)]:
         why = _why_not(runtime, holder, kind, name)
         if why is None and transport == quicker:
-            why = f"{quicker} is more than {FAR} times as fast"
+            why = Obstacle("slower", f"{quicker} is more than {FAR} times as fast")
         if why is not None:
             obstacles[name] = why
     gbs = nbytes / time_s / 1e9
@@ -79,8 +79,10 @@ def _measure_link(runtime: Any, holder: str, kind: str, nbytes: int, chosen: Opt
     return Link(runtime.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
 
 
-def _why_not(runtime: Any, holder: str, kind: str, transport: str) -> str | None:
-    why: str | None = runtime.links.transports[transport].obstacle(holder, kind, np.dtype("u1"))
+def _why_not(runtime: Any, holder: str, kind: str, transport: str) -> Obstacle | None:
+    why: Obstacle | None = runtime.links.transports[transport].obstacle(
+        holder, kind, np.dtype("u1")
+    )
     return why or runtime.links.failure(holder, transport)
 
 

@@ -53,7 +53,7 @@ _RECORDS = 1000  # of tasks that are kept
 _METRIC = "dask-p2p-leased-bytes"
 _REFUSAL = (
     "dask_p2p: a worker's blocks cannot be read in place, and are sent by messages instead: "
-    "{reason}. Set the worker's --local-directory to a local disk with free space."
+    "{0.full_text}."
 )
 
 
@@ -157,8 +157,8 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             raise
         if own.low_latency:
             shorten_worker(worker)
-        for reason in {transport.refusal for transport in self._transports.values()} - {None}:
-            runtime.warn(_REFUSAL.format(reason=reason))
+        for refusal in {transport.refusal for transport in self._transports.values()} - {None}:
+            runtime.warn(_REFUSAL.format(refusal))
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
         # In a new dict: a heartbeat that goes through the old one just now, and waits for a metric,

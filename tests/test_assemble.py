@@ -313,7 +313,7 @@ def test_an_answer_that_nobody_gives_in_time(quick, slow, peers, log, monkeypatc
     check(assembly(peers, request_timeout_s=0.05).run())
     assert opened(log)[-2:] == [("slow", "c"), ("slow", "a")]
     for holder in "ac":
-        said = peers.links.failure(holder, "quick")
+        said = peers.links.failure(holder, "quick").text
         assert said == f"no answer of {holder} in time, and the worker's event loop did not respond"
 
 
@@ -423,7 +423,7 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
         ("a", "quick"),
         ("c", "slow"),
     ]
-    assert peers.links.failure("c", "quick") == "quick: what came is not what was sent"
+    assert peers.links.failure("c", "quick").text == "quick: what came is not what was sent"
     assert quick.open_now == slow.open_now == []
 
 

@@ -40,7 +40,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 
 from dask_p2p.config import NOT_IN_AUTO, Options
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.transports.budget import Budget
 from dask_p2p.transports.buffers import buffer_bytes
 from dask_p2p.transports.pacing import Pacing, Packing, parts_held
@@ -121,12 +121,12 @@ class Transport(ABC):
         """RPC handlers of the holder's side, by the name of their operation."""
 
     @property
-    def refusal(self) -> str | None:
+    def refusal(self) -> Obstacle | None:
         """Why nobody can read this worker's blocks by this transport; None if others may."""
         return None
 
     @abstractmethod
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         """Why blocks of this kind ("numpy", "cupy") cannot come from `holder`; None if they may."""
 
     def probe(self, holder: str, kind: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, positive_bytes, section
-from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
+from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnsuitableError
 from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports import process_memory
 from dask_p2p.transports.base import Host
@@ -32,6 +32,10 @@ from dask_p2p.transports.same_host_reading import LeasedBlock
 __all__ = ["CmaOptions", "CmaTransport"]
 
 _TOKEN_BYTES = 16
+_LET_READ = (
+    "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
+    "forbids it"
+)
 # The kernel takes as long for a run of bytes as for 150 bytes more, and comm four times as long as
 # cma for each byte.
 _SHORT_RUN_BYTES = 128
@@ -80,26 +84,28 @@ class CmaTransport(SameHostTransport):
         self._buffers = Buffers("numpy", self.idle_bytes(options, "numpy"))
         self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         if dtype.hasobject:
-            return "cma moves bytes, not Python objects"
+            return Obstacle("objects", "cma moves bytes, not Python objects")
         if not process_memory.is_there():
-            return "this system has no cross-memory attach"
+            return Obstacle("unsupported", "this system has no cross-memory attach")
         return super().obstacle(holder, kind, dtype)
 
     def describe_memory(self) -> str:
         process_memory.allow_readers()
         return f"{process_memory.address_of(self._token):x} {self._token.tobytes().hex()}"
 
-    def memory_obstacle(self, here: Peer, there: Peer) -> str | None:
+    def memory_obstacle(self, here: Peer, there: Peer) -> Obstacle | None:
         try:
             address, token = there.memory.split()
             runs = process_memory.runs_of(int(address, 16), (_TOKEN_BYTES,), (1,), 1)
             memory = np.empty(_TOKEN_BYTES, np.uint8)
             found = process_memory.read(there.pid, runs, memory.dtype, memory)
         except (OSError, ValueError, AttributeError, OverflowError) as exc:
-            return f"its memory may not be read: {exc}"
-        return None if found.tobytes().hex() == token else "its memory is another process'"
+            return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
+        if found.tobytes().hex() != token:
+            return Obstacle("other-process", "its memory is another process'")
+        return None
 
     def place_of(self, block: Any) -> dict[str, Any]:
         return {"address": process_memory.address_of(block)}

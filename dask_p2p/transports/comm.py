@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from distributed.protocol import to_serialize
 
 from dask_p2p.config import Options, Section, option, positive_bytes, positive_int, section
-from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.errors import BlockMismatchError, Obstacle, TransferError
 from dask_p2p.kernels import device_of, kernel_for
 from dask_p2p.kernels.checksum import algorithm_for
 from dask_p2p.kernels.queue import queue_for
@@ -104,7 +104,7 @@ class CommTransport(Transport):
     def handlers(self) -> Mapping[str, Handler]:
         return {_OP: self._serve}
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         return None
 
     def probe(self, holder: str, kind: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.transports.reading import Request
 from dask_p2p.transports.replies import dtype_text, mismatch
 from dask_p2p.transports.requests import (
@@ -19,7 +19,7 @@ from dask_p2p.transports.requests import (
     checked_text,
 )
 
-__all__ = ["Descriptor", "Peer", "apart", "kernel_and_namespace"]
+__all__ = ["Descriptor", "Peer", "apart", "kernel_and_namespace", "no_directory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,26 @@ def kernel_and_namespace() -> tuple[str, str]:
         return file.read().strip(), os.readlink("/proc/self/ns/pid")
 
 
-def apart(here: Peer, there: Peer) -> str | None:
+def apart(here: Peer, there: Peer) -> Obstacle | None:
     """Say what sets two processes so far apart that neither can read the other's memory."""
     if here.boot_id != there.boot_id:
-        return "they run on different hosts"
+        return Obstacle("other-host", "they run on different hosts")
     if here.pid_namespace != there.pid_namespace:
-        return "they run in different PID namespaces, where neither sees the other"
+        return Obstacle(
+            "other-namespace",
+            "they run in different PID namespaces, where neither sees the other",
+            "Run all workers of a host in one PID namespace (docker run --pid=host)",
+        )
     if here.user != there.user:
-        return "they belong to different users"
+        return Obstacle(
+            "other-user", "they belong to different users", "Run all workers of a host as one user"
+        )
     if here.pid == there.pid:
-        return "they share a process"
-    return there.refusal
+        return Obstacle("same-process", "they share a process")
+    return None if there.refusal is None else no_directory(there.refusal)
+
+
+def no_directory(text: str) -> Obstacle:
+    """Return the obstacle that a worker cannot publish descriptors."""
+    remedy = "Set the worker's --local-directory to a local disk with free space"
+    return Obstacle("no-directory", text, remedy)

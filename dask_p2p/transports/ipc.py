@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, section, size_bytes
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.kernels.device import wait_until_written
 from dask_p2p.kernels.queue import SLOTS
 from dask_p2p.layout import Box, box_slices
@@ -84,9 +84,9 @@ class IpcTransport(SameHostTransport):
     def describe_memory(self) -> str:
         return cuda_ipc.gpu_uuid()
 
-    def memory_obstacle(self, here: Peer, there: Peer) -> str | None:
+    def memory_obstacle(self, here: Peer, there: Peer) -> Obstacle | None:
         if not here.memory or not there.memory:
-            return "one of the two has no GPU"
+            return Obstacle("no-gpu", "one of the two has no GPU", "Run one worker a GPU")
         return cuda_ipc.peer_obstacle(there.memory)
 
     def settle(self, block: Any) -> None:

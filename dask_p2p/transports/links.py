@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dask_p2p.errors import BlockUnavailableError, TransferError
+from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
 from dask_p2p.transports.base import Transport
 from dask_p2p.versioned import versioned
 
@@ -49,7 +49,7 @@ class Links:
     def __init__(self, transports: Mapping[str, Transport], warn: Callable[[str], None]) -> None:
         self.transports = transports
         self._warn = warn
-        self._broken: dict[tuple[str, str], str] = {}  # (holder, transport) -> why
+        self._broken: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
         self._proved: set[tuple[str, str, str]] = set()  # (holder, transport, kind) that worked
         self._preferred: dict[tuple[str, tuple[str, ...]], str] = {}  # by holder and order
         self._warned: set[str] = set()  # texts
@@ -136,7 +136,9 @@ class Links:
         with self._lock:
             if last or (way.holder, name) in self._broken:
                 return
-            self._broken[way.holder, name] = said = str(error)
+            said = str(error)
+            obstacle = getattr(error, "obstacle", None)
+            self._broken[way.holder, name] = obstacle or Obstacle("failed", said)
             # A log may keep what it is given, and the error keeps the frames that it passed.
             logger.warning("%s from %s failed: %s", name, way.holder, said)
             reason = getattr(error, "reason", str(error))
@@ -146,7 +148,7 @@ class Links:
             self._warned.add(text)
         self._warn(text)
 
-    def failure(self, holder: str, transport: str) -> str | None:
+    def failure(self, holder: str, transport: str) -> Obstacle | None:
         """Why a transport is not used any more for a holder; None if it did not fail."""
         return self._broken.get((holder, transport))
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.errors import SilentError, TransferError
+from dask_p2p.errors import Obstacle, SilentError, TransferError
 from dask_p2p.kernels.device import relax_capture
 
 __all__ = ["Message", "Messenger", "ucxx_obstacle"]
@@ -34,12 +34,13 @@ _MOST_BEHIND = 1000  # endpoints that another process had, and this one has not
 
 
 @cache  # the search goes through folders, and each source of a block would wait for it
-def ucxx_obstacle() -> str | None:
+def ucxx_obstacle() -> Obstacle | None:
     """Say why ucxx cannot be used in this process; None if it can, as far as is known."""
     from importlib.util import find_spec
 
     if find_spec("ucxx") is None:
-        return "ucxx is not installed (it is part of dask-p2p[cuda13]; pip install ucxx-cu13)"
+        text = "ucxx is not installed (it is part of dask-p2p[cuda13]; pip install ucxx-cu13)"
+        return Obstacle("not-installed", text, "Install dask-p2p[cuda13] on all workers")
     return None
 
 

@@ -1,12 +1,14 @@
 """Asking holders, and answering readers: what goes wrong on one side, said on the other.
 
 A holder's answer is plain text and numbers. It says ``"status"``: ``"ok"``, ``"missing"``,
-``"mismatch"``, ``"unsuitable"`` or ``"error"``, and with the last three a ``"message"``.
+``"mismatch"``, ``"unsuitable"`` or ``"error"``, and with the last three a ``"message"``; with an
+error the ``"obstacle"`` too, where that is known.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import astuple
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +16,7 @@ from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
     DeviceLostError,
+    Obstacle,
     TransferError,
     UnreachableError,
     UnsuitableError,
@@ -132,7 +135,9 @@ def refuse(exc: Exception) -> dict[str, Any]:
     said = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, MemoryError):
         said = f"out of memory for packing what was asked for ({said})"
-    return {"status": "error", "message": said}
+    obstacle = getattr(exc, "obstacle", None)
+    more = {} if obstacle is None else {"obstacle": astuple(obstacle)}
+    return {"status": "error", "message": said, **more}
 
 
 def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
@@ -147,6 +152,13 @@ def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
     message = reply.get("message", reply) if isinstance(reply, dict) else reply
     if status == "unsuitable":
         raise UnsuitableError(f"{transport} is not for {block}: {message}")
-    raise TransferError(
-        f"{transport}: {block.holder} could not send {block}: {message}", reason=str(message)
-    )
+    said = f"{transport}: {block.holder} could not send {block}: {message}"
+    raise TransferError(said, str(message), _obstacle_of(reply))
+
+
+def _obstacle_of(reply: Any) -> Obstacle | None:
+    """Return the obstacle that a holder names, if it is one."""
+    parts: Any = reply.get("obstacle") if isinstance(reply, dict) else None
+    if type(parts) not in (list, tuple) or any(type(part) is not str for part in parts):
+        return None
+    return Obstacle(*parts) if len(parts) == 3 else None

@@ -23,11 +23,17 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dask_p2p.config import Options, Section, duration_s, option, section
-from dask_p2p.errors import TransferError, UnsuitableError
+from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.kernels import kernel_for, kernel_named
 from dask_p2p.transports.base import MEET_S, Handler, Host, Transport
 from dask_p2p.transports.board import Board, Intent, Lease, leave, take
-from dask_p2p.transports.descriptor import Descriptor, Peer, apart, kernel_and_namespace
+from dask_p2p.transports.descriptor import (
+    Descriptor,
+    Peer,
+    apart,
+    kernel_and_namespace,
+    no_directory,
+)
 from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text, find_block, refuse
 from dask_p2p.transports.requests import checked_blocks, no_more
@@ -63,7 +69,7 @@ class SameHostTransport(Transport):
     def __init__(self, host: Host, options: Options) -> None:
         super().__init__(host, options)
         self._board = Board(host.folder)
-        self._peers: dict[str, tuple[Peer, str | None]] = {}  # by holder, with the obstacle
+        self._peers: dict[str, tuple[Peer, Obstacle | None]] = {}  # by holder, with the obstacle
         self._sweeping: asyncio.TimerHandle | None = None
         self._closed = False
         self._from_disk: deque[Any] = deque()  # keys of posted blocks that are spilled
@@ -76,7 +82,7 @@ class SameHostTransport(Transport):
         """Return `Peer.memory` of this process."""
 
     @abstractmethod
-    def memory_obstacle(self, here: Peer, there: Peer) -> str | None:
+    def memory_obstacle(self, here: Peer, there: Peer) -> Obstacle | None:
         """Say what keeps a process of this host and user from being read; None if it can be."""
 
     @abstractmethod
@@ -94,20 +100,20 @@ class SameHostTransport(Transport):
 
     # --- the reader's side, in task threads ---
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         if kind != self.kind:
             other = {"numpy": "NumPy", "cupy": "CuPy"}[self.kind]
-            return f"{self.name} moves {other} blocks, not {kind}"
+            return Obstacle("other-kind", f"{self.name} moves {other} blocks, not {kind}")
         try:
             return self._known(holder)[1]
         except TransferError as exc:
-            return str(exc)
+            return exc.obstacle or Obstacle("unknown", str(exc))
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         peer, obstacle = self._known(requests[0].holder)
         if obstacle is not None:
             said = f"{requests[0].holder} cannot be read in place: {obstacle}"
-            raise TransferError(f"{self.name}: {said}")
+            raise TransferError(f"{self.name}: {said}", obstacle=obstacle)
         pacing = self.flow(requests, options)
         lease = partial(self._open, peer, options)
         return SameHostReading(requests, pacing, lease, is_tapered=self.in_place)
@@ -125,7 +131,7 @@ class SameHostTransport(Transport):
             undo.pop_all()
         return opened
 
-    def _known(self, holder: str) -> tuple[Peer, str | None]:
+    def _known(self, holder: str) -> tuple[Peer, Obstacle | None]:
         """Return where a worker runs, and what keeps its memory from being read.
 
         It is asked once. If it does not answer that is not noted: it may the next time.
@@ -145,7 +151,7 @@ class SameHostTransport(Transport):
                 raise TransferError(said) from exc
         return known
 
-    def _peer_obstacle(self, peer: Peer) -> str | None:
+    def _peer_obstacle(self, peer: Peer) -> Obstacle | None:
         here = self._describe()
         return apart(here, peer) or self.memory_obstacle(here, peer)
 
@@ -191,8 +197,9 @@ class SameHostTransport(Transport):
         return {self._peer_op: self._answer_peer, self._post_op: self._answer_post}
 
     @property
-    def refusal(self) -> str | None:
-        return self._board.refusal
+    def refusal(self) -> Obstacle | None:
+        text = self._board.refusal
+        return None if text is None else no_directory(text)
 
     @property
     def leased_bytes(self) -> int:

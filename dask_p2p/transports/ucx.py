@@ -39,7 +39,7 @@ from dask_p2p.config import (
     section,
     yes_or_no,
 )
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.kernels.device import current_device
 from dask_p2p.layout import box_size
 from dask_p2p.transports.base import MEET_S, Handler, Host, Transport
@@ -139,9 +139,9 @@ class UcxTransport(Transport):
 
     # --- the reader's side, in task threads ---
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         if dtype.hasobject:
-            return "ucx moves bytes, not Python objects"
+            return Obstacle("objects", "ucx moves bytes, not Python objects")
         return self._own_obstacle()
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
@@ -170,7 +170,7 @@ class UcxTransport(Transport):
                 raise TransferError("ucx: the worker is closing")
             if self._messenger is None:
                 if (obstacle := self._own_obstacle()) is not None:
-                    raise TransferError(f"ucx: {obstacle}", reason=obstacle)
+                    raise TransferError(f"ucx: {obstacle.full_text}", obstacle.full_text, obstacle)
                 self._messenger = Messenger(current_device())
                 self.host.loop.call_soon_threadsafe(self._rest_later)
             return self._messenger
@@ -212,11 +212,13 @@ class UcxTransport(Transport):
             if self._messenger is not None:
                 self._messenger.close()
 
-    def _own_obstacle(self) -> str | None:
+    def _own_obstacle(self) -> Obstacle | None:
         if self.host.encrypted_only and not UcxOptions.of(self.options).allow_unencrypted:
-            return (
-                "UCX does not encrypt, and this cluster requires encryption. To use UCX all the "
-                "same, set p2p.transports.ucx.allow-unencrypted on the workers"
+            return Obstacle(
+                "unencrypted",
+                "UCX does not encrypt, and this cluster requires encryption",
+                "Keep to the transports that remain. To use UCX all the same, set "
+                "p2p.transports.ucx.allow-unencrypted on the workers",
             )
         return ucxx_obstacle()
 

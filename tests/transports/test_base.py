@@ -9,6 +9,7 @@ from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
+    Obstacle,
     TransferError,
     UnsupportedArrayError,
 )
@@ -100,6 +101,19 @@ class FailingReading(Reading):
 
     def close(self):
         self.closed = True
+
+
+def test_an_obstacle_goes_from_holder_to_reader():
+    block = Request("x", "holder", (2,), F8, "numpy", [])
+    obstacle = Obstacle("not-shareable", "it cannot be shared", "Share it")
+    reply = refuse(TransferError(obstacle.full_text, obstacle=obstacle))
+    with pytest.raises(TransferError, match=r"it cannot be shared\. Share it") as caught:
+        check_reply(reply, block, "ipc")
+    assert caught.value.obstacle == obstacle
+    for wrong in (None, 7, "abc", ["a", "b"], ["a", "b", 3], ["a", "b", "c", "d"]):
+        with pytest.raises(TransferError) as caught:
+            check_reply({**reply, "obstacle": wrong}, block, "ipc")
+        assert caught.value.obstacle is None
 
 
 class FailingTransport(Transport):

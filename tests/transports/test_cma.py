@@ -183,12 +183,14 @@ class TestCma(Conformance):
         assert setup.serving.held() == {"posted": 0}
 
     def test_other_blocks_are_not_for_cma(self, setup):
-        assert setup.reader.obstacle("holder", "cupy", F8) == "cma moves NumPy blocks, not cupy"
-        assert "not Python objects" in setup.reader.obstacle("holder", "numpy", np.dtype(object))
+        obstacle = setup.reader.obstacle("holder", "cupy", F8)
+        assert obstacle.code == "other-kind"
+        assert obstacle.text == "cma moves NumPy blocks, not cupy"
+        assert setup.reader.obstacle("holder", "numpy", np.dtype(object)).code == "objects"
 
     def test_systems_without_it(self, setup, monkeypatch):
         monkeypatch.setattr(process_memory, "is_there", lambda: False)
-        assert "no cross-memory attach" in setup.reader.obstacle("holder", "numpy", F8)
+        assert setup.reader.obstacle("holder", "numpy", F8).code == "unsupported"
 
     def test_a_kernel_that_refuses(self, setup, block, monkeypatch):
         def refuse(*args):
@@ -197,8 +199,10 @@ class TestCma(Conformance):
         key, array = block
         monkeypatch.setattr(process_memory, "read", refuse)
         said = setup.reader.obstacle("holder", "numpy", F8)
-        assert "its memory may not be read" in said
-        assert "not permitted" in said
+        assert said.code == "forbidden"
+        assert "its memory may not be read" in said.text
+        assert "not permitted" in said.text
+        assert "SYS_PTRACE" in said.remedy
         with pytest.raises(TransferError, match="cannot be read in place: its memory may not be"):
             self.open(setup, key, array)
 
@@ -214,12 +218,12 @@ class TestCma(Conformance):
     )
     def test_a_holder_that_describes_itself_wrongly(self, setup, monkeypatch, memory, words):
         described(setup, monkeypatch, memory=memory)
-        assert words in setup.reader.obstacle("holder", "numpy", F8)
+        assert words in setup.reader.obstacle("holder", "numpy", F8).text
 
     def test_another_process_under_the_holders_number(self, setup, monkeypatch):
         address = process_memory.address_of(np.zeros(16, "u1"))
         described(setup, monkeypatch, memory=f"{address:x} {'ab' * 16}")
-        assert setup.reader.obstacle("holder", "numpy", F8) == "its memory is another process'"
+        assert setup.reader.obstacle("holder", "numpy", F8).code == "other-process"
 
     @pytest.mark.parametrize(
         "place", [{}, {"address": "1"}, {"address": True}, {"address": -1}, 1, None], ids=str

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.config import options
-from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
+from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, Obstacle, TransferError
 from dask_p2p.transports import cuda_ipc, ipc
 from dask_p2p.transports import descriptor as description
 from dask_p2p.transports import same_host as module
@@ -88,6 +88,9 @@ def nothing_is_kept(setup, key):
     return len(setup.serving._board) == 0 and not any(
         mapping.users for mapping in setup.reader._mappings._open.values()
     )
+
+
+TOO_FAR = Obstacle("too-far", "too far apart", "Bring them together")
 
 
 class TestIpcEmulated(Conformance):
@@ -252,7 +255,7 @@ class TestIpcEmulated(Conformance):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
     def test_numpy_blocks_are_not_for_ipc(self, setup):
-        assert "not numpy" in setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
+        assert setup.reader.obstacle("holder", "numpy", np.dtype("f8")).code == "other-kind"
 
     @pytest.mark.parametrize("said", [{}, {"peer": None}, {"peer": {"pid": 1}}, None], ids=str)
     def test_a_holder_that_does_not_say_where_it_runs(self, setup, block, said):
@@ -262,14 +265,14 @@ class TestIpcEmulated(Conformance):
             return said
 
         setup.host.handlers["p2p_ipc_peer"] = answer
-        assert "does not say where it runs" in setup.reader.obstacle("holder", "cupy", None)
+        assert "does not say where it runs" in setup.reader.obstacle("holder", "cupy", None).text
         setup.host.handlers["p2p_ipc_peer"] = real
         assert setup.reader.obstacle("holder", "cupy", None) is None, "it is asked again"
 
     def test_a_holder_that_may_not_be_mapped_is_not(self, setup, block, monkeypatch):
         key, array = block
-        monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: "too far apart")
-        assert setup.reader.obstacle("holder", "cupy", None) == "too far apart"
+        monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: TOO_FAR)
+        assert setup.reader.obstacle("holder", "cupy", None) == TOO_FAR
         with pytest.raises(TransferError, match="holder cannot be read in place: too far apart"):
             self.open(setup, key, array)
         assert setup.device.runtime.open == {}

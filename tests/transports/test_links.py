@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from dask_p2p.errors import BlockUnavailableError, TransferError
+from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
 from dask_p2p.transports.links import BlockRef, Links
 
 DTYPE = np.dtype("f4")
@@ -86,7 +86,7 @@ def test_a_failure_is_reported_once_and_kept_to_its_holder(links, said):
     error = TransferError("ipc: a could not send block k: why", reason="why")
     links.report_failure(found(links, ("a",))[0], error, last=False)
     assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
-    assert links.failure("a", "ipc") == str(error)
+    assert links.failure("a", "ipc") == Obstacle("failed", str(error))
     assert ways(links, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
     links.report_failure(found(links, ("b",))[0], TransferError("of b", reason="why"), last=False)
     assert len(said) == 1

@@ -16,18 +16,19 @@ HERE = Peer("boot", "pid:[1]", 1000, 1, "/tmp/a", "aa")
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "code"),
     [
-        ({"boot_id": "other"}, "different hosts"),
-        ({"pid_namespace": "pid:[2]"}, "PID namespaces"),
-        ({"user": 0}, "different users"),
-        ({"pid": 1}, "share a process"),
+        ({"boot_id": "other"}, "other-host"),
+        ({"pid_namespace": "pid:[2]"}, "other-namespace"),
+        ({"user": 0}, "other-user"),
+        ({"pid": 1}, "same-process"),
+        ({"refusal": "its disk is full"}, "no-directory"),
     ],
 )
-def test_what_sets_processesapart(changes, words):
+def test_what_sets_processes_apart(changes, code):
     there = replace(HERE, pid=2)
     assert apart(HERE, there) is None
-    assert words in apart(HERE, replace(there, **changes))
+    assert apart(HERE, replace(there, **changes)).code == code
 
 
 def test_a_notice_that_is_not_that_of_the_block():

@@ -140,11 +140,12 @@ class TestUcx(Conformance):
         assert closed == [True]
 
     def test_objects_and_encryption_are_obstacles(self, setup):
-        assert "not Python objects" in setup.reader.obstacle("holder", "numpy", np.dtype(object))
+        assert setup.reader.obstacle("holder", "numpy", np.dtype(object)).code == "objects"
         setup.reader.host.encrypted_only = True
         said = setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
-        assert "requires encryption" in said
-        assert "p2p.transports.ucx.allow-unencrypted" in said
+        assert said.code == "unencrypted"
+        assert "requires encryption" in said.text
+        assert "p2p.transports.ucx.allow-unencrypted" in said.remedy
 
     def test_a_holder_that_may_not_send_unencrypted(self, setup, block):
         key, array = block
