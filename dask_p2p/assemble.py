@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from dask_p2p.config import Options
 from dask_p2p.errors import (
@@ -38,14 +38,16 @@ from dask_p2p.kernels.queue import SLOTS, Queue, queue_for
 from dask_p2p.layout import Box, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.plan import BlockPlan, Piece, stage_order
-from dask_p2p.transports.base import GRACE_S, Transport
-from dask_p2p.transports.links import BlockRef, Links, Way
+from dask_p2p.retry import GRACE_S
+from dask_p2p.transports.base import Transport
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.links import BlockRef, Way
 from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.registry import staging_bytes
 from dask_p2p.transports.replies import check_block
 from dask_p2p.versioned import versioned
 
-__all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
+__all__ = ["Assembly", "OutputSpec", "Stage"]
 
 
 @versioned()
@@ -67,19 +69,6 @@ class Stage:
     holder: str
     transport: str
     nbytes: int
-
-
-class Peers(Protocol):
-    """What an assembly needs of the worker that it runs on."""
-
-    address: str
-    links: Links
-
-    def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
-        """Take note that other workers are about to read these blocks of this kind."""
-
-    def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
-        """Return all memory for blocks of this kind if that is less than wanted; else None."""
 
 
 @dataclass(slots=True)
@@ -142,7 +131,7 @@ class Assembly:
         plan: BlockPlan,
         output: OutputSpec,
         blocks: Sequence[Any],
-        peers: Peers | None = None,
+        peers: WorkerContext | None = None,
     ) -> None:
         self.plan = plan
         self.output = output

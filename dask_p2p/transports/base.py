@@ -30,63 +30,28 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from asyncio import AbstractEventLoop
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dask_p2p.config import NOT_IN_AUTO, Options
 from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.retry import GRACE_S, MEET_S
 from dask_p2p.transports.budget import Budget
 from dask_p2p.transports.buffers import buffer_bytes
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.pacing import Pacing, Packing, parts_held
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 from dask_p2p.transports.reading import Reading, Request
 
-__all__ = ["GRACE_S", "MEET_S", "Handler", "Host", "Transport"]
+__all__ = ["Handler", "Transport"]
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
-# Of a holder that stands still: an attempt at a task takes `Options.request_timeout_s` for it, and
-# `MEET_S` for each transport that has not met it, whatever the number of its blocks. After
-# `Options.attempts` of them, with a pause of 2 s at most between two, the task ends in an error.
-#: How long to wait for a worker that is met for the first time.
-MEET_S = 10.0
-#: Transports keep their deadlines themselves; this much later something is wrong with them.
-GRACE_S = 10.0
-
 _BYTE = np.dtype("u1")
-_T = TypeVar("_T")
-
-
-class Host(Protocol):
-    """What a transport needs of the worker that it lives on."""
-
-    address: str
-    loop: AbstractEventLoop
-    folder: str  # of this worker's own; it goes when the worker goes
-    encrypted_only: bool  # whether nothing may leave this process unencrypted
-
-    def block(self, key: Any) -> Any:
-        """Return the block with this key, which may be a probe's; `KeyError` if it is not here.
-
-        It may be read from disk, so this is nothing for the event loop.
-        """
-
-    def is_on_disk(self, key: Any) -> bool:
-        """Tell whether a block is spilled, so that `block` would have to read it."""
-
-    async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
-        """Call the handler `op` of the worker at `address`; `OSError` if it cannot be reached."""
-
-    async def offload(
-        self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
-    ) -> _T:
-        """Run a blocking function on a thread: of these, or of those that answer requests."""
 
 
 class Transport(ABC):
@@ -109,7 +74,7 @@ class Transport(ABC):
     #: Buffers of one part each that are kept for later.
     idle_parts: ClassVar[int] = 0
 
-    def __init__(self, host: Host, options: Options) -> None:
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         self.host = host
         self.options = options
         #: What is packed for readers; the transports of one worker share one.

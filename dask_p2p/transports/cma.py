@@ -20,9 +20,9 @@ from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, positive_byte
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnsuitableError
 from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports import process_memory
-from dask_p2p.transports.base import Host
 from dask_p2p.transports.board import Lease
 from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import Descriptor, Peer
 from dask_p2p.transports.pacing import Pacing, part_that_fits
 from dask_p2p.transports.reading import Pending, Request
@@ -79,7 +79,7 @@ class CmaTransport(SameHostTransport):
 
     # --- both sides ---
 
-    def __init__(self, host: Host, options: Options) -> None:
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
         self._buffers = Buffers("numpy", self.idle_bytes(options, "numpy"))
         self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)

@@ -26,7 +26,8 @@ from dask_p2p.kernels import device_of, kernel_for
 from dask_p2p.kernels.checksum import algorithm_for
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
-from dask_p2p.transports.base import Handler, Host, Transport
+from dask_p2p.transports.base import Handler, Transport
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.pacing import Pacing, Packing, parts_held
 from dask_p2p.transports.reading import Part, Reading, Region, Request
 from dask_p2p.transports.registry import left_bytes
@@ -95,7 +96,7 @@ class CommTransport(Transport):
 
     # --- both sides ---
 
-    def __init__(self, host: Host, options: Options) -> None:
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
         self._closed = False
         self._opened: set[_CommReading] = set()  # by task threads
@@ -216,7 +217,7 @@ class CommTransport(Transport):
 class _CommReading(Reading):
     def __init__(
         self,
-        host: Host,
+        host: WorkerContext,
         requests: Sequence[Request],
         pacing: Pacing,
         options: Options,

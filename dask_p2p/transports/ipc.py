@@ -21,8 +21,8 @@ from dask_p2p.kernels.device import wait_until_written
 from dask_p2p.kernels.queue import SLOTS
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
-from dask_p2p.transports.base import Host
 from dask_p2p.transports.board import Lease
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import Descriptor, Peer
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Arrived, Pending, Request
@@ -76,7 +76,7 @@ class IpcTransport(SameHostTransport):
 
     # --- both sides ---
 
-    def __init__(self, host: Host, options: Options) -> None:
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
         self._mappings = cuda_ipc.Mappings()
         self._closing: asyncio.TimerHandle | None = None

@@ -23,7 +23,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.kernels import as_array, kernel_for
-from dask_p2p.transports.base import Host
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.reading import Request
 
 __all__ = [
@@ -37,7 +37,9 @@ __all__ = [
 ]
 
 
-async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
+async def ask(
+    host: WorkerContext, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
+) -> Any:
     """Call a holder's handler.
 
     Raises
@@ -84,7 +86,7 @@ def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None)
         raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")
 
 
-def find_block(host: Host, key: Any, shape: tuple[int, ...]) -> Any:
+def find_block(host: WorkerContext, key: Any, shape: tuple[int, ...]) -> Any:
     """Return the block that a reader asks for.
 
     Raises

@@ -25,8 +25,10 @@ from typing import Any, ClassVar
 from dask_p2p.config import Options, Section, duration_s, option, section
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.kernels import kernel_for, kernel_named
-from dask_p2p.transports.base import MEET_S, Handler, Host, Transport
+from dask_p2p.retry import GRACE_S, MEET_S, PUBLISH_REQUESTS
+from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.board import Board, Intent, Lease, leave, take
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import (
     Descriptor,
     Peer,
@@ -48,7 +50,6 @@ _SWEEP_S = 0.1
 _CLOSE_S = 5.0  # how long closing waits for readers
 _POLL_S = 20e-6
 _MOST_FROM_DISK = 2
-_ASKS = 3  # for a block to be posted
 _MOST_POSTED = 10_000  # by one request
 
 
@@ -66,7 +67,7 @@ class SameHostTransport(Transport):
 
     kind: ClassVar[str]  # of the blocks that it moves
 
-    def __init__(self, host: Host, options: Options) -> None:
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
         self._board = Board(host.folder)
         self._peers: dict[str, tuple[Peer, Obstacle | None]] = {}  # by holder, with the obstacle
@@ -159,7 +160,9 @@ class SameHostTransport(Transport):
         """Call a holder's handler, from a task thread."""
         asking = ask(self.host, holder, op, timeout_s, about, **kwargs)
         try:
-            return asyncio.run_coroutine_threadsafe(asking, self.host.loop).result(timeout_s + 5)
+            return asyncio.run_coroutine_threadsafe(asking, self.host.loop).result(
+                timeout_s + GRACE_S
+            )
         except TimeoutError:
             raise TransferError(f"{self.name}: the worker's event loop did not respond") from None
 
@@ -172,7 +175,7 @@ class SameHostTransport(Transport):
                 if time.monotonic() > deadline_s:
                     break
                 time.sleep(_POLL_S)
-            for _ in range(_ASKS):
+            for _ in range(PUBLISH_REQUESTS):
                 if lease is not None:
                     break
                 timeout_s = options.request_timeout_s
@@ -187,8 +190,8 @@ class SameHostTransport(Transport):
             said = f"{self.name}: the descriptors of {block.holder} cannot be read: {exc}"
             raise TransferError(said) from exc
         if lease is None:
-            said = f"{self.name}: {block.holder} posted {block} {_ASKS} times, and it was not there"
-            raise TransferError(said)
+            said = f"{block.holder} posted {block} {PUBLISH_REQUESTS} times, and it was not there"
+            raise TransferError(f"{self.name}: {said}")
         return lease
 
     # --- the holder's side ---

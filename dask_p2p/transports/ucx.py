@@ -42,8 +42,10 @@ from dask_p2p.config import (
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.kernels.device import current_device
 from dask_p2p.layout import box_size
-from dask_p2p.transports.base import MEET_S, Handler, Host, Transport
+from dask_p2p.retry import MEET_S
+from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.messenger import Messenger, ucxx_obstacle
 from dask_p2p.transports.pacing import Pacing, Packing, part_that_fits, parts_held
 from dask_p2p.transports.reading import Reading, Request
@@ -124,7 +126,7 @@ class UcxTransport(Transport):
 
     # --- both sides ---
 
-    def __init__(self, host: Host, options: Options) -> None:
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
         self._addresses: dict[str, bytes] = {}  # by worker
         self._messenger: Messenger | None = None

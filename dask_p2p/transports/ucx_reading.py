@@ -13,8 +13,9 @@ from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, SilentError, TransferError
 from dask_p2p.kernels.checksum import ALGORITHMS
 from dask_p2p.layout import box_shape, box_size
-from dask_p2p.transports.base import GRACE_S, Host
+from dask_p2p.retry import GRACE_S
 from dask_p2p.transports.buffers import Buffers, raw_bytes
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.messenger import Message, Messenger
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Arrived, Part, Reading, Region, Request
@@ -32,7 +33,7 @@ class UcxReading(Reading):
 
     def __init__(
         self,
-        host: Host,
+        host: WorkerContext,
         requests: Sequence[Request],
         pacing: Pacing,
         options: Options,

@@ -13,9 +13,9 @@ from dask_p2p.errors import TransferError
 from dask_p2p.kernels import device_of, kernel_for
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
-from dask_p2p.transports.base import Host
 from dask_p2p.transports.budget import Room
 from dask_p2p.transports.buffers import Buffers, buffer_bytes, raw_bytes
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.messenger import Message, Messenger
 from dask_p2p.transports.replies import dtype_text, find_block, mismatch, refuse
 from dask_p2p.transports.sums import region_sum
@@ -51,7 +51,7 @@ class Sending:
 
     def __init__(
         self,
-        host: Host,
+        host: WorkerContext,
         buffers: Mapping[str, Buffers],
         any_stream: bool,
         dtype: str,

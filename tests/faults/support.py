@@ -21,7 +21,7 @@ from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.ucx_sending import Outbox
-from dask_p2p.worker import WorkerRuntime
+from dask_p2p.worker_context import DaskWorkerContext
 from tests.transports.loopback import wait_until
 
 FORKED = {"distributed.worker.multiprocessing-method": "forkserver"}
@@ -92,7 +92,7 @@ def held(client):
 
 
 def _held(dask_worker):
-    return dask_worker.plugins[PLUGIN_NAME].runtime.held()
+    return dask_worker.plugins[PLUGIN_NAME].context.held()
 
 
 def assert_nothing_is_held(client):
@@ -178,7 +178,7 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
     owner, name = {
         "posting": (SameHostTransport, "_post"),
         "sending": (Outbox, "send"),
-        "started": (WorkerRuntime, "serving"),
+        "started": (DaskWorkerContext, "serving"),
         "placed": (Assembly, "_place"),
         "complete": (Assembly, "_finish"),
     }[moment]

@@ -27,8 +27,8 @@ CALLS = [
     ("same_host", "os", "getpid"),
     ("process_memory", None, "_read_runs"),
     ("buffers", "np", "empty"),
-    ("worker", "WorkerHost", "call"),
-    ("worker", "WorkerHost", "block"),
+    ("worker", "DaskWorkerContext", "call"),
+    ("worker", "DaskWorkerContext", "block"),
 ]
 ERRORS = [OSError(errno.EMFILE, "Too many open files"), MemoryError("nothing left")]
 
@@ -65,7 +65,7 @@ def fail_once(module, name, function, number, error, dask_worker=None):
 def undo(dask_worker):
     """Take it back, and what was learnt of transports that failed."""
     dask_worker.p2p_undo()
-    links = dask_worker.plugins[PLUGIN_NAME].runtime.links
+    links = dask_worker.plugins[PLUGIN_NAME].context.links
     for holder in {holder for holder, _ in links._broken}:
         links.forget(holder)
 

@@ -12,7 +12,8 @@ from distributed import wait
 from distributed.spill import Slow, SpillBuffer
 
 import dask_p2p
-from dask_p2p.worker_host import WorkerHost
+from dask_p2p.config import options
+from dask_p2p.worker_context import DaskWorkerContext
 from tests.faults.support import (
     BOUND_S,
     addresses,
@@ -89,14 +90,15 @@ def spilled(tmp_path):
 
     async def make():
         loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
-        return WorkerHost(
+        return DaskWorkerContext(
             SimpleNamespace(
                 address="here",
                 local_directory="",
                 loop=loop,
                 data=buffer,
                 security=SimpleNamespace(require_encryption=False),
-            )
+            ),
+            options(),
         )
 
     events = EventLoop()

@@ -60,7 +60,7 @@ def have_enough(what, dask_worker):
 
 def refused_replies(dask_worker):
     """Let answers that come here find no memory."""
-    host = dask_worker.plugins[PLUGIN_NAME]._host
+    host = dask_worker.plugins[PLUGIN_NAME]._context
     dask_worker.call = host.call
 
     async def call(address, op, **kwargs):
@@ -71,11 +71,11 @@ def refused_replies(dask_worker):
 
 
 def take_replies(dask_worker):
-    dask_worker.plugins[PLUGIN_NAME]._host.call = dask_worker.call
+    dask_worker.plugins[PLUGIN_NAME]._context.call = dask_worker.call
 
 
 def lent_bytes(dask_worker):
-    ucx = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ucx"]
+    ucx = dask_worker.plugins[PLUGIN_NAME].context.links.transports["ucx"]
     return ucx.packed.taken_bytes
 
 
@@ -92,7 +92,7 @@ def check(client, x):
 
 
 def attempts(dask_worker):
-    return dask_worker.plugins[PLUGIN_NAME].runtime._failed
+    return dask_worker.plugins[PLUGIN_NAME].context._failed
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_reader_runs_out(pair, x, what, number, order):
 
 
 def forget_buffers(dask_worker):
-    ucx = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ucx"]
+    ucx = dask_worker.plugins[PLUGIN_NAME].context.links.transports["ucx"]
     for kept in ucx._buffers.values():
         kept.clear()
 

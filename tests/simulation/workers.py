@@ -22,6 +22,7 @@ import dask_p2p.kernels
 import dask_p2p.kernels.queue
 import dask_p2p.task
 import dask_p2p.worker
+import dask_p2p.worker_context
 from dask_p2p.transports import board, comm, cuda_ipc, descriptor, ipc, same_host, table
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Region
@@ -94,7 +95,7 @@ class Lease:
 # --- workers, and what is between them ---
 
 
-class Host(dask_p2p.worker.WorkerHost):
+class Context(dask_p2p.worker.DaskWorkerContext):
     def block(self, key):
         block = super().block(key)
         halt("found")
@@ -241,8 +242,8 @@ class World:
         put(cuda_ipc, "array_at", self.driver.array_at)
         put(ipc, "wait_until_written", lambda blocks, any_stream: halt("export"))
         put(dask_p2p.worker, "on_gpu", lambda: False)
-        put(dask_p2p.worker, "device_memory_below", lambda wanted_bytes: None)
-        put(dask_p2p.worker, "WorkerHost", Host)
+        put(dask_p2p.worker_context, "device_memory_below", lambda wanted_bytes: None)
+        put(dask_p2p.worker, "DaskWorkerContext", Context)
         put(dask_p2p.worker, "make_transports", self._make_transports)
         put(dask_p2p.task, "whereabouts", self._whereabouts)
         put(same_host, "take", self._take)
@@ -258,7 +259,7 @@ class World:
 
     def _whereabouts(self):
         worker = current().worker
-        return worker, worker.plugin.runtime
+        return worker, worker.plugin.context
 
     def _sleep(self, pause_s):
         self.loop.now_s += 0.002
