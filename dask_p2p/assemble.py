@@ -41,10 +41,10 @@ from dask_p2p.plan import BlockPlan, Piece, stage_order
 from dask_p2p.retry import GRACE_S
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.links import BlockRef, Way
 from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.registry import staging_bytes
 from dask_p2p.transports.replies import check_block
+from dask_p2p.transports.router import BlockRef, Route
 from dask_p2p.versioned import versioned
 
 __all__ = ["Assembly", "OutputSpec", "Stage"]
@@ -78,13 +78,13 @@ class _Source:
     slot: int
     ref: BlockRef
     pieces: list[Piece]
-    ways: list[Way]
+    ways: list[Route]
     causes: list[str] = field(default_factory=list)
     brought_by: Reading | None = None  # that has not failed
     left: int = 0  # elements that have not been put into place
 
     @property
-    def way(self) -> Way:
+    def way(self) -> Route:
         return self.ways[0]
 
 
@@ -412,7 +412,7 @@ class Assembly:
         elif isinstance(error, SilentError):
             self._unreachable[source.way.holder, source.way.transport.name] = str(error)
 
-    def _check_reachable(self, way: Way) -> None:
+    def _check_reachable(self, way: Route) -> None:
         """Raise if the holder did not answer about another block: the time would add up."""
         holder, transport = way.holder, way.transport.name
         if (why := self._unreachable.get((holder, None))) is not None:
@@ -431,13 +431,13 @@ class Assembly:
             pieces[piece.source].append(piece)
         order, dtype = self.options.order(kind), self.output.dtype
         # The same for all blocks of a worker.
-        found: dict[tuple[str, ...], tuple[tuple[str, ...], list[Way]]] = {}
+        found: dict[tuple[str, ...], tuple[tuple[str, ...], list[Route]]] = {}
         sources = []
         for slot, ref in self._remote.items():
             if ref.holders not in found:
                 # Of several replicas readers take different ones first: each those after its place.
                 nearest = tuple(stage_order(ref.holders, here))
-                ways = self.peers.links.ways(BlockRef(ref.key, nearest), kind, dtype, order)
+                ways = self.peers.router.routes(BlockRef(ref.key, nearest), kind, dtype, order)
                 found[ref.holders] = nearest, ways
             nearest, ways = found[ref.holders]
             sources.append(_Source(slot, BlockRef(ref.key, nearest), pieces[slot], [*ways]))
@@ -459,7 +459,7 @@ class Assembly:
             source.ways = [other for other in source.ways if other.holder != way.holder]
         elif not isinstance(error, UnsuitableError):
             last = not any(other.holder == way.holder for other in source.ways)
-            self.peers.links.report_failure(way, error, last)
+            self.peers.router.report_failure(way, error, last)
         if not source.ways:
             causes = "; ".join(source.causes)
             failure = type(error) if len(source.causes) == 1 else TransferError

@@ -20,8 +20,8 @@ from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, P2PError
 from dask_p2p.plan import BlockPlan, Piece
 from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.transports.links import BlockRef
 from dask_p2p.transports.probe import check_probe, most_probe_bytes, probe_key
+from dask_p2p.transports.router import BlockRef
 from dask_p2p.worker_context import DaskWorkerContext
 
 __all__ = ["FAR", "Link", "clear_probes", "measure_from"]
@@ -62,13 +62,13 @@ def _measure_link(
 ) -> Link:
     order = chosen.order(kind)
     quicker = None
-    context.links.prefer(holder, order, None)  # what was measured before may not hold any more
+    context.router.prefer(holder, order, None)  # what was measured before may not hold any more
     try:
         first = latency_s, time_s, transport = _measure(context, holder, kind, nbytes, chosen)
         quicker = _quicker(context, holder, kind, nbytes, chosen, *first[1:])
         # Who named an order has it.
         if quicker is not None and chosen.transports is None:
-            context.links.prefer(holder, order, quicker)
+            context.router.prefer(holder, order, quicker)
             latency_s, time_s, transport = _measure(context, holder, kind, nbytes, chosen)
     except P2PError as exc:
         return Link(context.address, holder, None, 0.0, 0.0, {}, f"{type(exc).__name__}: {exc}")
@@ -85,10 +85,10 @@ def _measure_link(
 
 
 def _why_not(context: DaskWorkerContext, holder: str, kind: str, transport: str) -> Obstacle | None:
-    why: Obstacle | None = context.links.transports[transport].obstacle(
+    why: Obstacle | None = context.router.transports[transport].obstacle(
         holder, kind, np.dtype("u1")
     )
-    return why or context.links.failure(holder, transport)
+    return why or context.router.failure(holder, transport)
 
 
 def _measure(
@@ -96,7 +96,7 @@ def _measure(
 ) -> tuple[float, float, str]:
     """Return the time of a small block and of a large one, and what brought that one."""
     # The first one is tried before anything is timed.
-    context.links.ways(
+    context.router.routes(
         BlockRef(probe_key(kind), (holder,)), kind, np.dtype("u1"), chosen.order(kind)
     )
     latency_s, _ = _time(context, holder, kind, _LATENCY_BYTES, chosen)

@@ -26,7 +26,7 @@ from dask_p2p.layout import Index
 from dask_p2p.plan import Plan
 from dask_p2p.retry import AttemptLog, pause_s
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.links import BlockRef
+from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import check_readable
 
 __all__ = [

@@ -28,7 +28,7 @@ from dask_p2p.low_latency import shorten_worker
 from dask_p2p.plan import stage_order
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, plugin_runtime
 from dask_p2p.transports import make_transports
-from dask_p2p.transports.links import BlockRef
+from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import versioned
 from dask_p2p.worker_context import DaskWorkerContext
 
@@ -67,7 +67,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             self.options = own = self.options or options()
             self._worker = worker
             self._context = context = DaskWorkerContext(worker, own)
-            self._transports = context.links.transports = make_transports(context, own)
+            self._transports = context.router.transports = make_transports(context, own)
         except BaseException:
             worker.plugins.pop(self.name, None)  # Dask keeps what has failed
             raise
@@ -161,7 +161,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def _on_remove_worker(self, **message: Any) -> None:
         try:
             self._context.gone(message["worker"])
-            self._context.links.forget(message["worker"])
+            self._context.router.on_worker_left(message["worker"])
         finally:
             self._originals["remove-worker"](**message)
 

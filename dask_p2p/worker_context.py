@@ -25,8 +25,8 @@ from dask_p2p.kernels.device import device_work
 from dask_p2p.retry import AttemptLog
 from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
 from dask_p2p.task import Record, warn_client
-from dask_p2p.transports.links import BlockRef, Links
 from dask_p2p.transports.probe import Probes, is_probe, probe_key
+from dask_p2p.transports.router import BlockRef, Router
 
 __all__ = ["DaskWorkerContext"]
 
@@ -55,7 +55,7 @@ class DaskWorkerContext(AttemptLog):
 
     def __init__(self, worker: Worker, options: Options) -> None:
         super().__init__(worker.address)
-        self.links = Links({}, self.warn)
+        self.router = Router({}, self.warn)
         self.records: deque[Record] = deque(maxlen=_RECORDS)
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
@@ -113,7 +113,7 @@ class DaskWorkerContext(AttemptLog):
         """
         calls = sum(len(calls) for calls in list(self._calls.values()))
         held = {"calls": calls, "from disk": len(self._from_disk)}
-        for name, transport in self.links.transports.items():
+        for name, transport in self.router.transports.items():
             held |= {f"{name}.{what}": count for what, count in transport.held().items()}
         return held
 
@@ -152,7 +152,7 @@ class DaskWorkerContext(AttemptLog):
 
     def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
         for name in options.order(kind):
-            self.links.transports[name].serving(blocks)
+            self.router.transports[name].serving(blocks)
 
     def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
         if kind == "cupy":
@@ -161,12 +161,12 @@ class DaskWorkerContext(AttemptLog):
         return limit_bytes if limit_bytes < wanted_bytes else None
 
     def meet(self, holders: Iterable[str], kind: str) -> None:
-        """Prove the way that blocks of this kind will take from each of these workers."""
+        """Prove the route that blocks of this kind will take from each of these workers."""
         with device_work():
             for holder in holders:
                 if holder != self.address:
                     ref = BlockRef(probe_key(kind), (holder,))
-                    self.links.ways(ref, kind, np.dtype("u1"), self._options.order(kind))
+                    self.router.routes(ref, kind, np.dtype("u1"), self._options.order(kind))
 
     def done(self, record: Record) -> None:
         self.gave_up(record.key)

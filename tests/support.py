@@ -55,9 +55,9 @@ def given_up(client):
     """What workers do not use any more, or never did, and why; for messages of assertions."""
 
     def look(dask_worker):
-        links = dask_worker.plugins[PLUGIN_NAME].context.links
-        known = {**links.transports["cma"]._peers, **links.transports["ipc"]._peers}
-        return dict(links._broken), {name: why for name, (_, why) in known.items() if why}
+        router = dask_worker.plugins[PLUGIN_NAME].context.router
+        known = {**router.transports["cma"]._peers, **router.transports["ipc"]._peers}
+        return dict(router._broken), {name: why for name, (_, why) in known.items() if why}
 
     return client.run(look)
 

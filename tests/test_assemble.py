@@ -22,9 +22,9 @@ from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.layout import box_slices
 from dask_p2p.plan import slab_chunks, transpose_plan
 from dask_p2p.transports.base import Transport
-from dask_p2p.transports.links import BlockRef, Links
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Failed, Reading, Region
+from dask_p2p.transports.router import BlockRef, Router
 
 CHUNKS = ((3, 3, 3), (9,))
 X = np.arange(81.0).reshape(9, 9)
@@ -114,7 +114,7 @@ class FakePeers:
     def __init__(self, *transports):
         self.warnings = []
         self.served = []
-        self.links = Links({t.name: t for t in transports}, self.warnings.append)
+        self.router = Router({t.name: t for t in transports}, self.warnings.append)
 
     def serving(self, blocks, kind, options):
         self.served += blocks
@@ -245,7 +245,7 @@ def test_a_transport_that_fails_is_replaced_with_one_warning(quick, slow, peers,
     check(assembly(peers).run())
     assert opened(log) == [("slow", "c"), ("quick", "a")], "it is not tried again"
     assert len(peers.warnings) == 1
-    peers.links.forget("c")
+    peers.router.on_worker_left("c")
     quick.fails.clear()
     log.clear()
     check(assembly(peers).run())
@@ -313,7 +313,7 @@ def test_an_answer_that_nobody_gives_in_time(quick, slow, peers, log, monkeypatc
     check(assembly(peers, request_timeout_s=0.05).run())
     assert opened(log)[-2:] == [("slow", "c"), ("slow", "a")]
     for holder in "ac":
-        said = peers.links.failure(holder, "quick").text
+        said = peers.router.failure(holder, "quick").text
         assert said == f"no answer of {holder} in time, and the worker's event loop did not respond"
 
 
@@ -344,7 +344,7 @@ def test_a_block_that_nobody_has(quick, peers):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_holder_that_does_not_answer_is_not_asked_for_its_other_blocks(peers, log, late):
-    quick = peers.links.transports["quick"] = FakeTransport("quick", log, part_bytes=24, ahead=0)
+    quick = peers.router.transports["quick"] = FakeTransport("quick", log, part_bytes=24, ahead=0)
     quick.fails["c", ("x", 0, 0)] = UnreachableError("no answer of c")
     quick.late = {("x", 0, 0)} if late else set()
     with pytest.raises(UnreachableError, match="no answer of c"):
@@ -423,7 +423,7 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
         ("a", "quick"),
         ("c", "slow"),
     ]
-    assert peers.links.failure("c", "quick").text == "quick: what came is not what was sent"
+    assert peers.router.failure("c", "quick").text == "quick: what came is not what was sent"
     assert quick.open_now == slow.open_now == []
 
 

@@ -23,9 +23,9 @@ from dask_p2p.transports.base import Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
-from dask_p2p.transports.links import BlockRef, Links
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Arrived, Reading, Region
+from dask_p2p.transports.router import BlockRef, Router
 from dask_p2p.transports.ucx import UcxTransport
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.transports.reading import open_block
@@ -66,7 +66,7 @@ class Peers:
     address = "reader"
 
     def __init__(self, **transports):
-        self.links = Links(transports, lambda text: None)
+        self.router = Router(transports, lambda text: None)
 
     def serving(self, blocks, kind, options):
         pass

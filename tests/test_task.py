@@ -19,7 +19,7 @@ from dask_p2p.errors import TransferError
 from dask_p2p.plan import transpose_plan
 from dask_p2p.retry import Attempts, worst_case_s
 from dask_p2p.task import AssembleTask
-from dask_p2p.transports.links import BlockRef
+from dask_p2p.transports.router import BlockRef
 
 PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 OUTPUT = OutputSpec("x", np.dtype("i8"), "numpy", options())

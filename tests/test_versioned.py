@@ -13,7 +13,7 @@ from dask_p2p.config import Options, options
 from dask_p2p.errors import InputError, VersionError
 from dask_p2p.plan import Piece, transpose_plan
 from dask_p2p.transports.comm import CommOptions
-from dask_p2p.transports.links import BlockRef
+from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import FORMAT, Unreadable, check_readable, versioned
 from dask_p2p.worker import P2PPlugin
 

@@ -30,8 +30,8 @@ from dask_p2p.errors import (
 from dask_p2p.plan import transpose_plan
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
-from dask_p2p.transports.links import BlockRef
 from dask_p2p.transports.registry import classes
+from dask_p2p.transports.router import BlockRef
 from dask_p2p.worker import P2PPlugin, by_reference
 from dask_p2p.worker_context import DaskWorkerContext
 from tests.support import indexed, persisted, tls_client, used
@@ -197,7 +197,7 @@ def test_what_others_are_about_to_read_is_posted_unless_that_is_off(kind, order,
         for name in classes
     }
     runtime = deaf_context()
-    runtime.links.transports = transports
+    runtime.router.transports = transports
     with dask.config.set({"p2p.transports.order": order}):
         chosen = options()
     blocks = {"key": np.ones(3)}
@@ -205,7 +205,7 @@ def test_what_others_are_about_to_read_is_posted_unless_that_is_off(kind, order,
     assert [name for name, _ in told] == expected
     assert all(of is blocks for _, of in told)
     ref = BlockRef("key", ("b",))
-    ways = runtime.links.ways(ref, kind, np.dtype("f8"), chosen.order(kind))
+    ways = runtime.router.routes(ref, kind, np.dtype("f8"), chosen.order(kind))
     assert [way.transport.name for way in ways] == expected
 
 
@@ -296,14 +296,14 @@ def test_trouble_of_ours_keeps_nothing_from_dask():
             async def fail_to_close():
                 fail()
 
-            plugin.context.links.forget = fail
+            plugin.context.router.on_worker_left = fail
             message = {"worker": "tcp://gone", "stimulus_id": "test"}
             with pytest.raises(RuntimeError, match="trouble"):
                 worker.stream_handlers["remove-worker"](**message)
             assert told == [message]
             with pytest.raises(ConnectionAbortedError, match="left the cluster"):
                 await plugin._context.call("tcp://gone", "identity")
-            transports = plugin.context.links.transports
+            transports = plugin.context.router.transports
             closed = [transport for transport in transports.values() if transport.name != "ucx"]
             transports["ucx"].close = fail_to_close
             reply = await worker.plugin_remove(name=PLUGIN_NAME)

@@ -55,7 +55,7 @@ _BYTE = np.dtype("u1")
 
 
 class Transport(ABC):
-    """One way for regions to get from worker to worker.
+    """How regions get from worker to worker.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ class Transport(ABC):
     def released(self, key: Any) -> None:  # noqa: B027  # optional
         """Take note that Dask gave up a block of this worker. Called on the event loop."""
 
-    def forget(self, holder: str) -> None:  # noqa: B027  # optional
+    def on_worker_left(self, holder: str) -> None:  # noqa: B027  # optional
         """Take note that a worker has left. Called on the event loop."""
 
     def offload(self, function: Callable[..., Any], *args: Any) -> None:

@@ -12,7 +12,7 @@ from dask_p2p.errors import DeviceLostError
 from dask_p2p.retry import Attempts
 
 if TYPE_CHECKING:
-    from dask_p2p.transports.links import Links
+    from dask_p2p.transports.router import Router
 
 __all__ = ["WorkerContext"]
 
@@ -29,7 +29,7 @@ class WorkerContext(Protocol):
     loop: AbstractEventLoop
     folder: str  # of this worker's own; it goes when the worker goes
     encrypted_only: bool  # whether nothing may leave this process unencrypted
-    links: Links
+    router: Router
 
     # --- for transports ---
 

@@ -59,7 +59,7 @@ class IpcTransport(SameHostTransport):
 
     @classmethod
     def beside_bytes(cls, options: Options, kind: str) -> int:
-        """Return what the slots of a queue may take: at most half, since other ways must remain."""
+        """Return what the slots of a queue may take: half at most, for other routes too."""
         return min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
 
     @classmethod
@@ -124,9 +124,9 @@ class IpcTransport(SameHostTransport):
             with suppress(RuntimeError):  # the loop is closed
                 self.host.loop.call_soon_threadsafe(self._close_later)
 
-    def forget(self, holder: str) -> None:
+    def on_worker_left(self, holder: str) -> None:
         known = self._peers.get(holder)
-        super().forget(holder)
+        super().on_worker_left(holder)
         if known is not None:
             self._mappings.retire(known[0].folder)
             self.offload(self._mappings.close_unused)

@@ -22,7 +22,7 @@ PROBE_BYTES = 2**16  # more than UCX sends at once without a rendezvous
 _MOST_BYTES = {"numpy": 32 * 2**20, "cupy": 256 * 2**20}  # by kind
 _MOST_OF_MEMORY = 1 / 32  # that one probe block may take
 _NAME = "dask-p2p-probe"
-_KEPT = 3  # one that proves ways, two by which links are measured
+_KEPT = 3  # one that proves routes, two by which links are measured
 
 
 #: Key of a probe block: a name, the kind "numpy" or "cupy", and the size in bytes.

@@ -230,7 +230,7 @@ class SameHostTransport(Transport):
     def released(self, key: Any) -> None:
         self._board.retract(key)
 
-    def forget(self, holder: str) -> None:
+    def on_worker_left(self, holder: str) -> None:
         known = self._peers.pop(holder, None)
         if known is not None:
             leave(known[0].folder)

@@ -197,7 +197,7 @@ class UcxTransport(Transport):
         messages = 0 if self._messenger is None else self._messenger.under_way
         return {"messages": messages, "serving": self._serving}
 
-    def forget(self, holder: str) -> None:
+    def on_worker_left(self, holder: str) -> None:
         address = self._addresses.pop(holder, None)
         if address is not None and self._messenger is not None:
             self.offload(self._messenger.forget, address)  # which waits for a last word

@@ -174,6 +174,6 @@ def remove(*, dask_worker):
     """Have everything go right again; return how often each fault happened."""
     plugin = dask_worker.plugins[PLUGIN_NAME]
     plugin._context.__dict__.pop("call", None)
-    plugin.context.links._broken.clear()
+    plugin.context.router._broken.clear()
     Messenger.send = _SEND
     return dict(getattr(dask_worker, "faults", SimpleNamespace(done={})).done)

@@ -75,7 +75,7 @@ def take_replies(dask_worker):
 
 
 def lent_bytes(dask_worker):
-    ucx = dask_worker.plugins[PLUGIN_NAME].context.links.transports["ucx"]
+    ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
     return ucx.packed.taken_bytes
 
 
@@ -137,7 +137,7 @@ def test_a_reader_runs_out(pair, x, what, number, order):
 
 
 def forget_buffers(dask_worker):
-    ucx = dask_worker.plugins[PLUGIN_NAME].context.links.transports["ucx"]
+    ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
     for kept in ucx._buffers.values():
         kept.clear()
 

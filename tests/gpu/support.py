@@ -21,7 +21,7 @@ def held(client):
     """Blocks kept by notice boards, and mappings that are open, on each worker."""
 
     def look(dask_worker):
-        ipc = dask_worker.plugins[PLUGIN_NAME].context.links.transports["ipc"]
+        ipc = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"]
         return len(ipc._board), len(ipc._mappings)
 
     return client.run(look)

@@ -182,7 +182,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
 
 def device_bytes(dask_worker):
     """What a worker's store and the leases of its peers keep in device memory."""
-    board = dask_worker.plugins["dask-p2p"].context.links.transports["ipc"]._board
+    board = dask_worker.plugins["dask-p2p"].context.router.transports["ipc"]._board
     kept = [notice.owner for notice in [*board._notices.values(), *board._retracted]]
     blocks = {id(block): block.nbytes for block in [*dask_worker.data.device.values(), *kept]}
     return sum(blocks.values())

@@ -33,7 +33,7 @@ from tests.simulation.gpu import Driver, Memory, Queue
 
 class _Halting:
     def probe(self, holder, kind):
-        """Proving ways is tested with `Links`."""
+        """Proving ways is tested with `Router`."""
 
     def pacing(self, options, kind):
         return Pacing(16, 1)  # a region is two parts

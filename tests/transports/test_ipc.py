@@ -208,7 +208,7 @@ class TestIpc(Conformance):
         in_use = remote.request().result(5)
 
         async def forget():
-            setup.reader.forget(setup.holder)
+            setup.reader.on_worker_left(setup.holder)
 
         loop.run(forget())
         np.testing.assert_array_equal(in_use.get(), array)  # still mapped

@@ -171,7 +171,7 @@ class TestIpcEmulated(Conformance):
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
 
         async def forget():
-            setup.reader.forget(setup.holder)
+            setup.reader.on_worker_left(setup.holder)
 
         loop.run(forget())
         assert len(setup.device.runtime.open) == 1, "it is being read"
@@ -183,7 +183,7 @@ class TestIpcEmulated(Conformance):
         key, array = block
 
         async def forget():
-            setup.reader.forget(setup.holder)
+            setup.reader.on_worker_left(setup.holder)
 
         for _ in range(2):
             self.read(setup, key, array, ((0, 6), (0, 10)))

@@ -80,7 +80,7 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
         assert used(client, y) == ({"ucx"} if allowed else {"comm"})
 
         def obstacle(dask_worker):
-            ucx = dask_worker.plugins[PLUGIN_NAME].context.links.transports["ucx"]
+            ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
             return ucx.obstacle("anybody", "numpy", np.dtype("f8"))
 
         for said in client.run(obstacle).values():
