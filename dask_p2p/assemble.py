@@ -188,7 +188,7 @@ class Assembly:
         if self._remote and self.peers is not None:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(slot): block for slot, block in self._local.items()}
-            self.peers.serving(local, kind, self.options)
+            self.peers.publish(local, kind, self.options)
         queue = queue_for(kind, beside_copies=bool(self._remote))
         try:
             if self._in_sync:

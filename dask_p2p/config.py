@@ -144,8 +144,16 @@ def option(name: str, parse: Callable[[Any], _T]) -> _T:
     return declared
 
 
+_FORMER_NAMES = {
+    f"p2p.transports.board.{name}": f"p2p.transports.directory.{name}"
+    for name in ("wait", "retain")
+}
+
+
 def ensure_defaults() -> None:
     """Put the package's defaults under the user's configuration. Idempotent."""
+    dask.config.deprecations.update(_FORMER_NAMES)
+    dask.config.rename(_FORMER_NAMES)
     dask.config.update_defaults(_load_defaults())
 
 

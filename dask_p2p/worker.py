@@ -119,7 +119,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         """Let go of the blocks by which links were measured."""
         for key in self._context.probes.clear():
             for transport in self._transports.values():
-                transport.released(key)
+                transport.on_released(key)
 
     async def teardown(self, worker: Worker) -> None:
         """Give the handlers back and end all leases."""
@@ -138,7 +138,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             self._look_after_device()
         if start == "memory" and finish != "memory":
             for transport in self._transports.values():
-                transport.released(key)
+                transport.on_released(key)
 
     def _look_after_device(self) -> None:
         """Find out whether a task failed because the GPU is lost, for which the worker must go."""

@@ -150,9 +150,9 @@ class DaskWorkerContext(AttemptLog):
         """Warn the user, wherever they are."""
         warn_client(self._worker, text, P2PWarning)
 
-    def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
+    def publish(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
         for name in options.order(kind):
-            self.router.transports[name].serving(blocks)
+            self.router.transports[name].publish(blocks)
 
     def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
         if kind == "cupy":

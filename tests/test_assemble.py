@@ -116,7 +116,7 @@ class FakePeers:
         self.served = []
         self.router = Router({t.name: t for t in transports}, self.warnings.append)
 
-    def serving(self, blocks, kind, options):
+    def publish(self, blocks, kind, options):
         self.served += blocks
 
     def memory_below(self, wanted_bytes, kind):

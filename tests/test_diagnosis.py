@@ -146,13 +146,13 @@ def slow_down():
     from dask_p2p.transports.cma import CmaTransport
 
     link_speed._REPEATS, link_speed.most_probe_bytes = 1, lambda *_: 2**20
-    opened = CmaTransport.opened
+    opened = CmaTransport.open_leased
 
     def opened_late(*args):
         time.sleep(0.7)
         return opened(*args)
 
-    CmaTransport.opened = opened_late
+    CmaTransport.open_leased = opened_late
 
 
 def test_a_transport_that_is_quicker_by_far_is_used_and_told():

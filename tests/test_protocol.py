@@ -2,9 +2,9 @@
 
 Modelled is everything around the package: Dask's scheduler and workers, the network, the GPUs, and
 when each thread goes on (`tests/simulation`). What runs is the package itself: tasks, assemblies,
-links, `ipc` with its board, `comm`, and the plugin. Whatever happens to them, in any order:
+links, `ipc` with its directory, `comm`, and the plugin. Whatever happens to them, in any order:
 
-* nobody reads memory that was freed, or is another block's by now; nobody takes a notice of a block
+* nobody reads memory that was freed, or is another block's by now; nobody takes an entry of a block
   that was released or moved, of an earlier run, or of a dead process;
 * no lease outlives its reader, and nothing is kept that nobody has a lease on;
 * every task ends: with the right bits, or with an error that has a name, within its attempts.
@@ -316,15 +316,15 @@ class Protocol(RuleBasedStateMachine):
         for task in self.tasks:
             for lease in task.actor.open_leases:
                 if not lease.holder.dead:
-                    board = lease.holder.board
-                    assert lease.notice in [*board._notices.values(), *board._retracted]
+                    directory = lease.holder.directory
+                    assert lease.entry in [*directory._published.values(), *directory._withdrawn]
         leases = [lease for task in self.tasks for lease in task.actor.open_leases]
-        # A block that is posted again has the same description, and so the same leases.
-        leased = [(lease.notice.byte, id(lease.notice.owner)) for lease in leases if lease.notice]
+        # A block that is published again has the same description, and so the same leases.
+        leased = [(lease.entry.byte, id(lease.entry.owner)) for lease in leases if lease.entry]
         for worker in self.world.alive.values():
-            worker.board.sweep(RETAIN_S)
-            for notice in worker.board._retracted:
-                assert (notice.byte, id(notice.owner)) in leased
+            worker.directory.expire(RETAIN_S)
+            for entry in worker.directory._withdrawn:
+                assert (entry.byte, id(entry.owner)) in leased
 
     def teardown(self):
         try:

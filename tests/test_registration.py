@@ -246,7 +246,7 @@ OF_WORKER = (False, 64 * 2**20, 3.0)
 OF_CLIENT = {
     "p2p.transports.ucx.allow-unencrypted": True,
     "p2p.memory.staging-limit": "3 GiB",
-    "p2p.transports.board.retain": "1 s",
+    "p2p.transports.directory.retain": "1 s",
     "p2p.low-latency": True,
 }
 
@@ -259,7 +259,7 @@ def worker_process(address, *args):
         "PYTHONPATH": import_path(),
         "DASK_P2P__TRANSPORTS__UCX__ALLOW_UNENCRYPTED": "False",
         "DASK_P2P__MEMORY__STAGING_LIMIT": "64 MiB",
-        "DASK_P2P__TRANSPORTS__BOARD__RETAIN": "3 s",
+        "DASK_P2P__TRANSPORTS__DIRECTORY__RETAIN": "3 s",
     }
     command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard"]
     process = subprocess.Popen(

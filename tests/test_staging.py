@@ -68,7 +68,7 @@ class Peers:
     def __init__(self, **transports):
         self.router = Router(transports, lambda text: None)
 
-    def serving(self, blocks, kind, options):
+    def publish(self, blocks, kind, options):
         pass
 
     def memory_below(self, wanted_bytes, kind):

@@ -185,12 +185,12 @@ def test_what_blocks_does_not_block_the_event_loop():
     ],
 )
 def test_what_others_are_about_to_read_is_posted_unless_that_is_off(kind, order, expected):
-    """One setting turns it off: nothing is posted by itself, nothing is mapped."""
+    """One setting turns it off: nothing is published by itself, nothing is mapped."""
     told = []
     transports = {
         name: SimpleNamespace(
             name=name,
-            serving=lambda blocks, name=name: told.append((name, blocks)),
+            publish=lambda blocks, name=name: told.append((name, blocks)),
             obstacle=lambda holder, kind, dtype: None,
             probe=lambda holder, kind: None,
         )
@@ -201,7 +201,7 @@ def test_what_others_are_about_to_read_is_posted_unless_that_is_off(kind, order,
     with dask.config.set({"p2p.transports.order": order}):
         chosen = options()
     blocks = {"key": np.ones(3)}
-    runtime.serving(blocks, kind, chosen)
+    runtime.publish(blocks, kind, chosen)
     assert [name for name, _ in told] == expected
     assert all(of is blocks for _, of in told)
     ref = BlockRef("key", ("b",))

@@ -178,10 +178,10 @@ class Transport(ABC):
         """Bytes of this worker's blocks that are kept for readers."""
         return 0
 
-    def serving(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
+    def publish(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
         """Take note that these blocks of this worker are about to be read by others."""
 
-    def released(self, key: Any) -> None:  # noqa: B027  # optional
+    def on_released(self, key: Any) -> None:  # noqa: B027  # optional
         """Take note that Dask gave up a block of this worker. Called on the event loop."""
 
     def on_worker_left(self, holder: str) -> None:  # noqa: B027  # optional

@@ -1,8 +1,8 @@
 """``cma``: regions of NumPy blocks, read out of another process of this host.
 
 By cross-memory attach (`dask_p2p.transports.process_memory`), as MPI libraries and UCX do between
-processes of one host. A notice holds a block's address; a reader copies parts of it that fit into a
-processor's cache, and permutes each from there. The holder packs nothing and sends nothing.
+processes of one host. A descriptor holds a block's address. A reader copies parts of the block that
+fit into a processor's cache, and permutes each from there. The holder packs and sends nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, positive_byte
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnsuitableError
 from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports import process_memory
-from dask_p2p.transports.board import Lease
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import Descriptor, Peer
+from dask_p2p.transports.directory import Lease
 from dask_p2p.transports.pacing import Pacing, part_that_fits
 from dask_p2p.transports.reading import Pending, Request
 from dask_p2p.transports.same_host import SameHostTransport
@@ -110,7 +110,7 @@ class CmaTransport(SameHostTransport):
     def place_of(self, block: Any) -> dict[str, Any]:
         return {"address": process_memory.address_of(block)}
 
-    def opened(
+    def open_leased(
         self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
     ) -> LeasedBlock:
         address = descriptor.place.get("address") if isinstance(descriptor.place, dict) else None

@@ -52,7 +52,7 @@ class WorkerContext(Protocol):
 
     # --- for tasks ---
 
-    def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
+    def publish(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
         """Take note that other workers are about to read these blocks of this kind."""
 
     def memory_below(self, wanted_bytes: int, kind: str) -> int | None:

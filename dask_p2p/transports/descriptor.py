@@ -30,9 +30,9 @@ class Peer:
     pid_namespace: str
     user: int
     pid: int
-    folder: str  # of its board
+    folder: str  # of its directory
     memory: str  # what else the transport must know of the memory that its blocks are in
-    refusal: str | None = None  # why it has no board
+    refusal: str | None = None  # why it has no directory
 
     @classmethod
     def parse(cls, fields: Any) -> Peer:

@@ -1,8 +1,8 @@
 """``ipc``: regions read in place, between GPUs of one host, through CUDA IPC.
 
-A notice holds the handle of the allocation that a block lies in, and its place there. A reader maps
-the allocation into its own process (once: mappings are kept) and hands out arrays that lie in the
-holder's memory. The reader's queue fetches them over NVLink or PCIe, part by part.
+A descriptor holds the handle of the allocation that a block lies in, and its place there. A reader
+maps the allocation into its own process (once: mappings are kept) and hands out arrays that lie in
+the holder's memory. The reader's queue fetches them over NVLink or PCIe, part by part.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dask_p2p.kernels.device import wait_until_written
 from dask_p2p.kernels.queue import SLOTS
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
-from dask_p2p.transports.board import Lease
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import Descriptor, Peer
+from dask_p2p.transports.directory import Lease
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Arrived, Pending, Request
 from dask_p2p.transports.requests import checked_integer
@@ -89,13 +89,13 @@ class IpcTransport(SameHostTransport):
             return Obstacle("no-gpu", "one of the two has no GPU", "Run one worker a GPU")
         return cuda_ipc.peer_obstacle(there.memory)
 
-    def settle(self, block: Any) -> None:
+    def wait_until_written(self, block: Any) -> None:
         wait_until_written([block], any_stream=self.options.any_producer_stream)
 
     def place_of(self, block: Any) -> dict[str, Any]:
         return asdict(cuda_ipc.export(block))
 
-    def opened(
+    def open_leased(
         self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
     ) -> LeasedBlock:
         try:

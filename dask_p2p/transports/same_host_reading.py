@@ -9,7 +9,7 @@ from typing import Any
 
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.layout import Box, box_slices
-from dask_p2p.transports.board import Lease
+from dask_p2p.transports.directory import Lease
 from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Arrived, Failed, Pending, Reading, Region, Request
 

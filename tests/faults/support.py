@@ -149,7 +149,7 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
     Parameters
     ----------
     moment
-        ``asked``: for a region of comm, before it answers. ``posting``: a block on the board of
+        ``asked``: for a region of comm, before it answers. ``publishing``: a block, by
         ipc or cma. ``sending``: a message of ucx. ``started``: a task, before its first pull.
         ``placed``: a part of a region, in its output. ``complete``: all parts of a task are placed.
     number
@@ -176,9 +176,9 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
         dask_worker.handlers["p2p_comm_read"] = asked
         return
     owner, name = {
-        "posting": (SameHostTransport, "_post"),
+        "publishing": (SameHostTransport, "_publish"),
         "sending": (Outbox, "send"),
-        "started": (DaskWorkerContext, "serving"),
+        "started": (DaskWorkerContext, "publish"),
         "placed": (Assembly, "_place"),
         "complete": (Assembly, "_finish"),
     }[moment]

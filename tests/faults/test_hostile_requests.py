@@ -227,7 +227,7 @@ def holder(tmp_path_factory):
     classes = (CommTransport, IpcTransport, CmaTransport, UcxTransport)
     comm, ipc, cma, ucx = (make(host, chosen) for make in classes)
     handlers = {**comm.handlers(), **ipc.handlers(), **cma.handlers(), **ucx.handlers()}
-    boards = {transport.name: transport._board for transport in (ipc, cma)}
+    directories = {transport.name: transport._directory for transport in (ipc, cma)}
 
     async def address_of(reader):
         return b"somewhere"
@@ -264,7 +264,7 @@ def holder(tmp_path_factory):
         patch.setattr(ucx, "_address_of", address_of)
         patch.setattr(ucx_module.Sending, "run", send)
         Bomb.went_off.clear()
-        yield SimpleNamespace(host=host, ask=ask, boards=boards, loop=loop)
+        yield SimpleNamespace(host=host, ask=ask, directories=directories, loop=loop)
     for transport in (ipc, cma):
         loop.run(transport.close())
     host.close()
@@ -277,7 +277,7 @@ def unchanged(holder):
     yield
     assert holder.host.blocks == BLOCKS, "the very same blocks"
     assert {key: block.tobytes() for key, block in BLOCKS.items()} == before
-    assert not any(map(len, holder.boards.values()))
+    assert not any(map(len, holder.directories.values()))
     assert Bomb.went_off == []
 
 
@@ -321,17 +321,17 @@ def test_regions(holder, asked):
 @settings(max_examples=EXAMPLES["p2p_post"])
 @given(asked=some(requests()))
 def test_posts(holder, transport, asked):
-    board = holder.boards[transport]
+    directory = holder.directories[transport]
     for request in asked:
         request.pop("box", None)
     sent = [wire(request) for request in asked]
     for request, reply in zip(asked, holder.ask(f"p2p_{transport}_post", sent), strict=True):
         if is_good(request, ("key", "shape")):
             assert reply == {"status": "ok"}
-            board.retract(request["key"])
+            directory.withdraw(request["key"])
         else:
             assert is_refusal(reply)
-    assert len(board) == 0, "what was refused was posted"
+    assert len(directory) == 0, "what was refused was published"
 
 
 @st.composite

@@ -215,11 +215,11 @@ def test_what_can_never_fit_is_refused_at_once():
 
 def test_leased_bytes_are_among_a_workers_metrics(pair):
     def lease(dask_worker):
-        board = dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._board
-        board.post("block", np.zeros(1000), b"{}")
+        directory = dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._directory
+        directory.publish("block", np.zeros(1000), b"{}")
 
     def end(dask_worker):
-        dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._board.retract("block")
+        dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._directory.withdraw("block")
 
     def shown():
         info = workers_of(pair)
@@ -234,22 +234,22 @@ def test_leased_bytes_are_among_a_workers_metrics(pair):
 
 
 def test_what_dask_releases_is_not_kept_for_readers(pair):
-    def board(dask_worker):
-        return dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._board
+    def directory(dask_worker):
+        return dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._directory
 
-    def post(key, dask_worker):
-        board(dask_worker).post(key, dask_worker.data[key], b"{}")
+    def publish(key, dask_worker):
+        directory(dask_worker).publish(key, dask_worker.data[key], b"{}")
 
-    def posted(dask_worker):
-        return len(board(dask_worker))
+    def published(dask_worker):
+        return len(directory(dask_worker))
 
     first, _ = addresses(pair)
     x = pair.persist(source((8, 8), (8, 8)), workers=[first])
     wait(x)
-    pair.run(post, (x.name, 0, 0), workers=[first])
-    assert pair.run(posted, workers=[first]) == {first: 1}
+    pair.run(publish, (x.name, 0, 0), workers=[first])
+    assert pair.run(published, workers=[first]) == {first: 1}
     del x
-    wait_until(lambda: pair.run(posted, workers=[first]) == {first: 0})
+    wait_until(lambda: pair.run(published, workers=[first]) == {first: 0})
 
 
 def test_the_metric_goes_with_the_plugin():

@@ -85,7 +85,7 @@ PARTS = {  # of 4 MiB: four of each region
     "p2p.transports.ucx.part-bytes": "4 MiB",
 }
 HOLDER = {
-    "ipc": {"posting": ("posting", 1)},
+    "ipc": {"publishing": ("publishing", 1)},
     "ucx": {"sending the first part": ("sending", 1), "sending the last part": ("sending", 4)},
 }
 READER = {

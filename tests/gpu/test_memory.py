@@ -174,7 +174,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
             y = persisted(client, dask_p2p.transpose(a))
             assert used(client, y) == {"ipc"}
             del a, y
-            wait_until(lambda: not any(posted for posted, _ in held_blocks(client).values()))
+            wait_until(lambda: not any(published for published, _ in held_blocks(client).values()))
             wait_until(lambda: not any(client.run(count_blocks).values()))
             taken.append(max(client.run(taken_bytes).values()))
     assert max(taken[5:]) - taken[4] < 2**25, taken
@@ -182,8 +182,10 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
 
 def device_bytes(dask_worker):
     """What a worker's store and the leases of its peers keep in device memory."""
-    board = dask_worker.plugins["dask-p2p"].context.router.transports["ipc"]._board
-    kept = [notice.owner for notice in [*board._notices.values(), *board._retracted]]
+    directory = dask_worker.plugins["dask-p2p"].context.router.transports["ipc"]._directory
+    kept = [
+        descriptor.owner for descriptor in [*directory._published.values(), *directory._withdrawn]
+    ]
     blocks = {id(block): block.nbytes for block in [*dask_worker.data.device.values(), *kept]}
     return sum(blocks.values())
 

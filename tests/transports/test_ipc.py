@@ -56,10 +56,10 @@ def hold(connection, folder):
                 op, kwargs = args
                 result = loop.run(host.handlers[op](**kwargs))
             elif what == "serving":
-                transport.serving(host.blocks)
+                transport.publish(host.blocks)
                 result = None
             elif what == "kept":
-                result = (loop.run(_sweep(transport)), len(transport._board))[1]
+                result = (loop.run(_expire(transport)), len(transport._directory))[1]
             elif what == "close":
                 result = loop.run(transport.close())
             connection.send((True, result))
@@ -68,11 +68,11 @@ def hold(connection, folder):
 
 
 async def _release(transport, key):
-    transport.released(key)
+    transport.on_released(key)
 
 
-async def _sweep(transport):
-    transport._board.sweep(60.0)
+async def _expire(transport):
+    transport._directory.expire(60.0)
 
 
 class RemoteHost:

@@ -85,7 +85,7 @@ def setup(device, loop, tmp_path):
 def nothing_is_kept(setup, key):
     """No lease and no user of a mapping."""
     setup.drop(key)
-    return len(setup.serving._board) == 0 and not any(
+    return len(setup.serving._directory) == 0 and not any(
         mapping.users for mapping in setup.reader._mappings._open.values()
     )
 
@@ -98,7 +98,7 @@ class TestIpcEmulated(Conformance):
 
     def test_what_is_posted_need_not_be_asked_for(self, setup, block):
         key, array = block
-        setup.serving.serving(setup.host.blocks)
+        setup.serving.publish(setup.host.blocks)
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert "p2p_ipc_post" not in setup.host.calls
         assert nothing_is_kept(setup, key)
@@ -107,21 +107,21 @@ class TestIpcEmulated(Conformance):
         key, array = block
         remote = self.open(setup, key, array)
         setup.drop(key)
-        assert len(setup.serving._board) == 1, "it is being read"
+        assert len(setup.serving._directory) == 1, "it is being read"
         remote.close()
-        setup.serving._board.sweep(60)
-        assert len(setup.serving._board) == 0
+        setup.serving._directory.expire(60)
+        assert len(setup.serving._directory) == 0
 
     def test_a_holder_that_ended_while_it_was_read(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         remote.request()
         remote.confirm()
-        setup.serving._board._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
+        setup.serving._directory._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
-        with pytest.raises(TransferError, match=r"posted block .* 3 times, and it was not there"):
+        with pytest.raises(TransferError, match=r"published block .* 3 times, and it was gone"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
     @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ class TestIpcEmulated(Conformance):
         key, array = block
         real = description.Descriptor.text
 
-        def text(posted):
+        def text(published):
             if change is None:
-                return real(posted)[:-1]
-            return description.json.dumps({**description.asdict(posted), **change}).encode()
+                return real(published)[:-1]
+            return description.json.dumps({**description.asdict(published), **change}).encode()
 
         monkeypatch.setattr(description.Descriptor, "text", text)
         with pytest.raises(error, match=words):
@@ -204,20 +204,20 @@ class TestIpcEmulated(Conformance):
 
     def test_nothing_is_posted_before_its_values_are_there(self, setup, block, monkeypatch):
         key, array = block
-        posted = []
+        published = []
         monkeypatch.setattr(
             ipc,
             "wait_until_written",
-            lambda blocks, any_stream: posted.append(len(setup.serving._board)),
+            lambda blocks, any_stream: published.append(len(setup.serving._directory)),
         )
         self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert posted == [0]
+        assert published == [0]
 
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
         setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
-        setup.serving.serving(setup.host.blocks)
-        assert setup.serving.held()["posted"] == 1
-        wait_until(lambda: setup.serving.held()["posted"] == 0)
+        setup.serving.publish(setup.host.blocks)
+        assert setup.serving.held()["published"] == 1
+        wait_until(lambda: setup.serving.held()["published"] == 0)
 
     @pytest.mark.parametrize("error", [OSError("full"), ValueError("closed"), TransferError("no")])
     def test_what_cannot_be_posted_does_not_keep_a_task_from_its_work(
@@ -228,7 +228,7 @@ class TestIpcEmulated(Conformance):
 
         key, array = block
         monkeypatch.setattr(cuda_ipc, "export", fail)
-        setup.serving.serving(setup.host.blocks)
+        setup.serving.publish(setup.host.blocks)
         with pytest.raises(TransferError, match=f"holder could not send .*{error}"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
@@ -236,14 +236,14 @@ class TestIpcEmulated(Conformance):
         key, array = block
         with pytest.raises(BlockMismatchError):
             self.open(setup, key, array.T)
-        assert setup.serving.held()["posted"] == 0
+        assert setup.serving.held()["published"] == 0
 
     def test_an_event_loop_that_is_stuck(self, setup, loop):
         loop.loop.call_soon_threadsafe(time.sleep, 1)
         with pytest.raises(TransferError, match="ipc: the worker's event loop did not respond"):
-            setup.reader._ask("holder", "p2p_ipc_peer", -4.8, "where it runs")
+            setup.reader._ask("holder", "p2p_ipc_peer", -9.8, "where it runs")
 
-    def test_a_board_that_cannot_be_read(self, setup, block, monkeypatch):
+    def test_a_directory_that_cannot_be_read(self, setup, block, monkeypatch):
         def take(folder, key):
             raise PermissionError("not yours")
 
@@ -280,10 +280,10 @@ class TestIpcEmulated(Conformance):
     def test_closing_lets_go_of_everything(self, setup, block, loop):
         key, array = block
         self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert setup.reader.held()["mapped"] == setup.serving.held()["posted"] == 1
+        assert setup.reader.held()["mapped"] == setup.serving.held()["published"] == 1
         assert setup.serving.leased_bytes == array.nbytes
         loop.run(setup.reader.close())
         loop.run(setup.serving.close())
-        assert setup.serving._sweeping.cancelled()
+        assert setup.serving._expiring.cancelled()
         assert setup.device.runtime.open == {}
-        assert setup.serving.held()["posted"] == setup.serving.leased_bytes == 0
+        assert setup.serving.held()["published"] == setup.serving.leased_bytes == 0
