@@ -107,7 +107,7 @@ class AttemptLog:
         self._failed: OrderedDict[Any, Attempts] = OrderedDict()
         self._lock = threading.Lock()
 
-    def failed(self, key: Any, cause: str) -> Attempts:
+    def record_failure(self, key: Any, cause: str) -> Attempts:
         """Take note of a failed attempt at this task; return what is known of all there were."""
         with self._lock:
             attempts = self._failed.pop(key, None) or Attempts()
@@ -117,7 +117,7 @@ class AttemptLog:
                 self._failed.popitem(last=False)
             return attempts
 
-    def gave_up(self, key: Any) -> None:
+    def forget_attempts(self, key: Any) -> None:
         """Forget the attempts at this task: if it is wanted again, it gets as many anew."""
         with self._lock:
             self._failed.pop(key, None)

@@ -127,7 +127,7 @@ def assemble_block(key: Any, plan: Plan, index: Index, output: OutputSpec, *bloc
         if not runtime.on_device_lost(exc):
             raise
         raise Reschedule() from exc  # to another worker: this one leaves
-    runtime.done(Record(key, start_s, time.time(), tuple(assembly.stages)))
+    runtime.record_success(Record(key, start_s, time.time(), tuple(assembly.stages)))
     return result
 
 
@@ -143,9 +143,9 @@ def _try_again(
     """
     from distributed import Reschedule
 
-    attempts = log.failed(key, str(error))
+    attempts = log.record_failure(key, str(error))
     if attempts.count >= options.attempts:
-        log.gave_up(key)
+        log.forget_attempts(key)
         raise TransferError(
             f"task {key!r} failed {attempts.count} times on {log.address}: {attempts}. "
             f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "

@@ -154,13 +154,13 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def _on_compute_task(self, **message: Any) -> None:
         if isinstance(message.get("run_spec"), AssembleTask):
             for holders in message["who_has"].values():
-                self._context.back(holders)
+                self._context.on_workers_named(holders)
             message = by_reference(message, self._worker.data.__contains__, self._worker.address)
         self._originals["compute-task"](**message)
 
     def _on_remove_worker(self, **message: Any) -> None:
         try:
-            self._context.gone(message["worker"])
+            self._context.on_worker_left(message["worker"])
             self._context.router.on_worker_left(message["worker"])
         finally:
             self._originals["remove-worker"](**message)

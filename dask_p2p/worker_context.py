@@ -105,7 +105,7 @@ class DaskWorkerContext(AttemptLog):
             self._forgetting.cancel()
         self._forgetting = self.loop.call_later(_KEEP_S, self._from_disk.clear)
 
-    def held(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
         """Count what transfers hold on this worker, by transport and kind, for whoever looks.
 
         When no task runs, and all that readers asked for is sent, everything is zero, except for
@@ -114,7 +114,7 @@ class DaskWorkerContext(AttemptLog):
         calls = sum(len(calls) for calls in list(self._calls.values()))
         held = {"calls": calls, "from disk": len(self._from_disk)}
         for name, transport in self.router.transports.items():
-            held |= {f"{name}.{what}": count for what, count in transport.held().items()}
+            held |= {f"{name}.{what}": count for what, count in transport.usage().items()}
         return held
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
@@ -134,13 +134,13 @@ class DaskWorkerContext(AttemptLog):
                 del self._calls[address]
         return reply
 
-    def gone(self, address: str) -> None:
+    def on_worker_left(self, address: str) -> None:
         """Give up calls to a worker that has left; connecting to it would be tried for long."""
         self._gone.add(address)
         for call in self._calls.pop(address, ()):
             call.cancel()
 
-    def back(self, addresses: Iterable[str]) -> None:
+    def on_workers_named(self, addresses: Iterable[str]) -> None:
         """Take note that the scheduler names these workers as holders, again perhaps."""
         self._gone.difference_update(addresses)
 
@@ -168,8 +168,8 @@ class DaskWorkerContext(AttemptLog):
                     ref = BlockRef(probe_key(kind), (holder,))
                     self.router.routes(ref, kind, np.dtype("u1"), self._options.order(kind))
 
-    def done(self, record: Record) -> None:
-        self.gave_up(record.key)
+    def record_success(self, record: Record) -> None:
+        self.forget_attempts(record.key)
         self.records.append(record)
 
     # --- threads, and the end ---

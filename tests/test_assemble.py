@@ -22,7 +22,7 @@ from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.layout import box_slices
 from dask_p2p.plan import slab_chunks, transpose_plan
 from dask_p2p.transports.base import Transport
-from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Failed, Reading, Region
 from dask_p2p.transports.router import BlockRef, Router
 
@@ -60,11 +60,11 @@ class FakeTransport(Transport):
     def probe(self, holder, kind):
         pass
 
-    def pacing(self, options, kind):
-        return Pacing(self.part_bytes, self.ahead)
+    def flow_control(self, options, kind):
+        return FlowControl(self.part_bytes, self.ahead)
 
     def read(self, requests, options):
-        return FakeReading(self, requests, self.flow(requests, options))
+        return FakeReading(self, requests, self.flow_for(requests, options))
 
     async def close(self):
         pass
@@ -73,8 +73,8 @@ class FakeTransport(Transport):
 class FakeReading(Reading):
     """Notes when each block is opened, and when each region of it is asked for."""
 
-    def __init__(self, transport, requests, pacing):
-        super().__init__(requests, pacing)
+    def __init__(self, transport, requests, flow):
+        super().__init__(requests, flow)
         self.transport = transport
         self.asked = Counter()
         transport.open_now.append(self)

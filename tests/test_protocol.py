@@ -359,7 +359,7 @@ class Protocol(RuleBasedStateMachine):
         self.world.pass_time(10.0)
         self.world.pass_time(10.0)
         for worker in self.world.alive.values():
-            held = worker.plugin.context.held()
+            held = worker.plugin.context.usage()
             assert {what for what, count in held.items() if count} <= {"ipc.mapped"}, held
         if any(worker.memory.used > len(worker.data) for worker in self.world.alive.values()):
             gc.collect()

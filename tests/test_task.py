@@ -79,11 +79,11 @@ class FakeRuntime:
     def __init__(self):
         self.attempts = Attempts()
 
-    def failed(self, key, cause):
+    def record_failure(self, key, cause):
         self.attempts.add(cause)
         return self.attempts
 
-    def gave_up(self, key):
+    def forget_attempts(self, key):
         self.attempts = Attempts()
 
 

@@ -90,7 +90,7 @@ def test_holders_that_a_message_names_are_in_the_cluster():
     keys = [("x", 0, 0), ("x", 1, 0)]
     back, sent = [], []
     plugin = P2PPlugin(options())
-    plugin._context = SimpleNamespace(back=back.extend)
+    plugin._context = SimpleNamespace(on_workers_named=back.extend)
     plugin._worker = SimpleNamespace(data={keys[0]: None}, address="a")
     plugin._originals = {"compute-task": lambda **message: sent.append(message)}
     plugin._on_compute_task(
@@ -139,7 +139,7 @@ def test_calls_to_a_worker_that_leaves_end_at_once():
         waiting = asyncio.ensure_future(host.call("a", "op"))
         other = asyncio.ensure_future(host.call("b", "op"))
         await asyncio.sleep(0.01)
-        host.gone("a")
+        host.on_worker_left("a")
         done, _ = await asyncio.wait([waiting], timeout=5)
         assert done == {waiting}
         with pytest.raises(ConnectionAbortedError, match="left the cluster"):
@@ -147,7 +147,7 @@ def test_calls_to_a_worker_that_leaves_end_at_once():
         with pytest.raises(ConnectionAbortedError, match="left the cluster"):
             await asyncio.wait_for(host.call("a", "op"), 5)
         assert worker.called == ["a", "b"], "it was not even tried"
-        host.back(["a"])
+        host.on_workers_named(["a"])
         again = asyncio.ensure_future(host.call("a", "op"))
         await asyncio.sleep(0.01)
         assert worker.called == ["a", "b", "a"]
@@ -213,15 +213,15 @@ def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
     monkeypatch.setattr("dask_p2p.retry._COUNTED_TASKS", 3)
     runtime = deaf_context()
     for key in range(10):
-        assert runtime.failed(key, "why").count == 1
+        assert runtime.record_failure(key, "why").count == 1
     assert list(runtime._failed) == [7, 8, 9]
-    assert runtime.failed(7, "again").count == 2
+    assert runtime.record_failure(7, "again").count == 2
     assert list(runtime._failed) == [8, 9, 7]
-    runtime.done(Record(7, 0.0, 1.0, ()))
-    runtime.gave_up(8)
+    runtime.record_success(Record(7, 0.0, 1.0, ()))
+    runtime.forget_attempts(8)
     assert list(runtime._failed) == [9]
     for key in range(2000):
-        runtime.done(Record(key, 0.0, 1.0, ()))
+        runtime.record_success(Record(key, 0.0, 1.0, ()))
     assert [record.key for record in runtime.records] == [*range(1000, 2000)]
     assert runtime._failed == {}
 
@@ -232,14 +232,14 @@ def test_nothing_is_kept_of_calls_that_ended():
         for address in ("a", "b"):
             call = asyncio.ensure_future(host.call(address, "op"))
             await asyncio.sleep(0.01)
-            assert host.held()["calls"] == 1
+            assert host.usage()["calls"] == 1
             if address == "a":
-                host.gone(address)
+                host.on_worker_left(address)
             else:
                 call.cancel()
             await asyncio.wait([call])
             assert not call.cancelled() or address == "b"
-        assert host.held()["calls"] == len(host._calls) == 0
+        assert host.usage()["calls"] == len(host._calls) == 0
         host.close()
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dask_p2p.config import Options
 from dask_p2p.transports.base import Transport
-from dask_p2p.transports.budget import Budget
+from dask_p2p.transports.budget import ByteBudget
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.context import WorkerContext
@@ -28,7 +28,7 @@ register(
 def make_transports(host: WorkerContext, options: Options) -> dict[str, Transport]:
     """Make every transport of a worker, by name."""
     made = {name: transport(host, options) for name, transport in classes.items()}
-    packed = Budget(options.staging_limit_bytes)
+    packed = ByteBudget(options.staging_limit_bytes)
     for transport in made.values():
         transport.packed = packed
     return made

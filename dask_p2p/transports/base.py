@@ -40,10 +40,10 @@ import numpy as np
 from dask_p2p.config import NOT_IN_AUTO, Options
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.retry import GRACE_S, MEET_S
-from dask_p2p.transports.budget import Budget
+from dask_p2p.transports.budget import ByteBudget
 from dask_p2p.transports.buffers import buffer_bytes
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.pacing import Pacing, Packing, parts_held
+from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 from dask_p2p.transports.reading import Reading, Request
 
@@ -78,7 +78,7 @@ class Transport(ABC):
         self.host = host
         self.options = options
         #: What is packed for readers; the transports of one worker share one.
-        self.packed = Budget(options.staging_limit_bytes)
+        self.packed = ByteBudget(options.staging_limit_bytes)
         self._in_background: set[asyncio.Future[Any]] = set()
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Transport(ABC):
 
     @classmethod
     @abstractmethod
-    def pacing(cls, options: Options, kind: str) -> Pacing:
+    def flow_control(cls, options: Options, kind: str) -> FlowControl:
         """In what parts, and how many of them at a time, regions should be asked for."""
 
     @classmethod
@@ -141,9 +141,9 @@ class Transport(ABC):
 
         By default parts in buffers, whose sizes are powers of two.
         """
-        pacing = cls.pacing(options, kind).for_regions(largest_bytes)
-        part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), largest_bytes))
-        return min(parts_held(pacing.parts_in_flight, kind) * part_bytes, 2 * remote_bytes)
+        flow = cls.flow_control(options, kind).for_regions(largest_bytes)
+        part_bytes = buffer_bytes(min(max(item_bytes, flow.part_bytes or 0), largest_bytes))
+        return min(parts_held(flow.parts_in_flight, kind) * part_bytes, 2 * remote_bytes)
 
     @classmethod
     def beside_bytes(cls, options: Options, kind: str) -> int:
@@ -151,27 +151,27 @@ class Transport(ABC):
         return 0
 
     @classmethod
-    def packing(cls, options: Options, kind: str) -> Packing:
+    def packing(cls, options: Options, kind: str) -> PackingLimits:
         """Return what a holder packs at most."""
-        return Packing(0, 0)
+        return PackingLimits(0, 0)
 
     @classmethod
     def idle_bytes(cls, options: Options, kind: str) -> int:
         """Return what it keeps in buffers for later at most."""
         if not cls.idle_parts:
             return 0
-        most_bytes = cls.idle_parts * buffer_bytes(cls.pacing(options, kind).part_bytes or 0)
+        most_bytes = cls.idle_parts * buffer_bytes(cls.flow_control(options, kind).part_bytes or 0)
         return min(most_bytes, options.staging_limit_bytes)
 
     # --- both sides ---
 
-    def flow(self, requests: Sequence[Request], options: Options) -> Pacing:
-        """Return how to ask for these requests: the pacing, as far as they allow it."""
-        pacing, itemsize = self.pacing(options, requests[0].kind), requests[0].dtype.itemsize
-        if pacing.part_bytes is not None and pacing.part_bytes < itemsize:
+    def flow_for(self, requests: Sequence[Request], options: Options) -> FlowControl:
+        """Return how to ask for these requests: the flow, as far as they allow it."""
+        flow, itemsize = self.flow_control(options, requests[0].kind), requests[0].dtype.itemsize
+        if flow.part_bytes is not None and flow.part_bytes < itemsize:
             # A part has one item at least, and so they go one at a time, or not through slots.
-            pacing = Pacing(None if self.in_place else pacing.part_bytes, 0)
-        return replace(pacing, parts_in_flight=0) if options.mode == "sync" else pacing
+            flow = FlowControl(None if self.in_place else flow.part_bytes, 0)
+        return replace(flow, parts_in_flight=0) if options.mode == "sync" else flow
 
     @property
     def leased_bytes(self) -> int:
@@ -193,7 +193,7 @@ class Transport(ABC):
         self._in_background.add(running)  # the loop itself keeps only a weak reference
         running.add_done_callback(self._in_background.discard)
 
-    def held(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
         """Count what is kept for others, or of others: all zero when nobody reads or is read."""
         return {}
 

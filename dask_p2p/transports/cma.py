@@ -24,7 +24,7 @@ from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import Descriptor, Peer
 from dask_p2p.transports.directory import Lease
-from dask_p2p.transports.pacing import Pacing, part_that_fits
+from dask_p2p.transports.flow_control import FlowControl, part_that_fits
 from dask_p2p.transports.reading import Pending, Request
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.same_host_reading import LeasedBlock
@@ -72,10 +72,12 @@ class CmaTransport(SameHostTransport):
         return 10 if kind == "numpy" and not options.checksum else NOT_IN_AUTO
 
     @classmethod
-    def pacing(cls, options: Options, kind: str) -> Pacing:
+    def flow_control(cls, options: Options, kind: str) -> FlowControl:
         """Return parts that are read one at a time: the reader's own thread does it."""
         part_bytes = min(CmaOptions.of(options).part_bytes, _MOST_PART_BYTES)
-        return Pacing(part_that_fits(part_bytes, options.staging_limit_bytes), parts_in_flight=0)
+        return FlowControl(
+            part_that_fits(part_bytes, options.staging_limit_bytes), parts_in_flight=0
+        )
 
     # --- both sides ---
 

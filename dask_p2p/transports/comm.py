@@ -27,8 +27,10 @@ from dask_p2p.kernels.checksum import algorithm_for
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
 from dask_p2p.transports.base import Handler, Transport
+from dask_p2p.transports.budget import LIMIT_REACHED
+from dask_p2p.transports.checksums import algorithm_of, check_sum, region_sum
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.pacing import Pacing, Packing, parts_held
+from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
 from dask_p2p.transports.reading import Part, Reading, Region, Request
 from dask_p2p.transports.registry import left_bytes
 from dask_p2p.transports.replies import ask, check_reply, find_block, mismatch, refuse
@@ -38,13 +40,12 @@ from dask_p2p.transports.requests import (
     checked_yes_or_no,
     no_more,
 )
-from dask_p2p.transports.sums import algorithm_of, check_sum, region_sum
 
 __all__ = ["CommOptions", "CommTransport"]
 
 _OP = "p2p_comm_read"
 _MOST_PARTS = 256  # in one answer: each is a frame of its own
-_PAUSE_S = 1e-3  # while others have packed as much as may be
+_PAUSE_S = 1e-3  # while the limit is reached
 
 
 @section("transports.comm")
@@ -68,11 +69,11 @@ class CommTransport(Transport):
         return 90  # works always: the last resort
 
     @classmethod
-    def pacing(cls, options: Options, kind: str) -> Pacing:
+    def flow_control(cls, options: Options, kind: str) -> FlowControl:
         """Parts are as large as is configured, or as fits."""
         own = CommOptions.of(options)
         most_bytes = left_bytes(options, kind) // cls._held(own.parts_in_flight, kind)
-        return Pacing(max(1, min(own.part_bytes, most_bytes)), own.parts_in_flight)
+        return FlowControl(max(1, min(own.part_bytes, most_bytes)), own.parts_in_flight)
 
     @staticmethod
     def _held(in_flight: int, kind: str) -> int:
@@ -83,16 +84,16 @@ class CommTransport(Transport):
     def staging_bytes(
         cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
     ) -> int:
-        pacing = cls.pacing(options, kind)  # small parts come together
-        part_bytes = min(max(item_bytes, pacing.part_bytes or 0), remote_bytes)
+        flow = cls.flow_control(options, kind)  # small parts come together
+        part_bytes = min(max(item_bytes, flow.part_bytes or 0), remote_bytes)
         copies = 2 if kind == "cupy" else 1  # in host and in device memory
-        return min(cls._held(pacing.parts_in_flight, kind) * part_bytes, copies * remote_bytes)
+        return min(cls._held(flow.parts_in_flight, kind) * part_bytes, copies * remote_bytes)
 
     @classmethod
-    def packing(cls, options: Options, kind: str) -> Packing:
-        pacing = cls.pacing(options, kind)
-        each_bytes = (pacing.parts_in_flight + 1) * (pacing.part_bytes or 0)
-        return Packing(each_bytes, 2 if kind == "cupy" else 1)  # it copies to the host
+    def packing(cls, options: Options, kind: str) -> PackingLimits:
+        flow = cls.flow_control(options, kind)
+        each_bytes = (flow.parts_in_flight + 1) * (flow.part_bytes or 0)
+        return PackingLimits(each_bytes, 2 if kind == "cupy" else 1)  # it copies to the host
 
     # --- both sides ---
 
@@ -112,12 +113,12 @@ class CommTransport(Transport):
         """Nothing to prove: it is the last resort, and what Dask itself uses all the time."""
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
-        pacing = self.flow(requests, options)
-        reading = _CommReading(self.host, requests, pacing, options, self._opened.discard)
+        flow = self.flow_for(requests, options)
+        reading = _CommReading(self.host, requests, flow, options, self._opened.discard)
         self._opened.add(reading)
         return reading
 
-    def held(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
         return {
             "opened": len(self._opened),
             "requested": sum(reading.under_way for reading in list(self._opened)),
@@ -161,7 +162,7 @@ class CommTransport(Transport):
             if answers or not parts:
                 return answers
             if time.monotonic() > deadline_s:
-                raise TransferError("it has packed as much for others as p2p.memory allows")
+                raise TransferError(LIMIT_REACHED)
             await asyncio.sleep(_PAUSE_S)
 
     def _pack_some(
@@ -194,8 +195,8 @@ class CommTransport(Transport):
             return region
         # Copying to the host here keeps Dask's serialisation from doing it on the event loop.
         to_host = kind != "numpy" and not self.host.address.startswith("ucx")
-        room = self.packed.room()
-        if not room.take(region.nbytes * (2 if to_host else 1)):
+        reserved = self.packed.reservation()
+        if not reserved.reserve(region.nbytes * (2 if to_host else 1)):
             return None
         try:
             with device_of(block):
@@ -205,11 +206,11 @@ class CommTransport(Transport):
                 queue.pack(packed, region)()
                 packed = queue.to_host(packed) if to_host else packed
             if self.host.address.startswith("inproc"):  # it is the reader's own from now on
-                room.close()
+                reserved.close()
             else:  # Dask lets go of it when it is sent
-                weakref.finalize(packed, room.close).atexit = False
+                weakref.finalize(packed, reserved.close).atexit = False
         except BaseException:
-            room.close()
+            reserved.close()
             raise
         return packed
 
@@ -219,13 +220,13 @@ class _CommReading(Reading):
         self,
         host: WorkerContext,
         requests: Sequence[Request],
-        pacing: Pacing,
+        flow: FlowControl,
         options: Options,
         closed: Callable[[_CommReading], None],
     ) -> None:
-        super().__init__(requests, pacing)
+        super().__init__(requests, flow)
         self._host = host
-        self._answers_ahead = pacing.parts_in_flight
+        self._answers_ahead = flow.parts_in_flight
         self._timeout_s = options.request_timeout_s
         # Objects are pickled: their bytes are others here than there.
         self._with_sum = options.checksum and not requests[0].dtype.hasobject

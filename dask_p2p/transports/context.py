@@ -58,13 +58,13 @@ class WorkerContext(Protocol):
     def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
         """Return all memory for blocks of this kind if that is less than wanted; else None."""
 
-    def failed(self, key: Any, cause: str) -> Attempts:
+    def record_failure(self, key: Any, cause: str) -> Attempts:
         """See `AttemptLog`."""
 
-    def gave_up(self, key: Any) -> None:
+    def forget_attempts(self, key: Any) -> None:
         """See `AttemptLog`."""
 
-    def done(self, record: Any) -> None:
+    def record_success(self, record: Any) -> None:
         """Take note that a task ended well: its `task.Record`."""
 
     def on_device_lost(self, error: DeviceLostError) -> bool:

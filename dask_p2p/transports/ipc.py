@@ -24,7 +24,7 @@ from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import Descriptor, Peer
 from dask_p2p.transports.directory import Lease
-from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Arrived, Pending, Request
 from dask_p2p.transports.requests import checked_integer
 from dask_p2p.transports.same_host import SameHostTransport
@@ -63,16 +63,18 @@ class IpcTransport(SameHostTransport):
         return min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
 
     @classmethod
-    def pacing(cls, options: Options, kind: str) -> Pacing:
+    def flow_control(cls, options: Options, kind: str) -> FlowControl:
         """Return parts as large as a slot of the queue; what is requested is there at once."""
         slot_bytes = cls.beside_bytes(options, kind) // SLOTS
-        return Pacing(slot_bytes if slot_bytes >= _SMALLEST_SLOT_BYTES else None, parts_in_flight=0)
+        return FlowControl(
+            slot_bytes if slot_bytes >= _SMALLEST_SLOT_BYTES else None, parts_in_flight=0
+        )
 
     @classmethod
     def staging_bytes(
         cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
     ) -> int:
-        return SLOTS * min(cls.pacing(options, kind).part_bytes or 0, largest_bytes)
+        return SLOTS * min(cls.flow_control(options, kind).part_bytes or 0, largest_bytes)
 
     # --- both sides ---
 
@@ -141,8 +143,8 @@ class IpcTransport(SameHostTransport):
         if len(self._mappings):
             self._close_later()
 
-    def held(self) -> dict[str, int]:
-        return {**super().held(), "mapped": len(self._mappings)}
+    def usage(self) -> dict[str, int]:
+        return {**super().usage(), "mapped": len(self._mappings)}
 
     async def close(self) -> None:
         await super().close()

@@ -28,8 +28,8 @@ def _used(options: Options, kind: str) -> list[type[Transport]]:
 
 def left_bytes(options: Options, kind: str) -> int:
     """Return what parts of one transport may take, of those that copy them to their reader."""
-    taken_bytes = sum(transport.beside_bytes(options, kind) for transport in _used(options, kind))
-    return options.staging_limit_bytes - taken_bytes
+    beside_bytes = sum(transport.beside_bytes(options, kind) for transport in _used(options, kind))
+    return options.staging_limit_bytes - beside_bytes
 
 
 @lru_cache(maxsize=1024)  # each task of an array asks the same, before it does anything else

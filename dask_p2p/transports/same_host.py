@@ -115,9 +115,9 @@ class SameHostTransport(Transport):
         if obstacle is not None:
             said = f"{requests[0].holder} cannot be read in place: {obstacle}"
             raise TransferError(f"{self.name}: {said}", obstacle=obstacle)
-        pacing = self.flow(requests, options)
+        flow = self.flow_for(requests, options)
         lease = partial(self._open, peer, options)
-        return SameHostReading(requests, pacing, lease, is_tapered=self.in_place)
+        return SameHostReading(requests, flow, lease, is_tapered=self.in_place)
 
     def _open(self, peer: Peer, options: Options, requests: Sequence[Request]) -> LeasedBlock:
         """Take a lease on the first of these blocks; the holder may be asked for the others too."""
@@ -235,7 +235,7 @@ class SameHostTransport(Transport):
         if known is not None:
             leave(known[0].folder)
 
-    def held(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
         return {"published": len(self._directory)}
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports.directory import Lease
-from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Arrived, Failed, Pending, Reading, Region, Request
 
 __all__ = ["EmptyBlock", "LeasedBlock", "SameHostReading"]
@@ -75,7 +75,7 @@ class SameHostReading(Reading):
 
     Parameters
     ----------
-    requests, pacing
+    requests, flow
         See `Reading`.
     lease
         Opens the first of some blocks; the holder may be asked for the others in the same call.
@@ -86,11 +86,11 @@ class SameHostReading(Reading):
     def __init__(
         self,
         requests: Sequence[Request],
-        pacing: Pacing,
+        flow: FlowControl,
         lease: Callable[[Sequence[Request]], LeasedBlock],
         is_tapered: bool,
     ) -> None:
-        super().__init__(requests, pacing)
+        super().__init__(requests, flow)
         self._lease = lease
         self._is_tapered = is_tapered
         self._opened: dict[int, LeasedBlock] = {}

@@ -45,9 +45,10 @@ from dask_p2p.layout import box_size
 from dask_p2p.retry import MEET_S
 from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
+from dask_p2p.transports.checksums import algorithm_of
 from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.flow_control import FlowControl, PackingLimits, part_that_fits, parts_held
 from dask_p2p.transports.messenger import Messenger, ucxx_obstacle
-from dask_p2p.transports.pacing import Pacing, Packing, part_that_fits, parts_held
 from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.registry import left_bytes
 from dask_p2p.transports.replies import ask, refuse
@@ -59,7 +60,6 @@ from dask_p2p.transports.requests import (
     checked_text,
     no_more,
 )
-from dask_p2p.transports.sums import algorithm_of
 from dask_p2p.transports.ucx_reading import SEND_OP, UcxReading
 from dask_p2p.transports.ucx_sending import Outbox, Sending
 
@@ -102,7 +102,7 @@ class UcxTransport(Transport):
         return 50 if kind == "cupy" else NOT_IN_AUTO
 
     @classmethod
-    def pacing(cls, options: Options, kind: str) -> Pacing:
+    def flow_control(cls, options: Options, kind: str) -> FlowControl:
         """Return parts of the configured size, or the largest for which there is room.
 
         Blocks are asked for in their turn. A holder that is asked ahead of it, by all readers at
@@ -116,13 +116,13 @@ class UcxTransport(Transport):
         if left // parts_held(in_flight, kind) < smallest_bytes:
             in_flight = 0
         most_bytes = max(smallest_bytes, left // parts_held(in_flight, kind))
-        return Pacing(part_that_fits(part_bytes, most_bytes), in_flight)
+        return FlowControl(part_that_fits(part_bytes, most_bytes), in_flight)
 
     @classmethod
-    def packing(cls, options: Options, kind: str) -> Packing:
-        part_bytes = buffer_bytes(cls.pacing(options, kind).part_bytes or 0)
+    def packing(cls, options: Options, kind: str) -> PackingLimits:
+        part_bytes = buffer_bytes(cls.flow_control(options, kind).part_bytes or 0)
         ahead = UcxOptions.of(options).parts_in_flight
-        return Packing((ahead + 2) * part_bytes, 2)  # into buffers of powers of two
+        return PackingLimits((ahead + 2) * part_bytes, 2)  # into buffers of powers of two
 
     # --- both sides ---
 
@@ -150,10 +150,10 @@ class UcxTransport(Transport):
         messenger = self.messenger()
         sizes = [box_size(box) for request in requests for box in request.boxes]
         largest_bytes = max(sizes, default=0) * requests[0].dtype.itemsize
-        pacing = self.flow(requests, options).for_regions(largest_bytes)
+        flow = self.flow_for(requests, options).for_regions(largest_bytes)
         buffers = self._buffers[requests[0].kind]
-        ahead = max(UcxOptions.of(options).parts_in_flight, pacing.parts_in_flight)
-        reading = UcxReading(self.host, requests, pacing, options, messenger, buffers, ahead)
+        ahead = max(UcxOptions.of(options).parts_in_flight, flow.parts_in_flight)
+        reading = UcxReading(self.host, requests, flow, options, messenger, buffers, ahead)
         messages = sum(1 for part in reading.all_parts if box_size(part.box))
         if messages:
             with self._lock:
@@ -193,7 +193,7 @@ class UcxTransport(Transport):
         resting = asyncio.ensure_future(self.host.offload(self._messenger.rest, _REST_S))
         resting.add_done_callback(lambda _: self._rest_later())
 
-    def held(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
         messages = 0 if self._messenger is None else self._messenger.under_way
         return {"messages": messages, "serving": self._serving}
 
@@ -265,8 +265,8 @@ class UcxTransport(Transport):
             algorithm = None if checksum is None else algorithm_of(checksum)
             messenger = await self._started()
             address = await self._address_of(checked_text("reader", reader))
-            room = self.packed.room()
-            outbox = Outbox(messenger, address, closed, tag, ahead, wait_s, room)
+            reserved = self.packed.reservation()
+            outbox = Outbox(messenger, address, closed, tag, ahead, wait_s, reserved)
             any_stream = self.options.any_producer_stream
             sending = Sending(self.host, self._buffers, any_stream, dtype, outbox, algorithm)
             failure = await self.host.offload(sending.run, blocks, parts, threads=self._threads)

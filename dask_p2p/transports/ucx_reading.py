@@ -15,12 +15,12 @@ from dask_p2p.kernels.checksum import ALGORITHMS
 from dask_p2p.layout import box_shape, box_size
 from dask_p2p.retry import GRACE_S
 from dask_p2p.transports.buffers import Buffers, raw_bytes
+from dask_p2p.transports.checksums import check_sum, region_sum
 from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.messenger import Message, Messenger
-from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Arrived, Part, Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text
-from dask_p2p.transports.sums import check_sum, region_sum
 
 __all__ = ["SEND_OP", "UcxReading"]
 
@@ -35,13 +35,13 @@ class UcxReading(Reading):
         self,
         host: WorkerContext,
         requests: Sequence[Request],
-        pacing: Pacing,
+        flow: FlowControl,
         options: Options,
         messenger: Messenger,
         buffers: Buffers,
         sent_ahead: int,
     ) -> None:
-        super().__init__(requests, pacing)
+        super().__init__(requests, flow)
         self.all_parts = list(self.parts())
         self.tag = 0  # of the first message
         self._host = host

@@ -92,7 +92,7 @@ def held(client):
 
 
 def _held(dask_worker):
-    return dask_worker.plugins[PLUGIN_NAME].context.held()
+    return dask_worker.plugins[PLUGIN_NAME].context.usage()
 
 
 def assert_nothing_is_held(client):

@@ -76,7 +76,7 @@ def take_replies(dask_worker):
 
 def lent_bytes(dask_worker):
     ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
-    return ucx.packed.taken_bytes
+    return ucx.packed.reserved_bytes
 
 
 def forget(client, future):

@@ -154,7 +154,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
     """Each block is an allocation of its own, and would stay taken as long as it is mapped."""
     from distributed import Client
 
-    def taken_bytes():
+    def reserved_bytes():
         import cupy
 
         from dask_p2p.kernels.queue import DeviceQueue
@@ -176,7 +176,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
             del a, y
             wait_until(lambda: not any(published for published, _ in held_blocks(client).values()))
             wait_until(lambda: not any(client.run(count_blocks).values()))
-            taken.append(max(client.run(taken_bytes).values()))
+            taken.append(max(client.run(reserved_bytes).values()))
     assert max(taken[5:]) - taken[4] < 2**25, taken
 
 

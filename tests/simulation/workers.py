@@ -24,7 +24,7 @@ import dask_p2p.task
 import dask_p2p.worker
 import dask_p2p.worker_context
 from dask_p2p.transports import comm, cuda_ipc, descriptor, directory, ipc, same_host, table
-from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.same_host_reading import LeasedBlock
 from tests.simulation.actors import Actor, KilledError, Loop, current, halt
@@ -35,8 +35,8 @@ class _Halting:
     def probe(self, holder, kind):
         """Proving ways is tested with `Router`."""
 
-    def pacing(self, options, kind):
-        return Pacing(16, 1)  # a region is two parts
+    def flow_control(self, options, kind):
+        return FlowControl(16, 1)  # a region is two parts
 
     def read(self, requests, options):
         halt("open", trouble=True)

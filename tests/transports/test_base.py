@@ -125,7 +125,7 @@ class FailingTransport(Transport):
     def read(self, requests, options):
         return self.reading
 
-    handlers = obstacle = pacing = close = None
+    handlers = obstacle = flow_control = close = None
 
 
 @pytest.mark.parametrize("error", [TransferError("trouble"), TimeoutError()], ids=repr)

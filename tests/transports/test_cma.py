@@ -88,32 +88,32 @@ class TestCma(Conformance):
 
         monkeypatch.setattr(CmaTransport, "place_of", place_of)
         setup.serving._find_and_publish(key, array.shape)
-        assert setup.serving.held() == {"published": 1}
+        assert setup.serving.usage() == {"published": 1}
 
     def test_what_is_no_numpy_block_is_not_posted(self, setup, block, monkeypatch):
         monkeypatch.setattr(same_host, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
         setup.serving.publish(setup.host.blocks)
-        assert setup.serving.held() == {"published": 0}
+        assert setup.serving.usage() == {"published": 0}
 
     def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         setup.drop(key)
-        assert setup.serving.held() == {"published": 1}, "it is being read"
+        assert setup.serving.usage() == {"published": 1}, "it is being read"
         np.testing.assert_array_equal(remote.request().result(), array)
         remote.close()
         setup.serving._directory.expire(60)
-        assert setup.serving.held() == {"published": 0}
+        assert setup.serving.usage() == {"published": 0}
 
     def test_a_block_is_let_go_of_with_its_last_region(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 3), (0, 10)), ((3, 6), (0, 10)))
         np.testing.assert_array_equal(remote.request().result(), array[:3])
         setup.drop(key)
-        assert setup.serving.held() == {"published": 1}
+        assert setup.serving.usage() == {"published": 1}
         np.testing.assert_array_equal(remote.request().result(), array[3:])
         setup.serving._directory.expire(60)
-        assert setup.serving.held() == {"published": 0}
+        assert setup.serving.usage() == {"published": 0}
         remote.confirm()
         remote.close()
 
@@ -123,11 +123,11 @@ class TestCma(Conformance):
             setup.put(key, array + key)
         setup.host.on_disk = set(range(4))
         setup.serving.publish(setup.host.blocks)
-        assert setup.serving.held() == {"published": 1}, "what is in memory"
+        assert setup.serving.usage() == {"published": 1}, "what is in memory"
         for key in (0, 1, 2, 3, 3, 0):
             got = self.read(setup, key, array, ((0, 6), (0, 10)))
             np.testing.assert_array_equal(got, array + key)
-            assert setup.serving.held()["published"] <= 1 + 2
+            assert setup.serving.usage()["published"] <= 1 + 2
         assert setup.host.calls.count("p2p_cma_post") == 5
 
     def test_a_block_on_disk_is_kept_while_it_is_read(self, setup):
@@ -137,11 +137,11 @@ class TestCma(Conformance):
         setup.host.on_disk = set(range(4))
         whole = ((0, 6), (0, 10))
         opened = [self.open(setup, key, array, whole) for key in range(4)]
-        assert setup.serving.held() == {"published": 4}
+        assert setup.serving.usage() == {"published": 4}
         for key, remote in enumerate(opened):
             np.testing.assert_array_equal(remote.request().result(), array + key)
         setup.serving._directory.expire(60)
-        assert setup.serving.held() == {"published": 2}
+        assert setup.serving.usage() == {"published": 2}
 
     def test_what_is_closed_is_not_read(self, setup, block):
         key, array = block
@@ -180,7 +180,7 @@ class TestCma(Conformance):
         with pytest.raises(UnsuitableError, match="in runs of 120 bytes"):
             self.read(setup, "rows", array, box)
         setup.drop("rows")
-        assert setup.serving.held() == {"published": 0}
+        assert setup.serving.usage() == {"published": 0}
 
     def test_other_blocks_are_not_for_cma(self, setup):
         obstacle = setup.reader.obstacle("holder", "cupy", F8)
@@ -234,7 +234,7 @@ class TestCma(Conformance):
         with pytest.raises(TransferError, match="has no address"):
             self.open(setup, key, array)
         setup.drop(key)
-        assert setup.serving.held() == {"published": 0}
+        assert setup.serving.usage() == {"published": 0}
 
     def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):
         key, array = block
@@ -266,9 +266,9 @@ class TestCma(Conformance):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         setup.close_holder()
-        assert setup.serving.held() == {"published": 1}
+        assert setup.serving.usage() == {"published": 1}
         np.testing.assert_array_equal(remote.request().result(), array)
-        wait_until(lambda: setup.serving.held() == {"published": 0})
+        wait_until(lambda: setup.serving.usage() == {"published": 0})
         assert not os.path.exists(setup.serving._directory.folder)
 
     def test_a_reader_with_its_last_file_descriptor(self, setup, block, monkeypatch):
@@ -291,5 +291,5 @@ class TestCma(Conformance):
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
         setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
         setup.serving.publish(setup.host.blocks)
-        assert setup.serving.held() == {"published": 1}
-        wait_until(lambda: setup.serving.held() == {"published": 0})
+        assert setup.serving.usage() == {"published": 1}
+        wait_until(lambda: setup.serving.usage() == {"published": 0})

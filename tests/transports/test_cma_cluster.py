@@ -84,7 +84,7 @@ def test_nothing_is_kept(client):
     del a, y
 
     def in_use(dask_worker):
-        return sum(dask_worker.plugins[PLUGIN_NAME].context.held().values())
+        return sum(dask_worker.plugins[PLUGIN_NAME].context.usage().values())
 
     wait_until(lambda: set(client.run(in_use).values()) == {0})
 

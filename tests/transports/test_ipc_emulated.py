@@ -177,7 +177,7 @@ class TestIpcEmulated(Conformance):
         assert len(setup.device.runtime.open) == 1, "it is being read"
         remote.close()
         wait_until(lambda: setup.device.runtime.open == {})
-        assert setup.reader.held()["mapped"] == 0
+        assert setup.reader.usage()["mapped"] == 0
 
     def test_a_worker_that_left_is_not_known_any_more(self, setup, block, loop):
         key, array = block
@@ -187,9 +187,9 @@ class TestIpcEmulated(Conformance):
 
         for _ in range(2):
             self.read(setup, key, array, ((0, 6), (0, 10)))
-            assert setup.reader.held()["mapped"] == 1
+            assert setup.reader.usage()["mapped"] == 1
             loop.run(forget())
-            wait_until(lambda: setup.reader.held()["mapped"] == 0)
+            wait_until(lambda: setup.reader.usage()["mapped"] == 0)
         assert setup.device.runtime.open == {}
         assert setup.host.calls.count("p2p_ipc_peer") == 2
 
@@ -216,8 +216,8 @@ class TestIpcEmulated(Conformance):
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
         setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
         setup.serving.publish(setup.host.blocks)
-        assert setup.serving.held()["published"] == 1
-        wait_until(lambda: setup.serving.held()["published"] == 0)
+        assert setup.serving.usage()["published"] == 1
+        wait_until(lambda: setup.serving.usage()["published"] == 0)
 
     @pytest.mark.parametrize("error", [OSError("full"), ValueError("closed"), TransferError("no")])
     def test_what_cannot_be_posted_does_not_keep_a_task_from_its_work(
@@ -236,7 +236,7 @@ class TestIpcEmulated(Conformance):
         key, array = block
         with pytest.raises(BlockMismatchError):
             self.open(setup, key, array.T)
-        assert setup.serving.held()["published"] == 0
+        assert setup.serving.usage()["published"] == 0
 
     def test_an_event_loop_that_is_stuck(self, setup, loop):
         loop.loop.call_soon_threadsafe(time.sleep, 1)
@@ -280,10 +280,10 @@ class TestIpcEmulated(Conformance):
     def test_closing_lets_go_of_everything(self, setup, block, loop):
         key, array = block
         self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert setup.reader.held()["mapped"] == setup.serving.held()["published"] == 1
+        assert setup.reader.usage()["mapped"] == setup.serving.usage()["published"] == 1
         assert setup.serving.leased_bytes == array.nbytes
         loop.run(setup.reader.close())
         loop.run(setup.serving.close())
         assert setup.serving._expiring.cancelled()
         assert setup.device.runtime.open == {}
-        assert setup.serving.held()["published"] == setup.serving.leased_bytes == 0
+        assert setup.serving.usage()["published"] == setup.serving.leased_bytes == 0

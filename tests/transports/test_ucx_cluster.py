@@ -52,7 +52,7 @@ def test_many_parts_on_and_on(client):
         del y
 
     def in_use(dask_worker):
-        return sum(dask_worker.plugins[PLUGIN_NAME].context.held().values())
+        return sum(dask_worker.plugins[PLUGIN_NAME].context.usage().values())
 
     wait_until(lambda: set(client.run(in_use).values()) == {0})
 

@@ -13,19 +13,19 @@ from typing import NamedTuple
 from dask_p2p.kernels.queue import MOST_UNREAD
 from dask_p2p.transports.buffers import buffer_bytes
 
-__all__ = ["Pacing", "Packing", "part_that_fits", "parts_held"]
+__all__ = ["FlowControl", "PackingLimits", "part_that_fits", "parts_held"]
 
 _MOST_SMALL = 16  # parts in flight, of those smaller than they might be
 
 
 @dataclass(frozen=True, slots=True)
-class Pacing:
+class FlowControl:
     """How a reader asks for regions."""
 
     part_bytes: int | None  # at most so many in one request; None: any number
     parts_in_flight: int  # requests under way while the part before them is put into place
 
-    def for_regions(self, largest_bytes: int) -> Pacing:
+    def for_regions(self, largest_bytes: int) -> FlowControl:
         """Return the same for regions of at most so many bytes.
 
         If they are smaller than a part, more of them are on their way, as many as weigh no more:
@@ -38,7 +38,7 @@ class Pacing:
         return replace(self, parts_in_flight=max(self.parts_in_flight, min(as_many, _MOST_SMALL)))
 
 
-class Packing(NamedTuple):
+class PackingLimits(NamedTuple):
     """What a holder packs at most: for each task that reads from it, and of each region."""
 
     task_bytes: int

@@ -19,21 +19,21 @@ from dask_p2p.transports import (
 from dask_p2p.transports.buffers import buffer_bytes
 from dask_p2p.transports.cma import CmaOptions
 from dask_p2p.transports.comm import CommOptions
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.ipc import IpcOptions
-from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.registry import classes, idle_bytes, packed_bytes, staging_bytes
 from dask_p2p.transports.ucx import UcxOptions
 from tests.support import with_section
 
-comm_pacing, ucx_pacing = CommTransport.pacing, UcxTransport.pacing
+comm_flow, ucx_flow = CommTransport.flow_control, UcxTransport.flow_control
 
 
-def ipc_pacing(options):
-    return IpcTransport.pacing(options, "cupy")
+def ipc_flow(options):
+    return IpcTransport.flow_control(options, "cupy")
 
 
-def cma_pacing(options):
-    return CmaTransport.pacing(options, "numpy")
+def cma_flow(options):
+    return CmaTransport.flow_control(options, "numpy")
 
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -42,12 +42,12 @@ KINDS = ("numpy", "cupy")
 
 def test_defaults_are_not_cut():
     chosen = options()
-    assert ipc_pacing(chosen).part_bytes == 128 * MIB
-    assert ucx_pacing(chosen, "cupy").part_bytes == 256 * MIB
-    assert ucx_pacing(chosen, "numpy").part_bytes == 16 * MIB
-    assert comm_pacing(chosen, "cupy").part_bytes == 16 * MIB
-    assert comm_pacing(chosen, "numpy").part_bytes == 16 * MIB
-    assert cma_pacing(chosen) == Pacing(2 * MIB, 0), "one after another"
+    assert ipc_flow(chosen).part_bytes == 128 * MIB
+    assert ucx_flow(chosen, "cupy").part_bytes == 256 * MIB
+    assert ucx_flow(chosen, "numpy").part_bytes == 16 * MIB
+    assert comm_flow(chosen, "cupy").part_bytes == 16 * MIB
+    assert comm_flow(chosen, "numpy").part_bytes == 16 * MIB
+    assert cma_flow(chosen) == FlowControl(2 * MIB, 0), "one after another"
 
 
 @given(
@@ -65,16 +65,16 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
     chosen = with_section(chosen, IpcOptions, staging_bytes=part_bytes)
     chosen = with_section(chosen, CmaOptions, part_bytes=part_bytes)
     unread = MOST_UNREAD if kind == "cupy" else 0
-    slots = SLOTS * (ipc_pacing(chosen).part_bytes or 0)
+    slots = SLOTS * (ipc_flow(chosen).part_bytes or 0)
     if kind != "cupy" or "ipc" not in chosen.order(kind):
         slots = 0
-    comm, ucx = comm_pacing(chosen, kind), ucx_pacing(chosen, kind)
+    comm, ucx = comm_flow(chosen, kind), ucx_flow(chosen, kind)
     on_device = 1 + unread if kind == "cupy" else 0
     assert slots + (in_flight + 1 + on_device) * comm.part_bytes <= limit_bytes
     in_flight = ucx.parts_in_flight
     assert slots + (in_flight + 1 + unread) * buffer_bytes(ucx.part_bytes) <= limit_bytes
-    assert buffer_bytes(cma_pacing(chosen).part_bytes) <= limit_bytes
-    assert cma_pacing(chosen).part_bytes <= min(part_bytes, GIB)
+    assert buffer_bytes(cma_flow(chosen).part_bytes) <= limit_bytes
+    assert cma_flow(chosen).part_bytes <= min(part_bytes, GIB)
     assert comm.part_bytes <= part_bytes
     assert ucx.part_bytes <= part_bytes
     for largest_bytes in (0, 100 * KIB, 100 * GIB):
@@ -91,20 +91,22 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
     [(100 * GIB, 2), (16 * MIB, 2), (8 * MIB + 1, 2), (8 * MIB, 4), (MIB, 16), (1, 16), (0, 16)],
 )
 def test_of_small_parts_more_are_on_their_way_but_no_more_bytes(largest_bytes, in_flight):
-    assert Pacing(16 * MIB, 2).for_regions(largest_bytes) == Pacing(16 * MIB, in_flight)
+    assert FlowControl(16 * MIB, 2).for_regions(largest_bytes) == FlowControl(16 * MIB, in_flight)
 
 
-@pytest.mark.parametrize("pacing", [Pacing(2 * MIB, 0), Pacing(None, 0), Pacing(MIB, 40)])
-def test_small_parts_that_go_one_at_a_time_still_do(pacing):
-    assert pacing.for_regions(100) == pacing
+@pytest.mark.parametrize(
+    "flow", [FlowControl(2 * MIB, 0), FlowControl(None, 0), FlowControl(MIB, 40)]
+)
+def test_small_parts_that_go_one_at_a_time_still_do(flow):
+    assert flow.for_regions(100) == flow
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_of_one_byte_leaves_parts_of_one(kind):
     chosen = replace(options(), staging_limit_bytes=1)
-    assert comm_pacing(chosen, kind).part_bytes == 1
-    assert ucx_pacing(chosen, kind) == Pacing(512, 0), "one after another"
-    assert ipc_pacing(chosen).part_bytes is None, "kernels read the other GPU's memory in place"
+    assert comm_flow(chosen, kind).part_bytes == 1
+    assert ucx_flow(chosen, kind) == FlowControl(512, 0), "one after another"
+    assert ipc_flow(chosen).part_bytes is None, "kernels read the other GPU's memory in place"
 
 
 def test_what_is_staged_is_not_more_than_what_comes():
