@@ -111,9 +111,9 @@ def check(client: Any = None) -> Report:
         )
     had_plugin = client.run(_has_plugin)
     register(client)
-    found = client.run(_status)
+    statuses = client.run(_status)
     workers = [
-        Status(**{**found[a], "had_plugin": had_plugin.get(a, False)}) for a in sorted(found)
+        Status(**{**statuses[a], "had_plugin": had_plugin.get(a, False)}) for a in sorted(statuses)
     ]
     links = _measure_links(client, workers)
     return Report(workers, links, find_problems(workers, links, versions()))
@@ -206,7 +206,7 @@ def _has_plugin(dask_worker: Any) -> bool:
 
 def _status(dask_worker: Any) -> dict[str, Any]:
     """Describe this worker, in words that can be sent."""
-    found: dict[str, Any] = {
+    status: dict[str, Any] = {
         "address": dask_worker.address,
         "had_plugin": True,
         "kind": "numpy",
@@ -220,8 +220,8 @@ def _status(dask_worker: Any) -> dict[str, Any]:
         "versions": versions(),
     }
     if on_gpu():
-        found.update(_gpu_status())
-    return found
+        status.update(_gpu_status())
+    return status
 
 
 def _gpu_status() -> dict[str, Any]:

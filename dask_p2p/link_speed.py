@@ -48,28 +48,28 @@ class Link:
 
 
 async def measure_from(
-    holders: Mapping[str, str], kind: str, chosen: Options, dask_worker: Any
+    holders: Mapping[str, str], kind: str, options: Options, dask_worker: Any
 ) -> Link:
     """Measure the link from this worker's holder, on a thread as tasks have them."""
     holder = holders[dask_worker.address]
     context = dask_worker.plugins[PLUGIN_NAME].context
     nbytes = most_probe_bytes(kind, dask_worker.memory_manager.memory_limit or None)
-    return await asyncio.to_thread(_measure_link, context, holder, kind, nbytes, chosen)
+    return await asyncio.to_thread(_measure_link, context, holder, kind, nbytes, options)
 
 
 def _measure_link(
-    context: DaskWorkerContext, holder: str, kind: str, nbytes: int, chosen: Options
+    context: DaskWorkerContext, holder: str, kind: str, nbytes: int, options: Options
 ) -> Link:
-    order = chosen.order(kind)
+    order = options.order(kind)
     quicker = None
     context.router.prefer(holder, order, None)  # what was measured before may not hold any more
     try:
-        first = latency_s, time_s, transport = _measure(context, holder, kind, nbytes, chosen)
-        quicker = _quicker(context, holder, kind, nbytes, chosen, *first[1:])
+        first = latency_s, time_s, transport = _measure(context, holder, kind, nbytes, options)
+        quicker = _quicker(context, holder, kind, nbytes, options, *first[1:])
         # Who named an order has it.
-        if quicker is not None and chosen.transports is None:
+        if quicker is not None and options.transports is None:
             context.router.prefer(holder, order, quicker)
-            latency_s, time_s, transport = _measure(context, holder, kind, nbytes, chosen)
+            latency_s, time_s, transport = _measure(context, holder, kind, nbytes, options)
     except P2PError as exc:
         return Link(context.address, holder, None, 0.0, 0.0, {}, f"{type(exc).__name__}: {exc}")
     obstacles = {}
@@ -92,15 +92,15 @@ def _why_not(context: DaskWorkerContext, holder: str, kind: str, transport: str)
 
 
 def _measure(
-    context: DaskWorkerContext, holder: str, kind: str, nbytes: int, chosen: Options
+    context: DaskWorkerContext, holder: str, kind: str, nbytes: int, options: Options
 ) -> tuple[float, float, str]:
     """Return the time of a small block and of a large one, and what brought that one."""
     # The first one is tried before anything is timed.
     context.router.routes(
-        BlockRef(probe_key(kind), (holder,)), kind, np.dtype("u1"), chosen.order(kind)
+        BlockRef(probe_key(kind), (holder,)), kind, np.dtype("u1"), options.order(kind)
     )
-    latency_s, _ = _time(context, holder, kind, _LATENCY_BYTES, chosen)
-    return latency_s, *_time(context, holder, kind, nbytes, chosen)
+    latency_s, _ = _time(context, holder, kind, _LATENCY_BYTES, options)
+    return latency_s, *_time(context, holder, kind, nbytes, options)
 
 
 def _quicker(
@@ -108,15 +108,15 @@ def _quicker(
     holder: str,
     kind: str,
     nbytes: int,
-    chosen: Options,
+    options: Options,
     time_s: float,
     transport: str,
 ) -> str | None:
     """Return the quickest later transport, if it takes less than half the time."""
-    order = chosen.order(kind)
+    order = options.order(kind)
     times_s = {}
     for name in order[order.index(transport) + 1 :]:
-        alone = replace(chosen, transports=(name,))
+        alone = replace(options, transports=(name,))
         if _why_not(context, holder, kind, name) is None:
             with contextlib.suppress(P2PError):
                 times_s[name], _ = _time(context, holder, kind, nbytes, alone, _FEW_REPEATS)
@@ -129,14 +129,14 @@ def _time(
     holder: str,
     kind: str,
     nbytes: int,
-    chosen: Options,
+    options: Options,
     repeats: int = _REPEATS,
 ) -> tuple[float, str]:
     """Return the least time for a probe block of this size, and what brought it."""
     best_s, transport = float("inf"), ""
     for _ in range(repeats):
         start_s = time.perf_counter()
-        region, transport = _bring_probe(context, holder, kind, nbytes, chosen)
+        region, transport = _bring_probe(context, holder, kind, nbytes, options)
         best_s = min(best_s, time.perf_counter() - start_s)
     check_probe(region)
     return best_s, transport

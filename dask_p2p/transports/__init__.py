@@ -27,8 +27,8 @@ register(
 
 def make_transports(host: WorkerContext, options: Options) -> dict[str, Transport]:
     """Make every transport of a worker, by name."""
-    made = {name: transport(host, options) for name, transport in classes.items()}
+    transports = {name: transport(host, options) for name, transport in classes.items()}
     packed = ByteBudget(options.staging_limit_bytes)
-    for transport in made.values():
+    for transport in transports.values():
         transport.packed = packed
-    return made
+    return transports

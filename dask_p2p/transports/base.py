@@ -108,8 +108,8 @@ class Transport(ABC):
                     start, _ = region.part.box[0]
                     check_probe(region.pending.result(MEET_S + GRACE_S), start)
             except TimeoutError:
-                said = f"{self.name}: the worker's event loop did not respond"
-                raise TransferError(said) from None
+                message = f"{self.name}: the worker's event loop did not respond"
+                raise TransferError(message) from None
 
     @abstractmethod
     def read(self, requests: Sequence[Request], options: Options) -> Reading:

@@ -97,15 +97,15 @@ class CmaTransport(SameHostTransport):
         process_memory.allow_readers()
         return f"{process_memory.address_of(self._token):x} {self._token.tobytes().hex()}"
 
-    def memory_obstacle(self, here: Peer, there: Peer) -> Obstacle | None:
+    def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
         try:
-            address, token = there.memory.split()
+            address, token = remote.memory.split()
             runs = process_memory.runs_of(int(address, 16), (_TOKEN_BYTES,), (1,), 1)
             memory = np.empty(_TOKEN_BYTES, np.uint8)
-            found = process_memory.read(there.pid, runs, memory.dtype, memory)
+            found_token = process_memory.read(remote.pid, runs, memory.dtype, memory)
         except (OSError, ValueError, AttributeError, OverflowError) as exc:
             return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
-        if found.tobytes().hex() != token:
+        if found_token.tobytes().hex() != token:
             return Obstacle("other-process", "its memory is another process'")
         return None
 
@@ -183,8 +183,8 @@ class _CmaBlock(LeasedBlock):
         except (OSError, OverflowError) as exc:  # the latter for places outside of any memory
             self.confirm()
             if getattr(exc, "errno", None) == errno.ESRCH:
-                said = f"{block.holder} ended while {block} was read"
-                raise BlockUnavailableError(said) from exc
+                message = f"{block.holder} ended while {block} was read"
+                raise BlockUnavailableError(message) from exc
             raise TransferError(f"cma: {block} cannot be read: {exc}") from exc
         return np.broadcast_to(region, shape)
 

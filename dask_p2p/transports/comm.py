@@ -279,8 +279,8 @@ class _CommReading(Reading):
         first, named = self.requests[parts[0].request], self.named(parts)
         others = len(named["blocks"]) - 1
         about = f"block {first.key!r}" + (f" and {others} others" if others else "")
-        more = {"checksum": True} if self._with_sum else {}
-        asking = ask(self._host, first.holder, _OP, self._timeout_s, about, **named, **more)
+        extra = {"checksum": True} if self._with_sum else {}
+        asking = ask(self._host, first.holder, _OP, self._timeout_s, about, **named, **extra)
         reply = check_reply(await asking, first, "comm")
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
@@ -300,8 +300,8 @@ class _CommReading(Reading):
             if region.dtype != request.dtype:
                 raise mismatch(request, request.dtype, region.dtype)
             if self._with_sum:
-                said = answer.get("checksum")
-                await self._host.offload(_check, request, region, box, said)
+                sent = answer.get("checksum")
+                await self._host.offload(_check, request, region, box, sent)
         except (TransferError, BlockMismatchError) as exc:
             return exc
         return region
@@ -324,14 +324,14 @@ class _Answer:
         return region
 
 
-def _check(request: Request, region: Any, box: Box, said: Any) -> None:
+def _check(request: Request, region: Any, box: Box, sent: Any) -> None:
     """Raise `TransferError` unless the region is what the holder sent, by its checksum."""
     try:
-        name, there = said
+        name, remote = sent
         algorithm = algorithm_of(name)
     except (TypeError, ValueError):
         raise TransferError(
-            f"comm: {request.holder} sent no checksum of {box} of {request}, but {said!r:.100}"
+            f"comm: {request.holder} sent no checksum of {box} of {request}, but {sent!r:.100}"
         ) from None
-    here = region_sum(request.key, box, region, algorithm)
-    check_sum("comm", request, box, here, there, algorithm)
+    local = region_sum(request.key, box, region, algorithm)
+    check_sum("comm", request, box, local, remote, algorithm)

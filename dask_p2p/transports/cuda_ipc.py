@@ -72,10 +72,10 @@ def peer_obstacle(gpu: str) -> Obstacle | None:
     import cupy
 
     runtime = cupy.cuda.runtime
-    here = runtime.getDevice()
+    local = runtime.getDevice()
     for device in range(runtime.getDeviceCount()):
         if uuid(device).hex() == gpu:
-            if device == here or runtime.deviceCanAccessPeer(here, device):
+            if device == local or runtime.deviceCanAccessPeer(local, device):
                 return None
             return Obstacle(
                 "no-peer-access",
@@ -109,8 +109,8 @@ def export(block: Any) -> Place:
             base, nbytes, buffer_id = _allocation(pointer)
             handle = bytes(runtime.ipcGetMemHandle(base))
         except (runtime.CUDARuntimeError, ImportError) as exc:
-            said = f"CUDA IPC does not share memory here ({type(exc).__name__}: {exc})"
-            raise TransferError(said) from exc
+            message = f"CUDA IPC does not share memory here ({type(exc).__name__}: {exc})"
+            raise TransferError(message) from exc
         return Place(uuid(device.id).hex(), handle.hex(), buffer_id, base, nbytes, pointer - base)
 
 

@@ -90,23 +90,23 @@ def kernel_and_namespace() -> tuple[str, str]:
         return file.read().strip(), os.readlink("/proc/self/ns/pid")
 
 
-def apart(here: Peer, there: Peer) -> Obstacle | None:
+def apart(local: Peer, remote: Peer) -> Obstacle | None:
     """Say what sets two processes so far apart that neither can read the other's memory."""
-    if here.boot_id != there.boot_id:
+    if local.boot_id != remote.boot_id:
         return Obstacle("other-host", "they run on different hosts")
-    if here.pid_namespace != there.pid_namespace:
+    if local.pid_namespace != remote.pid_namespace:
         return Obstacle(
             "other-namespace",
             "they run in different PID namespaces, where neither sees the other",
             "Run all workers of a host in one PID namespace (docker run --pid=host)",
         )
-    if here.user != there.user:
+    if local.user != remote.user:
         return Obstacle(
             "other-user", "they belong to different users", "Run all workers of a host as one user"
         )
-    if here.pid == there.pid:
+    if local.pid == remote.pid:
         return Obstacle("same-process", "they share a process")
-    return None if there.refusal is None else no_directory(there.refusal)
+    return None if remote.refusal is None else no_directory(remote.refusal)
 
 
 def no_directory(text: str) -> Obstacle:

@@ -86,10 +86,10 @@ class IpcTransport(SameHostTransport):
     def describe_memory(self) -> str:
         return cuda_ipc.gpu_uuid()
 
-    def memory_obstacle(self, here: Peer, there: Peer) -> Obstacle | None:
-        if not here.memory or not there.memory:
+    def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
+        if not local.memory or not remote.memory:
             return Obstacle("no-gpu", "one of the two has no GPU", "Run one worker a GPU")
-        return cuda_ipc.peer_obstacle(there.memory)
+        return cuda_ipc.peer_obstacle(remote.memory)
 
     def wait_until_written(self, block: Any) -> None:
         wait_until_written([block], any_stream=self.options.any_producer_stream)

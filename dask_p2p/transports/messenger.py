@@ -164,9 +164,9 @@ class Messenger:
             if message.done or self._closed:
                 return
             nothing = np.empty(0, np.uint8)
-            here = self._endpoint(self.address)
+            endpoint = self._endpoint(self.address)
             tag = self._lib.UCXXTag(message.tag)
-            request = here.tag_send(self._wrap(nothing), tag)
+            request = endpoint.tag_send(self._wrap(nothing), tag)
             self._noted(Message(request, nothing, message.tag, lambda _: None))
 
     def forget(self, address: bytes) -> None:
@@ -254,8 +254,8 @@ class Messenger:
         return endpoint
 
     def _make_endpoint(self, address: bytes) -> Any:
-        there = self._lib.UCXAddress.create_from_buffer(address)
-        endpoint = self._worker.create_endpoint_from_worker_address(there, True)
+        remote = self._lib.UCXAddress.create_from_buffer(address)
+        endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
         self._endpoints[address] = endpoint
         self._made[address] += 1
         return endpoint

@@ -98,10 +98,10 @@ def _content(kind: str, nbytes: int) -> Any:
     if kind == "numpy":
         return pattern
     queue = queue_for(kind)
-    made = queue.scratch(pattern.shape, pattern.dtype)
-    queue.permute_and_drop(made, pattern, (0,))
+    block = queue.scratch(pattern.shape, pattern.dtype)
+    queue.permute_and_drop(block, pattern, (0,))
     queue.synchronize()
-    return made
+    return block
 
 
 def _pattern(nbytes: int) -> np.ndarray[Any, Any]:

@@ -134,12 +134,12 @@ def refuse(exc: Exception) -> dict[str, Any]:
         return {"status": "mismatch", "message": str(exc)}
     if isinstance(exc, UnsuitableError):
         return {"status": "unsuitable", "message": str(exc)}
-    said = f"{type(exc).__name__}: {exc}"
+    text = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, MemoryError):
-        said = f"out of memory for packing what was asked for ({said})"
+        text = f"out of memory for packing what was asked for ({text})"
     obstacle = getattr(exc, "obstacle", None)
-    more = {} if obstacle is None else {"obstacle": astuple(obstacle)}
-    return {"status": "error", "message": said, **more}
+    extra = {} if obstacle is None else {"obstacle": astuple(obstacle)}
+    return {"status": "error", "message": text, **extra}
 
 
 def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
     message = reply.get("message", reply) if isinstance(reply, dict) else reply
     if status == "unsuitable":
         raise UnsuitableError(f"{transport} is not for {block}: {message}")
-    said = f"{transport}: {block.holder} could not send {block}: {message}"
-    raise TransferError(said, str(message), _obstacle_of(reply))
+    text = f"{transport}: {block.holder} could not send {block}: {message}"
+    raise TransferError(text, str(message), _obstacle_of(reply))
 
 
 def _obstacle_of(reply: Any) -> Obstacle | None:

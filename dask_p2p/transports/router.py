@@ -136,11 +136,11 @@ class Router:
         with self._lock:
             if last or (route.holder, name) in self._broken:
                 return
-            said = str(error)
+            message = str(error)
             obstacle = getattr(error, "obstacle", None)
-            self._broken[route.holder, name] = obstacle or Obstacle("failed", said)
+            self._broken[route.holder, name] = obstacle or Obstacle("failed", message)
             # A log may keep what it is given, and the error keeps the frames that it passed.
-            logger.warning("%s from %s failed: %s", name, route.holder, said)
+            logger.warning("%s from %s failed: %s", name, route.holder, message)
             reason = getattr(error, "reason", str(error))
             text = f"dask_p2p: {name} fails, another transport is used instead: {reason}"
             if text in self._warned:

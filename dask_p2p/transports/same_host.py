@@ -83,7 +83,7 @@ class SameHostTransport(Transport):
         """Return `Peer.memory` of this process."""
 
     @abstractmethod
-    def memory_obstacle(self, here: Peer, there: Peer) -> Obstacle | None:
+    def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
         """Say what keeps a process of this host and user from being read; None if it can be."""
 
     @abstractmethod
@@ -113,8 +113,8 @@ class SameHostTransport(Transport):
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         peer, obstacle = self._known(requests[0].holder)
         if obstacle is not None:
-            said = f"{requests[0].holder} cannot be read in place: {obstacle}"
-            raise TransferError(f"{self.name}: {said}", obstacle=obstacle)
+            message = f"{requests[0].holder} cannot be read in place: {obstacle}"
+            raise TransferError(f"{self.name}: {message}", obstacle=obstacle)
         flow = self.flow_for(requests, options)
         lease = partial(self._open, peer, options)
         return SameHostReading(requests, flow, lease, is_tapered=self.in_place)
@@ -143,18 +143,18 @@ class SameHostTransport(Transport):
             try:
                 peer = Peer.parse(reply["peer"])
             except (TypeError, ValueError, KeyError) as exc:
-                said = f"{self.name}: {holder} does not say where it runs: {reply}"
-                raise TransferError(said) from exc
+                message = f"{self.name}: {holder} does not say where it runs: {reply}"
+                raise TransferError(message) from exc
             try:
                 known = self._peers[holder] = (peer, self._peer_obstacle(peer))
             except OSError as exc:
-                said = f"{self.name}: this worker cannot tell where it runs itself: {exc}"
-                raise TransferError(said) from exc
+                message = f"{self.name}: this worker cannot tell where it runs itself: {exc}"
+                raise TransferError(message) from exc
         return known
 
     def _peer_obstacle(self, peer: Peer) -> Obstacle | None:
-        here = self._describe()
-        return apart(here, peer) or self.memory_obstacle(here, peer)
+        local = self._describe()
+        return apart(local, peer) or self.memory_obstacle(local, peer)
 
     def _ask(self, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
         """Call a holder's handler, from a task thread."""
@@ -187,11 +187,11 @@ class SameHostTransport(Transport):
                 # It may be gone again: moved and back, or one of many that were on disk.
                 lease = take(peer.folder, block.key)
         except OSError as exc:
-            said = f"{self.name}: the descriptors of {block.holder} cannot be read: {exc}"
-            raise TransferError(said) from exc
+            message = f"{self.name}: the descriptors of {block.holder} cannot be read: {exc}"
+            raise TransferError(message) from exc
         if lease is None:
-            said = f"{block.holder} published {block} {PUBLISH_REQUESTS} times, and it was gone"
-            raise TransferError(f"{self.name}: {said}")
+            message = f"{block.holder} published {block} {PUBLISH_REQUESTS} times, and it was gone"
+            raise TransferError(f"{self.name}: {message}")
         return lease
 
     # --- the holder's side ---

@@ -47,8 +47,8 @@ class LeasedBlock(ABC):
         try:
             lives = self._lease.holder_lives()
         except OSError as exc:
-            said = f"it cannot be told whether {self._block.holder} lives: {exc}"
-            raise TransferError(said) from exc
+            message = f"it cannot be told whether {self._block.holder} lives: {exc}"
+            raise TransferError(message) from exc
         if not lives:
             raise BlockUnavailableError(f"{self._block.holder} ended while {self._block} was read")
 

@@ -275,8 +275,8 @@ class UcxTransport(Transport):
         finally:
             self._serving -= 1
         sent = {"sent": len(sending.sums), "nbytes": outbox.sent_bytes}
-        more = {} if algorithm is None else {"checksums": sending.sums}
-        return {"status": "ok", **sent, **more, **failure}
+        extra = {} if algorithm is None else {"checksums": sending.sums}
+        return {"status": "ok", **sent, **extra, **failure}
 
     async def _address_of(self, reader: str) -> bytes:
         """Return where a worker's messages go to. It is asked itself, so that nobody else can say.

@@ -138,7 +138,7 @@ class Outbox:
         self._reserved = reserved
         self._messenger = messenger
         self._address = address
-        self._closed_there = closed  # of the reader's endpoints to here
+        self._remote_closed = closed  # of the reader's endpoints to here
         self._tag = tag
         self._ahead = ahead
         self._timeout_s = timeout_s
@@ -161,7 +161,7 @@ class Outbox:
 
     def send(self, array: Any) -> None:
         """Send an array; wait until there is room for another."""
-        self._messenger.renew(self._address, self._closed_there)
+        self._messenger.renew(self._address, self._remote_closed)
         message = self._messenger.send(self._address, raw_bytes(array), self._tag)
         self._sent.append((message, buffer_bytes(array.nbytes)))
         self._tag += 1
