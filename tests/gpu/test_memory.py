@@ -183,9 +183,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
 def device_bytes(dask_worker):
     """What a worker's store and the leases of its peers keep in device memory."""
     directory = dask_worker.plugins["dask-p2p"].context.router.transports["ipc"]._directory
-    kept = [
-        descriptor.owner for descriptor in [*directory._published.values(), *directory._withdrawn]
-    ]
+    kept = [entry.owner for entry in [*directory._published.values(), *directory._withdrawn]]
     blocks = {id(block): block.nbytes for block in [*dask_worker.data.device.values(), *kept]}
     return sum(blocks.values())
 
