@@ -327,7 +327,7 @@ def collect(client: Any, name: str, since_s: float = 0.0) -> Exchange | None:
         plugin = dask_worker.plugins.get(PLUGIN_NAME)
         return [
             (r.start_s, r.stop_s, [(s.holder, s.transport, s.nbytes) for s in r.stages])
-            for r in (plugin.runtime.records if plugin else ())
+            for r in (plugin.context.records if plugin else ())
             if r.key[0] == name and r.start_s >= since_s
         ]
 

@@ -10,34 +10,31 @@ from __future__ import annotations
 
 import logging
 import pickle
-import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 from dask.base import tokenize
 from dask.task_spec import GraphNode, Task
 from dask.utils import format_bytes
 
-from dask_p2p.assemble import Assembly, OutputSpec, Peers, Stage
+from dask_p2p.assemble import Assembly, OutputSpec, Stage
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError
 from dask_p2p.layout import Index
 from dask_p2p.plans import Plan
-from dask_p2p.transports.links import BlockRef
+from dask_p2p.retry import AttemptLog, pause_s
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import check_readable
 
 __all__ = [
     "PLUGIN_NAME",
     "AssembleTask",
-    "AttemptLog",
-    "Attempts",
     "Blocks",
     "Record",
-    "Runtime",
     "plugin_runtime",
     "warn_client",
     "whereabouts",
@@ -48,11 +45,7 @@ logger = logging.getLogger(__name__)
 #: Name under which the worker plugin is registered.
 PLUGIN_NAME = "dask-p2p"
 
-_LONGEST_BACKOFF_S = 2.0
 _TAKEN_OFF = "the worker's plugin was taken off while the task waited"
-_KEPT_CAUSES = 8  # of a task's failed attempts: the last ones that differ
-_CAUSE_CHARS = 500  # of each
-_COUNTED_TASKS = 10_000  # whose failed attempts are kept
 _warned: WeakSet[Any] = WeakSet()  # workers that have said that they lack the plugin
 _unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers that lost it
 
@@ -65,81 +58,6 @@ class Record:
     start_s: float  # since the epoch
     stop_s: float
     stages: tuple[Stage, ...]
-
-
-class Attempts:
-    """The failed attempts of one worker at one task: how many, and why the last ones failed.
-
-    Its size is bounded, however often and however wordily a task fails.
-    """
-
-    __slots__ = ("_causes", "count")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._causes: deque[tuple[int, int, str]] = deque(maxlen=_KEPT_CAUSES)  # first, last, text
-
-    def add(self, cause: str) -> None:
-        """Count an attempt."""
-        self.count += 1
-        if len(cause) > _CAUSE_CHARS:
-            cause = f"{cause[: _CAUSE_CHARS - 4]} ..."
-        first = self.count
-        if self._causes and self._causes[-1][2] == cause:
-            first, _, cause = self._causes.pop()
-        self._causes.append((first, self.count, cause))
-
-    def __str__(self) -> str:
-        return "; ".join(
-            f"attempt{f' {first}' if first == last else f's {first} to {last}'}: {cause}"
-            for first, last, cause in self._causes
-        )
-
-
-class AttemptLog:
-    """The failed attempts of one worker at its tasks.
-
-    Parameters
-    ----------
-    address : str
-        The worker's.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._failed: OrderedDict[Any, Attempts] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def failed(self, key: Any, cause: str) -> Attempts:
-        """Take note of a failed attempt at this task; return what is known of all there were."""
-        with self._lock:
-            attempts = self._failed.pop(key, None) or Attempts()
-            attempts.add(cause)
-            self._failed[key] = attempts
-            while len(self._failed) > _COUNTED_TASKS:
-                self._failed.popitem(last=False)
-            return attempts
-
-    def gave_up(self, key: Any) -> None:
-        """Forget the attempts at this task: if it is wanted again, it gets as many anew."""
-        with self._lock:
-            self._failed.pop(key, None)
-
-
-class Runtime(Peers, Protocol):
-    """What a task needs of the plugin of its worker."""
-
-    def failed(self, key: Any, cause: str) -> Attempts:
-        """See `AttemptLog`."""
-
-    def gave_up(self, key: Any) -> None:
-        """See `AttemptLog`."""
-
-    def on_device_lost(self, error: DeviceLostError) -> bool:
-        """Have the worker leave because its GPU works no more; return whether it does."""
-
-    def done(self, record: Record) -> None:
-        """Take note that a task ended well."""
 
 
 class Blocks(GraphNode):  # type: ignore[misc]
@@ -278,7 +196,7 @@ def assemble_block(
             raise
         raise Reschedule() from exc  # to another worker: this one leaves
     result = _finished(block, index, output)
-    runtime.done(Record(key, start_s, time.time(), tuple(assembly.stages)))
+    runtime.record_success(Record(key, start_s, time.time(), tuple(assembly.stages)))
     return result
 
 
@@ -290,7 +208,7 @@ _assemble = assemble_block  # as tasks of the first version name it
 
 
 def _try_again(
-    key: Any, error: TransferError, log: Runtime | AttemptLog, options: Options
+    key: Any, error: TransferError, log: WorkerContext | AttemptLog, options: Options
 ) -> NoReturn:
     """Give the task back to the scheduler, which knows by now who died or what moved.
 
@@ -298,20 +216,20 @@ def _try_again(
     """
     from distributed import Reschedule
 
-    attempts = log.failed(key, str(error))
+    attempts = log.record_failure(key, str(error))
     if attempts.count >= options.attempts:
-        log.gave_up(key)
+        log.forget_attempts(key)
         raise TransferError(
             f"task {key!r} failed {attempts.count} times on {log.address}: {attempts}. "
             f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "
             f"set how long to try."
         ) from error
     logger.info("attempt %d at %r failed, rescheduling: %s", attempts.count, key, str(error))
-    time.sleep(min(_LONGEST_BACKOFF_S, options.backoff_s * 2 ** (attempts.count - 1)))
+    time.sleep(pause_s(options, attempts.count))
     raise Reschedule() from error
 
 
-def whereabouts() -> tuple[Any, Runtime | None]:
+def whereabouts() -> tuple[Any, WorkerContext | None]:
     """Return the worker that this thread works for, and its plugin; None where there is none."""
     try:
         from distributed import get_worker
@@ -322,9 +240,9 @@ def whereabouts() -> tuple[Any, Runtime | None]:
     return worker, plugin_runtime(worker)
 
 
-def plugin_runtime(worker: Any) -> Runtime | None:
+def plugin_runtime(worker: Any) -> WorkerContext | None:
     """Return what a worker's plugin offers to tasks; None without one that is set up."""
-    return getattr(worker.plugins.get(PLUGIN_NAME), "runtime", None)
+    return getattr(worker.plugins.get(PLUGIN_NAME), "context", None)
 
 
 def _warn_of_whole_blocks(worker: Any, keys: list[Any]) -> None:

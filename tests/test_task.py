@@ -16,8 +16,9 @@ from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution
-from dask_p2p.task import AssembleTask, Attempts, Blocks
-from dask_p2p.transports.links import BlockRef
+from dask_p2p.retry import Attempts, worst_case_s
+from dask_p2p.task import AssembleTask, Blocks
+from dask_p2p.transports.router import BlockRef
 
 PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
@@ -77,11 +78,11 @@ class FakeRuntime:
     def __init__(self):
         self.attempts = Attempts()
 
-    def failed(self, key, cause):
+    def record_failure(self, key, cause):
         self.attempts.add(cause)
         return self.attempts
 
-    def gave_up(self, key):
+    def forget_attempts(self, key):
         self.attempts = Attempts()
 
 
@@ -97,11 +98,19 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
                 module._try_again("key", error, runtime, chosen)
         assert pauses_s[:3] == [0.05, 0.1, 0.2]
         assert max(pauses_s) <= 2.0
+        assert worst_case_s(replace(chosen, request_timeout_s=0.0)) == sum(pauses_s)
         with pytest.raises(
             TransferError, match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. See"
         ):
             module._try_again("key", error, runtime, chosen)
         pauses_s.clear()
+
+
+def test_the_worst_case_adds_up():
+    chosen = replace(options(), attempts=3, request_timeout_s=30.0, backoff_s=1.5)
+    assert worst_case_s(chosen) == 3 * 30 + 1.5 + 2.0
+    assert worst_case_s(chosen, holders=2, unmet=1) == 3 * 2 * (30 + 10) + 1.5 + 2.0
+    assert worst_case_s(replace(chosen, attempts=1)) == 30.0
 
 
 def test_the_last_error_tells_the_cause_of_each_attempt(monkeypatch):

@@ -17,7 +17,7 @@ from dask_p2p.ops.arguments import checked_chunks
 from dask_p2p.ops.transpose import transposed
 from dask_p2p.plans import redistribution
 from dask_p2p.registration import workers_of
-from dask_p2p.transports.pacing import idle_bytes, packed_bytes, staging_bytes
+from dask_p2p.transports.registry import idle_bytes, packed_bytes, staging_bytes
 
 __all__ = ["MemoryEstimate", "estimate"]
 
@@ -114,8 +114,7 @@ def estimate(
         largest_piece = plan.largest_piece * item_bytes
         staged_bytes = tasks * staging_bytes(chosen, kind, largest_piece, largest_block, item_bytes)
         packed = packed_bytes(chosen, kind, (workers - 1) * threads, input_bytes)
-        idle = sum(idle_bytes(transport, chosen, kind) for transport in chosen.order(kind))
-        staged_bytes += min(idle, staged_bytes + packed)
+        staged_bytes += min(idle_bytes(chosen, kind), staged_bytes + packed)
     return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed)
 
 

@@ -87,7 +87,7 @@ class Buffers:
         """Let go of what is not in use."""
         self._idle.clear()
 
-    def _give_back(self, size_bytes: int, memory: Any) -> None:
+    def _put_back(self, size_bytes: int, memory: Any) -> None:
         # Called wherever the last view dies, perhaps in the middle of a garbage collection: no
         # locks here. Two that come at once may both stay; that is one buffer too many.
         if self.idle_bytes + size_bytes <= self.idle_limit_bytes:
@@ -114,6 +114,6 @@ def _allocate(kind: str, size_bytes: int) -> Any:
 def _lend(kind: str, memory: Any, buffers: Buffers, size_bytes: int) -> Any:
     """Return an array of bytes whose owner gives the memory back when it dies."""
     owner = _Owner(memory)
-    back = weakref.finalize(owner, buffers._give_back, size_bytes, memory)
+    back = weakref.finalize(owner, buffers._put_back, size_bytes, memory)
     back.atexit = False
     return backend_named(kind).bytes_of(memory, size_bytes, owner)

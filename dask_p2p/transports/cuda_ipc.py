@@ -14,9 +14,10 @@ from functools import cache, lru_cache
 from typing import Any
 
 from dask_p2p.backends.device import allocation, is_shareable, uuid
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import Obstacle, TransferError
 
 __all__ = [
+    "POOL_REMEDY",
     "Mapping",
     "Mappings",
     "Place",
@@ -27,10 +28,16 @@ __all__ = [
 ]
 
 
-_NOT_SHAREABLE = (
-    "its allocator's memory cannot be shared by CUDA IPC (cudaMallocAsync or managed memory). "
-    "Start the cluster with an RMM pool: rmm_pool_size=..., "
-    'rmm_allocator_external_lib_list=["cupy"], without rmm_async and rmm_managed_memory.'
+#: What makes all memory of a worker shareable, and mapping it quick.
+POOL_REMEDY = (
+    'Start the cluster with dask_p2p.local_cluster(), or with rmm_pool_size="40 GiB" (a multiple '
+    'of 2 MiB) and rmm_allocator_external_lib_list=["cupy"], without rmm_async and '
+    "rmm_managed_memory"
+)
+_NOT_SHAREABLE = Obstacle(
+    "not-shareable",
+    "its allocator's memory cannot be shared by CUDA IPC (cudaMallocAsync or managed memory)",
+    POOL_REMEDY,
 )
 
 
@@ -60,18 +67,26 @@ def gpu_uuid() -> str:
         return ""
 
 
-def peer_obstacle(gpu: str) -> str | None:
+def peer_obstacle(gpu: str) -> Obstacle | None:
     """Say why this process' GPU cannot read the memory of the GPU with this UUID."""
     import cupy
 
     runtime = cupy.cuda.runtime
-    here = runtime.getDevice()
+    local = runtime.getDevice()
     for device in range(runtime.getDeviceCount()):
         if uuid(device).hex() == gpu:
-            if device == here or runtime.deviceCanAccessPeer(here, device):
+            if device == local or runtime.deviceCanAccessPeer(local, device):
                 return None
-            return "their GPUs have no peer access to each other"
-    return "the other's GPU is not among this worker's CUDA_VISIBLE_DEVICES"
+            return Obstacle(
+                "no-peer-access",
+                "their GPUs have no peer access to each other",
+                "See nvidia-smi topo -p2p r; GPUs behind different PCIe roots may lack it",
+            )
+    return Obstacle(
+        "gpu-not-visible",
+        "the other's GPU is not among this worker's CUDA_VISIBLE_DEVICES",
+        "Give each worker all GPUs of its host, its own one first",
+    )
 
 
 def export(block: Any) -> Place:
@@ -90,12 +105,12 @@ def export(block: Any) -> Place:
     with block.device as device:
         try:
             if not is_shareable(pointer):
-                raise TransferError(_NOT_SHAREABLE)
+                raise TransferError(_NOT_SHAREABLE.full_text, obstacle=_NOT_SHAREABLE)
             base, nbytes, buffer_id = allocation(pointer)
             handle = bytes(runtime.ipcGetMemHandle(base))
         except (runtime.CUDARuntimeError, ImportError) as exc:
-            said = f"CUDA IPC does not share memory here ({type(exc).__name__}: {exc})"
-            raise TransferError(said) from exc
+            message = f"CUDA IPC does not share memory here ({type(exc).__name__}: {exc})"
+            raise TransferError(message) from exc
         return Place(uuid(device.id).hex(), handle.hex(), buffer_id, base, nbytes, pointer - base)
 
 

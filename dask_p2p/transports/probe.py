@@ -20,7 +20,7 @@ __all__ = ["PROBE_BYTES", "Probes", "check_probe", "is_probe", "most_probe_bytes
 PROBE_BYTES = 2**16  # more than UCX sends at once without a rendezvous
 _MOST_OF_MEMORY = 1 / 32  # that one probe block may take
 _NAME = "dask-p2p-probe"
-_KEPT = 3  # one that proves ways, two by which links are measured
+_KEPT = 3  # one that proves routes, two by which links are measured
 
 
 #: Key of a probe block: a name, the kind "numpy" or "cupy", and the size in bytes.
@@ -97,10 +97,10 @@ def _content(kind: str, nbytes: int) -> Any:
     if not backend.on_device:
         return pattern
     queue = backend.queue()
-    made = queue.scratch(pattern.shape, pattern.dtype)
-    queue.permute_and_drop(made, pattern, (0,))
+    block = queue.scratch(pattern.shape, pattern.dtype)
+    queue.permute_and_drop(block, pattern, (0,))
     queue.synchronize()
-    return made
+    return block
 
 
 def _pattern(nbytes: int) -> np.ndarray[Any, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,8 +29,10 @@ from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.replies import find_block, refuse
+from dask_p2p.transports.same_host import DirectoryOptions
 from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.worker import P2PPlugin
+from tests.support import with_section
 from tests.transports.loopback import EventLoop, LoopbackHost
 
 # Hypothesis makes an example's requests faster than as many examples: 2,000 in all, and 11,000 with
@@ -224,11 +225,11 @@ def holder(tmp_path_factory):
     loop = EventLoop()
     host = LoopbackHost("holder", loop.loop, {}, tmp_path_factory.mktemp("holder"))
     host.blocks = dict(BLOCKS)
-    chosen = replace(options(), board_retain_s=60.0)
+    chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
     classes = (CommTransport, IpcTransport, CmaTransport, UcxTransport)
     comm, ipc, cma, ucx = (make(host, chosen) for make in classes)
     handlers = {**comm.handlers(), **ipc.handlers(), **cma.handlers(), **ucx.handlers()}
-    boards = {transport.name: transport._board for transport in (ipc, cma)}
+    directories = {transport.name: transport._directory for transport in (ipc, cma)}
 
     async def address_of(reader):
         return b"somewhere"
@@ -265,7 +266,7 @@ def holder(tmp_path_factory):
         patch.setattr(ucx, "_address_of", address_of)
         patch.setattr(ucx_module.Sending, "run", send)
         Bomb.went_off.clear()
-        yield SimpleNamespace(host=host, ask=ask, boards=boards, loop=loop)
+        yield SimpleNamespace(host=host, ask=ask, directories=directories, loop=loop)
     for transport in (ipc, cma):
         loop.run(transport.close())
     host.close()
@@ -278,7 +279,7 @@ def unchanged(holder):
     yield
     assert holder.host.blocks == BLOCKS, "the very same blocks"
     assert {key: block.tobytes() for key, block in BLOCKS.items()} == before
-    assert not any(map(len, holder.boards.values()))
+    assert not any(map(len, holder.directories.values()))
     assert Bomb.went_off == []
 
 
@@ -322,17 +323,17 @@ def test_regions(holder, asked):
 @settings(max_examples=EXAMPLES["p2p_post"])
 @given(asked=some(requests()))
 def test_posts(holder, transport, asked):
-    board = holder.boards[transport]
+    directory = holder.directories[transport]
     for request in asked:
         request.pop("box", None)
     sent = [wire(request) for request in asked]
     for request, reply in zip(asked, holder.ask(f"p2p_{transport}_post", sent), strict=True):
         if is_good(request, ("key", "shape")):
             assert reply == {"status": "ok"}
-            board.retract(request["key"])
+            directory.withdraw(request["key"])
         else:
             assert is_refusal(reply)
-    assert len(board) == 0, "what was refused was posted"
+    assert len(directory) == 0, "what was refused was published"
 
 
 @st.composite

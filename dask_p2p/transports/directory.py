@@ -1,15 +1,15 @@
 """Descriptors of blocks in shared tables, leased by file locks, between processes of one host.
 
-A holder *posts* a descriptor of a block in its table (`dask_p2p.transports.table`), and keeps the
-block referenced. A reader *takes* a lease on it without asking anybody: it finds the descriptor's
-slot in the table, and locks it. The kernel ends the lease when the reader lets go, or dies. To give
-a block up, the holder first withdraws the descriptor and then looks at the lock: as long as it is
-there somebody reads, and the block stays where it is::
+A holder *publishes* a descriptor of a block in its table (`dask_p2p.transports.table`), and keeps
+the block referenced. A reader *takes* a lease on it without asking anybody: it finds the
+descriptor's slot in the table, and locks it. The kernel ends the lease when the reader lets go, or
+dies. To give a block up, the holder first withdraws the descriptor and then looks at the lock: as
+long as it is there somebody reads, and the block stays where it is::
 
-    holder                                reader
-    post: write descriptor, keep block    take: find slot, lock it (shared),
-                                                is it still the key's?  -> lease is valid
-    retract: withdraw, then look                else                    -> let go, ask again
+    holder                                   reader
+    publish: write descriptor, keep block    take: find slot, lock it (shared),
+                                                   is it still the key's?  -> lease is valid
+    withdraw: clear slot, then look                else                    -> let go, ask again
       slot is free   -> drop block
       slot is locked -> keep block, look again later
 
@@ -35,7 +35,7 @@ from weakref import WeakSet
 
 from dask_p2p.transports.table import FILE, OWNER, Table, View, digest_of, views
 
-__all__ = ["Board", "Intent", "Lease", "leave", "take"]
+__all__ = ["DescriptorDirectory", "Lease", "PublishToken", "leave", "take"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,45 +43,45 @@ _LINGER_S = 0.1
 
 
 @dataclass(slots=True)
-class _Notice:
-    """A posted block."""
+class _Published:
+    """A published block."""
 
     byte: int  # of the file, where its slot is
     owner: Any  # keeps the block's memory alive
-    posted_s: float  # monotonic; when last posted
+    touched_s: float  # monotonic; when last published
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Intent:
-    """That a block is about to be looked up and posted: void once its key is retracted."""
+class PublishToken:
+    """Lets a block be looked up and published; it is cancelled when its key is withdrawn."""
 
     key: Any
-    void: bool = False
+    cancelled: bool = False
 
 
-class Board:
+class DescriptorDirectory:
     """The holder's side.
 
     Parameters
     ----------
     parent : str
-        Folder in which the board makes a folder of its own, that only this user can enter.
+        Folder in which the directory makes a folder of its own, that only this user can enter.
 
     Attributes
     ----------
     folder : str
         That folder; empty if it could not be made.
     refusal : str or None
-        Why nothing can be posted.
+        Why nothing can be published.
     """
 
     def __init__(self, parent: str) -> None:
         self.folder = ""
         self.refusal: str | None = None
         self._file: Table | None = None
-        self._notices: dict[Any, _Notice] = {}  # by key
-        self._retracted: list[_Notice] = []  # still leased when last looked at
-        self._intents: WeakSet[Intent] = WeakSet()
+        self._published: dict[Any, _Published] = {}  # by key
+        self._withdrawn: list[_Published] = []  # still leased when last looked at
+        self._tokens: WeakSet[PublishToken] = WeakSet()
         self._lock = threading.RLock()
         try:
             self.folder = tempfile.mkdtemp(prefix="p2p-", dir=parent)  # mode 0o700
@@ -94,91 +94,93 @@ class Board:
             reason = getattr(exc, "strerror", None) or exc
             self.refusal = f"its folder for descriptors cannot be set up: {reason}"
 
-    def intend(self, key: Any) -> Intent:
-        """Say that a block is about to be looked up, to be posted then.
+    def token(self, key: Any) -> PublishToken:
+        """Return a token for a block that is about to be looked up, and published then.
 
         Between the two it may be released by another thread, which does not wait for it.
         """
-        intent = Intent(key)
+        token = PublishToken(key)
         with self._lock:
-            self._intents.add(intent)
-        return intent
+            self._tokens.add(token)
+        return token
 
-    def post(self, key: Any, owner: Any, text: bytes, intent: Intent | None = None) -> None:
-        """Post a block, replacing an earlier one with the same key; prolong it if it is posted.
+    def publish(self, key: Any, owner: Any, text: bytes, token: PublishToken | None = None) -> None:
+        """Publish a block in the place of an earlier one with its key, or touch it if it is there.
 
         Parameters
         ----------
         key
             Of the block.
         owner
-            Whatever keeps its memory alive; referenced until the notice is retracted and no
+            Whatever keeps its memory alive; referenced until the entry is withdrawn and no
             lease is left.
         text
             The descriptor that readers get.
-        intent
+        token
             From before the block was looked up.
 
         Raises
         ------
         KeyError
-            If the key was retracted since then.
+            If the key was withdrawn since then.
         ValueError
-            If the board is closed, or could not be made; or if the descriptor is too long.
+            If the directory is closed, or could not be made; or if the descriptor is too long.
         OSError
             If the descriptor cannot be written.
         """
         with self._lock:
             if self._file is None or self.refusal is not None:
                 raise ValueError(self.refusal)
-            if intent is not None and intent.void:
+            if token is not None and token.cancelled:
                 raise KeyError(key)
-            if self.renew(key, owner):
-                return  # another thread was quicker, and readers may know its notice by now
-            digest, replaced = digest_of(key), self._notices.pop(key, None)
+            if self.touch(key, owner):
+                return  # another thread was quicker, and readers may know its entry by now
+            digest, replaced = digest_of(key), self._published.pop(key, None)
             try:
                 byte = self._file.reserve(digest)
-                self._notices[key] = _Notice(byte, owner, time.monotonic())
+                self._published[key] = _Published(byte, owner, time.monotonic())
                 self._file.publish(byte, digest, text)
             except BaseException:
-                self._retract(self._notices.pop(key, None))
+                self._withdraw(self._published.pop(key, None))
                 raise
             finally:  # not before: readers find the one or the other at any time
-                self._retract(replaced)
+                self._withdraw(replaced)
 
-    def renew(self, key: Any, owner: Any) -> bool:
+    def touch(self, key: Any, owner: Any) -> bool:
         """Prolong the descriptor of a block; False if there is none, or one of an earlier block."""
         with self._lock:
-            notice = self._notices.get(key)
-            if notice is None or notice.owner is not owner:
+            entry = self._published.get(key)
+            if entry is None or entry.owner is not owner:
                 return False
-            notice.posted_s = time.monotonic()
+            entry.touched_s = time.monotonic()
             return True
 
-    def retract(self, key: Any) -> None:
-        """Take a notice down; the block is dropped as soon as no lease is left."""
+    def withdraw(self, key: Any) -> None:
+        """Take an entry down; the block is dropped as soon as no lease is left."""
         with self._lock:
-            for intent in self._intents:
-                intent.void |= intent.key == key
-            dropped = self._retract(self._notices.pop(key, None))
+            for token in self._tokens:
+                token.cancelled |= token.key == key
+            dropped = self._withdraw(self._published.pop(key, None))
         del dropped  # freeing a GPU's memory may wait for it: nobody should wait for that lock
 
-    def sweep(self, retain_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
+    def expire(self, ttl_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
         """Retract what is older, or spilled; drop what nobody reads; return how many are left."""
         with self._lock:
-            oldest_s = time.monotonic() - retain_s
-            due = [k for k, n in self._notices.items() if n.posted_s <= oldest_s or is_spilled(k)]
-            dropped = [self._retract(self._notices.pop(key)) for key in due], self._retracted
-            self._retracted = [notice for notice in self._retracted if self._is_kept(notice)]
+            oldest_s = time.monotonic() - ttl_s
+            due = [
+                k for k, n in self._published.items() if n.touched_s <= oldest_s or is_spilled(k)
+            ]
+            dropped = [self._withdraw(self._published.pop(key)) for key in due], self._withdrawn
+            self._withdrawn = [entry for entry in self._withdrawn if self._is_kept(entry)]
             left = len(self)
         del dropped
         return left
 
     def close(self) -> int:
-        """Retract everything, refuse further posts; return how many leases are left."""
+        """Retract everything, refuse further publishes; return how many leases are left."""
         with self._lock:
-            self.refusal = self.refusal or "the board is closed"
-        left = self.sweep(float("-inf"))
+            self.refusal = self.refusal or "the directory is closed"
+        left = self.expire(float("-inf"))
         with self._lock:
             # Not before the last reader is done, who would think that the holder was killed.
             if not left and self.folder:
@@ -196,28 +198,28 @@ class Board:
             while self.close():
                 time.sleep(_LINGER_S)
 
-        threading.Thread(target=close, name="p2p-board", daemon=True).start()
+        threading.Thread(target=close, name="p2p-directory", daemon=True).start()
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of the blocks that the board keeps alive."""
+        """Bytes of the blocks that the directory keeps alive."""
         with self._lock:
-            kept = [*self._notices.values(), *self._retracted]
-        return sum(getattr(notice.owner, "nbytes", 0) for notice in kept)
+            kept = [*self._published.values(), *self._withdrawn]
+        return sum(getattr(entry.owner, "nbytes", 0) for entry in kept)
 
     def __len__(self) -> int:
-        """Blocks that the board keeps alive."""
-        return len(self._notices) + len(self._retracted)
+        """Blocks that the directory keeps alive."""
+        return len(self._published) + len(self._withdrawn)
 
-    def _retract(self, notice: _Notice | None) -> _Notice | None:
-        if notice is not None and self._is_kept(notice):
-            self._retracted.append(notice)
-        return notice
+    def _withdraw(self, entry: _Published | None) -> _Published | None:
+        if entry is not None and self._is_kept(entry):
+            self._withdrawn.append(entry)
+        return entry
 
-    def _is_kept(self, notice: _Notice) -> bool:
+    def _is_kept(self, entry: _Published) -> bool:
         """Withdraw a descriptor; tell whether its block must stay, since somebody may read it."""
         try:
-            return self._file is not None and self._file.withdraw(notice.byte)
+            return self._file is not None and self._file.withdraw(entry.byte)
         except (OSError, MemoryError):  # nobody knows: it is tried again
             return True
 
@@ -236,7 +238,7 @@ class Lease:
         return self._view is not None
 
     def holder_lives(self) -> bool:
-        """Whether the process lives that posted the block. It opens no file."""
+        """Whether the process lives that published the block. It opens no file."""
         if self._view is None:
             raise OSError(errno.EBADF, "the lease has ended")
         return self._view.is_locked(OWNER)
@@ -249,7 +251,7 @@ class Lease:
 
 
 def take(folder: str, key: Any) -> Lease | None:
-    """Take a lease on a block; None if the board in this folder has no valid descriptor of it."""
+    """Take a lease on a block; None if this folder's directory has no valid descriptor of it."""
     digest = digest_of(key)
     try:
         view = views.get(folder) or views.setdefault(folder, View(folder))
@@ -269,5 +271,5 @@ def take(folder: str, key: Any) -> Lease | None:
 
 
 def leave(folder: str) -> None:
-    """Close what a reader has open of the board in this folder, as soon as no lease is left."""
+    """Close what a reader has open of the directory in this folder, as soon as no lease is left."""
     views.pop(folder, None)

@@ -1,4 +1,4 @@
-"""What transports need of the worker that they live on: blocks, calls, threads.
+"""What transports and tasks need of the worker that they are on: blocks, calls, threads, routes.
 
 Its coroutines run on the worker's event loop, the rest in any thread.
 """
@@ -9,26 +9,32 @@ import asyncio
 import logging
 import os
 from asyncio import AbstractEventLoop
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import numpy as np
 from distributed import Worker
 
+from dask_p2p.backends import backend_named
 from dask_p2p.backends.device import device_work
+from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning
+from dask_p2p.retry import AttemptLog
 from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
-from dask_p2p.task import warn_client
-from dask_p2p.transports.probe import Probes, is_probe
+from dask_p2p.task import Record, warn_client
+from dask_p2p.transports.probe import Probes, is_probe, probe_key
+from dask_p2p.transports.router import BlockRef, Router
 
-__all__ = ["WorkerHost"]
+__all__ = ["DaskWorkerContext"]
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_RECORDS = 1000  # of tasks that are kept
 _SERVING_THREADS = 2  # that pack regions for other workers
 _LOOKS = 10  # for a block that is being spilled, or brought back
 _KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them was read
@@ -36,11 +42,22 @@ _ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
 _LEAVE_S = 1.0  # from the loss of its GPU until a worker's process ends
 
 
-class WorkerHost:
-    """What transports need of the worker that they live on."""
+class DaskWorkerContext(AttemptLog):
+    """What transports and tasks need of the Dask worker that they are on: a `WorkerContext`.
 
-    def __init__(self, worker: Worker) -> None:
-        self.address: str = worker.address
+    Parameters
+    ----------
+    worker
+        Dask's.
+    options
+        The worker's own.
+    """
+
+    def __init__(self, worker: Worker, options: Options) -> None:
+        super().__init__(worker.address)
+        self.router = Router({}, self.warn)
+        self.records: deque[Record] = deque(maxlen=_RECORDS)
+        self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
         self.folder: str = worker.local_directory
         # Credentials from a configuration file do not make Dask require what they are used for.
@@ -88,9 +105,17 @@ class WorkerHost:
             self._forgetting.cancel()
         self._forgetting = self.loop.call_later(_KEEP_S, self._from_disk.clear)
 
-    def held(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
+        """Count what transfers hold on this worker, by transport and kind, for whoever looks.
+
+        When no task runs, and all that readers asked for is sent, everything is zero, except for
+        what is kept a while on purpose: mappings of `ipc`, posted blocks, blocks read from disk.
+        """
         calls = sum(len(calls) for calls in list(self._calls.values()))
-        return {"calls": calls, "from disk": len(self._from_disk)}
+        held = {"calls": calls, "from disk": len(self._from_disk)}
+        for name, transport in self.router.transports.items():
+            held |= {f"{name}.{what}": count for what, count in transport.usage().items()}
+        return held
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         if address in self._gone:
@@ -109,15 +134,43 @@ class WorkerHost:
                 del self._calls[address]
         return reply
 
-    def gone(self, address: str) -> None:
+    def on_worker_left(self, address: str) -> None:
         """Give up calls to a worker that has left; connecting to it would be tried for long."""
         self._gone.add(address)
         for call in self._calls.pop(address, ()):
             call.cancel()
 
-    def back(self, addresses: Iterable[str]) -> None:
+    def on_workers_named(self, addresses: Iterable[str]) -> None:
         """Take note that the scheduler names these workers as holders, again perhaps."""
         self._gone.difference_update(addresses)
+
+    # --- for tasks ---
+
+    def warn(self, text: str) -> None:
+        """Warn the user, wherever they are."""
+        warn_client(self._worker, text, P2PWarning)
+
+    def publish(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
+        for name in options.order(kind):
+            self.router.transports[name].publish(blocks)
+
+    def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
+        limit_bytes = self._worker.memory_manager.memory_limit
+        return backend_named(kind).memory_below(wanted_bytes, limit_bytes)
+
+    def meet(self, holders: Iterable[str], kind: str) -> None:
+        """Prove the route that blocks of this kind will take from each of these workers."""
+        with device_work():
+            for holder in holders:
+                if holder != self.address:
+                    ref = BlockRef(probe_key(kind), (holder,))
+                    self.router.routes(ref, kind, np.dtype("u1"), self._options.order(kind))
+
+    def record_success(self, record: Record) -> None:
+        self.forget_attempts(record.key)
+        self.records.append(record)
+
+    # --- threads, and the end ---
 
     async def offload(
         self, function: Callable[..., _T], *args: Any, threads: Executor | None = None

@@ -33,15 +33,15 @@ def algorithm_of(name: Any) -> str:
 
 
 def check_sum(
-    transport: str, block: Request, box: Box, here: int, there: Any, algorithm: str
+    transport: str, block: Request, box: Box, local: int, remote: Any, algorithm: str
 ) -> None:
     """Raise `TransferError` unless a region's sum is the same here and there."""
-    if type(there) is not int or not 0 <= there < _SUMS:
+    if type(remote) is not int or not 0 <= remote < _SUMS:
         raise TransferError(f"{transport}: {block.holder} sent no checksum of {box} of {block}")
-    if here != there:
+    if local != remote:
         reason = "what arrives is not what was sent, by its checksum"
         raise TransferError(
-            f"{transport}: {box} of {block} came changed: its {algorithm} is {here:#x} here, and "
-            f"was {there:#x} where it was sent",
+            f"{transport}: {box} of {block} came changed: its {algorithm} is {local:#x} here, and "
+            f"was {remote:#x} where it was sent",
             f"{transport}: {reason}",
         )

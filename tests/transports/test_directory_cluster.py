@@ -42,7 +42,7 @@ def warned(client):
 
 def setup_is_whole(dask_worker):
     plugin = dask_worker.plugins[PLUGIN_NAME]
-    return plugin.runtime is not None and dask_worker.handlers.keys() >= {"p2p_comm_read"}
+    return plugin.context is not None and dask_worker.handlers.keys() >= {"p2p_comm_read"}
 
 
 def test_workers_that_cannot_publish_are_read_by_messages():

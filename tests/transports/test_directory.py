@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dask_p2p.transports.board import Board, leave, take
+from dask_p2p.transports.directory import DescriptorDirectory, leave, take
 from dask_p2p.transports.table import FILE, TEXT_BYTES, Table, View, digest_of
 from tests.transports.loopback import wait_until
 
@@ -29,43 +29,43 @@ class Block:
 
 
 @pytest.fixture
-def board(tmp_path):
-    board = Board(str(tmp_path))
-    yield board
-    board.close()
+def directory(tmp_path):
+    directory = DescriptorDirectory(str(tmp_path))
+    yield directory
+    directory.close()
 
 
-def test_a_notice_can_be_taken(board):
-    board.post("key", Block(), b"text")
-    lease = take(board.folder, "key")
+def test_a_notice_can_be_taken(directory):
+    directory.publish("key", Block(), b"text")
+    lease = take(directory.folder, "key")
     assert lease.text == b"text"
     lease.close()
     lease.close()
-    assert take(board.folder, "other") is None
+    assert take(directory.folder, "other") is None
 
 
-def test_several_readers_at_once(board):
-    board.post("key", Block(), b"text")
-    leases = [take(board.folder, "key") for _ in range(3)]
+def test_several_readers_at_once(directory):
+    directory.publish("key", Block(), b"text")
+    leases = [take(directory.folder, "key") for _ in range(3)]
     assert all(leases)
-    board.retract("key")
+    directory.withdraw("key")
     for left, lease in zip((1, 1, 0), leases, strict=True):
         lease.close()
-        assert board.sweep(60) == left
+        assert directory.expire(60) == left
 
 
-def test_a_block_is_kept_until_the_last_reader_lets_go(board):
+def test_a_block_is_kept_until_the_last_reader_lets_go(directory):
     block = Block()
     alive = weakref.ref(block)
-    board.post("key", block, b"text")
+    directory.publish("key", block, b"text")
     del block
-    lease = take(board.folder, "key")
-    board.retract("key")
+    lease = take(directory.folder, "key")
+    directory.withdraw("key")
     gc.collect()
     assert alive() is not None
-    assert take(board.folder, "key") is None, "nobody new may read it"
+    assert take(directory.folder, "key") is None, "nobody new may read it"
     lease.close()
-    assert board.sweep(60) == 0
+    assert directory.expire(60) == 0
     gc.collect()
     assert alive() is None
 
@@ -82,102 +82,102 @@ def before_locking(monkeypatch, do):
     monkeypatch.setattr(View, "begin", begin)
 
 
-def test_a_notice_retracted_between_finding_and_locking_is_not_taken(board, monkeypatch):
-    board.post("key", Block(), b"text")
+def test_a_descriptor_withdrawn_between_finding_and_locking_is_not_taken(directory, monkeypatch):
+    directory.publish("key", Block(), b"text")
 
     def do():
-        board.retract("key")
-        assert len(board) == 0, "nobody reads: the block is gone"
+        directory.withdraw("key")
+        assert len(directory) == 0, "nobody reads: the block is gone"
 
     before_locking(monkeypatch, do)
-    assert take(board.folder, "key") is None
+    assert take(directory.folder, "key") is None
 
 
-def test_a_slot_replaced_between_finding_and_locking_is_not_taken(board, monkeypatch):
-    board.post("key", Block(), b"text")
+def test_a_slot_replaced_between_finding_and_locking_is_not_taken(directory, monkeypatch):
+    directory.publish("key", Block(), b"text")
 
     def do():
-        board.post("key", Block(), b"more")
-        assert len(board) == 1, "nobody reads: the block is gone"
+        directory.publish("key", Block(), b"more")
+        assert len(directory) == 1, "nobody reads: the block is gone"
 
     before_locking(monkeypatch, do)
-    assert take(board.folder, "key") is None, "what it is now is found the next time"
-    assert take(board.folder, "key").text == b"more"
+    assert take(directory.folder, "key") is None, "what it is now is found the next time"
+    assert take(directory.folder, "key").text == b"more"
 
 
 @pytest.mark.parametrize("other", ["key", "other"])
-def test_a_slot_used_again_between_finding_and_locking(board, monkeypatch, other):
-    board.post("key", Block(), b"text")
-    before = board._notices["key"].byte
+def test_a_slot_used_again_between_finding_and_locking(directory, monkeypatch, other):
+    directory.publish("key", Block(), b"text")
+    before = directory._published["key"].byte
 
     def do():
-        board.retract("key")
-        board.post(other, Block(), b"another text")
-        assert board._notices[other].byte == before
+        directory.withdraw("key")
+        directory.publish(other, Block(), b"another text")
+        assert directory._published[other].byte == before
 
     before_locking(monkeypatch, do)
-    lease = take(board.folder, "key")
+    lease = take(directory.folder, "key")
     if other == "key":
         assert lease.text == b"another text", "it is read when it cannot change any more"
-        board.retract("key")
-        assert len(board) == 1
+        directory.withdraw("key")
+        assert len(directory) == 1
     else:
         assert lease is None
-        board.retract("other")
-        assert len(board) == 0, "a reader that found something else left its slot"
+        directory.withdraw("other")
+        assert len(directory) == 0, "a reader that found something else left its slot"
 
 
-def test_a_slot_is_not_used_again_before_the_last_reader_lets_go(board):
-    board.post("key", Block(), b"text")
-    lease = take(board.folder, "key")
-    board.retract("key")
+def test_a_slot_is_not_used_again_before_the_last_reader_lets_go(directory):
+    directory.publish("key", Block(), b"text")
+    lease = take(directory.folder, "key")
+    directory.withdraw("key")
     for i in range(200):
-        board.post(i, Block(), b"%d" % i)
-        assert board._notices[i].byte != lease.byte
-        assert board.sweep(0) == 1
+        directory.publish(i, Block(), b"%d" % i)
+        assert directory._published[i].byte != lease.byte
+        assert directory.expire(0) == 1
     lease.close()
-    board.sweep(60)
-    board.post("key", Block(), b"text")
-    assert board._notices["key"].byte == lease.byte
+    directory.expire(60)
+    directory.publish("key", Block(), b"text")
+    assert directory._published["key"].byte == lease.byte
 
 
-def test_slots_are_used_again(board):
+def test_slots_are_used_again(directory):
     sizes = set()
     for i in range(1000):
-        board.post(i, Block(), b"%d" % i)
-        board.retract(i)
-        sizes.add(os.stat(os.path.join(board.folder, FILE)).st_size)
+        directory.publish(i, Block(), b"%d" % i)
+        directory.withdraw(i)
+        sizes.add(os.stat(os.path.join(directory.folder, FILE)).st_size)
     assert len(sizes) == 1
 
 
-def test_a_table_that_grows(board):
+def test_a_table_that_grows(directory):
     """Readers find what was there before and what comes then; nothing moves."""
-    board.post("first", Block(), b"first")
-    first = take(board.folder, "first")
+    directory.publish("first", Block(), b"first")
+    first = take(directory.folder, "first")
     sizes = set()
     for i in range(1000):
-        board.post(i, Block(), b"%d" % i)
-        lease = take(board.folder, i)
+        directory.publish(i, Block(), b"%d" % i)
+        lease = take(directory.folder, i)
         assert lease.text == b"%d" % i
         lease.close()
-        sizes.add(os.stat(os.path.join(board.folder, FILE)).st_size)
+        sizes.add(os.stat(os.path.join(directory.folder, FILE)).st_size)
     assert len(sizes) > 4
     assert max(sizes) < 8 * 2**10 * 1000
-    again = take(board.folder, "first")
+    again = take(directory.folder, "first")
     assert (again.byte, again.text) == (first.byte, b"first")
     again.close()
-    board.retract("first")
-    assert board.sweep(60) == 1001
+    directory.withdraw("first")
+    assert directory.expire(60) == 1001
     first.close()
-    assert board.sweep(60) == 1000
+    assert directory.expire(60) == 1000
 
 
-def post_many(board, count):
+def post_many(directory, count):
     for i in range(count):
-        board.post(i, Block(), b"%d" % i)
+        directory.publish(i, Block(), b"%d" % i)
 
 
-def test_a_table_that_cannot_grow(board, monkeypatch):
+def test_a_table_that_cannot_grow(directory, monkeypatch):
     with monkeypatch.context() as patch:
 
         def posix_fallocate(fd, start, size_bytes):
@@ -185,37 +185,37 @@ def test_a_table_that_cannot_grow(board, monkeypatch):
 
         patch.setattr(os, "posix_fallocate", posix_fallocate)
         with pytest.raises(OSError, match="No space left"):
-            post_many(board, 10_000)
-    posted = len(board)
-    assert posted > 10
-    for i in range(posted):
-        lease = take(board.folder, i)
+            post_many(directory, 10_000)
+    published = len(directory)
+    assert published > 10
+    for i in range(published):
+        lease = take(directory.folder, i)
         assert lease.text == b"%d" % i
         lease.close()
-    assert take(board.folder, posted) is None
-    board.post(posted, Block(), b"text")
-    lease = take(board.folder, posted)
+    assert take(directory.folder, published) is None
+    directory.publish(published, Block(), b"text")
+    lease = take(directory.folder, published)
     assert lease.text == b"text"
     lease.close()
 
 
-def test_a_notice_that_is_too_long(board):
-    board.post("key", Block(), b"x" * TEXT_BYTES)
-    lease = take(board.folder, "key")
+def test_a_notice_that_is_too_long(directory):
+    directory.publish("key", Block(), b"x" * TEXT_BYTES)
+    lease = take(directory.folder, "key")
     assert lease.text == b"x" * TEXT_BYTES
     lease.close()
     with pytest.raises(ValueError, match=f"at most {TEXT_BYTES} bytes, and this {TEXT_BYTES + 1}"):
-        board.post("key", Block(), b"x" * (TEXT_BYTES + 1))
-    assert take(board.folder, "key") is None, "that was another block"
-    assert len(board) == 0
+        directory.publish("key", Block(), b"x" * (TEXT_BYTES + 1))
+    assert take(directory.folder, "key") is None, "that was another block"
+    assert len(directory) == 0
 
 
-def test_texts_do_not_touch_each_other(board):
+def test_texts_do_not_touch_each_other(directory):
     texts = [bytes([i]) * (TEXT_BYTES if i % 2 else i) for i in range(100)]
     for i, text in enumerate(texts):
-        board.post(i, Block(), text)
+        directory.publish(i, Block(), text)
     for i, text in enumerate(texts):
-        lease = take(board.folder, i)
+        lease = take(directory.folder, i)
         assert lease.text == text
         lease.close()
 
@@ -229,113 +229,113 @@ def test_a_digest_across_two_slots_is_not_found(tmp_path):
     assert view.find(b"89abcdefghijklmn") is None
 
 
-def test_posting_again_replaces(board):
-    board.post("key", Block(), b"old")
-    old = take(board.folder, "key")
-    board.post("key", Block(), b"new")
-    new = take(board.folder, "key")
+def test_posting_again_replaces(directory):
+    directory.publish("key", Block(), b"old")
+    old = take(directory.folder, "key")
+    directory.publish("key", Block(), b"new")
+    new = take(directory.folder, "key")
     assert (old.text, new.text) == (b"old", b"new")
-    assert len(board) == 2
+    assert len(directory) == 2
     old.close()
-    assert board.sweep(60) == 1
+    assert directory.expire(60) == 1
     new.close()
 
 
-def test_there_is_a_notice_at_any_time_while_one_replaces_another(board, monkeypatch):
+def test_there_is_a_notice_at_any_time_while_one_replaces_another(directory, monkeypatch):
     looks = []
 
     def looking(real):
         def look(*args):
             done = real(*args)
-            lease = take(board.folder, "key")
+            lease = take(directory.folder, "key")
             looks.append(lease.text)
             lease.close()
             return done
 
         return look
 
-    board.post("key", Block(), b"old")
+    directory.publish("key", Block(), b"old")
     monkeypatch.setattr(os, "pwrite", looking(os.pwrite))
-    board.post("key", Block(), b"new")
+    directory.publish("key", Block(), b"new")
     assert looks == [b"old", b"old", b"new"], "written, entered, the old one withdrawn"
 
 
-def content(board):
-    with open(os.path.join(board.folder, FILE), "rb") as file:
+def content(directory):
+    with open(os.path.join(directory.folder, FILE), "rb") as file:
         return file.read()
 
 
-def test_posting_the_same_block_again_leaves_the_notice_where_it_is(board):
-    """Two readers that ask for it at a time have two threads post it."""
+def test_posting_the_same_block_again_leaves_the_notice_where_it_is(directory):
+    """Two readers that ask for it at a time have two threads publish it."""
     block = Block()
-    board.post("key", block, b"text")
-    (old,) = (notice.posted_s for notice in board._notices.values())
-    before = content(board)
-    lease = take(board.folder, "key")
+    directory.publish("key", block, b"text")
+    (old,) = (entry.touched_s for entry in directory._published.values())
+    before = content(directory)
+    lease = take(directory.folder, "key")
     time.sleep(0.001)
-    board.post("key", block, b"text")
-    assert content(board) == before
-    assert len(board) == 1
-    assert board._notices["key"].posted_s > old
+    directory.publish("key", block, b"text")
+    assert content(directory) == before
+    assert len(directory) == 1
+    assert directory._published["key"].touched_s > old
     lease.close()
 
 
-def test_renewing_is_for_the_same_block(board):
+def test_renewing_is_for_the_same_block(directory):
     block = Block()
-    assert not board.renew("key", block)
-    board.post("key", block, b"text")
-    assert board.renew("key", block)
-    assert not board.renew("key", Block())
+    assert not directory.touch("key", block)
+    directory.publish("key", block, b"text")
+    assert directory.touch("key", block)
+    assert not directory.touch("key", Block())
 
 
-def test_a_block_released_while_it_is_being_posted_is_not_posted(board):
-    late, other, again = board.intend("key"), board.intend("other"), Block()
-    board.retract("key")
-    board.retract("nothing")
+def test_a_block_released_while_it_is_being_posted_is_not_posted(directory):
+    late, other, again = directory.token("key"), directory.token("other"), Block()
+    directory.withdraw("key")
+    directory.withdraw("nothing")
     with pytest.raises(KeyError):
-        board.post("key", Block(), b"text", late)
-    assert take(board.folder, "key") is None
-    board.post("other", Block(), b"text", other)
-    board.post("key", again, b"text", board.intend("key"))
-    assert len(board) == 2
+        directory.publish("key", Block(), b"text", late)
+    assert take(directory.folder, "key") is None
+    directory.publish("other", Block(), b"text", other)
+    directory.publish("key", again, b"text", directory.token("key"))
+    assert len(directory) == 2
 
 
-def test_notices_grow_old(board):
-    board.post("key", Block(), b"text")
-    assert board.sweep(60) == 1
-    assert board.sweep(0) == 0
-    assert take(board.folder, "key") is None
+def test_notices_grow_old(directory):
+    directory.publish("key", Block(), b"text")
+    assert directory.expire(60) == 1
+    assert directory.expire(0) == 0
+    assert take(directory.folder, "key") is None
 
 
-def test_closing(board):
-    board.post("key", Block(), b"text")
-    lease = take(board.folder, "key")
-    assert board.close() == 1
+def test_closing(directory):
+    directory.publish("key", Block(), b"text")
+    lease = take(directory.folder, "key")
+    assert directory.close() == 1
     assert lease.holder_lives(), "the last reader must not think that the holder was killed"
     lease.close()
-    assert board.close() == 0
-    assert not os.path.exists(board.folder)
+    assert directory.close() == 0
+    assert not os.path.exists(directory.folder)
     with pytest.raises(ValueError, match="closed"):
-        board.post("key", Block(), b"text")
-    assert take(board.folder, "key") is None
+        directory.publish("key", Block(), b"text")
+    assert take(directory.folder, "key") is None
 
 
-def test_only_this_user_can_look(board):
-    board.post("key", Block(), b"text")
-    assert stat.S_IMODE(os.stat(board.folder).st_mode) == 0o700
-    assert os.listdir(board.folder) == [FILE]
-    assert stat.S_IMODE(os.stat(os.path.join(board.folder, FILE)).st_mode) == 0o600
+def test_only_this_user_can_look(directory):
+    directory.publish("key", Block(), b"text")
+    assert stat.S_IMODE(os.stat(directory.folder).st_mode) == 0o700
+    assert os.listdir(directory.folder) == [FILE]
+    assert stat.S_IMODE(os.stat(os.path.join(directory.folder, FILE)).st_mode) == 0o600
 
 
 def test_nobody_can_guess_where_it_is(tmp_path):
     """Or another user could make the folder first, where a parent lets everybody in."""
-    boards = [Board(str(tmp_path)) for _ in range(20)]
-    names = [os.path.basename(board.folder).removeprefix("p2p-") for board in boards]
+    directories = [DescriptorDirectory(str(tmp_path)) for _ in range(20)]
+    names = [os.path.basename(directory.folder).removeprefix("p2p-") for directory in directories]
     assert all(len(name) >= 8 for name in names)
     for characters in zip(*names, strict=True):
         assert len({*characters}) > 5, "they are not drawn at random"
-    for board in boards:
-        board.close()
+    for directory in directories:
+        directory.close()
 
 
 def test_links_are_not_followed(tmp_path, monkeypatch):
@@ -344,38 +344,38 @@ def test_links_are_not_followed(tmp_path, monkeypatch):
     folder.mkdir()
     os.symlink(victim, folder / FILE)
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: str(folder))
-    board = Board(str(tmp_path))
+    directory = DescriptorDirectory(str(tmp_path))
     with pytest.raises(ValueError, match="File exists"):
-        board.post("key", Block(), b"text")
+        directory.publish("key", Block(), b"text")
     assert victim.read_text() == "whole"
 
 
-def test_a_table_that_somebody_else_removed(board):
+def test_a_table_that_somebody_else_removed(directory):
     """What its readers still read is kept all the same."""
     block = Block()
     alive = weakref.ref(block)
-    board.post("key", block, b"text")
+    directory.publish("key", block, b"text")
     del block
-    lease = take(board.folder, "key")
-    os.unlink(os.path.join(board.folder, FILE))
-    board.retract("key")
+    lease = take(directory.folder, "key")
+    os.unlink(os.path.join(directory.folder, FILE))
+    directory.withdraw("key")
     gc.collect()
     assert alive() is not None
-    assert take(board.folder, "key") is None
+    assert take(directory.folder, "key") is None
     lease.close()
-    assert board.sweep(60) == 0
+    assert directory.expire(60) == 0
     gc.collect()
     assert alive() is None
-    leave(board.folder)
-    assert take(board.folder, "key") is None
+    leave(directory.folder)
+    assert take(directory.folder, "key") is None
 
 
-def open_files(board):
-    """Count the open files of a board; others of this process come and go."""
+def open_files(directory):
+    """Count the open files of a directory; others of this process come and go."""
     count = 0
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
-            count += board.folder in os.readlink(f"/proc/self/fd/{fd}")
+            count += directory.folder in os.readlink(f"/proc/self/fd/{fd}")
     return count
 
 
@@ -392,21 +392,21 @@ def fail(patch, function, numbers, error):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_notice_that_cannot_be_written_can_be_later(board, monkeypatch, number):
-    before = open_files(board)
+def test_a_notice_that_cannot_be_written_can_be_later(directory, monkeypatch, number):
+    before = open_files(directory)
     with monkeypatch.context() as patch:
         fail(patch, "pwrite", {number}, OSError("no space left on device"))
         with pytest.raises(OSError, match="no space"):
-            board.post("key", Block(), b"text")
-    assert len(board) == 0
-    assert open_files(board) == before
-    board.post("key", Block(), b"text")
-    lease = take(board.folder, "key")
+            directory.publish("key", Block(), b"text")
+    assert len(directory) == 0
+    assert open_files(directory) == before
+    directory.publish("key", Block(), b"text")
+    lease = take(directory.folder, "key")
     assert lease.text == b"text"
     lease.close()
 
 
-def test_a_notice_that_cannot_be_taken_back_is_kept(board, monkeypatch):
+def test_a_notice_that_cannot_be_taken_back_is_kept(directory, monkeypatch):
     """Readers may find it."""
     with monkeypatch.context() as patch:
         fail(patch, "pwrite", {3}, OSError("Input/output error"))
@@ -418,34 +418,34 @@ def test_a_notice_that_cannot_be_taken_back_is_kept(board, monkeypatch):
 
         patch.setattr(Table, "publish", publish)
         with pytest.raises(MemoryError):
-            board.post("key", Block(), b"text")
-    assert len(board) == 1
-    assert board.sweep(60) == 0
-    assert take(board.folder, "key") is None
+            directory.publish("key", Block(), b"text")
+    assert len(directory) == 1
+    assert directory.expire(60) == 0
+    assert take(directory.folder, "key") is None
 
 
-def test_no_file_descriptor_is_left(board):
-    before = open_files(board)
-    post_many(board, 50)
-    assert open_files(board) == before
-    leases = [take(board.folder, i) for i in range(50)]
-    assert take(board.folder, "nothing") is None
-    opened = open_files(board)
+def test_no_file_descriptor_is_left(directory):
+    before = open_files(directory)
+    post_many(directory, 50)
+    assert open_files(directory) == before
+    leases = [take(directory.folder, i) for i in range(50)]
+    assert take(directory.folder, "nothing") is None
+    opened = open_files(directory)
     assert opened == before + 2, "with the locks, and that of the map"
-    leave(board.folder)
+    leave(directory.folder)
     for lease in leases:
-        assert open_files(board) == opened, "what is leased is locked"
+        assert open_files(directory) == opened, "what is leased is locked"
         lease.close()
-    assert open_files(board) == before
-    take(board.folder, 0).close()
-    assert open_files(board) == opened, "kept for the next one"
-    leave(board.folder)
-    leave(board.folder)
-    assert open_files(board) == before
+    assert open_files(directory) == before
+    take(directory.folder, 0).close()
+    assert open_files(directory) == opened, "kept for the next one"
+    leave(directory.folder)
+    leave(directory.folder)
+    assert open_files(directory) == before
 
 
-def test_a_reader_that_may_open_no_more_files(board, monkeypatch):
-    board.post("key", Block(), b"text")
+def test_a_reader_that_may_open_no_more_files(directory, monkeypatch):
+    directory.publish("key", Block(), b"text")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     for more in (0, 1):  # than are open
         lowest = os.dup(0)
@@ -453,12 +453,12 @@ def test_a_reader_that_may_open_no_more_files(board, monkeypatch):
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + more, limits[1]))
         try:
             with pytest.raises(OSError, match="Too many open files"):
-                take(board.folder, "key")
+                take(directory.folder, "key")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    take(board.folder, "key").close()
-    leave(board.folder)
-    assert open_files(board) == 1
+    take(directory.folder, "key").close()
+    leave(directory.folder)
+    assert open_files(directory) == 1
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 17, 2**16, 2**17, 2**17 + 1])
@@ -471,20 +471,20 @@ def test_a_file_that_is_no_table(tmp_path, size_bytes):
 
 def _post_and_lease_many(parent, count, connection):
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    board = Board(parent)
+    directory = DescriptorDirectory(parent)
     for key in range(count):
-        board.post(key, Block(), b"%d" % key)
+        directory.publish(key, Block(), b"%d" % key)
     texts = set()
     for key in range(count):
-        lease = take(board.folder, key)
+        lease = take(directory.folder, key)
         texts.add(int(lease.text))
         lease.close()
     assert texts == {*range(count)}
-    leases = [take(board.folder, key) for key in range(0, count, 30)]
-    assert board.sweep(0) == len(leases)
+    leases = [take(directory.folder, key) for key in range(0, count, 30)]
+    assert directory.expire(0) == len(leases)
     for lease in leases:
         lease.close()
-    connection.send((board.close(), len(os.listdir("/proc/self/fd"))))
+    connection.send((directory.close(), len(os.listdir("/proc/self/fd"))))
 
 
 def test_open_files_do_not_grow_with_the_blocks(tmp_path):
@@ -527,48 +527,48 @@ def _end(child):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_does_not_write_the_parents_table(board, tmp_path):
+def test_a_forked_child_does_not_write_the_parents_table(directory, tmp_path):
     """Nor the file that has the number by which the table was known."""
-    board.post("key", Block(), b"text")
-    other, block = tmp_path / "other", board._notices["key"].owner
+    directory.publish("key", Block(), b"text")
+    other, block = tmp_path / "other", directory._published["key"].owner
 
     def look():
         opened = [os.open(other, os.O_RDWR | os.O_CREAT) for _ in range(50)]
-        board.retract("key")
+        directory.withdraw("key")
         with suppress(OSError):
-            board.post("key", Block(), b"of the child")
+            directory.publish("key", Block(), b"of the child")
         return opened and other.stat().st_size == 0
 
-    before = content(board)
+    before = content(directory)
     _end(_in_child(look))
-    assert content(board) == before
-    assert board.renew("key", block)
+    assert content(directory) == before
+    assert directory.touch("key", block)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_keeps_no_lease(board):
+def test_a_forked_child_keeps_no_lease(directory):
     block = Block()
     alive = weakref.ref(block)
-    board.post("key", block, b"text")
-    board.post("other", Block(), b"more")
+    directory.publish("key", block, b"text")
+    directory.publish("other", Block(), b"more")
     del block
-    lease, other = take(board.folder, "key"), take(board.folder, "other")
+    lease, other = take(directory.folder, "key"), take(directory.folder, "other")
 
     def look():
         lease.close()  # it is the parent's
-        return not open_files(board)
+        return not open_files(directory)
 
     child = _in_child(look)
     try:
-        board.retract("key")
-        assert board.sweep(60) == 2, "the parent has both leases, whatever the child does"
+        directory.withdraw("key")
+        assert directory.expire(60) == 2, "the parent has both leases, whatever the child does"
         lease.close()
-        assert board.sweep(60) == 1, "the parent's lease has ended, and the child has none"
+        assert directory.expire(60) == 1, "the parent's lease has ended, and the child has none"
         assert alive() is None
         other.close()
-        leave(board.folder)
-        board.retract("other")
-        assert len(board) == 0
+        leave(directory.folder)
+        directory.withdraw("other")
+        assert len(directory) == 0
     finally:
         _end(child)
 
@@ -584,9 +584,9 @@ def _started(function, *args):
 
 
 def _post_and_fork(parent, connection):
-    board = Board(parent)
-    board.post("key", Block(), b"text")
-    connection.send((board.folder, _in_child(lambda: True)))
+    directory = DescriptorDirectory(parent)
+    directory.publish("key", Block(), b"text")
+    connection.send((directory.folder, _in_child(lambda: True)))
     signal.pause()
 
 
@@ -613,7 +613,7 @@ def test_a_killed_holders_child_does_not_stand_in_for_it(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_board_that_cannot_be_made_refuses_posts(tmp_path, monkeypatch, owner, name):
+def test_a_directory_that_cannot_be_made_refuses_blocks(tmp_path, monkeypatch, owner, name):
     real = getattr(owner, name)
 
     def fail(*args, **kwargs):
@@ -623,47 +623,47 @@ def test_a_board_that_cannot_be_made_refuses_posts(tmp_path, monkeypatch, owner,
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fail)
-        board = Board(str(tmp_path))
-    assert "Function not implemented" in board.refusal
+        directory = DescriptorDirectory(str(tmp_path))
+    assert "Function not implemented" in directory.refusal
     assert not os.listdir(tmp_path)
     with pytest.raises(ValueError, match="Function not implemented"):
-        board.post("key", Block(), b"text")
-    board.retract("key")
-    assert board.sweep(0) == board.close() == len(board) == 0
+        directory.publish("key", Block(), b"text")
+    directory.withdraw("key")
+    assert directory.expire(0) == directory.close() == len(directory) == 0
 
 
-def test_a_board_lingers_until_the_last_reader_is_done(board):
+def test_a_directory_lingers_until_the_last_reader_is_done(directory):
     block = Block()
     alive = weakref.ref(block)
-    board.post("key", block, b"text")
+    directory.publish("key", block, b"text")
     del block
-    lease = take(board.folder, "key")
-    assert board.close() == 1
-    board.linger()
+    lease = take(directory.folder, "key")
+    assert directory.close() == 1
+    directory.linger()
     time.sleep(0.01)
     assert lease.holder_lives()
     assert alive() is not None
     lease.close()
-    wait_until(lambda: alive() is None and not os.path.exists(board.folder))
+    wait_until(lambda: alive() is None and not os.path.exists(directory.folder))
 
 
-def test_a_notice_that_cannot_be_withdrawn_is_tried_again(board, monkeypatch):
+def test_a_notice_that_cannot_be_withdrawn_is_tried_again(directory, monkeypatch):
     """As long as it is there readers may take it."""
-    board.post("key", Block(), b"text")
+    directory.publish("key", Block(), b"text")
     with monkeypatch.context() as patch:
         fail(patch, "pwrite", {1}, OSError(errno.EIO, "Input/output error"))
-        board.retract("key")
-        assert len(board) == 1
-    lease = take(board.folder, "key")
-    assert board.sweep(60) == 1
-    assert take(board.folder, "key") is None
+        directory.withdraw("key")
+        assert len(directory) == 1
+    lease = take(directory.folder, "key")
+    assert directory.expire(60) == 1
+    assert take(directory.folder, "key") is None
     lease.close()
-    assert board.sweep(60) == 0
+    assert directory.expire(60) == 0
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_full_disk_leaves_no_half_a_notice(board, monkeypatch, number):
-    board.post("key", Block(), b"old")
+def test_a_full_disk_leaves_no_half_a_notice(directory, monkeypatch, number):
+    directory.publish("key", Block(), b"old")
     with monkeypatch.context() as patch:
         real, calls = os.pwrite, itertools.count(1)
 
@@ -672,10 +672,10 @@ def test_a_full_disk_leaves_no_half_a_notice(board, monkeypatch, number):
 
         patch.setattr(os, "pwrite", pwrite)
         with pytest.raises(OSError, match="as a whole"):
-            board.post("key", Block(), b"new")
-    assert take(board.folder, "key") is None
-    assert len(board) == 0
-    assert digest_of("key")[:2] not in content(board)
+            directory.publish("key", Block(), b"new")
+    assert take(directory.folder, "key") is None
+    assert len(directory) == 0
+    assert digest_of("key")[:2] not in content(directory)
 
 
 def _hold(folder, taken):
@@ -685,18 +685,18 @@ def _hold(folder, taken):
     lease.close()
 
 
-def test_a_killed_readers_lease_ends(board):
+def test_a_killed_readers_lease_ends(directory):
     context = multiprocessing.get_context("spawn")
     taken = context.Event()
-    board.post("key", Block(), b"text")
-    reader = context.Process(target=_hold, args=(board.folder, taken))
+    directory.publish("key", Block(), b"text")
+    reader = context.Process(target=_hold, args=(directory.folder, taken))
     reader.start()
     assert taken.wait(30)
-    board.retract("key")
-    assert board.sweep(60) == 1, "it is being read"
+    directory.withdraw("key")
+    assert directory.expire(60) == 1, "it is being read"
     reader.kill()
     reader.join()
-    wait_until(lambda: board.sweep(60) == 0)
+    wait_until(lambda: directory.expire(60) == 0)
 
 
 class _Freed:
@@ -722,38 +722,38 @@ def _read_for(seconds, folder, freed, connection):
     connection.send((count, wrong))
 
 
-def test_what_others_have_leased_is_never_freed(board):
+def test_what_others_have_leased_is_never_freed(directory):
     """Slots are written, withdrawn and used again while two processes look for them."""
     context = multiprocessing.get_context("spawn")
     freed = context.RawArray("b", 10**6)
     here, there = context.Pipe()
-    args = (1.0, board.folder, freed, there)
+    args = (1.0, directory.folder, freed, there)
     readers = [context.Process(target=_read_for, args=args) for _ in range(2)]
     for reader in readers:
         reader.start()
     serial = 0
     while any(reader.is_alive() for reader in readers):
         text = b"%09d" % serial * (1 + serial % 50)
-        board.post(serial % 3, _Freed(freed, serial), text)
+        directory.publish(serial % 3, _Freed(freed, serial), text)
         if serial % 4 == 3:
-            board.retract(serial // 4 % 3)
-        board.sweep(60)
+            directory.withdraw(serial // 4 % 3)
+        directory.expire(60)
         serial += 1
     results = [here.recv() for _ in readers]
     assert all(count > 100 and not wrong for count, wrong in results), (serial, results)
-    assert board.sweep(0) == 0
+    assert directory.expire(0) == 0
     assert sum(freed) == serial
 
 
-def _post(parent, text, connection):
-    board = Board(parent)
-    board.post("key", Block(), text)
-    connection.send(board.folder)
+def _publish(parent, text, connection):
+    directory = DescriptorDirectory(parent)
+    directory.publish("key", Block(), text)
+    connection.send(directory.folder)
     signal.pause()
 
 
 def test_a_killed_holders_notices_are_not_taken(tmp_path):
-    holder, folder = _started(_post, str(tmp_path), b"text")
+    holder, folder = _started(_publish, str(tmp_path), b"text")
     lease = take(folder, "key")
     assert lease.text == b"text"
     assert lease.holder_lives()
@@ -769,7 +769,7 @@ def test_a_worker_in_the_place_of_a_killed_one(tmp_path):
     """At the same address, in the same folder, with the same key: of another run."""
     folders = []
     for run in (1, 2, 3):
-        holder, folder = _started(_post, str(tmp_path), b"run %d" % run)
+        holder, folder = _started(_publish, str(tmp_path), b"run %d" % run)
         folders.append(folder)
         left_behind = folders[:-1]
         assert all(os.listdir(folder) == [FILE] for folder in left_behind)
@@ -784,39 +784,39 @@ def test_a_worker_in_the_place_of_a_killed_one(tmp_path):
 
 
 class Protocol(RuleBasedStateMachine):
-    """Any order of posting, taking, retracting and letting go: what is leased is there."""
+    """Any order of publishing, taking, withdrawing and letting go: what is leased is there."""
 
     def __init__(self):
         super().__init__()
         import tempfile
 
         self.parent = tempfile.TemporaryDirectory()
-        self.board = Board(self.parent.name)
+        self.directory = DescriptorDirectory(self.parent.name)
         self.alive = {}  # serial number -> weak reference
-        self.posted = {}  # key -> serial number
+        self.published = {}  # key -> serial number
         self.leases = []  # (serial number, lease)
         self.serial = 0
 
     @rule(key=st.sampled_from("ab"))
-    def post(self, key):
+    def publish(self, key):
         self.serial += 1
         block = Block()
         self.alive[self.serial] = weakref.ref(block)
-        self.board.post(key, block, b"%d" % self.serial)
-        self.posted[key] = self.serial
+        self.directory.publish(key, block, b"%d" % self.serial)
+        self.published[key] = self.serial
 
     @rule(key=st.sampled_from("ab"))
     def take(self, key):
-        lease = take(self.board.folder, key)
-        assert (lease is not None) == (key in self.posted)
+        lease = take(self.directory.folder, key)
+        assert (lease is not None) == (key in self.published)
         if lease is not None:
-            assert int(lease.text) == self.posted[key]
-            self.leases.append((self.posted[key], lease))
+            assert int(lease.text) == self.published[key]
+            self.leases.append((self.published[key], lease))
 
     @rule(key=st.sampled_from("ab"))
-    def retract(self, key):
-        self.board.retract(key)
-        self.posted.pop(key, None)
+    def withdraw(self, key):
+        self.directory.withdraw(key)
+        self.published.pop(key, None)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -825,8 +825,8 @@ class Protocol(RuleBasedStateMachine):
         lease.close()
 
     @rule()
-    def sweep(self):
-        self.board.sweep(60)
+    def expire(self):
+        self.directory.expire(60)
 
     @invariant()
     def what_is_leased_is_there(self):
@@ -835,14 +835,14 @@ class Protocol(RuleBasedStateMachine):
 
     @invariant()
     def what_is_not_needed_is_gone_after_a_sweep(self):
-        self.board.sweep(60)
-        needed = {serial for serial, _ in self.leases} | set(self.posted.values())
+        self.directory.expire(60)
+        needed = {serial for serial, _ in self.leases} | set(self.published.values())
         assert {s for s, ref in self.alive.items() if ref() is not None} == needed
 
     def teardown(self):
         for _, lease in self.leases:
             lease.close()
-        assert self.board.close() == 0
+        assert self.directory.close() == 0
         self.parent.cleanup()
 
 
