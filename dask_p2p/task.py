@@ -20,12 +20,13 @@ from dask.base import tokenize
 from dask.task_spec import GraphNode, Task
 from dask.utils import format_bytes
 
-from dask_p2p.assemble import Assembly, OutputSpec, Stage
+from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError
 from dask_p2p.layout import Index
 from dask_p2p.plans import Plan
 from dask_p2p.retry import AttemptLog, pause_s
+from dask_p2p.sources import Stage
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import check_readable
