@@ -21,7 +21,8 @@ def test_a_cluster_that_it_starts(run):
     assert "Transport" in result.output
     assert "cma" in result.output
     assert "GB/s" in result.output
-    assert "Nothing is in the way." in result.output
+    # A busy machine may make one way look slow.
+    assert "Nothing is in the way." in result.output or "times as fast" in result.output
 
 
 def test_a_cluster_that_is_there(run, cluster, client):
