@@ -33,11 +33,11 @@ __all__ = [
 
 MODES = ("async", "sync")
 PRODUCER_STREAMS = ("any", "default")
-TRANSPORTS = ("ipc", "cma", "ucx", "comm")
+TRANSPORTS = ("ipc", "cma", "ucx", "pinned", "comm")
 
 # Best first, by kind of block, as measured. Between processes of one host with two cores and NumPy
 # blocks Dask's own TCP takes twice as long as cma, and UCX 1.3 to 2 times as long as that.
-_BEST = {"cupy": ("ipc", "ucx", "comm"), "numpy": ("cma", "comm")}
+_BEST = {"cupy": ("ipc", "ucx", "pinned", "comm"), "numpy": ("cma", "comm")}
 
 _T = TypeVar("_T")
 
@@ -64,6 +64,7 @@ class Options:
     ucx_host_part_bytes: int
     ucx_parts_in_flight: int
     ucx_allow_unencrypted: bool
+    pinned_part_bytes: int
     request_timeout_s: float
     backoff_s: float
 
@@ -166,6 +167,7 @@ def options() -> Options:
         ucx_host_part_bytes=_read("transports.ucx.host-part-bytes", _positive_bytes),
         ucx_parts_in_flight=_read("transports.ucx.parts-in-flight", _positive_int),
         ucx_allow_unencrypted=_read("transports.ucx.allow-unencrypted", _yes_or_no),
+        pinned_part_bytes=_read("transports.pinned.part-bytes", _positive_bytes),
         request_timeout_s=_read("timeouts.request", _seconds),
         backoff_s=_read("timeouts.backoff", _seconds),
     )

@@ -11,11 +11,12 @@ from dask_p2p.transports.budget import Budget
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.pinned import PinnedTransport
 from dask_p2p.transports.ucx import UcxTransport
 
 __all__ = ["make_transports"]
 
-_CLASSES = (IpcTransport, CmaTransport, UcxTransport, CommTransport)
+_CLASSES = (IpcTransport, CmaTransport, UcxTransport, PinnedTransport, CommTransport)
 
 
 def make_transports(host: Host, options: Options) -> dict[str, Transport]:

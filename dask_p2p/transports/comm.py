@@ -38,7 +38,7 @@ from dask_p2p.transports.requests import (
 )
 from dask_p2p.transports.sums import algorithm_of, check_sum, region_sum
 
-__all__ = ["CommTransport"]
+__all__ = ["CommReading", "CommTransport"]
 
 _OP = "p2p_comm_read"
 _MOST_PARTS = 256  # in one answer: each is a frame of its own
@@ -53,7 +53,7 @@ class CommTransport(Transport):
     def __init__(self, host: Host, options: Options) -> None:
         super().__init__(host, options)
         self._closed = False
-        self._opened: set[_CommReading] = set()  # by task threads
+        self._opened: set[CommReading] = set()  # by task threads
         self._serving = 0  # requests; changed on the event loop only
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -70,7 +70,7 @@ class CommTransport(Transport):
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         pacing = self.flow(requests, options)
-        reading = _CommReading(self.host, requests, pacing, options, self._opened.discard)
+        reading = CommReading(self.host, requests, pacing, options, self._opened.discard)
         self._opened.add(reading)
         return reading
 
@@ -171,14 +171,20 @@ class CommTransport(Transport):
         return packed
 
 
-class _CommReading(Reading):
+class CommReading(Reading):
+    """Regions that are asked for, and answered, several at a time."""
+
+    name: ClassVar[str] = CommTransport.name
+    op: ClassVar[str] = _OP
+    align_bytes: ClassVar[int] = 1  # of each region in an answer
+
     def __init__(
         self,
         host: Host,
         requests: Sequence[Request],
         pacing: Pacing,
         options: Options,
-        closed: Callable[[_CommReading], None],
+        closed: Callable[[CommReading], None],
     ) -> None:
         super().__init__(requests, pacing)
         self._host = host
@@ -208,7 +214,7 @@ class _CommReading(Reading):
         batch: list[Part] = []
         batch_bytes = 0
         for part in self.parts():
-            nbytes = box_size(part.box) * self.requests[part.request].dtype.itemsize
+            nbytes = self._aligned_bytes(part)
             is_full = self.part_bytes is not None and batch_bytes + nbytes > self.part_bytes
             if batch and (is_full or len(batch) == _MOST_PARTS):
                 yield batch
@@ -217,6 +223,10 @@ class _CommReading(Reading):
             batch_bytes += nbytes
         if batch:
             yield batch
+
+    def _aligned_bytes(self, part: Part) -> int:
+        nbytes: int = box_size(part.box) * self.requests[part.request].dtype.itemsize
+        return -(-nbytes // self.align_bytes) * self.align_bytes
 
     def close(self) -> None:
         for future in list(self._calls):
@@ -231,33 +241,33 @@ class _CommReading(Reading):
             regions += [await self._region(*pair) for pair in zip(left, answers, strict=False)]
         return regions
 
-    async def _ask(self, parts: Sequence[Part]) -> Sequence[Any]:
+    async def _ask(self, parts: Sequence[Part], **more: Any) -> Sequence[Any]:
         first, named = self.requests[parts[0].request], self.named(parts)
         others = len(named["blocks"]) - 1
         about = f"block {first.key!r}" + (f" and {others} others" if others else "")
-        more = {"checksum": True} if self._with_sum else {}
-        asking = ask(self._host, first.holder, _OP, self._timeout_s, about, **named, **more)
-        reply = check_reply(await asking, first, "comm")
+        more |= {"checksum": True} if self._with_sum else {}
+        asking = ask(self._host, first.holder, self.op, self._timeout_s, about, **named, **more)
+        reply = check_reply(await asking, first, self.name)
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
-            raise TransferError(f"comm: {first.holder} did not answer about any part: {reply}")
+            said = f"{first.holder} did not answer about any part: {reply}"
+            raise TransferError(f"{self.name}: {said}")
         result: Sequence[Any] = answers
         return result
 
     async def _region(self, part: Part, answer: Any) -> Any:
         request, box = self.requests[part.request], part.box
         try:
-            region: Any = check_reply(answer, request, "comm").get("data")
+            region: Any = check_reply(answer, request, self.name).get("data")
             shape = getattr(region, "shape", type(region).__name__)
             if shape != box_shape(box):
-                raise TransferError(
-                    f"comm: {request.holder} sent {shape} instead of {box_shape(box)} of {request}"
-                )
+                sent = f"{shape} instead of {box_shape(box)} of {request}"
+                raise TransferError(f"{self.name}: {request.holder} sent {sent}")
             if region.dtype != request.dtype:
                 raise mismatch(request, request.dtype, region.dtype)
             if self._with_sum:
                 said = answer.get("checksum")
-                await self._host.offload(_check, request, region, box, said)
+                await self._host.offload(_check, self.name, request, region, box, said)
         except (TransferError, BlockMismatchError) as exc:
             return exc
         return region
@@ -280,14 +290,14 @@ class _Answer:
         return region
 
 
-def _check(request: Request, region: Any, box: Box, said: Any) -> None:
+def _check(name: str, request: Request, region: Any, box: Box, said: Any) -> None:
     """Raise `TransferError` unless the region is what the holder sent, by its checksum."""
     try:
-        name, there = said
-        algorithm = algorithm_of(name)
+        sum_name, there = said
+        algorithm = algorithm_of(sum_name)
     except (TypeError, ValueError):
         raise TransferError(
-            f"comm: {request.holder} sent no checksum of {box} of {request}, but {said!r:.100}"
+            f"{name}: {request.holder} sent no checksum of {box} of {request}, but {said!r:.100}"
         ) from None
     here = region_sum(request.key, box, region, algorithm)
-    check_sum("comm", request, box, here, there, algorithm)
+    check_sum(name, request, box, here, there, algorithm)

@@ -3,13 +3,14 @@
 What an assembling task holds beside its inputs and its output are the parts of regions that are on
 their way. It stays below `Options.staging_limit_bytes`, since parts are cut to what then fits:
 
-==== =========================================================================================
-comm the parts in flight and the one that is put into place; with CuPy blocks they come to host
-     memory, and as many as kernels read are in device memory
-ucx  the same in buffers, whose sizes are powers of two
-cma  the part that is put into place, in such a buffer
-ipc  the slots of the queue
-==== =========================================================================================
+====== =======================================================================================
+comm   the parts in flight and the one that is put into place; with CuPy blocks they come to host
+       memory, and as many as kernels read are in device memory
+ucx    the same in buffers, whose sizes are powers of two
+pinned the same in such buffers of the host, where kernels read them
+cma    the part that is put into place, in such a buffer
+ipc    the slots of the queue
+====== =======================================================================================
 
 A task that reads from some workers by ipc and from others by another transport has slots and parts
 at the same time, but never parts of two of the others.
@@ -31,6 +32,7 @@ __all__ = [
     "idle_bytes",
     "ipc_pacing",
     "packed_bytes",
+    "pinned_pacing",
     "staging_bytes",
     "ucx_pacing",
 ]
@@ -38,7 +40,9 @@ __all__ = [
 _SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
 _MOST_SMALL = 16  # parts in flight, of those smaller than they might be
 _MOST_CMA_BYTES = 2**30  # a system call reads 2 GiB at most
-_IDLE_PARTS = {"ucx": 5, "cma": 2}  # buffers of one part each that are kept for later
+_PINNED_IN_FLIGHT = 3  # one that is packed, one that is told of, one that is asked for
+# Buffers of one part each that are kept for later.
+_IDLE_PARTS = {"ucx": 5, "cma": 2, "pinned": _PINNED_IN_FLIGHT + 1 + MOST_UNREAD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +78,18 @@ def ucx_pacing(options: Options, kind: str) -> Pacing:
     packs for each of them before the first one gets anything (four H200: 7 instead of 4 ms).
     """
     part_bytes = options.ucx_part_bytes if kind == "cupy" else options.ucx_host_part_bytes
+    return _in_buffers(part_bytes, options.ucx_parts_in_flight, options, kind)
+
+
+def pinned_pacing(options: Options, kind: str) -> Pacing:
+    """Return parts of the configured size, or the largest for which there is room."""
+    return _in_buffers(options.pinned_part_bytes, _PINNED_IN_FLIGHT, options, kind)
+
+
+def _in_buffers(part_bytes: int, in_flight: int, options: Options, kind: str) -> Pacing:
+    """Return parts in buffers, several of them in flight if there is room for the smallest."""
     smallest_bytes = buffer_bytes(1)
     left_bytes = _left_bytes(options, kind)
-    in_flight = options.ucx_parts_in_flight
     if left_bytes // _held("ucx", in_flight, kind) < smallest_bytes:
         in_flight = 0
     most_bytes = max(smallest_bytes, left_bytes // _held("ucx", in_flight, kind))
@@ -123,6 +136,11 @@ def staging_bytes(
         part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), largest_bytes))
         held = _held("ucx", pacing.parts_in_flight, kind)
         parts_bytes = min(held * part_bytes, 2 * remote_bytes)
+    if "pinned" in order:  # small parts come together
+        pacing = pinned_pacing(options, kind)
+        part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), remote_bytes))
+        held = _held("pinned", pacing.parts_in_flight, kind)
+        parts_bytes = max(parts_bytes, min(held * part_bytes, 2 * remote_bytes))
     if "cma" in order and kind == "numpy":
         pacing = cma_pacing(options)
         part_bytes = buffer_bytes(min(max(item_bytes, pacing.part_bytes or 0), largest_bytes))
@@ -160,7 +178,10 @@ def idle_bytes(transport: str, options: Options, kind: str) -> int:
     """Return what a transport keeps in buffers for later at most."""
     if transport not in _IDLE_PARTS or (transport == "cma" and kind != "numpy"):
         return 0
-    pacing = cma_pacing(options) if transport == "cma" else ucx_pacing(options, kind)
+    if transport == "cma":
+        pacing = cma_pacing(options)
+    else:
+        pacing = (ucx_pacing if transport == "ucx" else pinned_pacing)(options, kind)
     most_bytes = _IDLE_PARTS[transport] * buffer_bytes(pacing.part_bytes or 0)
     return min(most_bytes, options.staging_limit_bytes)
 

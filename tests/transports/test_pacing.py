@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.config import options
+from dask_p2p.config import TRANSPORTS, options
 from dask_p2p.kernels.queue import MOST_UNREAD, SLOTS
 from dask_p2p.transports.buffers import buffer_bytes
 from dask_p2p.transports.pacing import (
@@ -18,6 +18,7 @@ from dask_p2p.transports.pacing import (
     idle_bytes,
     ipc_pacing,
     packed_bytes,
+    pinned_pacing,
     staging_bytes,
     ucx_pacing,
 )
@@ -31,6 +32,7 @@ def test_defaults_are_not_cut():
     assert ipc_pacing(chosen).part_bytes == 128 * MIB
     assert ucx_pacing(chosen, "cupy").part_bytes == 256 * MIB
     assert ucx_pacing(chosen, "numpy").part_bytes == 16 * MIB
+    assert pinned_pacing(chosen, "cupy") == Pacing(32 * MIB, 3)
     assert comm_pacing(chosen, "cupy").part_bytes == 16 * MIB
     assert comm_pacing(chosen, "numpy").part_bytes == 16 * MIB
     assert cma_pacing(chosen) == Pacing(2 * MIB, 0), "one after another"
@@ -40,7 +42,9 @@ def test_defaults_are_not_cut():
     limit_bytes=st.integers(16 * KIB, 4 * GIB),
     part_bytes=st.integers(1, 8 * GIB),
     in_flight=st.integers(1, 4),
-    order=st.sampled_from([None, ("comm",), ("ipc", "comm"), ("ucx", "comm"), ("cma", "comm")]),
+    order=st.sampled_from(
+        [None, *((name, "comm") for name in ("ipc", "ucx", "pinned", "cma")), ("comm",)]
+    ),
     kind=st.sampled_from(KINDS),
 )
 def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_flight, order, kind):
@@ -53,6 +57,7 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
         ucx_host_part_bytes=part_bytes,
         ipc_staging_bytes=part_bytes,
         cma_part_bytes=part_bytes,
+        pinned_part_bytes=part_bytes,
         comm_parts_in_flight=in_flight,
         ucx_parts_in_flight=in_flight,
     )
@@ -65,6 +70,9 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
     assert slots + (in_flight + 1 + on_device) * comm.part_bytes <= limit_bytes
     in_flight = ucx.parts_in_flight
     assert slots + (in_flight + 1 + unread) * buffer_bytes(ucx.part_bytes) <= limit_bytes
+    pinned = pinned_pacing(chosen, kind)
+    held = pinned.parts_in_flight + 1 + unread
+    assert slots + held * buffer_bytes(pinned.part_bytes) <= limit_bytes
     assert buffer_bytes(cma_pacing(chosen).part_bytes) <= limit_bytes
     assert cma_pacing(chosen).part_bytes <= min(part_bytes, GIB)
     assert comm.part_bytes <= part_bytes
@@ -73,7 +81,7 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
         held_bytes = staging_bytes(chosen, kind, largest_bytes, 100 * GIB, 8)
         assert held_bytes <= limit_bytes
     assert packed_bytes(chosen, kind, 100, 100 * GIB) <= limit_bytes
-    for transport in ("ipc", "cma", "ucx", "comm"):
+    for transport in TRANSPORTS:
         assert idle_bytes(transport, chosen, kind) <= limit_bytes
 
 
