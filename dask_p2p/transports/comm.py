@@ -38,7 +38,7 @@ from dask_p2p.transports.requests import (
 )
 from dask_p2p.transports.sums import algorithm_of, check_sum, region_sum
 
-__all__ = ["CommReading", "CommTransport"]
+__all__ = ["Answer", "CommReading", "CommTransport"]
 
 _OP = "p2p_comm_read"
 _MOST_PARTS = 256  # in one answer: each is a frame of its own
@@ -207,7 +207,7 @@ class CommReading(Reading):
             future.add_done_callback(self._calls.discard)
             self.ahead = self._answers_ahead * len(parts)
             for number, part in enumerate(parts):
-                yield Region(part, _Answer(future, number))
+                yield Region(part, Answer(future, number))
 
     def _batches(self) -> Iterator[list[Part]]:
         """Put parts together that weigh as much as one may."""
@@ -274,11 +274,19 @@ class CommReading(Reading):
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class Answer:
     """One of the parts that a call is about."""
 
     call: Future[list[Any]]
     number: int
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has come, and well."""
+        call = self.call
+        if not call.done() or call.cancelled() or call.exception() is not None:
+            return False
+        return not isinstance(call.result()[self.number], Exception)
 
     def result(self, timeout_s: float | None = None, /) -> Any:
         """Wait for the answer, and return the region."""

@@ -7,7 +7,8 @@ their way. It stays below `Options.staging_limit_bytes`, since parts are cut to 
 comm   the parts in flight and the one that is put into place; with CuPy blocks they come to host
        memory, and as many as kernels read are in device memory
 ucx    the same in buffers, whose sizes are powers of two
-pinned the same in such buffers of the host, where kernels read them
+pinned the same in such buffers of the host; with CuPy blocks those that are put into place, and
+       the next, are in device memory
 cma    the part that is put into place, in such a buffer
 ipc    the slots of the queue
 ====== =======================================================================================
@@ -41,8 +42,8 @@ _SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than 
 _MOST_SMALL = 16  # parts in flight, of those smaller than they might be
 _MOST_CMA_BYTES = 2**30  # a system call reads 2 GiB at most
 _PINNED_IN_FLIGHT = 3  # one that is packed, one that is told of, one that is asked for
-# Buffers of one part each that are kept for later.
-_IDLE_PARTS = {"ucx": 5, "cma": 2, "pinned": _PINNED_IN_FLIGHT + 1 + MOST_UNREAD}
+# Buffers of one part each that are kept for later; of pinned so many in host and in device memory.
+_IDLE_PARTS = {"ucx": 5, "cma": 2, "pinned": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +79,23 @@ def ucx_pacing(options: Options, kind: str) -> Pacing:
     packs for each of them before the first one gets anything (four H200: 7 instead of 4 ms).
     """
     part_bytes = options.ucx_part_bytes if kind == "cupy" else options.ucx_host_part_bytes
-    return _in_buffers(part_bytes, options.ucx_parts_in_flight, options, kind)
+    return _in_buffers("ucx", part_bytes, options.ucx_parts_in_flight, options, kind)
 
 
 def pinned_pacing(options: Options, kind: str) -> Pacing:
     """Return parts of the configured size, or the largest for which there is room."""
-    return _in_buffers(options.pinned_part_bytes, _PINNED_IN_FLIGHT, options, kind)
+    return _in_buffers("pinned", options.pinned_part_bytes, _PINNED_IN_FLIGHT, options, kind)
 
 
-def _in_buffers(part_bytes: int, in_flight: int, options: Options, kind: str) -> Pacing:
+def _in_buffers(
+    transport: str, part_bytes: int, in_flight: int, options: Options, kind: str
+) -> Pacing:
     """Return parts in buffers, several of them in flight if there is room for the smallest."""
     smallest_bytes = buffer_bytes(1)
     left_bytes = _left_bytes(options, kind)
-    if left_bytes // _held("ucx", in_flight, kind) < smallest_bytes:
+    if left_bytes // _held(transport, in_flight, kind) < smallest_bytes:
         in_flight = 0
-    most_bytes = max(smallest_bytes, left_bytes // _held("ucx", in_flight, kind))
+    most_bytes = max(smallest_bytes, left_bytes // _held(transport, in_flight, kind))
     return Pacing(_buffered(part_bytes, most_bytes), in_flight)
 
 
@@ -197,7 +200,8 @@ def _held(transport: str, in_flight: int, kind: str) -> int:
     """Return how many parts a task holds at a time: those in flight, and those being placed."""
     if kind != "cupy":
         return in_flight + 1
-    return in_flight + 1 + MOST_UNREAD + (transport == "comm")  # which copies to the device
+    on_device = {"comm": 1, "pinned": 2}.get(transport, 0)  # beside those in host memory
+    return in_flight + 1 + MOST_UNREAD + on_device
 
 
 def _ipc_bytes(options: Options) -> int:

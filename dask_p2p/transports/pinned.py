@@ -9,10 +9,11 @@ answer::
       --- RPC: keys, boxes, memory, places --->  maps the memory, once
                                                  copies the regions there (copy engine, or kernel)
       <-- answer: done -----------------------
-    kernel reads them there, and puts them into place
+    copies them to its device (copy engine)
 
-Both have it pinned, so that copies go at the speed of PCIe, and those of one region in both
-directions, and of the next, at the same time. NumPy blocks go through it unpinned.
+Both have it pinned, so that copies go at the speed of PCIe, and in both directions at the same time
+(H200: 48 GB/s each way; 28 where kernels read there themselves). NumPy blocks go through it
+unpinned, and are read there.
 
 Memory whose call got no answer is not used again: the holder may still write there.
 """
@@ -20,7 +21,8 @@ Memory whose call got no answer is not used again: the holder may still write th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -31,10 +33,10 @@ from dask_p2p.kernels.checksum import algorithm_for
 from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
 from dask_p2p.transports.base import GRACE_S, MEET_S, Handler, Host, Transport
-from dask_p2p.transports.buffers import buffer_bytes
-from dask_p2p.transports.comm import CommReading, CommTransport
+from dask_p2p.transports.buffers import Buffers, buffer_bytes
+from dask_p2p.transports.comm import Answer, CommReading, CommTransport
 from dask_p2p.transports.pacing import Pacing, idle_bytes, pinned_pacing
-from dask_p2p.transports.reading import Part, Reading, Request
+from dask_p2p.transports.reading import Part, Reading, Region, Request
 from dask_p2p.transports.replies import ask, dtype_text, find_block, mismatch, refuse
 from dask_p2p.transports.requests import (
     checked_blocks,
@@ -44,7 +46,7 @@ from dask_p2p.transports.requests import (
     checked_yes_or_no,
     no_more,
 )
-from dask_p2p.transports.segments import Segment, SegmentName, Segments
+from dask_p2p.transports.segments import DeviceCopy, Segment, SegmentName, Segments
 from dask_p2p.transports.sums import region_sum
 
 __all__ = ["PinnedTransport"]
@@ -64,6 +66,7 @@ class PinnedTransport(CommTransport):
         self._segments = {
             kind: Segments(kind, idle_bytes("pinned", options, kind)) for kind in ("numpy", "cupy")
         }
+        self._near = Buffers("cupy", idle_bytes("pinned", options, "cupy"))
         self._obstacles: dict[str, str | None] = {}  # by holder
         self._mapped: dict[tuple[str, SegmentName], Segment] = {}  # of readers, by address and name
 
@@ -128,8 +131,8 @@ class PinnedTransport(CommTransport):
 
     def _let_go(self) -> None:
         self._mapped.clear()
-        for segments in self._segments.values():
-            segments.clear()
+        for buffers in (*self._segments.values(), self._near):
+            buffers.clear()
 
     # --- the holder's side ---
 
@@ -237,10 +240,32 @@ class _PinnedReading(CommReading):
         super().__init__(transport.host, requests, pacing, options, transport._opened.discard)
         self._transport = transport
         self._segments = transport._segments[requests[0].kind]
+        self.buffers = transport._near
         all_items = sum(box_size(box) for request in requests for box in request.boxes)
         all_bytes = all_items * requests[0].dtype.itemsize
         # Of one size, so that they fit the next batch and the next array too.
         self._segment_bytes = buffer_bytes(min(all_bytes, pacing.part_bytes or all_bytes))
+        self._asked: deque[_OnDevice] = deque()
+
+    def __iter__(self) -> Iterator[Region]:
+        for region in super().__iter__():
+            if self.requests[0].kind == "cupy" and isinstance(region.pending, Answer):
+                self._asked.append(_OnDevice(self, region.pending))
+                yield Region(region.part, self._asked[-1])
+            else:
+                yield region
+            del region
+
+    def following(self, this: _OnDevice) -> _OnDevice | None:
+        """Return what was asked for after this one; what came before it is not waited for."""
+        while self._asked and (passed := self._asked.popleft()) is not this:
+            passed.settle()
+        return self._asked[0] if self._asked else None
+
+    def close(self) -> None:
+        super().close()
+        while self._asked:
+            self._asked.pop().settle()  # a copy may be under way all the same
 
     def _pull(self, parts: Sequence[Part]) -> Coroutine[Any, Any, list[Any]]:
         """Lend memory to a call: at once, in the task's thread, since it may have to be made."""
@@ -282,6 +307,34 @@ class _PinnedReading(CommReading):
             )
             for part, answer, region in zip(parts, answers, regions, strict=True)
         ]
+
+
+class _OnDevice:
+    """A region that is copied to the device, as soon as it is in memory of the host."""
+
+    def __init__(self, reading: _PinnedReading, answer: Answer) -> None:
+        self._reading = reading
+        self._answer = answer
+        self._copy: DeviceCopy | None = None
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Wait for the region; meanwhile the next one is copied too, if it has come."""
+        copy = self._begun(timeout_s)
+        following = self._reading.following(self)
+        if following is not None and following._answer.is_here:
+            following._begun(timeout_s)
+        self._copy = None
+        return copy.wait()
+
+    def _begun(self, timeout_s: float | None) -> DeviceCopy:
+        if self._copy is None:
+            self._copy = DeviceCopy(self._answer.result(timeout_s), self._reading.buffers)
+        return self._copy
+
+    def settle(self) -> None:
+        """Wait for the copy, if it was begun: memory is used again then."""
+        if self._copy is not None:
+            self._copy.wait()
 
 
 async def _fail(error: Exception) -> list[Any]:

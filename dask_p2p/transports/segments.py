@@ -24,9 +24,10 @@ from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.descriptor import kernel_and_namespace
 from dask_p2p.transports.requests import checked_integer, checked_text
 
-__all__ = ["Segment", "SegmentName", "Segments"]
+__all__ = ["DeviceCopy", "Segment", "SegmentName", "Segments"]
 
 _FILE_NAME = "dask-p2p"
+_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags: for all GPUs of the process, and kernels
 
 
@@ -181,3 +182,38 @@ class Segments(Buffers):
     def _give_back(self, size_bytes: int, memory: Segment) -> None:
         if not memory.is_lost:
             super()._give_back(size_bytes, memory)
+
+
+class DeviceCopy:
+    """A copy of an array in pinned memory to the device, which is begun at once.
+
+    Parameters
+    ----------
+    there
+        The array; kept until the copy is done.
+    buffers
+        Where device memory comes from.
+    """
+
+    _per_thread = threading.local()  # streams by device
+
+    def __init__(self, there: Any, buffers: Buffers) -> None:
+        import cupy
+
+        runtime, streams = cupy.cuda.runtime, self._per_thread.__dict__
+        device = runtime.getDevice()
+        stream = streams.get(device) or streams.setdefault(
+            device, cupy.cuda.Stream(non_blocking=True)
+        )
+        self._there, self._here = there, buffers.take(there.shape, there.dtype)
+        self._done = cupy.cuda.Event(disable_timing=True)
+        runtime.memcpyAsync(
+            self._here.data.ptr, there.data.ptr, there.nbytes, _MEMCPY_DEFAULT, stream.ptr
+        )
+        self._done.record(stream)
+
+    def wait(self) -> Any:
+        """Wait until it is done, and return the array on the device."""
+        self._done.synchronize()
+        self._there = None  # its memory may be lent to the next call
+        return self._here
