@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -201,11 +202,13 @@ class CommReading(Reading):
         return len(self._calls)
 
     def __iter__(self) -> Iterator[Region]:
+        last: deque[int] = deque(maxlen=self._answers_ahead)  # parts of the last answers
         for parts in self._batches():
             future = asyncio.run_coroutine_threadsafe(self._pull(parts), self._host.loop)
             self._calls.add(future)
             future.add_done_callback(self._calls.discard)
-            self.ahead = self._answers_ahead * len(parts)
+            last.append(len(parts))
+            self.ahead = sum(last)
             for number, part in enumerate(parts):
                 yield Region(part, Answer(future, number))
 

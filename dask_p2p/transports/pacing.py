@@ -43,7 +43,7 @@ _MOST_SMALL = 16  # parts in flight, of those smaller than they might be
 _MOST_CMA_BYTES = 2**30  # a system call reads 2 GiB at most
 _PINNED_IN_FLIGHT = 3  # one that is packed, one that is told of, one that is asked for
 # Buffers of one part each that are kept for later; of pinned so many in host and in device memory.
-_IDLE_PARTS = {"ucx": 5, "cma": 2, "pinned": 4}
+_IDLE_PARTS = {"ucx": 5, "cma": 2, "pinned": 5}
 
 
 @dataclass(frozen=True, slots=True)

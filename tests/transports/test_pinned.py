@@ -176,6 +176,31 @@ class Pinned(Conformance):
 
 
 class TestPinned(Pinned):
+    def test_no_more_memory_is_lent_than_a_task_may_hold(self, setup):
+        """Whatever the sizes of the regions are: answers are counted, and not regions."""
+        array = np.arange(100 * 2**10.0).reshape(100, 2**10)
+        setup.put("block", array)
+        thin = [((i, i + 1), (j, j + 4)) for i in range(8) for j in range(0, 2**10, 16)]
+        wide = [((i, i + 1), (0, 2**10)) for i in range(8)]
+        most = 0
+        for boxes in (thin, wide, wide + thin, thin + wide, (thin[:20] + wide) * 3):
+            remote = self.open(setup, "block", array, *boxes, pinned_part_bytes=2**13)
+            ahead = deque()
+            for region in remote.reading:
+                ahead.append(region)
+                del region
+                most = max(most, len(setup.reader._segments["numpy"].inodes()))
+                while len(ahead) > remote.reading.ahead:
+                    part, pending = ahead.popleft()
+                    expected = array[tuple(slice(*pair) for pair in part.box)]
+                    np.testing.assert_array_equal(pending.result(20), expected)
+                    del pending
+            while ahead:
+                ahead.popleft().pending.result(20)
+            remote.close()
+        in_flight = setup.reader.pacing(self.options, "numpy").parts_in_flight
+        assert in_flight <= most <= in_flight + 1
+
     def test_a_holder_unmaps_what_its_reader_gave_up(self, setup, block):
         key, array = block
         regions = []
