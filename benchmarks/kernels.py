@@ -1,7 +1,6 @@
 """How fast the kernels permute: on a GPU against its memcpy, on a CPU against NumPy.
 
     python benchmarks/kernels.py gpu --json gpu.json
-    python benchmarks/kernels.py gpu --group 1 --group 4 --group 16    # orders of tiles
     python benchmarks/kernels.py cpu --quick
 
 Each figure is the median of several runs, after the result has been checked against one computed in
@@ -23,8 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dask_p2p.kernels import kernel_named
-from dask_p2p.kernels._launch import GROUP_TILES
+from dask_p2p.backends import backend_named
 
 POISON = 0xA5
 Row = dict[str, Any]
@@ -75,12 +73,12 @@ def gpu_cases(gib: float) -> list[tuple[tuple[int, ...], str, tuple[int, ...]]]:
 def run_cpu(case: tuple[Sequence[int], str, tuple[int, ...]], repeats: int) -> Row:
     """Measure one case on the processor."""
     shape, dtype, axes = case
-    kernel = kernel_named("numpy")
+    backend = backend_named("numpy")
     items = int(np.prod(shape))
     src = np.arange(items).astype(dtype).reshape(shape)
-    dst = kernel.empty([shape[a] for a in axes], dtype)
+    dst = backend.empty([shape[a] for a in axes], dtype)
     dst.reshape(-1).view("u1")[...] = POISON
-    kernel.permute_into(dst, src, axes)
+    backend.permute_into(dst, src, axes)
     if not np.array_equal(dst, src.transpose(axes)):
         raise SystemExit(f"wrong result: {case}")
     inner = max(1, 100_000 // items)
@@ -88,7 +86,7 @@ def run_cpu(case: tuple[Sequence[int], str, tuple[int, ...]], repeats: int) -> R
         [
             lambda: np.ascontiguousarray(src.transpose(axes)),
             lambda: np.copyto(dst, src.transpose(axes)),
-            lambda: kernel.permute_into(dst, src, axes),
+            lambda: backend.permute_into(dst, src, axes),
         ],
         repeats,
         inner,
@@ -116,31 +114,26 @@ def cpu_seconds(works: Sequence[Callable[[], Any]], repeats: int, inner: int) ->
     return [statistics.median(seconds) for seconds in times]
 
 
-def run_gpu(
-    case: tuple[Sequence[int], str, tuple[int, ...]], repeats: int, group_tiles: int
-) -> Row:
+def run_gpu(case: tuple[Sequence[int], str, tuple[int, ...]], repeats: int) -> Row:
     """Measure one case on the current GPU."""
     import cupy
 
-    from dask_p2p.kernels.cupy import CupyKernel
-
     shape, dtype, axes = case
-    kernel = CupyKernel(group_tiles)
+    backend = backend_named("cupy")
     src = cupy.empty(shape, dtype)
     fill(cupy, src)
-    dst = kernel.empty([shape[a] for a in axes], dtype)
+    dst = backend.empty([shape[a] for a in axes], dtype)
     dst.reshape(-1).view("u1").fill(POISON)
-    kernel.permute_into(dst, src, axes)
+    backend.permute_into(dst, src, axes)
     if not same(cupy, dst, src.transpose(axes)):
         raise SystemExit(f"wrong result: {case}")
     flat_src, flat_dst = src.reshape(-1), dst.reshape(-1)
     memcpy_s = gpu_seconds(cupy, partial(cupy.copyto, flat_dst, flat_src), repeats)
-    ours_s = gpu_seconds(cupy, partial(kernel.permute_into, dst, src, axes), repeats)
+    ours_s = gpu_seconds(cupy, partial(backend.permute_into, dst, src, axes), repeats)
     row: Row = {
         "shape": list(shape),
         "dtype": dtype,
         "axes": list(axes),
-        "group_tiles": group_tiles,
         "memcpy_tb_s": 2 * src.nbytes / memcpy_s / 1e12,
         "ours_tb_s": 2 * src.nbytes / ours_s / 1e12,
         "ratio_to_memcpy": memcpy_s / ours_s,
@@ -201,7 +194,6 @@ def main() -> None:
     parser.add_argument("device", choices=["cpu", "gpu"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--gib", type=float, default=4.0, help="size of the GPU's arrays")
-    parser.add_argument("--group", type=int, action="append", help="tiles in a group (GPU)")
     parser.add_argument("--quick", action="store_true", help="leave out what takes over 0.1 s")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
@@ -213,8 +205,7 @@ def main() -> None:
                 rows += [run_cpu(case, options.repeats)]
     else:
         gib = 0.25 if options.quick else options.gib
-        for group_tiles in options.group or [GROUP_TILES]:
-            rows += [run_gpu(case, options.repeats, group_tiles) for case in gpu_cases(gib)]
+        rows += [run_gpu(case, options.repeats) for case in gpu_cases(gib)]
     print_table(rows)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:

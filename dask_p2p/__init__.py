@@ -1,4 +1,4 @@
-"""Peer-to-peer transposes of Dask arrays.
+"""Peer-to-peer transposes, rechunks and halo exchanges of Dask arrays.
 
 >>> import dask_p2p
 >>> y = dask_p2p.transpose(x)  # doctest: +SKIP
@@ -34,7 +34,9 @@ from dask_p2p.errors import (
 if TYPE_CHECKING:
     from dask_p2p.cluster import local_cluster
     from dask_p2p.diagnosis import check
+    from dask_p2p.ops.overlap import map_overlap
     from dask_p2p.ops.peak import MemoryEstimate, estimate
+    from dask_p2p.ops.rechunk import rechunk
     from dask_p2p.ops.transpose import transpose
     from dask_p2p.registration import register
 
@@ -61,6 +63,8 @@ __all__ = [
     "check",
     "estimate",
     "local_cluster",
+    "map_overlap",
+    "rechunk",
     "register",
     "transpose",
 ]
@@ -74,6 +78,8 @@ _FUNCTIONS = {
     "check": "dask_p2p.diagnosis",
     "estimate": "dask_p2p.ops.peak",
     "local_cluster": "dask_p2p.cluster",
+    "map_overlap": "dask_p2p.ops.overlap",
+    "rechunk": "dask_p2p.ops.rechunk",
     "register": "dask_p2p.registration",
     "transpose": "dask_p2p.ops.transpose",
 }

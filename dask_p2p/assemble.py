@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
+
+from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.errors import (
     BlockUnavailableError,
@@ -32,20 +36,19 @@ from dask_p2p.errors import (
     UnreachableError,
     UnsuitableError,
 )
-from dask_p2p.kernels import as_array, device_of, kernel_for
-from dask_p2p.kernels.device import device_work
-from dask_p2p.kernels.queue import SLOTS, Queue, queue_for
-from dask_p2p.layout import Box, box_size, box_slices
+from dask_p2p.layout import Box, Index, box_shape, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
-from dask_p2p.plan import BlockPlan, Piece, stage_order
-from dask_p2p.transports.base import GRACE_S, Transport
-from dask_p2p.transports.links import BlockRef, Links, Way
-from dask_p2p.transports.pacing import staging_bytes
+from dask_p2p.plans import BlockPlan, Piece, Source, stage_order
+from dask_p2p.retry import GRACE_S
+from dask_p2p.transports.base import Transport
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.reading import Reading, Region, Request
+from dask_p2p.transports.registry import staging_bytes
 from dask_p2p.transports.replies import check_block
+from dask_p2p.transports.router import BlockRef, Route
 from dask_p2p.versioned import versioned
 
-__all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
+__all__ = ["Assembly", "OutputSpec", "Stage"]
 
 
 @versioned()
@@ -53,10 +56,16 @@ __all__ = ["Assembly", "OutputSpec", "Peers", "Stage"]
 class OutputSpec:
     """What all blocks of one output have in common."""
 
-    source: str  # name of the input array: its blocks' keys are (source, *index)
-    dtype: Any  # numpy.dtype of the input and of the output
+    arrays: tuple[str, ...]  # names of the inputs: their blocks' keys are (name, *index)
+    dtype: Any  # numpy.dtype of the inputs, and of what is assembled
     kind: str  # "numpy" or "cupy", by the array's meta
     options: Options
+    #: Makes the output block of the assembled one and its index; by default that is it.
+    post: Callable[[Any, Index], Any] | None = None
+
+    def key(self, source: Source) -> tuple[Any, ...]:
+        """Return the Dask key of an input block."""
+        return (self.arrays[source.array], *source.block)
 
 
 @versioned()
@@ -69,19 +78,6 @@ class Stage:
     nbytes: int
 
 
-class Peers(Protocol):
-    """What an assembly needs of the worker that it runs on."""
-
-    address: str
-    links: Links
-
-    def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
-        """Take note that other workers are about to read these blocks of this kind."""
-
-    def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
-        """Return all memory for blocks of this kind if that is less than wanted; else None."""
-
-
 @dataclass(slots=True)
 class _Source:
     """A remote block, its pieces, and the ways to it that are left."""
@@ -89,13 +85,13 @@ class _Source:
     slot: int
     ref: BlockRef
     pieces: list[Piece]
-    ways: list[Way]
+    ways: list[Route]
     causes: list[str] = field(default_factory=list)
     brought_by: Reading | None = None  # that has not failed
     left: int = 0  # elements that have not been put into place
 
     @property
-    def way(self) -> Way:
+    def way(self) -> Route:
         return self.ways[0]
 
 
@@ -142,7 +138,7 @@ class Assembly:
         plan: BlockPlan,
         output: OutputSpec,
         blocks: Sequence[Any],
-        peers: Peers | None = None,
+        peers: WorkerContext | None = None,
     ) -> None:
         self.plan = plan
         self.output = output
@@ -159,7 +155,7 @@ class Assembly:
 
     def key(self, slot: int) -> tuple[Any, ...]:
         """Dask key of a source."""
-        return (self.output.source, *self.plan.sources[slot])
+        return self.output.key(self.plan.sources[slot])
 
     def run(self) -> Any:
         """Return the output block.
@@ -190,17 +186,19 @@ class Assembly:
     def _run(self) -> Any:
         kind = self.output.kind
         for slot, block in self._local.items():
-            kind = kernel_for(block).name
+            kind = backend_for(block).name
             check_block(block, self.key(slot), self.plan.source_shapes[slot], self.output.dtype)
         if self.peers is not None:
             need = self._need(kind)
             if (there_bytes := self.peers.memory_below(need.total_bytes, kind)) is not None:
                 raise need.too_large(there_bytes, self._where)
+        if self.plan.is_copy and self._local:
+            return self._local[0]
         if self._remote and self.peers is not None:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(slot): block for slot, block in self._local.items()}
-            self.peers.serving(local, kind, self.options)
-        queue = queue_for(kind, beside_copies=bool(self._remote))
+            self.peers.publish(local, kind, self.options)
+        queue = backend_named(kind).queue(beside_copies=bool(self._remote))
         try:
             if self._in_sync:
                 self._queue_local(queue)
@@ -256,7 +254,10 @@ class Assembly:
         for piece in self.plan.pieces:
             if piece.source in self._local:
                 region = self._local[piece.source][box_slices(piece.src)]
-                queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, aside=True)
+                queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, concurrent=True)
+        for fill in self.plan.fills:
+            values = np.full(box_shape(fill.dst), fill.value, self.output.dtype)
+            queue.permute_and_drop(out[box_slices(fill.dst)], values, range(values.ndim))
 
     def _bring_remote(self, todo: list[_Source], queue: Queue) -> None:
         """Bring remote blocks, each by the best way that works."""
@@ -423,7 +424,7 @@ class Assembly:
         elif isinstance(error, SilentError):
             self._unreachable[source.way.holder, source.way.transport.name] = str(error)
 
-    def _check_reachable(self, way: Way) -> None:
+    def _check_reachable(self, way: Route) -> None:
         """Raise if the holder did not answer about another block: the time would add up."""
         holder, transport = way.holder, way.transport.name
         if (why := self._unreachable.get((holder, None))) is not None:
@@ -442,13 +443,13 @@ class Assembly:
             pieces[piece.source].append(piece)
         order, dtype = self.options.order(kind), self.output.dtype
         # The same for all blocks of a worker.
-        found: dict[tuple[str, ...], tuple[tuple[str, ...], list[Way]]] = {}
+        found: dict[tuple[str, ...], tuple[tuple[str, ...], list[Route]]] = {}
         sources = []
         for slot, ref in self._remote.items():
             if ref.holders not in found:
                 # Of several replicas readers take different ones first: each those after its place.
                 nearest = tuple(stage_order(ref.holders, here))
-                ways = self.peers.links.ways(BlockRef(ref.key, nearest), kind, dtype, order)
+                ways = self.peers.router.routes(BlockRef(ref.key, nearest), kind, dtype, order)
                 found[ref.holders] = nearest, ways
             nearest, ways = found[ref.holders]
             sources.append(_Source(slot, BlockRef(ref.key, nearest), pieces[slot], [*ways]))
@@ -470,7 +471,7 @@ class Assembly:
             source.ways = [other for other in source.ways if other.holder != way.holder]
         elif not isinstance(error, UnsuitableError):
             last = not any(other.holder == way.holder for other in source.ways)
-            self.peers.links.report_failure(way, error, last)
+            self.peers.router.report_failure(way, error, last)
         if not source.ways:
             causes = "; ".join(source.causes)
             failure = type(error) if len(source.causes) == 1 else TransferError

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from dask_p2p.environment import cpu_name
+from dask_p2p.backends import backend_named
 from dask_p2p.errors import InputError
 
 __all__ = ["device_names", "free_gpu_bytes", "local_cluster", "usable_gpus"]
@@ -62,16 +62,12 @@ def device_names(client: Any, kind: str) -> list[str]:
     kind : str
         Of the blocks that the workers compute, "numpy" or "cupy".
     """
-    names = client.run(_gpu_name if kind == "cupy" else cpu_name)
+    names = client.run(_device_name, kind)
     return [names[address] for address in sorted(names)]
 
 
-def _gpu_name() -> str:
-    import cupy
-
-    runtime = cupy.cuda.runtime
-    name = runtime.getDeviceProperties(runtime.getDevice())["name"]
-    return str(name.decode() if isinstance(name, bytes) else name)
+def _device_name(kind: str) -> str:
+    return backend_named(kind).device_name()
 
 
 def local_cluster(n_workers: int | None = None, *, gpus: bool | None = None, **kwargs: Any) -> Any:

@@ -3,16 +3,19 @@
 Workers do not see what a client sets later with `dask.config.set`: the options that a task
 needs are read when its graph is built, and travel with it as an `Options` value. What concerns a
 worker itself, and all whom it serves, it reads from its own configuration.
+
+What belongs to one transport is read by its module: it declares a `Section`, and its name and rank
+with `register_transport`. All that call `options` have imported the transports.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import dask
 import yaml
@@ -23,23 +26,29 @@ from dask_p2p.versioned import versioned
 
 __all__ = [
     "MODES",
+    "NOT_IN_AUTO",
     "PRODUCER_STREAMS",
-    "TRANSPORTS",
     "Options",
+    "Section",
     "checked_options",
+    "duration_s",
     "ensure_defaults",
+    "option",
     "options",
+    "positive_bytes",
+    "positive_int",
+    "register_transport",
+    "section",
+    "size_bytes",
+    "yes_or_no",
 ]
 
 MODES = ("async", "sync")
+#: Rank of a transport that is used only where it is named.
+NOT_IN_AUTO = float("inf")
 PRODUCER_STREAMS = ("any", "default")
-TRANSPORTS = ("ipc", "cma", "ucx", "pinned", "comm")
-
-# Best first, by kind of block, as measured. Between processes of one host with two cores and NumPy
-# blocks Dask's own TCP takes twice as long as cma, and UCX 1.3 to 2 times as long as that.
-_BEST = {"cupy": ("ipc", "ucx", "pinned", "comm"), "numpy": ("cma", "comm")}
-
 _T = TypeVar("_T")
+_S = TypeVar("_S", bound="Section")
 
 
 @versioned(defaults=lambda: options())
@@ -54,19 +63,9 @@ class Options:
     producer_streams: str
     staging_limit_bytes: int
     transports: tuple[str, ...] | None
-    comm_part_bytes: int
-    comm_parts_in_flight: int
-    ipc_staging_bytes: int
-    cma_part_bytes: int
-    board_wait_s: float
-    board_retain_s: float
-    ucx_part_bytes: int
-    ucx_host_part_bytes: int
-    ucx_parts_in_flight: int
-    ucx_allow_unencrypted: bool
-    pinned_part_bytes: int
     request_timeout_s: float
     backoff_s: float
+    sections: tuple[Section, ...]  # of transports, one of a class
 
     @property
     def any_producer_stream(self) -> bool:
@@ -77,12 +76,84 @@ class Options:
         """Return the transports to try for blocks of a kind ("numpy", "cupy"), best first."""
         if self.transports is not None:
             return self.transports
-        # Who wants checksums of NumPy blocks has them, though cma has none.
-        return tuple(name for name in _BEST[kind] if not (self.checksum and name == "cma"))
+        ranks = [(rank(kind, self), name) for name, rank in _known.items()]
+        return tuple(name for rank, name in sorted(ranks) if rank < NOT_IN_AUTO)
+
+
+_known: dict[str, Callable[[str, Options], float]] = {}  # ranks of transports by their names
+_sections: dict[str, type[Section]] = {}  # by name in the configuration
+
+
+def register_transport(name: str, rank: Callable[[str, Options], float]) -> None:
+    """Let a transport be named in ``p2p.transports.order``, and be used where that is auto.
+
+    Parameters
+    ----------
+    name
+        Of the transport.
+    rank
+        Returns its place among those of the order auto for a kind of blocks, the least first; or
+        `NOT_IN_AUTO`.
+    """
+    _known[name] = rank
+
+
+class Section:
+    """Options of one transport. Subclasses are dataclasses, decorated with `section`."""
+
+    name: ClassVar[str]  # in the configuration, without ``p2p.``
+
+    @classmethod
+    def of(cls: type[_S], options: Options) -> _S:
+        """Return what came with `options`; from another version of the package, this process' own.
+
+        Raises
+        ------
+        ConfigError
+            If it has to be read, and has a value that it cannot have.
+        """
+        for given in options.sections:
+            if type(given) is cls:
+                return given
+        return cls.configured()
+
+    @classmethod
+    def configured(cls: type[_S]) -> _S:
+        """Read it from the configuration; `ConfigError` if a value is wrong."""
+        values = {
+            known.name: _read(f"{cls.name}.{known.metadata['option']}", known.metadata["parse"])
+            for known in fields(cls)  # type: ignore[arg-type]
+        }
+        return cls(**values)
+
+
+def section(name: str) -> Callable[[type[_S]], type[_S]]:
+    """Have a subclass of `Section` read from this part of the configuration, and travel."""
+
+    def decorate(cls: type[_S]) -> type[_S]:
+        cls.name = name
+        _sections[name] = cls
+        return versioned(defaults=cls.configured)(cls)
+
+    return decorate
+
+
+def option(name: str, parse: Callable[[Any], _T]) -> _T:
+    """Declare a field of a `Section`: its name in the configuration, and how it is read."""
+    declared: _T = field(metadata={"option": name, "parse": parse})
+    return declared
+
+
+_FORMER_NAMES = {
+    f"p2p.transports.board.{name}": f"p2p.transports.directory.{name}"
+    for name in ("wait", "retain")
+}
 
 
 def ensure_defaults() -> None:
     """Put the package's defaults under the user's configuration. Idempotent."""
+    dask.config.deprecations.update(_FORMER_NAMES)
+    dask.config.rename(_FORMER_NAMES)
     dask.config.update_defaults(_load_defaults())
 
 
@@ -151,25 +222,15 @@ def options() -> Options:
     """
     return Options(
         mode=_read("mode", _one_of(MODES)),
-        low_latency=_read("low-latency", _yes_or_no),
-        attempts=_read("attempts", _positive_int),
-        checksum=_read("checksum", _yes_or_no),
+        low_latency=_read("low-latency", yes_or_no),
+        attempts=_read("attempts", positive_int),
+        checksum=_read("checksum", yes_or_no),
         producer_streams=_read("producer-streams", _one_of(PRODUCER_STREAMS)),
-        staging_limit_bytes=_read("memory.staging-limit", _positive_bytes),
+        staging_limit_bytes=_read("memory.staging-limit", positive_bytes),
         transports=_read("transports.order", _transports),
-        comm_part_bytes=_read("transports.comm.part-bytes", _positive_bytes),
-        comm_parts_in_flight=_read("transports.comm.parts-in-flight", _positive_int),
-        ipc_staging_bytes=_read("transports.ipc.staging-bytes", _bytes),
-        cma_part_bytes=_read("transports.cma.part-bytes", _positive_bytes),
-        board_wait_s=_read("transports.board.wait", _seconds),
-        board_retain_s=_read("transports.board.retain", _seconds),
-        ucx_part_bytes=_read("transports.ucx.part-bytes", _positive_bytes),
-        ucx_host_part_bytes=_read("transports.ucx.host-part-bytes", _positive_bytes),
-        ucx_parts_in_flight=_read("transports.ucx.parts-in-flight", _positive_int),
-        ucx_allow_unencrypted=_read("transports.ucx.allow-unencrypted", _yes_or_no),
-        pinned_part_bytes=_read("transports.pinned.part-bytes", _positive_bytes),
-        request_timeout_s=_read("timeouts.request", _seconds),
-        backoff_s=_read("timeouts.backoff", _seconds),
+        request_timeout_s=_read("timeouts.request", duration_s),
+        backoff_s=_read("timeouts.backoff", duration_s),
+        sections=tuple(known.configured() for known in _sections.values()),
     )
 
 
@@ -194,36 +255,41 @@ def _one_of(names: tuple[str, ...]) -> Callable[[Any], str]:
     return parse
 
 
-def _yes_or_no(value: Any) -> bool:
+def yes_or_no(value: Any) -> bool:
+    """Read a truth value; `ValueError` if it is none."""
     if not isinstance(value, bool):
         raise ValueError("expected true or false")
     return value
 
 
-def _positive_int(value: Any) -> int:
+def positive_int(value: Any) -> int:
+    """Read a whole number of at least 1; `ValueError` if it is none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError("expected a whole number of at least 1")
     return value
 
 
-def _positive_bytes(value: Any) -> int:
-    size_bytes = _bytes(value)
-    if size_bytes < 1:
+def positive_bytes(value: Any) -> int:
+    """Read a size of at least one byte; `ValueError` if it is none."""
+    nbytes = size_bytes(value)
+    if nbytes < 1:
         raise ValueError("expected a size of at least one byte, like '16 MiB'")
-    return size_bytes
+    return nbytes
 
 
-def _bytes(value: Any) -> int:
+def size_bytes(value: Any) -> int:
+    """Read a size, in bytes; `ValueError` if it is none."""
     try:
-        size_bytes = int(parse_bytes(value))
+        nbytes = int(parse_bytes(value))
     except (ValueError, AttributeError):
-        size_bytes = -1
-    if size_bytes < 0:
+        nbytes = -1
+    if nbytes < 0:
         raise ValueError("expected a size, like '16 MiB'")
-    return size_bytes
+    return nbytes
 
 
-def _seconds(value: Any) -> float:
+def duration_s(value: Any) -> float:
+    """Read a duration, in seconds; `ValueError` if it is none."""
     try:
         seconds = float(parse_timedelta(value))
     except (ValueError, AttributeError, KeyError):
@@ -236,8 +302,8 @@ def _seconds(value: Any) -> float:
 def _transports(value: Any) -> tuple[str, ...] | None:
     if value == "auto":
         return None
-    if not isinstance(value, (list, tuple)) or not all(name in TRANSPORTS for name in value):
-        raise ValueError(f"expected auto, or a list of names out of {', '.join(TRANSPORTS)}")
+    if not isinstance(value, (list, tuple)) or not all(name in _known for name in value):
+        raise ValueError(f"expected auto, or a list of names out of {', '.join(_known)}")
     if not value:
         raise ValueError("expected auto, or at least one name: comm alone, for example")
     # comm works between any two workers: without a last resort a task could not end.

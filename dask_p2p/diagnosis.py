@@ -7,25 +7,25 @@ measured at once, each worker reading from one and read by one, as in a transpos
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dask_p2p.backends import worker_backend
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options
-from dask_p2p.environment import link_gbs, on_gpu, versions
+from dask_p2p.environment import versions
 from dask_p2p.link_speed import FAR, Link, clear_probes, measure_from
 from dask_p2p.registration import register
 from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.transports.cuda_ipc import POOL_REMEDY
 
 __all__ = ["Link", "Problem", "Report", "Status", "check", "find_problems"]
 
 _POOL_GRANULE_BYTES = 2 * 2**20
-_POOL_CURE = (
-    'Start the cluster with dask_p2p.local_cluster(), or with rmm_pool_size="40 GiB" (a multiple '
-    'of 2 MiB) and rmm_allocator_external_lib_list=["cupy"]'
-)
+# Workers in one process pass each other's blocks on as they are.
+_EXPECTED = ("other-kind", "same-process")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,9 @@ def check(client: Any = None) -> Report:
         )
     had_plugin = client.run(_has_plugin)
     register(client)
-    found = client.run(_status)
+    statuses = client.run(_status)
     workers = [
-        Status(**{**found[a], "had_plugin": had_plugin.get(a, False)}) for a in sorted(found)
+        Status(**{**statuses[a], "had_plugin": had_plugin.get(a, False)}) for a in sorted(statuses)
     ]
     links = _measure_links(client, workers)
     return Report(workers, links, find_problems(workers, links, versions()))
@@ -122,7 +122,8 @@ def check(client: Any = None) -> Report:
 
 def _measure_links(client: Any, workers: list[Status]) -> list[Link]:
     addresses = [worker.address for worker in workers]
-    kind = "cupy" if all(worker.kind == "cupy" for worker in workers) else "numpy"
+    kinds = {worker.kind for worker in workers}
+    kind = kinds.pop() if len(kinds) == 1 else NUMPY.name
     links: list[Link] = []
     for stage in range(1, len(addresses)):
         holders = {a: addresses[(i + stage) % len(addresses)] for i, a in enumerate(addresses)}
@@ -156,10 +157,10 @@ def find_problems(
         if link.quicker is not None:
             what = f"{link.quicker} is more than {FAR} times as fast as {link.transport}"
             causes[what, "Name it first in p2p.transports.order"].append(link.reader)
-        for transport, why in link.obstacles.items():
-            # Workers in one process pass each other's blocks on as they are.
-            if not any(words in why for words in ("not numpy", "not cupy", "share a process")):
-                causes[f"{transport} is not used: {why}", _cure(why)].append(link.reader)
+        for transport, obstacle in link.obstacles.items():
+            if obstacle.code not in _EXPECTED:
+                what = f"{transport} is not used: {obstacle.text}"
+                causes[what, obstacle.remedy].append(link.reader)
     return [Problem(tuple(dict.fromkeys(addresses)), *cause) for cause, addresses in causes.items()]
 
 
@@ -187,36 +188,15 @@ def _problems_of(worker: Status, here: Mapping[str, str | None]) -> Iterable[tup
         yield (
             f"RMM's pool of {pool_bytes} bytes is no multiple of 2 MiB: mapping it takes seconds "
             f"for each peer",
-            _POOL_CURE,
+            POOL_REMEDY,
         )
     if resource in ("CudaAsyncMemoryResource", "ManagedMemoryResource"):
-        yield f"CUDA IPC cannot share memory of RMM's {resource}", _POOL_CURE
+        yield f"CUDA IPC cannot share memory of RMM's {resource}", POOL_REMEDY
     if resource not in (None, "CudaMemoryResource") and worker.cupy_uses_rmm is False:
         yield (
             "CuPy allocates from another pool than RMM's: the two take memory from each other",
-            _POOL_CURE,
+            POOL_REMEDY,
         )
-
-
-def _cure(why: str) -> str:
-    cures = {
-        "PID namespaces": "Run all workers of a host in one PID namespace (docker run --pid=host)",
-        "peer access": "See nvidia-smi topo -p2p r; GPUs behind different PCIe roots may lack it",
-        "not installed": "Install dask-p2p[cuda13] on all workers",
-        "requires encryption": "Allow it, or keep to the transports that remain",
-        "CUDA_VISIBLE_DEVICES": "Give each worker all GPUs of its host, its own one first",
-        "cannot be shared by CUDA IPC": _POOL_CURE,
-        "different users": "Run all workers of a host as one user",
-        "may not be read": (
-            "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security "
-            "module that forbids it"
-        ),
-        "no GPU": "Run one worker a GPU",
-    }
-    return next(
-        (cure for words, cure in cures.items() if words in why),
-        "Leave it as it is, or name another order in p2p.transports.order",
-    )
 
 
 # --- on the workers ---
@@ -228,10 +208,10 @@ def _has_plugin(dask_worker: Any) -> bool:
 
 def _status(dask_worker: Any) -> dict[str, Any]:
     """Describe this worker, in words that can be sent."""
-    found: dict[str, Any] = {
+    status: dict[str, Any] = {
         "address": dask_worker.address,
         "had_plugin": True,
-        "kind": "numpy",
+        "kind": NUMPY.name,
         "gpu": None,
         "mig": False,
         "memory_resource": None,
@@ -241,41 +221,4 @@ def _status(dask_worker: Any) -> dict[str, Any]:
         "leased_bytes": dask_worker.plugins[PLUGIN_NAME].leased_bytes,
         "versions": versions(),
     }
-    if on_gpu():
-        found.update(_gpu_status())
-    return found
-
-
-def _gpu_status() -> dict[str, Any]:
-    import cupy
-
-    runtime = cupy.cuda.runtime
-    try:
-        properties = runtime.getDeviceProperties(runtime.getDevice())
-    except runtime.CUDARuntimeError:
-        return {}
-    uuid = bytes(properties["uuid"])
-    name = properties["name"]
-    name = name.decode() if isinstance(name, bytes) else str(name)
-    allocator = cupy.cuda.get_allocator()
-    return {
-        "kind": "cupy",
-        "gpu": name,
-        "mig": "MIG" in name,
-        "cupy_uses_rmm": str(getattr(allocator, "__module__", "")).partition(".")[0] == "rmm",
-        "link_gbs": link_gbs(uuid),
-        **_rmm_status(),
-    }
-
-
-def _rmm_status() -> dict[str, Any]:
-    if "rmm" not in sys.modules:
-        return {}
-    import rmm
-
-    resource = rmm.mr.get_current_device_resource()
-    # Statistics and logs wrap the resource that matters.
-    while not hasattr(resource, "pool_size") and hasattr(resource, "get_upstream"):
-        resource = resource.get_upstream()
-    pool_bytes = resource.pool_size() if hasattr(resource, "pool_size") else None
-    return {"memory_resource": type(resource).__name__, "pool_bytes": pool_bytes}
+    return status | worker_backend().device_status()

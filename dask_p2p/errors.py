@@ -25,6 +25,8 @@ Each message says what was expected, what came, and what to do.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 __all__ = [
     "AxesError",
     "BlockMismatchError",
@@ -35,6 +37,7 @@ __all__ = [
     "FileError",
     "InputError",
     "MemoryLimitError",
+    "Obstacle",
     "P2PError",
     "P2PWarning",
     "RegistrationError",
@@ -45,6 +48,23 @@ __all__ = [
     "UnsupportedArrayError",
     "VersionError",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a transport is not used between two workers, and what to do about it."""
+
+    code: str  # by which programs tell one from another
+    text: str
+    remedy: str = "Leave it as it is, or name another order in p2p.transports.order"
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def full_text(self) -> str:
+        """The text with the remedy."""
+        return f"{self.text}. {self.remedy}"
 
 
 class P2PError(Exception):
@@ -84,11 +104,16 @@ class TransferError(P2PError):
         Names the block and the worker.
     reason : str, optional
         The same without them, where other blocks and workers have the same trouble.
+    obstacle : Obstacle, optional
+        What keeps the transport from working, if that is known.
     """
 
-    def __init__(self, message: str, reason: str | None = None) -> None:
+    def __init__(
+        self, message: str, reason: str | None = None, obstacle: Obstacle | None = None
+    ) -> None:
         super().__init__(message)
         self.reason = reason or message
+        self.obstacle = obstacle
 
 
 class BlockUnavailableError(TransferError):

@@ -13,7 +13,7 @@ from dask.array._array_expr._blockwise import Elemwise
 from dask.array._array_expr._expr import ArrayExpr, unify_chunks_expr
 from dask.array.utils import meta_from_array
 
-from dask_p2p.layer import assemble_tasks
+from dask_p2p.layer import assemble_tasks, output_spec
 from dask_p2p.layout import Chunks
 from dask_p2p.task import AssembleTask
 
@@ -21,14 +21,14 @@ __all__ = ["PlannedExpr"]
 
 
 class PlannedExpr(ArrayExpr):  # type: ignore[misc]
-    """Array whose blocks are assembled from those of another array.
+    """Array whose blocks are assembled from those of other arrays.
 
-    The operands are the other array's expression, a `Plan`, `Options`, and the prefix of the name.
-    Tasks are made when Dask asks for its graph: planning may have replaced the other array by an
-    equal one of another name by then.
+    The operands are a `Plan`, `Options`, the prefix of the name, a `Post` or None, and then the
+    expressions of the other arrays. Tasks are made when Dask asks for its graph: planning may have
+    replaced the other arrays by equal ones of another name by then.
     """
 
-    _parameters = ("array", "plan", "options", "prefix")
+    _parameters = ("plan", "options", "prefix", "post")
 
     @cached_property
     def _name(self) -> str:
@@ -36,12 +36,13 @@ class PlannedExpr(ArrayExpr):  # type: ignore[misc]
 
     @cached_property
     def chunks(self) -> Chunks:
-        chunks: Chunks = self.plan.dst_chunks
+        chunks: Chunks = self.plan.chunks if self.post is None else self.post.chunks
         return chunks
 
     @cached_property
     def _meta(self) -> Any:
-        return meta_from_array(self.array._meta, len(self.chunks), self.array.dtype)
+        meta = self.dependencies()[0]._meta if self.post is None else self.post.meta
+        return meta_from_array(meta, len(self.chunks), meta.dtype)
 
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
         # Dask would align the chunks of `x.T + y` itself, but gives up there: it counts the indices
@@ -53,4 +54,7 @@ class PlannedExpr(ArrayExpr):  # type: ignore[misc]
         return Elemwise(*options, *operands) if changed else None
 
     def _layer(self) -> dict[Any, AssembleTask]:
-        return assemble_tasks(self._name, self.array, self.plan, self.options)
+        arrays = self.dependencies()
+        names = tuple(array._name for array in arrays)
+        output = output_spec(names, arrays[0], self.options, self.post)
+        return assemble_tasks(self._name, self.plan, output)

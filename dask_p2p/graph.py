@@ -9,34 +9,47 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import Options
-from dask_p2p.layer import assemble_tasks
-from dask_p2p.plan import Plan
+from dask_p2p.layer import Post, assemble_tasks, output_spec
+from dask_p2p.plans import Plan
 
-__all__ = ["planned_array"]
+__all__ = ["Post", "planned_array"]
 
 
-def planned_array(prefix: str, x: Any, plan: Plan, options: Options) -> Any:
+def planned_array(
+    prefix: str, arrays: Any, plan: Plan, options: Options, post: Post | None = None
+) -> Any:
     """Return the lazy Dask array of a plan's output.
 
     Parameters
     ----------
     prefix : str
         Of the new array's name: what Dask calls its tasks.
-    x : dask.array.Array
-        The input. The output is an array-expr array if `x` is one.
+    arrays : dask.array.Array or sequence of them
+        The inputs, of one dtype and one type of blocks. The output is an array-expr array if they
+        are.
     plan : Plan
-        How the output's blocks are assembled from those of `x`.
+        How the output's blocks are assembled from those of the inputs.
     options : Options
         What travels with the tasks.
+    post : Post, optional
+        What is done to each assembled block.
     """
-    if hasattr(x, "expr"):
+    inputs = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
+    first = inputs[0]
+    if hasattr(first, "expr"):
         from dask_p2p.expression import PlannedExpr
 
-        return type(x)(PlannedExpr(x.expr, plan, options, prefix))
-    name = f"{prefix}-{tokenize(x.name, plan, options)}"
-    tasks = assemble_tasks(name, x, plan, options)
+        return type(first)(PlannedExpr(plan, options, prefix, post, *(x.expr for x in inputs)))
+    names = tuple(x.name for x in inputs)
+    name = f"{prefix}-{tokenize(names, plan, options, post)}"
+    tasks = assemble_tasks(name, plan, output_spec(names, first, options, post))
     # Blocks that are all empty are made of nothing; Dask checks that dependencies are depended on.
-    reads = any(task.dependencies for task in tasks.values())
-    graph = HighLevelGraph.from_collections(name, tasks, dependencies=[x] if reads else [])
+    keys = frozenset[Any]().union(*{task.dependencies for task in tasks.values()})
+    read = {key[0] for key in keys}
+    graph = HighLevelGraph.from_collections(
+        name, tasks, dependencies=[x for x in inputs if x.name in read]
+    )
     # The meta of a transpose has other dimensions; for the new array they are made from its ndim.
-    return new_da_object(graph, name, plan.dst_chunks, meta=x._meta, dtype=x.dtype)
+    chunks = plan.chunks if post is None else post.chunks
+    meta = first._meta if post is None else post.meta
+    return new_da_object(graph, name, chunks, meta=meta, dtype=meta.dtype)

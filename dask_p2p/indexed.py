@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends import backend_named
+
 __all__ = ["count_wrong", "indexed_array"]
 
 # The largest primes that each kind of number holds exactly, below its limit. Linear indices are
@@ -49,7 +51,7 @@ def indexed_array(shape: Sequence[int], chunks: Any, dtype: Any, kind: str = "nu
         _indexed_block,
         chunks=template.chunks,
         dtype=template.dtype,
-        meta=_module(kind).empty((0,) * template.ndim, dtype),
+        meta=backend_named(kind).module.empty((0,) * template.ndim, dtype),
         shape=tuple(shape),
         axes=tuple(range(template.ndim)),
         kind=kind,
@@ -94,14 +96,6 @@ def count_wrong(
     return wrong.sum()
 
 
-def _module(kind: str) -> Any:
-    if kind == "cupy":
-        import cupy
-
-        return cupy
-    return np
-
-
 def _indexed_block(
     shape: tuple[int, ...],
     axes: tuple[int, ...],
@@ -110,7 +104,7 @@ def _indexed_block(
     block_info: Any = None,
 ) -> Any:
     location = block_info[None]["array-location"]
-    block = _module(kind).empty([stop - start for start, stop in location], out_dtype)
+    block = backend_named(kind).module.empty([stop - start for start, stop in location], out_dtype)
     for rows, values in _bands(location, shape, axes, kind, out_dtype):
         block[rows] = values
     return block
@@ -146,7 +140,7 @@ def _bands(
 
     So temporaries stay small. Values are linear indices in the array before, as broadcast sums.
     """
-    module = _module(kind)
+    module = backend_named(kind).module
     first, last = location[0] if location else (0, 1)
     step = max(1, elements // max(1, prod(stop - start for start, stop in location[1:])))
     for top in range(first, last, step):

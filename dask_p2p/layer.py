@@ -2,43 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from dask.task_spec import TaskRef
-
 from dask_p2p.assemble import OutputSpec
+from dask_p2p.backends import backend_for
 from dask_p2p.config import Options
-from dask_p2p.kernels import kernel_for
-from dask_p2p.layout import block_indices
-from dask_p2p.plan import Plan
+from dask_p2p.layout import Chunks, Index, block_indices
+from dask_p2p.plans import Plan, Source
 from dask_p2p.registration import assemble
-from dask_p2p.task import AssembleTask
+from dask_p2p.task import AssembleTask, Blocks
 
-__all__ = ["assemble_tasks"]
+__all__ = ["Post", "assemble_tasks", "output_spec"]
 
 
-def assemble_tasks(name: str, x: Any, plan: Plan, options: Options) -> dict[Any, AssembleTask]:
+@dataclass(frozen=True)
+class Post:
+    """What is done to each assembled block before its task ends.
+
+    Parameters
+    ----------
+    function : callable
+        Makes the output block of the assembled block and its index.
+    chunks : tuple of tuple of int
+        Of what it returns.
+    meta : array
+        Empty array of the type and dtype of what it returns.
+    """
+
+    function: Callable[[Any, Index], Any]
+    chunks: Chunks
+    meta: Any
+
+
+def output_spec(
+    arrays: tuple[str, ...], first: Any, options: Options, post: Post | None
+) -> OutputSpec:
+    """Return what all blocks of an output have in common.
+
+    Parameters
+    ----------
+    arrays : tuple of str
+        Names of the inputs.
+    first : dask.array.Array or dask.array expression
+        The first of them; the others have its dtype and its type of blocks.
+    options : Options
+        What travels with the tasks.
+    post : Post or None
+        What is done to each assembled block.
+    """
+    function = None if post is None else post.function
+    return OutputSpec(arrays, first.dtype, backend_for(first._meta).name, options, function)
+
+
+def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, AssembleTask]:
     """Return the tasks that assemble the output blocks of a plan, by key.
-
-    They share one `TaskRef` for each source block: to make and to pickle one for each edge takes
-    several times as long.
 
     Parameters
     ----------
     name : str
         Of the output; the first part of its keys.
-    x : dask.array.Array or dask.array expression
-        The input.
     plan : Plan
-        How the output's blocks are assembled from those of `x`.
-    options : Options
-        What travels with the tasks.
+        How the output's blocks are assembled.
+    output : OutputSpec
+        What they have in common.
     """
-    output = OutputSpec(x.name, x.dtype, kernel_for(x._meta).name, options)
-    refs = {source: TaskRef((output.source, *source)) for source in block_indices(plan.src_chunks)}
+    shared: dict[Sequence[Source], Blocks] = {}
     tasks = {}
-    for index in plan.indices():
+    for index in block_indices(plan.chunks):
         key = (name, *index)
-        sources = [refs[source] for source in plan.sources(index)]
-        tasks[key] = AssembleTask.of(key, plan, index, output, sources, assemble)
+        sources = plan.sources(index)
+        blocks = shared.get(sources)
+        if blocks is None:
+            blocks = shared[sources] = Blocks(*map(output.key, sources))
+        tasks[key] = AssembleTask.of(key, plan, index, output, blocks, assemble)
     return tasks

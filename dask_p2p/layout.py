@@ -19,13 +19,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from operator import index as as_int
 from types import EllipsisType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 __all__ = [
     "Box",
     "Chunks",
     "Index",
-    "Overlap",
     "block_bounds",
     "block_indices",
     "block_shape",
@@ -33,7 +32,6 @@ __all__ = [
     "box_size",
     "box_slices",
     "normal_axes",
-    "overlaps",
     "split_box",
     "split_evenly",
     "taper_box",
@@ -110,44 +108,6 @@ def box_size(box: Box) -> int:
 def box_slices(box: Box) -> tuple[slice | EllipsisType, ...]:
     """Return what selects a box from an array as a view, of 0-d arrays too."""
     return (*(slice(start, stop) for start, stop in box), ...)
-
-
-class Overlap(NamedTuple):
-    """Common part of a source block and a destination block along one axis."""
-
-    block: int  # index of the source block along the axis
-    src: tuple[int, int]  # relative to the source block
-    dst: tuple[int, int]  # relative to the destination block
-
-
-def overlaps(src_sizes: Sequence[int], dst_sizes: Sequence[int]) -> list[list[Overlap]]:
-    """For each destination block along one axis, the parts of source blocks that it covers.
-
-    Both lists of sizes must cut the same length. Empty parts are left out.
-
-    >>> overlaps((4, 4), (3, 5))
-    [[Overlap(block=0, src=(0, 3), dst=(0, 3))], \
-[Overlap(block=0, src=(3, 4), dst=(0, 1)), Overlap(block=1, src=(0, 4), dst=(1, 5))]]
-    """
-    src_bounds = block_bounds(src_sizes)
-    found: list[list[Overlap]] = []
-    first = 0  # no earlier source block reaches into this or a later destination block
-    begin = 0
-    for size in dst_sizes:
-        end = begin + size
-        parts: list[Overlap] = []
-        while first < len(src_sizes) and src_bounds[first + 1] <= begin:
-            first += 1
-        block = first
-        while block < len(src_sizes) and src_bounds[block] < end:
-            lo, hi = max(begin, src_bounds[block]), min(end, src_bounds[block + 1])
-            if lo < hi:
-                base = src_bounds[block]
-                parts.append(Overlap(block, (lo - base, hi - base), (lo - begin, hi - begin)))
-            block += 1
-        found.append(parts)
-        begin = end
-    return found
 
 
 def split_box(box: Box, max_elements: int) -> Iterator[Box]:

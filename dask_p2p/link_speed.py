@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options
-from dask_p2p.errors import P2PError
+from dask_p2p.errors import Obstacle, P2PError
+from dask_p2p.plans import BlockPlan, Piece, Source
 from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.transports.links import BlockRef
 from dask_p2p.transports.probe import check_probe, most_probe_bytes, probe_key
+from dask_p2p.transports.router import BlockRef
+from dask_p2p.worker_context import DaskWorkerContext
 
 __all__ = ["FAR", "Link", "clear_probes", "measure_from"]
 
@@ -39,95 +42,119 @@ class Link:
     transport: str | None  # that is used; None if nothing works
     gbs: float  # 1e9 bytes per second, of one large block
     latency_s: float  # of one small block
-    obstacles: Mapping[str, str] = field(default_factory=dict)  # why others are not, by transport
+    obstacles: Mapping[str, Obstacle] = field(default_factory=dict)  # to others, by transport
     error: str | None = None
     quicker: str | None = None  # a later transport that would take less than half the time
 
 
 async def measure_from(
-    holders: Mapping[str, str], kind: str, chosen: Options, dask_worker: Any
+    holders: Mapping[str, str], kind: str, options: Options, dask_worker: Any
 ) -> Link:
     """Measure the link from this worker's holder, on a thread as tasks have them."""
     holder = holders[dask_worker.address]
-    runtime = dask_worker.plugins[PLUGIN_NAME].runtime
+    context = dask_worker.plugins[PLUGIN_NAME].context
     nbytes = most_probe_bytes(kind, dask_worker.memory_manager.memory_limit or None)
-    return await asyncio.to_thread(_measure_link, runtime, holder, kind, nbytes, chosen)
+    return await asyncio.to_thread(_measure_link, context, holder, kind, nbytes, options)
 
 
-def _measure_link(runtime: Any, holder: str, kind: str, nbytes: int, chosen: Options) -> Link:
-    order = chosen.order(kind)
+def _measure_link(
+    context: DaskWorkerContext, holder: str, kind: str, nbytes: int, options: Options
+) -> Link:
+    order = options.order(kind)
     quicker = None
-    runtime.links.prefer(holder, order, None)  # what was measured before may not hold any more
+    context.router.prefer(holder, order, None)  # what was measured before may not hold any more
     try:
-        first = latency_s, time_s, transport = _measure(runtime, holder, kind, nbytes, chosen)
-        quicker = _quicker(runtime, holder, kind, nbytes, chosen, *first[1:])
+        first = latency_s, time_s, transport = _measure(context, holder, kind, nbytes, options)
+        quicker = _quicker(context, holder, kind, nbytes, options, *first[1:])
         # Who named an order has it.
-        if quicker is not None and chosen.transports is None:
-            runtime.links.prefer(holder, order, quicker)
-            latency_s, time_s, transport = _measure(runtime, holder, kind, nbytes, chosen)
+        if quicker is not None and options.transports is None:
+            context.router.prefer(holder, order, quicker)
+            latency_s, time_s, transport = _measure(context, holder, kind, nbytes, options)
     except P2PError as exc:
-        return Link(runtime.address, holder, None, 0.0, 0.0, {}, f"{type(exc).__name__}: {exc}")
+        return Link(context.address, holder, None, 0.0, 0.0, {}, f"{type(exc).__name__}: {exc}")
     obstacles = {}
     for name in order[: order.index(transport)]:
-        why = _why_not(runtime, holder, kind, name)
+        why = _why_not(context, holder, kind, name)
         if why is None and transport == quicker:
-            why = f"{quicker} is more than {FAR} times as fast"
+            why = Obstacle("slower", f"{quicker} is more than {FAR} times as fast")
         if why is not None:
             obstacles[name] = why
     gbs = nbytes / time_s / 1e9
     quicker = None if transport == quicker else quicker
-    return Link(runtime.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
+    return Link(context.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
 
 
-def _why_not(runtime: Any, holder: str, kind: str, transport: str) -> str | None:
-    why: str | None = runtime.links.transports[transport].obstacle(holder, kind, np.dtype("u1"))
-    return why or runtime.links.failure(holder, transport)
+def _why_not(context: DaskWorkerContext, holder: str, kind: str, transport: str) -> Obstacle | None:
+    why: Obstacle | None = context.router.transports[transport].obstacle(
+        holder, kind, np.dtype("u1")
+    )
+    return why or context.router.failure(holder, transport)
 
 
 def _measure(
-    runtime: Any, holder: str, kind: str, nbytes: int, chosen: Options
+    context: DaskWorkerContext, holder: str, kind: str, nbytes: int, options: Options
 ) -> tuple[float, float, str]:
     """Return the time of a small block and of a large one, and what brought that one."""
     # The first one is tried before anything is timed.
-    runtime.links.ways(
-        BlockRef(probe_key(kind), (holder,)), kind, np.dtype("u1"), chosen.order(kind)
+    context.router.routes(
+        BlockRef(probe_key(kind), (holder,)), kind, np.dtype("u1"), options.order(kind)
     )
-    latency_s, _ = _time(runtime, holder, kind, _LATENCY_BYTES, chosen)
-    return latency_s, *_time(runtime, holder, kind, nbytes, chosen)
+    latency_s, _ = _time(context, holder, kind, _LATENCY_BYTES, options)
+    return latency_s, *_time(context, holder, kind, nbytes, options)
 
 
 def _quicker(
-    runtime: Any,
+    context: DaskWorkerContext,
     holder: str,
     kind: str,
     nbytes: int,
-    chosen: Options,
+    options: Options,
     time_s: float,
     transport: str,
 ) -> str | None:
     """Return the quickest later transport, if it takes less than half the time."""
-    order = chosen.order(kind)
+    order = options.order(kind)
     times_s = {}
     for name in order[order.index(transport) + 1 :]:
-        alone = replace(chosen, transports=(name,))
-        if _why_not(runtime, holder, kind, name) is None:
+        alone = replace(options, transports=(name,))
+        if _why_not(context, holder, kind, name) is None:
             with contextlib.suppress(P2PError):
-                times_s[name], _ = _time(runtime, holder, kind, nbytes, alone, _FEW_REPEATS)
+                times_s[name], _ = _time(context, holder, kind, nbytes, alone, _FEW_REPEATS)
     best = min(times_s, key=lambda name: times_s[name], default=None)
     return best if best is not None and FAR * times_s[best] < time_s else None
 
 
 def _time(
-    runtime: Any, holder: str, kind: str, nbytes: int, chosen: Options, repeats: int = _REPEATS
+    context: DaskWorkerContext,
+    holder: str,
+    kind: str,
+    nbytes: int,
+    options: Options,
+    repeats: int = _REPEATS,
 ) -> tuple[float, str]:
     """Return the least time for a probe block of this size, and what brought it."""
     best_s, transport = float("inf"), ""
     for _ in range(repeats):
         start_s = time.perf_counter()
-        region, transport = runtime.bring_probe(holder, kind, nbytes, chosen)
+        region, transport = _bring_probe(context, holder, kind, nbytes, options)
         best_s = min(best_s, time.perf_counter() - start_s)
     check_probe(region)
     return best_s, transport
+
+
+def _bring_probe(
+    context: DaskWorkerContext, holder: str, kind: str, nbytes: int, options: Options
+) -> tuple[Any, str]:
+    """Bring a probe block here as a task would; return it, and the transport's name."""
+    key: tuple[Any, ...] = probe_key(kind, nbytes)
+    name, index = key[0], key[1:]  # as if it were the block of an array with this name
+    whole = ((0, nbytes),)
+    sources = (Source(0, index),)
+    plan = BlockPlan((nbytes,), (0,), sources, ((nbytes,),), (Piece(0, whole, whole),))
+    output = OutputSpec((name,), np.dtype("u1"), kind, options)
+    assembly = Assembly(plan, output, [BlockRef(key, (holder,))], context)
+    block = assembly.run()
+    return block, assembly.stages[-1].transport
 
 
 def clear_probes(dask_worker: Any) -> None:

@@ -16,7 +16,7 @@ from dask.core import flatten
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.layout import box_size
 from dask_p2p.ops.transpose import transpose
-from dask_p2p.plan import slab_chunks, transpose_plan
+from dask_p2p.plans import block_plans, redistribution, slab_chunks
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 
@@ -309,9 +309,9 @@ def least_bytes(client: Any, x: Any, y: Any, axes: tuple[int, ...]) -> int:
     holders = client.who_has(x)
     readers = client.who_has(y)
     elements = 0
-    for index, block in transpose_plan(x.chunks, axes, y.chunks).blocks():
+    for index, block in block_plans(redistribution(x.chunks, axes, y.chunks)):
         here = set(readers[y.name, *index])
-        there = [set(holders[x.name, *source]) for source in block.sources]
+        there = [set(holders[x.name, *source.block]) for source in block.sources]
         elements += sum(box_size(p.src) for p in block.pieces if not here & there[p.source])
     return elements * int(x.dtype.itemsize)
 
@@ -327,7 +327,7 @@ def collect(client: Any, name: str, since_s: float = 0.0) -> Exchange | None:
         plugin = dask_worker.plugins.get(PLUGIN_NAME)
         return [
             (r.start_s, r.stop_s, [(s.holder, s.transport, s.nbytes) for s in r.stages])
-            for r in (plugin.runtime.records if plugin else ())
+            for r in (plugin.context.records if plugin else ())
             if r.key[0] == name and r.start_s >= since_s
         ]
 

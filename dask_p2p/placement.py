@@ -1,68 +1,35 @@
 """What Dask's scheduler decides otherwise for this package's tasks.
 
-Such a decision is a private method of Dask's scheduler. An `Overlay` takes the method's place, as
-an attribute of the scheduler itself, and passes everything on that it does not decide.
-
-One decision there is: Dask refuses a task whose whole dependencies are larger than the memory of
-its worker. Of this package's tasks only regions move there, and each checks by itself, on its
-worker, that they fit (`dask_p2p.memory`).
+Memory
+    Dask refuses a task whose whole dependencies are larger than the memory of its worker. Of this
+    package's tasks only regions move there, and each checks by itself, on its worker, that they fit
+    (`dask_p2p.memory`).
+Place
+    Dask places a task by the bytes of its whole dependencies, and weighs them against the time that
+    others take. A block with rims would often go where only a rim is. Here the worker comes first
+    that holds most of the *regions* that are read, then the one that has least to do. Among
+    workers that hold about as much, as in a transpose, only the latter counts: so its tasks are
+    spread evenly.
 """
 
 from __future__ import annotations
 
-import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from dask_p2p.overlay import Overlay, has_method
 from dask_p2p.task import PLUGIN_NAME, AssembleTask
 
-__all__ = ["Overlay", "overlay_memory_check"]
+__all__ = ["held_elements", "overlay_memory_check", "overlay_placement"]
 
 _MEMORY_CHECK = "_add_to_processing"
-
-
-class Overlay:
-    """Takes the place of one method of a scheduler, until it is not wanted any more.
-
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-    method : str
-        Name of its method.
-    decide : callable
-        Called with Dask's own method and the arguments.
-    is_wanted : callable
-        Asked at each call: once it says no, the overlay goes.
-    """
-
-    def __init__(
-        self,
-        scheduler: Any,
-        method: str,
-        decide: Callable[..., Any],
-        is_wanted: Callable[[], bool],
-    ) -> None:
-        current = getattr(scheduler, method)
-        # One that is there is not wanted any more, and has not been called since.
-        self.original: Callable[..., Any] = (
-            current.original if isinstance(current, Overlay) else current
-        )
-        self._scheduler, self._method = scheduler, method
-        self._decide, self._is_wanted = decide, is_wanted
-        setattr(scheduler, method, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_wanted():
-            return self._decide(self.original, *args, **kwargs)
-        self.remove()
-        return self.original(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Give the method back, unless somebody else has taken its place since."""
-        if vars(self._scheduler).get(self._method) is self:
-            delattr(self._scheduler, self._method)
-            if getattr(self._scheduler, self._method) != self.original:  # somebody else's
-                setattr(self._scheduler, self._method, self.original)
+_PLACE = "decide_worker_non_rootish"
+_ROOTISH = "is_rootish"
+# Workers that hold less than the best one by no more than this share of what is read are as good:
+# slabs differ by a row, and a transpose must not send all tasks to the holder of the longest one.
+_TOLERANCE = 0.1
+_MOST_SOURCES = 4096  # of a task that is ranked; one that reads from more reads from everywhere
 
 
 def overlay_memory_check(
@@ -85,10 +52,7 @@ def overlay_memory_check(
     Overlay or None
         None if this Dask has another check, or none: then it is left alone.
     """
-    method = getattr(type(scheduler), _MEMORY_CHECK, None)
-    if method is None or [*inspect.signature(method).parameters] != [
-        "self", "ts", "ws", "stimulus_id",
-    ]:  # fmt: skip
+    if not has_method(scheduler, _MEMORY_CHECK, ["ts", "ws", "stimulus_id"]):
         return None
 
     def decide(original: Any, ts: Any, ws: Any, stimulus_id: str) -> Any:
@@ -103,6 +67,81 @@ def overlay_memory_check(
         return processing if error is None else _fail(scheduler, ts, ws, error, stimulus_id)
 
     return Overlay(scheduler, _MEMORY_CHECK, decide, is_wanted)
+
+
+def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> list[Overlay]:
+    """Place this package's tasks by the regions that they read.
+
+    Dask's own choice among the workers stands: those that hold something, within restrictions and
+    resources. Only their order changes. Stealing goes on as it does for other tasks.
+
+    Parameters
+    ----------
+    scheduler : distributed.Scheduler
+    is_wanted : callable
+        See `Overlay`.
+
+    Returns
+    -------
+    list of Overlay
+        Empty if this Dask places tasks in another way: then it is left alone.
+    """
+    if not (
+        has_method(scheduler, _PLACE, ["ts"])
+        and has_method(scheduler, _ROOTISH, ["ts"])
+        and has_method(scheduler, "worker_objective", ["ts", "ws"])
+    ):
+        return []
+
+    def is_placed_here(ts: Any) -> bool:
+        return isinstance(ts.run_spec, AssembleTask) and PLUGIN_NAME in scheduler.worker_plugins
+
+    def is_rootish(original: Any, ts: Any) -> bool:
+        # Few blocks that become many: Dask would take them for tasks that read nothing.
+        reads = bool(ts.dependencies) and is_placed_here(ts)
+        return not reads and bool(original(ts))
+
+    def place(original: Any, ts: Any) -> Any:
+        if not is_placed_here(ts) or not 0 < len(ts.dependencies) <= _MOST_SOURCES:
+            return original(ts)
+        held = held_elements(ts.run_spec, {dep.key: dep.who_has or () for dep in ts.dependencies})
+        enough = max(held.values(), default=0) - _TOLERANCE * sum(held.values())
+
+        def objective(ts: Any, ws: Any) -> tuple[Any, ...]:
+            return (held[ws] < enough, ws.occupancy / ws.nthreads, ws.nbytes)
+
+        before = vars(scheduler).get("worker_objective")
+        scheduler.worker_objective = objective
+        try:
+            return original(ts)
+        finally:
+            if before is None:
+                del scheduler.worker_objective
+            else:
+                scheduler.worker_objective = before
+
+    return [
+        Overlay(scheduler, _ROOTISH, is_rootish, is_wanted),
+        Overlay(scheduler, _PLACE, place, is_wanted),
+    ]
+
+
+def held_elements(task: AssembleTask, who_has: dict[Any, Any]) -> Counter[Any]:
+    """Return how much of what a task reads each worker holds, in elements.
+
+    Parameters
+    ----------
+    task
+        Whose input blocks are to be read.
+    who_has
+        For each of their keys the workers that hold it.
+    """
+    held: Counter[Any] = Counter()
+    plan, index, blocks = task.plan, task.index, task.blocks
+    for key, elements in zip(blocks.items, plan.source_elements(index), strict=True):
+        for worker in who_has[key]:
+            held[worker] += elements
+    return held
 
 
 def _fail(scheduler: Any, ts: Any, ws: Any, error: Exception, stimulus_id: str) -> Any:

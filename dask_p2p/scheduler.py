@@ -20,7 +20,7 @@ from distributed.protocol.pickle import dumps
 from dask_p2p.config import options
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.low_latency import SchedulerLatency
-from dask_p2p.placement import overlay_memory_check
+from dask_p2p.placement import overlay_memory_check, overlay_placement
 from dask_p2p.task import PLUGIN_NAME, warn_client
 from dask_p2p.versioned import this_version, versioned
 from dask_p2p.worker import P2PPlugin, meet, set_up
@@ -62,8 +62,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             latency = SchedulerLatency()
             scheduler.add_plugin(latency, name=latency.name, idempotent=True)
             await latency.start(scheduler)  # which waits for nothing either
-        self._overlay = overlay_memory_check(scheduler, self._is_registered, self._obstacle)
-        if self._overlay is None:
+        if not overlay_placement(scheduler, self._is_registered):
+            logger.warning("this release of Dask places tasks in another way: more may be moved")
+        if overlay_memory_check(scheduler, self._is_registered, self._obstacle) is None:
             text = (
                 "dask_p2p: this release of Dask checks memory in another way, and may refuse "
                 "transposes of arrays larger than one worker's memory. Install the release that "

@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed.spill import SpillBuffer
 
-from dask_p2p.kernels.device import private_stream
+from dask_p2p.backends.device import private_stream
 
 __all__ = ["find_in_memory", "is_spilled", "read_spilled"]
 

@@ -10,32 +10,31 @@ from __future__ import annotations
 
 import logging
 import pickle
-import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
-from dask.task_spec import Task, TaskRef
+from dask.base import tokenize
+from dask.task_spec import GraphNode, Task
 from dask.utils import format_bytes
 
-from dask_p2p.assemble import Assembly, OutputSpec, Peers, Stage
+from dask_p2p.assemble import Assembly, OutputSpec, Stage
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError
 from dask_p2p.layout import Index
-from dask_p2p.plan import Plan
-from dask_p2p.transports.links import BlockRef
+from dask_p2p.plans import Plan
+from dask_p2p.retry import AttemptLog, pause_s
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import check_readable
 
 __all__ = [
     "PLUGIN_NAME",
     "AssembleTask",
-    "AttemptLog",
-    "Attempts",
+    "Blocks",
     "Record",
-    "Runtime",
     "plugin_runtime",
     "warn_client",
     "whereabouts",
@@ -46,11 +45,7 @@ logger = logging.getLogger(__name__)
 #: Name under which the worker plugin is registered.
 PLUGIN_NAME = "dask-p2p"
 
-_LONGEST_BACKOFF_S = 2.0
 _TAKEN_OFF = "the worker's plugin was taken off while the task waited"
-_KEPT_CAUSES = 8  # of a task's failed attempts: the last ones that differ
-_CAUSE_CHARS = 500  # of each
-_COUNTED_TASKS = 10_000  # whose failed attempts are kept
 _warned: WeakSet[Any] = WeakSet()  # workers that have said that they lack the plugin
 _unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers that lost it
 
@@ -65,79 +60,46 @@ class Record:
     stages: tuple[Stage, ...]
 
 
-class Attempts:
-    """The failed attempts of one worker at one task: how many, and why the last ones failed.
+class Blocks(GraphNode):  # type: ignore[misc]
+    """The input blocks of a task, in its plan's order. All tasks that read the same share one.
 
-    Its size is bounded, however often and however wordily a task fails.
-    """
-
-    __slots__ = ("_causes", "count")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._causes: deque[tuple[int, int, str]] = deque(maxlen=_KEPT_CAUSES)  # first, last, text
-
-    def add(self, cause: str) -> None:
-        """Count an attempt."""
-        self.count += 1
-        if len(cause) > _CAUSE_CHARS:
-            cause = f"{cause[: _CAUSE_CHARS - 4]} ..."
-        first = self.count
-        if self._causes and self._causes[-1][2] == cause:
-            first, _, cause = self._causes.pop()
-        self._causes.append((first, self.count, cause))
-
-    def __str__(self) -> str:
-        return "; ".join(
-            f"attempt{f' {first}' if first == last else f's {first} to {last}'}: {cause}"
-            for first, last, cause in self._causes
-        )
-
-
-class AttemptLog:
-    """The failed attempts of one worker at its tasks.
+    So an edge of the graph takes no memory of its own on the client, and does not travel.
 
     Parameters
     ----------
-    address : str
-        The worker's.
+    *items
+        Of each block its Dask key, or a `BlockRef`.
     """
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._failed: OrderedDict[Any, Attempts] = OrderedDict()
-        self._lock = threading.Lock()
+    __slots__ = ("_token", "items")
+    key: Any
+    _dependencies: frozenset[Any]
 
-    def failed(self, key: Any, cause: str) -> Attempts:
-        """Take note of a failed attempt at this task; return what is known of all there were."""
-        with self._lock:
-            attempts = self._failed.pop(key, None) or Attempts()
-            attempts.add(cause)
-            self._failed[key] = attempts
-            while len(self._failed) > _COUNTED_TASKS:
-                self._failed.popitem(last=False)
-            return attempts
+    def __init__(self, *items: Any) -> None:
+        self.key = None
+        self.items = items
+        self._token: str | None = None
+        keys = frozenset(item for item in items if not isinstance(item, BlockRef))
+        self._dependencies = keys  # type: ignore[misc]  # Dask's class has slots, and no types
 
-    def gave_up(self, key: Any) -> None:
-        """Forget the attempts at this task: if it is wanted again, it gets as many anew."""
-        with self._lock:
-            self._failed.pop(key, None)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Blocks, self.items
 
+    def __call__(self, values: Mapping[Any, Any] = {}) -> list[Any]:  # of Dask
+        self._verify_values(values)
+        return [i if isinstance(i, BlockRef) else values[i] for i in self.items]
 
-class Runtime(Peers, Protocol):
-    """What a task needs of the plugin of its worker."""
+    def __dask_tokenize__(self) -> Any:
+        if self._token is None:
+            self._token = tokenize(self.items)
+        return type(self).__name__, self._token
 
-    def failed(self, key: Any, cause: str) -> Attempts:
-        """See `AttemptLog`."""
-
-    def gave_up(self, key: Any) -> None:
-        """See `AttemptLog`."""
-
-    def on_device_lost(self, error: DeviceLostError) -> bool:
-        """Have the worker leave because its GPU works no more; return whether it does."""
-
-    def done(self, record: Record) -> None:
-        """Take note that a task ended well."""
+    def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> Blocks:
+        """Return the same with other keys, or references, in the place of some keys."""
+        others = {known: subs[known] for known in self.dependencies & subs.keys()}
+        if not others:
+            return self
+        return Blocks(*(others.get(i, i) if not isinstance(i, BlockRef) else i for i in self.items))
 
 
 class AssembleTask(Task):  # type: ignore[misc]
@@ -154,11 +116,35 @@ class AssembleTask(Task):  # type: ignore[misc]
         Of the output block.
     output : OutputSpec
         What all blocks of the output have in common.
-    *sources : TaskRef
+    blocks : Blocks
         The input blocks, in the plan's order.
     """
 
     __slots__ = ()
+
+    def __init__(self, key: Any, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        super().__init__(key, func, *args, **kwargs)
+        if args and isinstance(args[-1], Blocks):
+            # The same object for all tasks that read the same, and so pickled once.
+            self._dependencies = args[-1].dependencies  # type: ignore[misc]
+
+    @property
+    def plan(self) -> Plan:
+        """Of the whole output."""
+        plan: Plan = self.args[1]
+        return plan
+
+    @property
+    def index(self) -> Index:
+        """Of the output block."""
+        index: Index = self.args[2]
+        return index
+
+    @property
+    def blocks(self) -> Blocks:
+        """The input blocks."""
+        blocks: Blocks = self.args[4]
+        return blocks
 
     @property
     def block_fusion(self) -> bool:
@@ -172,21 +158,21 @@ class AssembleTask(Task):  # type: ignore[misc]
         plan: Plan,
         index: Index,
         output: OutputSpec,
-        sources: Iterable[TaskRef],
+        blocks: Blocks,
         function: Callable[..., Any] | None = None,
     ) -> AssembleTask:
-        """Make the task from references to its sources; by default `assemble_block` does it."""
-        return cls(key, function or assemble_block, key, plan, index, output, *sources)
+        """Make the task; by default `assemble_block` does its work."""
+        return cls(key, function or assemble_block, key, plan, index, output, blocks)
 
     def with_references(self, references: Mapping[Any, BlockRef]) -> AssembleTask:
         """Return the task with these dependencies replaced by references."""
-        args = [
-            references.get(arg.key, arg) if isinstance(arg, TaskRef) else arg for arg in self.args
-        ]
-        return type(self)(self.key, self.func, *args)
+        *others, blocks = self.args
+        return type(self)(self.key, self.func, *others, blocks.substitute(references))
 
 
-def assemble_block(key: Any, plan: Plan, index: Index, output: OutputSpec, *blocks: Any) -> Any:
+def assemble_block(
+    key: Any, plan: Plan, index: Index, output: OutputSpec, blocks: Sequence[Any]
+) -> Any:
     """Do a task's work, on any scheduler."""
     check_readable(plan, output)
     start_s = time.time()
@@ -196,11 +182,11 @@ def assemble_block(key: Any, plan: Plan, index: Index, output: OutputSpec, *bloc
             log = _unplugged.setdefault(worker, AttemptLog(worker.address))
             _try_again(key, TransferError(_TAKEN_OFF), log, output.options)
         if worker is not None:
-            _warn_of_whole_blocks(worker, [(output.source, *s) for s in plan.sources(index)])
-        return Assembly(plan.block(index), output, blocks).run()
+            _warn_of_whole_blocks(worker, list(map(output.key, plan.sources(index))))
+        return _finished(Assembly(plan.block(index), output, blocks).run(), index, output)
     assembly = Assembly(plan.block(index), output, blocks, runtime)
     try:
-        result = assembly.run()
+        block = assembly.run()
     except TransferError as exc:
         _try_again(key, exc, runtime, output.options)
     except DeviceLostError as exc:
@@ -209,15 +195,20 @@ def assemble_block(key: Any, plan: Plan, index: Index, output: OutputSpec, *bloc
         if not runtime.on_device_lost(exc):
             raise
         raise Reschedule() from exc  # to another worker: this one leaves
-    runtime.done(Record(key, start_s, time.time(), tuple(assembly.stages)))
+    result = _finished(block, index, output)
+    runtime.record_success(Record(key, start_s, time.time(), tuple(assembly.stages)))
     return result
+
+
+def _finished(block: Any, index: Index, output: OutputSpec) -> Any:
+    return block if output.post is None else output.post(block, index)
 
 
 _assemble = assemble_block  # as tasks of the first version name it
 
 
 def _try_again(
-    key: Any, error: TransferError, log: Runtime | AttemptLog, options: Options
+    key: Any, error: TransferError, log: WorkerContext | AttemptLog, options: Options
 ) -> NoReturn:
     """Give the task back to the scheduler, which knows by now who died or what moved.
 
@@ -225,20 +216,20 @@ def _try_again(
     """
     from distributed import Reschedule
 
-    attempts = log.failed(key, str(error))
+    attempts = log.record_failure(key, str(error))
     if attempts.count >= options.attempts:
-        log.gave_up(key)
+        log.forget_attempts(key)
         raise TransferError(
             f"task {key!r} failed {attempts.count} times on {log.address}: {attempts}. "
             f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "
             f"set how long to try."
         ) from error
     logger.info("attempt %d at %r failed, rescheduling: %s", attempts.count, key, str(error))
-    time.sleep(min(_LONGEST_BACKOFF_S, options.backoff_s * 2 ** (attempts.count - 1)))
+    time.sleep(pause_s(options, attempts.count))
     raise Reschedule() from error
 
 
-def whereabouts() -> tuple[Any, Runtime | None]:
+def whereabouts() -> tuple[Any, WorkerContext | None]:
     """Return the worker that this thread works for, and its plugin; None where there is none."""
     try:
         from distributed import get_worker
@@ -249,9 +240,9 @@ def whereabouts() -> tuple[Any, Runtime | None]:
     return worker, plugin_runtime(worker)
 
 
-def plugin_runtime(worker: Any) -> Runtime | None:
+def plugin_runtime(worker: Any) -> WorkerContext | None:
     """Return what a worker's plugin offers to tasks; None without one that is set up."""
-    return getattr(worker.plugins.get(PLUGIN_NAME), "runtime", None)
+    return getattr(worker.plugins.get(PLUGIN_NAME), "context", None)
 
 
 def _warn_of_whole_blocks(worker: Any, keys: list[Any]) -> None:

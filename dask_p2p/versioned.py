@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 #: Raised with each change after which values mean something else to other versions.
-FORMAT = 1
+FORMAT = 2
 
 _CURE = "Install the same version on clients, scheduler and workers."
 

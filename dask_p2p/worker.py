@@ -6,7 +6,7 @@ state machine sees it: dependencies that this worker does not hold are taken out
 and ``nbytes`` and replaced in the task by a `BlockRef`. The task then runs at once, and brings
 only the regions that it needs.
 
-Grouped by the thread that calls: `P2PPlugin` runs on the worker's event loop, `WorkerRuntime`'s
+Grouped by the thread that calls: `P2PPlugin` runs on the worker's event loop, `DaskWorkerContext`'s
 methods in task threads.
 """
 
@@ -14,116 +14,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from typing import Any
 
-import numpy as np
 from distributed import Worker, WorkerPlugin
 
-from dask_p2p.assemble import Assembly, OutputSpec
+from dask_p2p.backends import worker_backend
+from dask_p2p.backends.device import raise_if_lost
 from dask_p2p.config import Options, options
-from dask_p2p.environment import on_gpu
-from dask_p2p.errors import DeviceLostError, P2PWarning
-from dask_p2p.kernels import device_memory_below, warm_up
-from dask_p2p.kernels.device import device_work, raise_if_lost
 from dask_p2p.low_latency import shorten_worker
-from dask_p2p.plan import BlockPlan, Piece, stage_order
-from dask_p2p.task import (
-    PLUGIN_NAME,
-    AssembleTask,
-    AttemptLog,
-    Record,
-    plugin_runtime,
-    warn_client,
-)
+from dask_p2p.plans import stage_order
+from dask_p2p.task import PLUGIN_NAME, AssembleTask, plugin_runtime
 from dask_p2p.transports import make_transports
-from dask_p2p.transports.base import Transport
-from dask_p2p.transports.links import BlockRef, Links
-from dask_p2p.transports.probe import probe_key
+from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import versioned
-from dask_p2p.worker_host import WorkerHost
+from dask_p2p.worker_context import DaskWorkerContext
 
-__all__ = ["P2PPlugin", "WorkerRuntime", "by_reference", "meet", "set_up"]
+__all__ = ["P2PPlugin", "by_reference", "meet", "set_up"]
 
 logger = logging.getLogger(__name__)
 
-_RECORDS = 1000  # of tasks that are kept
 _METRIC = "dask-p2p-leased-bytes"
 _REFUSAL = (
     "dask_p2p: a worker's blocks cannot be read in place, and are sent by messages instead: "
-    "{reason}. Set the worker's --local-directory to a local disk with free space."
+    "{0.full_text}."
 )
-
-
-class WorkerRuntime(AttemptLog):
-    """What tasks need of the worker that they run on."""
-
-    def __init__(
-        self,
-        worker: Worker,
-        host: WorkerHost,
-        transports: Mapping[str, Transport],
-        options: Options,
-    ) -> None:
-        super().__init__(worker.address)
-        self._options = options
-        self.links = Links(transports, self.warn)
-        self.records: deque[Record] = deque(maxlen=_RECORDS)
-        self._worker = worker
-        self._host = host
-
-    def warn(self, text: str) -> None:
-        """Warn the user, wherever they are."""
-        warn_client(self._worker, text, P2PWarning)
-
-    def serving(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
-        for name in options.order(kind):
-            self.links.transports[name].serving(blocks)
-
-    def on_device_lost(self, error: DeviceLostError) -> bool:
-        return self._host.on_device_lost(error)
-
-    def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
-        if kind == "cupy":
-            return device_memory_below(wanted_bytes)
-        limit_bytes: int = self._worker.memory_manager.memory_limit or wanted_bytes
-        return limit_bytes if limit_bytes < wanted_bytes else None
-
-    def meet(self, holders: Iterable[str], kind: str) -> None:
-        """Prove the way that blocks of this kind will take from each of these workers."""
-        with device_work():
-            for holder in holders:
-                if holder != self.address:
-                    ref = BlockRef(probe_key(kind), (holder,))
-                    self.links.ways(ref, kind, np.dtype("u1"), self._options.order(kind))
-
-    def bring_probe(self, holder: str, kind: str, nbytes: int, options: Options) -> tuple[Any, str]:
-        """Bring a probe block here as a task would; return it, and the transport's name."""
-        key: tuple[Any, ...] = probe_key(kind, nbytes)
-        name, index = key[0], key[1:]  # as if it were the block of an array with this name
-        whole = ((0, nbytes),)
-        plan = BlockPlan((nbytes,), (0,), (index,), ((nbytes,),), (Piece(0, whole, whole),))
-        output = OutputSpec(name, np.dtype("u1"), kind, options)
-        assembly = Assembly(plan, output, [BlockRef(key, (holder,))], self)
-        block = assembly.run()
-        return block, assembly.stages[-1].transport
-
-    def held(self) -> dict[str, int]:
-        """Count what transfers hold on this worker, by transport and kind, for whoever looks.
-
-        When no task runs, and all that readers asked for is sent, everything is zero, except for
-        what is kept a while on purpose: mappings of `ipc`, posted blocks, blocks read from disk.
-        """
-        held = self._host.held()
-        for name, transport in self.links.transports.items():
-            held |= {f"{name}.{what}": count for what, count in transport.held().items()}
-        return held
-
-    def done(self, record: Record) -> None:
-        self.gave_up(record.key)
-        self.records.append(record)
 
 
 @versioned(strict=True)
@@ -138,7 +54,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     name = PLUGIN_NAME
     idempotent = True
-    runtime: WorkerRuntime | None = None  # while it is not set up
+    context: DaskWorkerContext | None = None  # while it is not set up
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options
@@ -149,16 +65,15 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         try:
             self.options = own = self.options or options()
             self._worker = worker
-            self._host = WorkerHost(worker)
-            self._transports = make_transports(self._host, own)
-            runtime = WorkerRuntime(worker, self._host, self._transports, own)
+            self._context = context = DaskWorkerContext(worker, own)
+            self._transports = context.router.transports = make_transports(context, own)
         except BaseException:
             worker.plugins.pop(self.name, None)  # Dask keeps what has failed
             raise
         if own.low_latency:
             shorten_worker(worker)
-        for reason in {transport.refusal for transport in self._transports.values()} - {None}:
-            runtime.warn(_REFUSAL.format(reason=reason))
+        for refusal in {transport.refusal for transport in self._transports.values()} - {None}:
+            context.warn(_REFUSAL.format(refusal))
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
         # In a new dict: a heartbeat that goes through the old one just now, and waits for a metric,
@@ -169,13 +84,14 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self._originals = {op: handlers[op] for op in ("compute-task", "remove-worker")}
         handlers["compute-task"] = self._on_compute_task
         handlers["remove-worker"] = self._on_remove_worker
-        self.runtime = runtime
+        self.context = context
 
     async def _warm_up(self) -> None:
         """Compile the kernels: once on a machine it takes seconds, for which no task need wait."""
-        if on_gpu():
+        backend = worker_backend()
+        if backend.on_device:
             try:
-                await self._host.offload(warm_up, "cupy")
+                await self._context.offload(backend.warm_up)
             except Exception:  # the first task will meet it again, and say so
                 logger.debug("kernels could not be compiled ahead", exc_info=True)
 
@@ -186,12 +102,14 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def meet(self, addresses: Iterable[str]) -> None:
         """Find out how other workers are reached, in the background: this opens what is to be kept.
 
-        NumPy blocks need nothing that would have to be opened.
+        Blocks in host memory need nothing that would have to be opened.
         """
-        if on_gpu():
-            others = stage_order(addresses, self._host.address)
-            assert self.runtime is not None
-            meeting = asyncio.ensure_future(asyncio.to_thread(self.runtime.meet, others, "cupy"))
+        backend = worker_backend()
+        if backend.on_device:
+            others = stage_order(addresses, self._context.address)
+            meeting = asyncio.ensure_future(
+                asyncio.to_thread(self._context.meet, others, backend.name)
+            )
             self._meetings.add(meeting)  # the loop itself keeps only a weak reference
             meeting.add_done_callback(self._meetings.discard)
 
@@ -202,16 +120,16 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def clear_probes(self) -> None:
         """Let go of the blocks by which links were measured."""
-        for key in self._host.probes.clear():
+        for key in self._context.probes.clear():
             for transport in self._transports.values():
-                transport.released(key)
+                transport.on_released(key)
 
     async def teardown(self, worker: Worker) -> None:
         """Give the handlers back and end all leases."""
         worker.stream_handlers.update(self._originals)
         worker.metrics = {name: of for name, of in worker.metrics.items() if name != _METRIC}
         async with AsyncExitStack() as ending:  # each, whatever becomes of the others
-            ending.callback(self._host.close)
+            ending.callback(self._context.close)
             for transport in self._transports.values():
                 for op in transport.handlers():
                     ending.callback(worker.handlers.pop, op, None)
@@ -219,15 +137,15 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         """Tell the transports of blocks that the worker no longer holds."""
-        if finish == "error" and on_gpu():
+        if finish == "error" and worker_backend().on_device:
             self._look_after_device()
         if start == "memory" and finish != "memory":
             for transport in self._transports.values():
-                transport.released(key)
+                transport.on_released(key)
 
     def _look_after_device(self) -> None:
         """Find out whether a task failed because the GPU is lost, for which the worker must go."""
-        looking = asyncio.ensure_future(self._host.offload(raise_if_lost))
+        looking = asyncio.ensure_future(self._context.offload(raise_if_lost))
         self._meetings.add(looking)
         looking.add_done_callback(self._done_looking)
 
@@ -239,15 +157,14 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def _on_compute_task(self, **message: Any) -> None:
         if isinstance(message.get("run_spec"), AssembleTask):
             for holders in message["who_has"].values():
-                self._host.back(holders)
+                self._context.on_workers_named(holders)
             message = by_reference(message, self._worker.data.__contains__, self._worker.address)
         self._originals["compute-task"](**message)
 
     def _on_remove_worker(self, **message: Any) -> None:
         try:
-            self._host.gone(message["worker"])
-            if self.runtime is not None:
-                self.runtime.links.forget(message["worker"])
+            self._context.on_worker_left(message["worker"])
+            self._context.router.on_worker_left(message["worker"])
         finally:
             self._originals["remove-worker"](**message)
 

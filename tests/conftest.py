@@ -103,6 +103,32 @@ def skip_without_gpus(items):
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), there are {there}"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _light_clusters():
+    """Have clusters that a test starts in this process take little time, to start and to idle.
+
+    Programs that tests run, and workers on GPUs, are as users have them.
+    """
+    if gpu_count():
+        yield
+        return
+    import dask
+    from distributed import Nanny
+
+    from tests.support import FORKED, UNWATCHED, prepare_to_fork
+
+    close = Nanny.close
+
+    async def close_patiently(self, timeout=20, reason="nanny-close"):
+        """Dask's five seconds would make an error of each process that a busy machine ends late."""
+        return await close(self, timeout, reason)
+
+    prepare_to_fork()
+    with pytest.MonkeyPatch.context() as patch, dask.config.set(FORKED | UNWATCHED):
+        patch.setattr(Nanny, "close", close_patiently)
+        yield
+
+
 @pytest.fixture(scope="session")
 def cluster():
     """Four single-thread worker processes over TCP, shared by all tests that do no harm."""

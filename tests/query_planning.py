@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import dask
 import dask.array as da
 import numpy as np
+from click.testing import CliRunner
 from distributed import Client, LocalCluster
 
 import dask_p2p
+from dask_p2p.cli import p2p
 from tests.support import indexed, persisted, used
 
 
@@ -56,6 +61,17 @@ def check_cluster():
         results = dask.compute(composed(x, lazy))[0]
         for name, result in results.items():
             np.testing.assert_array_equal(result, expected[name], name)
+        check_files(cluster, array)
+
+
+def check_files(cluster, array):
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = (os.path.join(folder, name) for name in ("in.npy", "out.npy"))
+        np.save(source, array)
+        arguments = ["transpose", source, target, "--scheduler", cluster.scheduler_address]
+        result = CliRunner().invoke(p2p, arguments)
+        assert result.exit_code == 0, result.output
+        np.testing.assert_array_equal(np.load(target), array.T)
 
 
 if __name__ == "__main__":

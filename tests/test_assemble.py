@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.assemble import Assembly, OutputSpec
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
@@ -18,18 +19,17 @@ from dask_p2p.errors import (
     UnreachableError,
     UnsupportedArrayError,
 )
-from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.layout import box_slices
-from dask_p2p.plan import slab_chunks, transpose_plan
+from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports.base import Transport
-from dask_p2p.transports.links import BlockRef, Links
-from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Failed, Reading, Region
+from dask_p2p.transports.router import BlockRef, Router
 
 CHUNKS = ((3, 3, 3), (9,))
 X = np.arange(81.0).reshape(9, 9)
 BLOCKS = {("x", i, 0): X[3 * i : 3 * i + 3] for i in range(3)}
-PLAN = transpose_plan(CHUNKS, (1, 0), slab_chunks(CHUNKS, (1, 0)))
+PLAN = redistribution(CHUNKS, (1, 0), slab_chunks(CHUNKS, (1, 0)))
 OPTIONS = replace(options(), transports=("quick", "slow"))
 
 
@@ -60,11 +60,11 @@ class FakeTransport(Transport):
     def probe(self, holder, kind):
         pass
 
-    def pacing(self, options, kind):
-        return Pacing(self.part_bytes, self.ahead)
+    def flow_control(self, options, kind):
+        return FlowControl(self.part_bytes, self.ahead)
 
     def read(self, requests, options):
-        return FakeReading(self, requests, self.flow(requests, options))
+        return FakeReading(self, requests, self.flow_for(requests, options))
 
     async def close(self):
         pass
@@ -73,8 +73,8 @@ class FakeTransport(Transport):
 class FakeReading(Reading):
     """Notes when each block is opened, and when each region of it is asked for."""
 
-    def __init__(self, transport, requests, pacing):
-        super().__init__(requests, pacing)
+    def __init__(self, transport, requests, flow):
+        super().__init__(requests, flow)
         self.transport = transport
         self.asked = Counter()
         transport.open_now.append(self)
@@ -114,9 +114,9 @@ class FakePeers:
     def __init__(self, *transports):
         self.warnings = []
         self.served = []
-        self.links = Links({t.name: t for t in transports}, self.warnings.append)
+        self.router = Router({t.name: t for t in transports}, self.warnings.append)
 
-    def serving(self, blocks, kind, options):
+    def publish(self, blocks, kind, options):
         self.served += blocks
 
     def memory_below(self, wanted_bytes, kind):
@@ -147,11 +147,11 @@ def peers(quick, slow):
 def assembly(peers, holders=("a", "b", "c"), here="b", index=(1, 0), **changes):
     """Output block 1; source block i is held by holders[i]."""
     plan = PLAN.block(index)
-    output = OutputSpec("x", X.dtype, "numpy", replace(OPTIONS, **changes))
+    output = OutputSpec(("x",), X.dtype, "numpy", replace(OPTIONS, **changes))
     blocks = [
-        BLOCKS["x", *source]
+        BLOCKS["x", *source.block]
         if holder == here
-        else BlockRef(("x", *source), holder if isinstance(holder, tuple) else (holder,))
+        else BlockRef(("x", *source.block), holder if isinstance(holder, tuple) else (holder,))
         for source, holder in zip(plan.sources, holders, strict=True)
     ]
     return Assembly(plan, output, blocks, peers)
@@ -184,8 +184,8 @@ def test_a_reader_without_blocks(peers, log):
 
 def test_all_blocks_here():
     plan = PLAN.block((1, 0))
-    output = OutputSpec("x", X.dtype, "numpy", OPTIONS)
-    check(Assembly(plan, output, [BLOCKS["x", *s] for s in plan.sources]).run())
+    output = OutputSpec(("x",), X.dtype, "numpy", OPTIONS)
+    check(Assembly(plan, output, [BLOCKS["x", *s.block] for s in plan.sources]).run())
 
 
 def test_async_asks_ahead_and_sync_does_not(quick, peers, log, monkeypatch):
@@ -245,7 +245,7 @@ def test_a_transport_that_fails_is_replaced_with_one_warning(quick, slow, peers,
     check(assembly(peers).run())
     assert opened(log) == [("slow", "c"), ("quick", "a")], "it is not tried again"
     assert len(peers.warnings) == 1
-    peers.links.forget("c")
+    peers.router.on_worker_left("c")
     quick.fails.clear()
     log.clear()
     check(assembly(peers).run())
@@ -313,7 +313,7 @@ def test_an_answer_that_nobody_gives_in_time(quick, slow, peers, log, monkeypatc
     check(assembly(peers, request_timeout_s=0.05).run())
     assert opened(log)[-2:] == [("slow", "c"), ("slow", "a")]
     for holder in "ac":
-        said = peers.links.failure(holder, "quick")
+        said = peers.router.failure(holder, "quick").text
         assert said == f"no answer of {holder} in time, and the worker's event loop did not respond"
 
 
@@ -344,7 +344,7 @@ def test_a_block_that_nobody_has(quick, peers):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_holder_that_does_not_answer_is_not_asked_for_its_other_blocks(peers, log, late):
-    quick = peers.links.transports["quick"] = FakeTransport("quick", log, part_bytes=24, ahead=0)
+    quick = peers.router.transports["quick"] = FakeTransport("quick", log, part_bytes=24, ahead=0)
     quick.fails["c", ("x", 0, 0)] = UnreachableError("no answer of c")
     quick.late = {("x", 0, 0)} if late else set()
     with pytest.raises(UnreachableError, match="no answer of c"):
@@ -423,7 +423,7 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
         ("a", "quick"),
         ("c", "slow"),
     ]
-    assert peers.links.failure("c", "quick") == "quick: what came is not what was sent"
+    assert peers.router.failure("c", "quick").text == "quick: what came is not what was sent"
     assert quick.open_now == slow.open_now == []
 
 

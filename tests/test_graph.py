@@ -9,12 +9,12 @@ from dask.utils import key_split
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.graph import planned_array
-from dask_p2p.plan import transpose_plan
+from dask_p2p.plans import redistribution
 
 
 def test_any_plan_becomes_an_array():
     x = da.from_array(np.arange(12).reshape(4, 3), chunks=(2, 3))
-    plan = transpose_plan(x.chunks, (0, 1), ((1, 3), (2, 1)))  # a rechunk: no axis moves
+    plan = redistribution(x.chunks, (0, 1), ((1, 3), (2, 1)))  # a rechunk: no axis moves
     y = planned_array("rechunked", x, plan, options())
     assert key_split(y.name) == "rechunked"
     assert y.chunks == ((1, 3), (2, 1))
@@ -26,7 +26,7 @@ def test_any_plan_becomes_an_array():
 
 def test_an_output_block_depends_on_what_it_reads_only():
     x = da.ones((8, 8), chunks=(2, 8))
-    y = planned_array("y", x, transpose_plan(x.chunks, (0, 1), ((4, 4), (8,))), options())
+    y = planned_array("y", x, redistribution(x.chunks, (0, 1), ((4, 4), (8,))), options())
     layer = y.dask.layers[y.name]
     assert layer[y.name, 0, 0].dependencies == {(x.name, 0, 0), (x.name, 1, 0)}
 

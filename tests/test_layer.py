@@ -3,17 +3,17 @@ from __future__ import annotations
 import sys
 
 import dask.array as da
-from dask.task_spec import TaskRef
 
 import dask_p2p
 
 
-def test_tasks_share_one_reference_to_each_source_block():
+def test_tasks_that_read_the_same_share_their_references():
     x = da.ones((6, 6), chunks=(1, 6))
     y = dask_p2p.transpose(x)
-    refs = [arg for task in y.dask.layers[y.name].values() for arg in task.args[-6:]]
-    assert {type(ref) for ref in refs} == {TaskRef}
-    assert len({id(ref) for ref in refs}) == 6
+    blocks = [task.args[-1] for task in y.dask.layers[y.name].values()]
+    assert len({id(block) for block in blocks}) == 1
+    assert len({id(task.dependencies) for task in y.dask.layers[y.name].values()}) == 1
+    assert blocks[0].items == tuple((x.name, i, 0) for i in range(6))
 
 
 def operations(function):

@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 
 from dask_p2p import layout
 from dask_p2p.layout import (
-    block_bounds,
     block_indices,
     block_shape,
     box_shape,
     box_size,
     box_slices,
     normal_axes,
-    overlaps,
     split_box,
     split_evenly,
 )
@@ -50,23 +48,6 @@ def two_cuts(draw):
         return tuple(b - a for a, b in pairwise(bounds))
 
     return cut(), cut()
-
-
-@given(two_cuts())
-def test_overlaps_say_where_each_element_comes_from(cuts):
-    src_sizes, dst_sizes = cuts
-    src_bounds = block_bounds(src_sizes)
-    where = np.arange(sum(src_sizes))
-    result = []
-    for size, parts in zip(dst_sizes, overlaps(src_sizes, dst_sizes), strict=True):
-        block = np.full(size, -1)
-        for part in parts:
-            first = src_bounds[part.block]
-            block[slice(*part.dst)] = where[first + part.src[0] : first + part.src[1]]
-            assert part.src[1] <= src_sizes[part.block]
-            assert part.src[0] < part.src[1]
-        result.append(block)
-    np.testing.assert_array_equal(np.concatenate(result), where)
 
 
 boxes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted).map(tuple), max_size=4)

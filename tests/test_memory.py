@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from distributed.core import error_message
 
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
-from dask_p2p.kernels.numpy import KERNEL
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.replies import ask
@@ -88,7 +88,7 @@ def test_a_task_is_refused_before_it_does_anything(peers, log, monkeypatch):
     assert log
     log.clear()
     peers.served.clear()
-    monkeypatch.setattr(type(KERNEL), "empty", lambda *args: pytest.fail("it allocates"))
+    monkeypatch.setattr(type(NUMPY), "empty", lambda *args: pytest.fail("it allocates"))
     peers.memory -= 1
     with pytest.raises(MemoryLimitError, match=r"576 B.*worker b|worker b.*needs 576 B") as caught:
         assembly(peers).run()
@@ -112,16 +112,16 @@ class NthFails:
 
 
 def test_an_output_that_cannot_be_allocated(peers, quick, monkeypatch):
-    monkeypatch.setattr(KERNEL, "empty", NthFails(KERNEL.empty, 1), raising=False)
+    monkeypatch.setattr(NUMPY, "empty", NthFails(NUMPY.empty, 1), raising=False)
     with pytest.raises(MemoryLimitError, match=r"on worker b \(MemoryError: no 1\.00 GiB\)"):
         assembly(peers).run()
     assert quick.open_now == []
 
 
 def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, monkeypatch):
-    outputs = NthFails(KERNEL.empty, 2)
+    outputs = NthFails(NUMPY.empty, 2)
     parts = NthFails(np.copy, 4)
-    monkeypatch.setattr(KERNEL, "empty", outputs, raising=False)
+    monkeypatch.setattr(NUMPY, "empty", outputs, raising=False)
     from tests.test_assemble import BLOCKS, FakeReading, box_slices
 
     def request(self, of, box, error):
@@ -148,8 +148,8 @@ def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, mo
 
 def test_no_memory_for_an_answer_leaves_nothing_behind(peers, quick, monkeypatch):
     """An error that a future brings refers to the future, and so to itself."""
-    outputs = NthFails(KERNEL.empty, 2)
-    monkeypatch.setattr(KERNEL, "empty", outputs, raising=False)
+    outputs = NthFails(NUMPY.empty, 2)
+    monkeypatch.setattr(NUMPY, "empty", outputs, raising=False)
     quick.fails["c", ("x", 2, 0)] = MemoryError("no 1.00 GiB")
     quick.late.add(("x", 2, 0))
     gc.disable()  # what goes must go without it

@@ -11,7 +11,8 @@ from distributed import Client, wait
 
 import dask_p2p
 from dask_p2p.indexed import count_wrong, indexed_array
-from dask_p2p.placement import Overlay, overlay_memory_check
+from dask_p2p.overlay import Overlay
+from dask_p2p.placement import overlay_memory_check
 from dask_p2p.task import PLUGIN_NAME
 from tests.support import result_of
 

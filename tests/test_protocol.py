@@ -2,9 +2,9 @@
 
 Modelled is everything around the package: Dask's scheduler and workers, the network, the GPUs, and
 when each thread goes on (`tests/simulation`). What runs is the package itself: tasks, assemblies,
-links, `ipc` with its board, `comm`, and the plugin. Whatever happens to them, in any order:
+links, `ipc` with its directory, `comm`, and the plugin. Whatever happens to them, in any order:
 
-* nobody reads memory that was freed, or is another block's by now; nobody takes a notice of a block
+* nobody reads memory that was freed, or is another block's by now; nobody takes an entry of a block
   that was released or moved, of an earlier run, or of a dead process;
 * no lease outlives its reader, and nothing is kept that nobody has a lease on;
 * every task ends: with the right bits, or with an error that has a name, within its attempts.
@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dask.task_spec import TaskRef
 from distributed import Reschedule
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,18 +32,24 @@ from hypothesis.stateful import (
 from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import options
 from dask_p2p.errors import P2PError, TransferError
-from dask_p2p.plan import transpose_plan
-from dask_p2p.task import AssembleTask
+from dask_p2p.plans import redistribution
+from dask_p2p.task import AssembleTask, Blocks
+from dask_p2p.transports.same_host import DirectoryOptions
 from tests.simulation.actors import PLACES, GaveUpError, KilledError
 from tests.simulation.gpu import CELLS
 from tests.simulation.workers import World
+from tests.support import with_section
 
 ADDRESSES = ("a", "b", "c")
 KEYS = (("x", 0, 0), ("x", 1, 0))  # two blocks of 2 x 4
-PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
+PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 ATTEMPTS = 3
-OPTIONS = replace(
-    options(), transports=("ipc", "comm"), attempts=ATTEMPTS, board_wait_s=0.003, board_retain_s=2.0
+RETAIN_S = 2.0
+OPTIONS = with_section(
+    replace(options(), transports=("ipc", "comm"), attempts=ATTEMPTS),
+    DirectoryOptions,
+    wait_s=0.003,
+    retain_s=RETAIN_S,
 )
 
 whiches = st.integers(0, 5)  # of those that there are
@@ -187,8 +192,8 @@ class Protocol(RuleBasedStateMachine):
         index = (column, 0)
         if (worker, index) in [(task.actor.worker, task.index) for task in self.tasks]:
             return None  # no worker runs a task twice at a time
-        output = OutputSpec("x", np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
-        spec = AssembleTask.of(("y", *index), PLAN, index, output, map(TaskRef, KEYS))
+        output = OutputSpec(("x",), np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
+        spec = AssembleTask.of(("y", *index), PLAN, index, output, Blocks(*KEYS))
         who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
         worker.compute(spec, who_has)
         if worker.started is None:
@@ -310,15 +315,15 @@ class Protocol(RuleBasedStateMachine):
         for task in self.tasks:
             for lease in task.actor.open_leases:
                 if not lease.holder.dead:
-                    board = lease.holder.board
-                    assert lease.notice in [*board._notices.values(), *board._retracted]
+                    directory = lease.holder.directory
+                    assert lease.entry in [*directory._published.values(), *directory._withdrawn]
         leases = [lease for task in self.tasks for lease in task.actor.open_leases]
-        # A block that is posted again has the same description, and so the same leases.
-        leased = [(lease.notice.byte, id(lease.notice.owner)) for lease in leases if lease.notice]
+        # A block that is published again has the same description, and so the same leases.
+        leased = [(lease.entry.byte, id(lease.entry.owner)) for lease in leases if lease.entry]
         for worker in self.world.alive.values():
-            worker.board.sweep(OPTIONS.board_retain_s)
-            for notice in worker.board._retracted:
-                assert (notice.byte, id(notice.owner)) in leased
+            worker.directory.expire(RETAIN_S)
+            for entry in worker.directory._withdrawn:
+                assert (entry.byte, id(entry.owner)) in leased
 
     def teardown(self):
         try:
@@ -353,7 +358,7 @@ class Protocol(RuleBasedStateMachine):
         self.world.pass_time(10.0)
         self.world.pass_time(10.0)
         for worker in self.world.alive.values():
-            held = worker.plugin.runtime.held()
+            held = worker.plugin.context.usage()
             assert {what for what, count in held.items() if count} <= {"ipc.mapped"}, held
         if any(worker.memory.used > len(worker.data) for worker in self.world.alive.values()):
             gc.collect()

@@ -24,6 +24,8 @@ from dask_p2p import task as task_module
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.transports.same_host import DirectoryOptions
+from dask_p2p.transports.ucx import UcxOptions
 from tests.support import import_path, indexed, result_of
 from tests.transports.loopback import wait_until
 
@@ -240,11 +242,11 @@ def _waiting(dask_worker):
     )
 
 
-OF_WORKER = {"ucx_allow_unencrypted": False, "staging_limit_bytes": 64 * 2**20, "board_retain_s": 3}
+OF_WORKER = (False, 64 * 2**20, 3.0)
 OF_CLIENT = {
     "p2p.transports.ucx.allow-unencrypted": True,
     "p2p.memory.staging-limit": "3 GiB",
-    "p2p.transports.board.retain": "1 s",
+    "p2p.transports.directory.retain": "1 s",
     "p2p.low-latency": True,
 }
 
@@ -257,7 +259,7 @@ def worker_process(address, *args):
         "PYTHONPATH": import_path(),
         "DASK_P2P__TRANSPORTS__UCX__ALLOW_UNENCRYPTED": "False",
         "DASK_P2P__MEMORY__STAGING_LIMIT": "64 MiB",
-        "DASK_P2P__TRANSPORTS__BOARD__RETAIN": "3 s",
+        "DASK_P2P__TRANSPORTS__DIRECTORY__RETAIN": "3 s",
     }
     command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard"]
     process = subprocess.Popen(
@@ -272,7 +274,9 @@ def worker_process(address, *args):
 
 def _own_options(dask_worker):
     plugin = dask_worker.plugins[PLUGIN_NAME]
-    own = {name: getattr(plugin.options, name) for name in OF_WORKER}
+    options = plugin.options
+    unencrypted = UcxOptions.of(options).allow_unencrypted
+    own = unencrypted, options.staging_limit_bytes, DirectoryOptions.of(options).retain_s
     budgets = {transport.packed.limit_bytes for transport in plugin._transports.values()}
     return own, id(plugin), budgets, sys.getswitchinterval()
 

@@ -12,27 +12,28 @@ import numpy as np
 import pytest
 
 from dask_p2p.assemble import Assembly, OutputSpec
+from dask_p2p.backends import SLOTS
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels.queue import SLOTS, HostQueue
 from dask_p2p.layout import box_shape, box_size, box_slices
-from dask_p2p.plan import slab_chunks, transpose_plan
+from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports import comm as comm_module
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.comm import CommTransport
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.ipc import IpcTransport
-from dask_p2p.transports.links import BlockRef, Links
-from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Arrived, Reading, Region
+from dask_p2p.transports.router import BlockRef, Router
 from dask_p2p.transports.ucx import UcxTransport
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.transports.reading import open_block
 
 X = np.arange(24 * 24.0).reshape(24, 24)
 CHUNKS = ((8, 8, 8), (24,))
-PLAN = transpose_plan(CHUNKS, (1, 0), slab_chunks(CHUNKS, (1, 0))).block((0, 0))
+PLAN = redistribution(CHUNKS, (1, 0), slab_chunks(CHUNKS, (1, 0))).block((0, 0))
 BLOCKS = {("x", i, 0): X[8 * i : 8 * i + 8] for i in range(3)}
 ITEM = X.itemsize
 # Smaller than one item, than a part of one row, than a region (of 512 bytes), than all of them.
@@ -66,9 +67,9 @@ class Peers:
     address = "reader"
 
     def __init__(self, **transports):
-        self.links = Links(transports, lambda text: None)
+        self.router = Router(transports, lambda text: None)
 
-    def serving(self, blocks, kind, options):
+    def publish(self, blocks, kind, options):
         pass
 
     def memory_below(self, wanted_bytes, kind):
@@ -95,7 +96,7 @@ def workers(loop, tmp_path):
 
 
 def assemble(chosen, holders, **transports):
-    output = OutputSpec("x", X.dtype, "numpy", replace(chosen, transports=tuple(transports)))
+    output = OutputSpec(("x",), X.dtype, "numpy", replace(chosen, transports=tuple(transports)))
     refs = [BlockRef(key, (holder,)) for key, holder in zip(BLOCKS, holders, strict=True)]
     result = Assembly(PLAN, output, refs, Peers(**transports)).run()
     np.testing.assert_array_equal(result, X.T[:8])
@@ -105,7 +106,7 @@ def assemble(chosen, holders, **transports):
 def buffers(monkeypatch):
     """Meters of all buffers that are in use, by the pool that they are of."""
     meters = {}
-    take, give_back = Buffers.take, Buffers._give_back
+    take, put_back = Buffers.take, Buffers._put_back
 
     def taken(self, shape, dtype):
         nbytes = buffer_bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize)
@@ -114,10 +115,10 @@ def buffers(monkeypatch):
 
     def given_back(self, size_bytes, memory):
         meters[self].add(-size_bytes)
-        give_back(self, size_bytes, memory)
+        put_back(self, size_bytes, memory)
 
     monkeypatch.setattr(Buffers, "take", taken)
-    monkeypatch.setattr(Buffers, "_give_back", given_back)
+    monkeypatch.setattr(Buffers, "_put_back", given_back)
     return meters
 
 
@@ -175,7 +176,7 @@ class InPlace(IpcTransport):
         return None
 
     def read(self, requests, options):
-        return InPlaceReading(requests, self.flow(requests, options))
+        return InPlaceReading(requests, self.flow_for(requests, options))
 
 
 class InPlaceReading(Reading):
@@ -191,7 +192,7 @@ class InPlaceReading(Reading):
 @pytest.mark.parametrize("limit_bytes", [1, 9, 600, 2000, 10_000])
 def test_ipc(workers, monkeypatch, limit_bytes):
     make, _ = workers
-    monkeypatch.setattr("dask_p2p.transports.pacing._SMALLEST_SLOT_BYTES", 1)
+    monkeypatch.setattr("dask_p2p.transports.ipc._SMALLEST_SLOT_BYTES", 1)
     chosen = replace(options(), staging_limit_bytes=limit_bytes)
     slots_bytes = []
 
@@ -223,11 +224,11 @@ class Filling(Transport):
     def probe(self, holder, kind):
         pass
 
-    def pacing(self, options, kind):
-        return Pacing(self.limit_bytes // self.parts, self.parts - 1)
+    def flow_control(self, options, kind):
+        return FlowControl(self.limit_bytes // self.parts, self.parts - 1)
 
     def read(self, requests, options):
-        return FillingReading(self, requests, self.pacing(options, "numpy"))
+        return FillingReading(self, requests, self.flow_control(options, "numpy"))
 
     async def close(self):
         pass
@@ -236,8 +237,8 @@ class Filling(Transport):
 class FillingReading(Reading):
     """Like those of ucx, it keeps what came until it is closed, if there was an error."""
 
-    def __init__(self, transport, requests, pacing):
-        super().__init__(requests, pacing)
+    def __init__(self, transport, requests, flow):
+        super().__init__(requests, flow)
         self.transport = transport
         self.kept = []
 
@@ -320,7 +321,7 @@ def test_what_comm_packs_for_others(workers, monkeypatch, limit_bytes):
     monkeypatch.setattr(HostQueue, "scratch", metered)
     assert set(read_at_once(reader, "x", BOXES, options())) == {EXPECTED}
     assert 0 < meter.peak_bytes <= max(limit_bytes, 768)
-    wait_until(lambda: serving.packed.taken_bytes == 0)  # the holder may end after its reader
+    wait_until(lambda: serving.packed.reserved_bytes == 0)  # the holder may end after its reader
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 1024, 2048, 5000])
@@ -332,15 +333,15 @@ def test_what_ucx_packs_for_others(workers, buffers, limit_bytes):
     network["holder"].blocks = {"x": X}
     assert set(read_at_once(reader, "x", BOXES, options())) == {EXPECTED}
     assert 0 < buffers[serving._buffers["numpy"]].peak_bytes <= max(limit_bytes, 1024)
-    wait_until(lambda: serving.packed.taken_bytes == 0)
+    wait_until(lambda: serving.packed.reserved_bytes == 0)
 
 
 def test_what_one_transport_packs_counts_for_all(loop, tmp_path):
     host = LoopbackHost("holder", loop.loop, {}, tmp_path)
     made = make_transports(host, replace(options(), staging_limit_bytes=1000))
-    rooms = [transport.packed.room() for transport in made.values()]
-    assert rooms[0].take(900)
-    assert not any(room.take(200) for room in rooms[1:])
+    rooms = [transport.packed.reservation() for transport in made.values()]
+    assert rooms[0].reserve(900)
+    assert not any(room.reserve(200) for room in rooms[1:])
     for transport in made.values():
         loop.run(transport.close())
     host.close()
@@ -355,18 +356,18 @@ def test_a_holder_that_never_has_room_says_so(workers, cls):
     reader = make(cls, "reader", options())
     serving = make(cls, "holder", replace(chosen, staging_limit_bytes=1000))
     network["holder"].blocks = {"x": X}
-    taken = serving.packed.room()
-    assert taken.take(1000)
-    words = "packed as much for others"
+    taken = serving.packed.reservation()
+    assert taken.reserve(1000)
+    words = "outgoing staging limit"
     read = partial(read_at_once, reader, "x", BOXES, replace(options(), request_timeout_s=2))
     if cls is UcxTransport:  # the reader says how long the holder waits, and waits no longer
         read = partial(read_at_once, reader, "x", BOXES, chosen)
         words = f"{words}|no message"
     with pytest.raises(TransferError, match=words):
         read(times=1)
-    wait_until(lambda: not any(serving.held().values()))
+    wait_until(lambda: not any(serving.usage().values()))
     taken.close()
-    wait_until(lambda: serving.packed.taken_bytes == 0)
+    wait_until(lambda: serving.packed.reserved_bytes == 0)
     assert read(times=1) == [EXPECTED]
     assert box_shape(BOXES[0]) == (24, 4)
 
@@ -378,8 +379,8 @@ def test_a_holder_gives_up_by_itself(workers, loop):
     make(UcxTransport, "reader", options())
     serving = make(UcxTransport, "holder", replace(options(), staging_limit_bytes=1000))
     network["holder"].blocks = {"x": X}
-    taken = serving.packed.room()
-    assert taken.take(1000)
+    taken = serving.packed.reservation()
+    assert taken.reserve(1000)
     request = {"blocks": [("x", X.shape)], "parts": [(0, box) for box in BOXES]}
     request |= {"dtype": "float64 <f8", "tag": 1, "reader": "reader", "closed": 0, "ahead": 2}
     request["wait_s"] = 0.2
@@ -388,4 +389,4 @@ def test_a_holder_gives_up_by_itself(workers, loop):
         reply = loop.run(answering, timeout_s=10)
     finally:
         taken.close()
-    assert "packed as much for others" in reply["message"]
+    assert "outgoing staging limit" in reply["message"]

@@ -67,7 +67,7 @@ async def test_a_transpose(c, s, *workers):
     np.testing.assert_array_equal(await c.compute(y), indexed((40, 30)).T)
     # What a reader did not hold it was not given: nobody has more replicas than before.
     assert all(len(ts.who_has) == 1 for key, ts in s.tasks.items() if key[0] == x.name)
-    assert sum(len(w.plugins[PLUGIN_NAME].runtime.records) for w in workers) == 8
+    assert sum(len(w.plugins[PLUGIN_NAME].context.records) for w in workers) == 8
 
 
 @cluster

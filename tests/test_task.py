@@ -8,7 +8,6 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from dask.task_spec import TaskRef
 from distributed import Reschedule
 
 import dask_p2p
@@ -16,18 +15,19 @@ from dask_p2p import task as module
 from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError
-from dask_p2p.plan import transpose_plan
-from dask_p2p.task import AssembleTask, Attempts
-from dask_p2p.transports.links import BlockRef
+from dask_p2p.plans import redistribution
+from dask_p2p.retry import Attempts, worst_case_s
+from dask_p2p.task import AssembleTask, Blocks
+from dask_p2p.transports.router import BlockRef
 
-PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
-OUTPUT = OutputSpec("x", np.dtype("i8"), "numpy", options())
+PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
+OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
 KEYS = [("x", 0, 0), ("x", 1, 0)]
 
 
 @pytest.fixture
 def task():
-    return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, map(TaskRef, KEYS))
+    return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, Blocks(*KEYS))
 
 
 def test_dependencies_are_all_blocks_that_are_read(task):
@@ -46,7 +46,7 @@ def test_references_take_the_place_of_dependencies(task):
     assert type(rewritten) is AssembleTask
     assert rewritten.key == task.key
     assert rewritten.dependencies == {KEYS[1]}
-    assert rewritten.args[-2:] == (ref, TaskRef(KEYS[1]))
+    assert rewritten.args[-1].items == (ref, KEYS[1])
     assert task.dependencies == frozenset(KEYS), "the task itself is not changed"
 
 
@@ -61,7 +61,7 @@ def test_it_survives_pickling_and_renaming(task):
 
 def test_the_pieces_do_not_travel(task):
     PLAN.block((0, 0))  # caches what it finds
-    fresh = transpose_plan(PLAN.src_chunks, PLAN.axes, PLAN.dst_chunks)
+    fresh = redistribution(PLAN.src_chunks, PLAN.axes, PLAN.chunks)
     assert len(pickle.dumps(PLAN)) == len(pickle.dumps(fresh))
 
 
@@ -78,11 +78,11 @@ class FakeRuntime:
     def __init__(self):
         self.attempts = Attempts()
 
-    def failed(self, key, cause):
+    def record_failure(self, key, cause):
         self.attempts.add(cause)
         return self.attempts
 
-    def gave_up(self, key):
+    def forget_attempts(self, key):
         self.attempts = Attempts()
 
 
@@ -98,11 +98,19 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
                 module._try_again("key", error, runtime, chosen)
         assert pauses_s[:3] == [0.05, 0.1, 0.2]
         assert max(pauses_s) <= 2.0
+        assert worst_case_s(replace(chosen, request_timeout_s=0.0)) == sum(pauses_s)
         with pytest.raises(
             TransferError, match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. See"
         ):
             module._try_again("key", error, runtime, chosen)
         pauses_s.clear()
+
+
+def test_the_worst_case_adds_up():
+    chosen = replace(options(), attempts=3, request_timeout_s=30.0, backoff_s=1.5)
+    assert worst_case_s(chosen) == 3 * 30 + 1.5 + 2.0
+    assert worst_case_s(chosen, holders=2, unmet=1) == 3 * 2 * (30 + 10) + 1.5 + 2.0
+    assert worst_case_s(replace(chosen, attempts=1)) == 30.0
 
 
 def test_the_last_error_tells_the_cause_of_each_attempt(monkeypatch):

@@ -11,13 +11,14 @@ from dask_p2p import versioned as module
 from dask_p2p.assemble import OutputSpec, Stage
 from dask_p2p.config import Options, options
 from dask_p2p.errors import InputError, VersionError
-from dask_p2p.plan import Piece, transpose_plan
-from dask_p2p.transports.links import BlockRef
+from dask_p2p.plans import Piece, redistribution
+from dask_p2p.transports.comm import CommOptions
+from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import FORMAT, Unreadable, check_readable, versioned
 from dask_p2p.worker import P2PPlugin
 
-PLAN = transpose_plan(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
-OUTPUT = OutputSpec("x", np.dtype("i8"), "numpy", options())
+PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
+OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
 VALUES = [
     options(),
     OUTPUT,
@@ -62,6 +63,20 @@ def test_names_that_are_missing_take_defaults():
     with dask.config.set({"p2p.attempts": 3}):
         lacking = written(replace(options(), mode="sync"), without=["attempts", "backoff_s"])
     assert lacking == replace(options(), mode="sync", attempts=3)
+
+
+def test_sections_of_transports_travel_too():
+    with dask.config.set({"p2p.transports.comm.part-bytes": "5 B"}):
+        sent = pickle.dumps(options())
+    again = pickle.loads(sent)
+    assert CommOptions.of(again).part_bytes == 5
+    other = Value(1)  # of a transport that this version does not have
+    left = replace(
+        again, sections=(other, *(s for s in again.sections if s != CommOptions.of(again)))
+    )
+    assert CommOptions.of(left) == CommOptions.of(options()), "the worker's own"
+    lacking = written(CommOptions(5, 6), without=["part_bytes"])
+    assert lacking == CommOptions(CommOptions.of(options()).part_bytes, 6)
 
 
 @pytest.mark.parametrize(

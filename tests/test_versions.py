@@ -10,12 +10,14 @@ from contextlib import contextmanager
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client
+from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.errors import RegistrationError
 from dask_p2p.registration import workers_of
 from tests.support import indexed, result_of
+
+pytestmark = pytest.mark.cluster
 
 ROOT = os.path.dirname(os.path.dirname(dask_p2p.__file__))
 FIRST = "b3fac44"  # the last commit before values had a format
@@ -40,9 +42,8 @@ from distributed import Client, LocalCluster
 if __name__ == "__main__":
     assert dask_p2p.__file__.startswith(sys.argv[1]), dask_p2p.__file__
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
-        if len(sys.argv) > 2:
-            with Client(cluster) as client:
-                dask_p2p.register(client)
+        with Client(cluster) as client:
+            dask_p2p.register(client)
         print(cluster.scheduler_address, flush=True)
         sys.stdin.read()
 """
@@ -68,9 +69,9 @@ def python(program, path, *args, **kwargs):
 
 
 @contextmanager
-def cluster_of(program, path, *args):
+def cluster_of(program, path):
     """The address of a cluster in a process of its own, with the package that lies there."""
-    process = python(program, path, path, *args, stdin=subprocess.PIPE)
+    process = python(program, path, path, stdin=subprocess.PIPE)
     try:
         yield process.stdout.readline().strip()
     finally:
@@ -93,6 +94,22 @@ def worker_process(address, path):
 
 
 @pytest.fixture
+def before():
+    """A graph that is older than any client, and so registers nothing."""
+    return x_and_lazy()[1]
+
+
+@pytest.fixture
+def bare():
+    """A client of a cluster of this version, without its plugins."""
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
 def programs(tmp_path):
     (tmp_path / "client.py").write_text(CLIENT)
     (tmp_path / "cluster.py").write_text(CLUSTER)
@@ -104,30 +121,26 @@ def x_and_lazy():
     return x, dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))
 
 
-@pytest.mark.parametrize("registered", [False, True])
-def test_a_client_of_the_first_version_harms_nobody(first, programs, registered):
-    with (
-        cluster_of(programs / "cluster.py", ROOT, *["registered"] * registered) as address,
-        Client(address) as client,
-    ):
-        precious = client.scatter({"a": 1, "b": 2}, broadcast=True)
-        workers = set(workers_of(client))
-        process = python(programs / "client.py", first, address, first)
+def test_a_client_of_the_first_version_harms_nobody(bare, first, programs):
+    precious = bare.scatter({"a": 1, "b": 2}, broadcast=True)
+    workers = set(workers_of(bare))
+    for _ in range(2):  # the second time with the plugins, which the end of this registers
+        process = python(programs / "client.py", first, bare.scheduler.address, first)
         said, _ = process.communicate(timeout=100)
         assert len(said.splitlines()) == 2, said
         for line in said.splitlines():
             assert line.startswith("InputError: expected values of dask_p2p ")
             assert "(no format)" in line
-        assert set(workers_of(client)) == workers
-        assert client.gather(precious) == {"a": 1, "b": 2}
+        assert set(workers_of(bare)) == workers
+        assert bare.gather(precious) == {"a": 1, "b": 2}
         x, y = x_and_lazy()
-        np.testing.assert_array_equal(result_of(client, client.compute(y)), x.T)
+        np.testing.assert_array_equal(result_of(bare, bare.compute(y)), x.T)
 
 
 def test_a_cluster_of_the_first_version_is_not_harmed(first, programs):
     x, before = x_and_lazy()
     with (
-        cluster_of(programs / "cluster.py", first, "registered") as address,
+        cluster_of(programs / "cluster.py", first) as address,
         Client(address) as client,
     ):
         precious = client.scatter({"a": 1, "b": 2}, broadcast=True)
@@ -146,18 +159,16 @@ def test_a_cluster_of_the_first_version_is_not_harmed(first, programs):
         assert said.splitlines() == [str(x.T.shape)] * 2
 
 
-def test_a_worker_of_the_first_version_is_named_and_not_lost(first, programs):
-    _, before = x_and_lazy()
-    with cluster_of(programs / "cluster.py", ROOT) as address, Client(address) as client:
-        there = set(workers_of(client))
-        with worker_process(address, first):
-            client.wait_for_workers(3, timeout=60)
-            (old,) = set(workers_of(client)) - there
-            precious = client.scatter({"a": 1}, workers=[old])
-            with pytest.raises(RegistrationError, match=f"got worker {old}: dask_p2p"):
-                x_and_lazy()
-            y = client.compute(before, workers=[old])
-            with pytest.raises(RegistrationError, match=old):
-                result_of(client, y)
-            assert client.gather(precious) == {"a": 1}
-            assert old in workers_of(client)
+def test_a_worker_of_the_first_version_is_named_and_not_lost(before, bare, first):
+    there = set(workers_of(bare))
+    with worker_process(bare.scheduler.address, first):
+        bare.wait_for_workers(3, timeout=60)
+        (old,) = set(workers_of(bare)) - there
+        precious = bare.scatter({"a": 1}, workers=[old])
+        with pytest.raises(RegistrationError, match=f"got worker {old}: dask_p2p"):
+            x_and_lazy()
+        y = bare.compute(before, workers=[old])
+        with pytest.raises(RegistrationError, match=old):
+            result_of(bare, y)
+        assert bare.gather(precious) == {"a": 1}
+        assert old in workers_of(bare)

@@ -16,25 +16,24 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from dask.task_spec import TaskRef
 from distributed import Client, LocalCluster, wait
 
 import dask_p2p
-from dask_p2p import task as task_module
-from dask_p2p import worker as worker_module
 from dask_p2p.assemble import OutputSpec
-from dask_p2p.config import TRANSPORTS, options
+from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
     TransferError,
     UnsupportedArrayError,
 )
-from dask_p2p.plan import transpose_plan
+from dask_p2p.graph import planned_array
+from dask_p2p.plans import redistribution
 from dask_p2p.registration import workers_of
-from dask_p2p.task import PLUGIN_NAME, AssembleTask, Record
-from dask_p2p.transports.links import BlockRef
+from dask_p2p.task import PLUGIN_NAME, AssembleTask, Blocks, Record
+from dask_p2p.transports.registry import classes
+from dask_p2p.transports.router import BlockRef
 from dask_p2p.worker import P2PPlugin, by_reference
-from dask_p2p.worker_host import WorkerHost
+from dask_p2p.worker_context import DaskWorkerContext
 from tests.support import indexed, persisted, tls_client, used
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
@@ -44,7 +43,7 @@ def records(client):
     """What each worker's plugin noted of its last task."""
 
     def last(dask_worker):
-        kept = dask_worker.plugins[PLUGIN_NAME].runtime.records
+        kept = dask_worker.plugins[PLUGIN_NAME].context.records
         return [(record.key, record.stages) for record in kept]
 
     return client.run(last)
@@ -86,16 +85,16 @@ def test_by_reference_leaves_alone_what_it_cannot_replace():
 
 def test_holders_that_a_message_names_are_in_the_cluster():
     """Again perhaps: a new worker may have the address of one that left."""
-    plan = transpose_plan(((2, 2), (4,)), (1, 0), ((4,), (4,)))
-    output = OutputSpec("x", np.dtype("f8"), "numpy", options())
+    plan = redistribution(((2, 2), (4,)), (1, 0), ((4,), (4,)))
+    output = OutputSpec(("x",), np.dtype("f8"), "numpy", options())
     keys = [("x", 0, 0), ("x", 1, 0)]
     back, sent = [], []
     plugin = P2PPlugin(options())
-    plugin._host = SimpleNamespace(back=back.extend)
+    plugin._context = SimpleNamespace(on_workers_named=back.extend)
     plugin._worker = SimpleNamespace(data={keys[0]: None}, address="a")
     plugin._originals = {"compute-task": lambda **message: sent.append(message)}
     plugin._on_compute_task(
-        run_spec=AssembleTask.of("y", plan, (0, 0), output, map(TaskRef, keys)),
+        run_spec=AssembleTask.of("y", plan, (0, 0), output, Blocks(*keys)),
         who_has={keys[0]: ["a", "b"], keys[1]: ["b", "c"]},
         nbytes=dict.fromkeys(keys, 64),
     )
@@ -126,14 +125,21 @@ class DeafWorker:
         return SimpleNamespace(op=op)
 
 
+def deaf_context():
+    async def make():
+        return DaskWorkerContext(DeafWorker(), options())
+
+    return asyncio.run(make())
+
+
 def test_calls_to_a_worker_that_leaves_end_at_once():
     async def main():
         worker = DeafWorker()
-        host = WorkerHost(worker)
+        host = DaskWorkerContext(worker, options())
         waiting = asyncio.ensure_future(host.call("a", "op"))
         other = asyncio.ensure_future(host.call("b", "op"))
         await asyncio.sleep(0.01)
-        host.gone("a")
+        host.on_worker_left("a")
         done, _ = await asyncio.wait([waiting], timeout=5)
         assert done == {waiting}
         with pytest.raises(ConnectionAbortedError, match="left the cluster"):
@@ -141,7 +147,7 @@ def test_calls_to_a_worker_that_leaves_end_at_once():
         with pytest.raises(ConnectionAbortedError, match="left the cluster"):
             await asyncio.wait_for(host.call("a", "op"), 5)
         assert worker.called == ["a", "b"], "it was not even tried"
-        host.back(["a"])
+        host.on_workers_named(["a"])
         again = asyncio.ensure_future(host.call("a", "op"))
         await asyncio.sleep(0.01)
         assert worker.called == ["a", "b", "a"]
@@ -156,7 +162,7 @@ def test_calls_to_a_worker_that_leaves_end_at_once():
 
 def test_what_blocks_does_not_block_the_event_loop():
     async def main():
-        host = WorkerHost(DeafWorker())
+        host = DaskWorkerContext(DeafWorker(), options())
         event = threading.Event()
         host.loop.call_later(0.05, event.set)
         assert await host.offload(event.wait, 10), "the loop could not set it"
@@ -179,61 +185,61 @@ def test_what_blocks_does_not_block_the_event_loop():
     ],
 )
 def test_what_others_are_about_to_read_is_posted_unless_that_is_off(kind, order, expected):
-    """One setting turns it off: nothing is posted by itself, nothing is mapped."""
+    """One setting turns it off: nothing is published by itself, nothing is mapped."""
     told = []
     transports = {
         name: SimpleNamespace(
             name=name,
-            serving=lambda blocks, name=name: told.append((name, blocks)),
+            publish=lambda blocks, name=name: told.append((name, blocks)),
             obstacle=lambda holder, kind, dtype: None,
             probe=lambda holder, kind: None,
         )
-        for name in TRANSPORTS
+        for name in classes
     }
-    runtime = worker_module.WorkerRuntime(SimpleNamespace(address="a"), None, transports, options())
+    runtime = deaf_context()
+    runtime.router.transports = transports
     with dask.config.set({"p2p.transports.order": order}):
         chosen = options()
     blocks = {"key": np.ones(3)}
-    runtime.serving(blocks, kind, chosen)
+    runtime.publish(blocks, kind, chosen)
     assert [name for name, _ in told] == expected
     assert all(of is blocks for _, of in told)
     ref = BlockRef("key", ("b",))
-    ways = runtime.links.ways(ref, kind, np.dtype("f8"), chosen.order(kind))
+    ways = runtime.router.routes(ref, kind, np.dtype("f8"), chosen.order(kind))
     assert [way.transport.name for way in ways] == expected
 
 
 def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
-    monkeypatch.setattr(task_module, "_COUNTED_TASKS", 3)
-    worker = SimpleNamespace(address="tcp://here")
-    runtime = worker_module.WorkerRuntime(worker, None, {}, options())
+    monkeypatch.setattr("dask_p2p.retry._COUNTED_TASKS", 3)
+    runtime = deaf_context()
     for key in range(10):
-        assert runtime.failed(key, "why").count == 1
+        assert runtime.record_failure(key, "why").count == 1
     assert list(runtime._failed) == [7, 8, 9]
-    assert runtime.failed(7, "again").count == 2
+    assert runtime.record_failure(7, "again").count == 2
     assert list(runtime._failed) == [8, 9, 7]
-    runtime.done(Record(7, 0.0, 1.0, ()))
-    runtime.gave_up(8)
+    runtime.record_success(Record(7, 0.0, 1.0, ()))
+    runtime.forget_attempts(8)
     assert list(runtime._failed) == [9]
     for key in range(2000):
-        runtime.done(Record(key, 0.0, 1.0, ()))
+        runtime.record_success(Record(key, 0.0, 1.0, ()))
     assert [record.key for record in runtime.records] == [*range(1000, 2000)]
     assert runtime._failed == {}
 
 
 def test_nothing_is_kept_of_calls_that_ended():
     async def main():
-        host = WorkerHost(DeafWorker())
+        host = DaskWorkerContext(DeafWorker(), options())
         for address in ("a", "b"):
             call = asyncio.ensure_future(host.call(address, "op"))
             await asyncio.sleep(0.01)
-            assert host.held()["calls"] == 1
+            assert host.usage()["calls"] == 1
             if address == "a":
-                host.gone(address)
+                host.on_worker_left(address)
             else:
                 call.cancel()
             await asyncio.wait([call])
             assert not call.cancelled() or address == "b"
-        assert host.held()["calls"] == len(host._calls) == 0
+        assert host.usage()["calls"] == len(host._calls) == 0
         host.close()
 
     asyncio.run(main())
@@ -253,7 +259,7 @@ def test_where_nothing_may_leave_unencrypted(address, required, expected):
     async def main():
         worker = DeafWorker()
         worker.address, worker.security.require_encryption = address, required
-        return WorkerHost(worker).encrypted_only
+        return DaskWorkerContext(worker, options()).encrypted_only
 
     assert asyncio.run(main()) is expected
 
@@ -290,20 +296,20 @@ def test_trouble_of_ours_keeps_nothing_from_dask():
             async def fail_to_close():
                 fail()
 
-            plugin.runtime.links.forget = fail
+            plugin.context.router.on_worker_left = fail
             message = {"worker": "tcp://gone", "stimulus_id": "test"}
             with pytest.raises(RuntimeError, match="trouble"):
                 worker.stream_handlers["remove-worker"](**message)
             assert told == [message]
             with pytest.raises(ConnectionAbortedError, match="left the cluster"):
-                await plugin._host.call("tcp://gone", "identity")
-            transports = plugin.runtime.links.transports
+                await plugin._context.call("tcp://gone", "identity")
+            transports = plugin.context.router.transports
             closed = [transport for transport in transports.values() if transport.name != "ucx"]
             transports["ucx"].close = fail_to_close
             reply = await worker.plugin_remove(name=PLUGIN_NAME)
             assert reply["exception_text"] == "RuntimeError('trouble')"
             assert all(transport._closed for transport in closed)
-            assert plugin._host._threads._shutdown
+            assert plugin._context._threads._shutdown
             assert not [op for op in worker.handlers if op.startswith("p2p_")]
 
     asyncio.run(main())
@@ -405,7 +411,10 @@ def test_results_of_reductions_over_the_wire(client, transport):
     (holders,) = client.who_has(x).values()
     others = [address for address in workers_of(client) if address not in holders]
     with dask.config.set({"p2p.transports.order": [transport]}):
-        y = client.persist(dask_p2p.transpose(x), workers=others)
+        # By the plan itself: an array whose blocks stay as they are is not touched.
+        dask_p2p.register(client)
+        lazy = planned_array("y", x, redistribution((), (), ()), options())
+        y = client.persist(lazy, workers=others)
         wait(y)
     assert y.compute() == 23
     assert used(client, y) == {transport}
@@ -502,7 +511,7 @@ def test_async_client_awaits():
             y = dask_p2p.transpose(da.from_array(x, chunks=(2, 6)))
             np.testing.assert_array_equal(await client.compute(y), x.T)
             seen = await client.run(
-                lambda dask_worker: len(dask_worker.plugins[PLUGIN_NAME].runtime.records)
+                lambda dask_worker: len(dask_worker.plugins[PLUGIN_NAME].context.records)
             )
             assert sum(seen.values()) == 4
 

@@ -122,7 +122,7 @@ def one_of_many(rank: int, store: str, options: Namespace) -> None:
     else:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        # Packing fills the whole GPU: NCCL's kernels must not wait behind it.
+        # PackingLimits fills the whole GPU: NCCL's kernels must not wait behind it.
         place["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         dist.init_process_group(
             "nccl", rank=rank, world_size=options.gpus, device_id=device, **place

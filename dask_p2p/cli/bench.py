@@ -257,6 +257,6 @@ def _facts(case: Case) -> list[tuple[str, str]]:
     return [
         ("array", f"{array_text(case.shape, case.dtype)}, axes {axes}"),
         ("local input slab", shapes_text(product(*case.chunks))),
-        ("local output slab", shapes_text(product(*made.dst_chunks))),
+        ("local output slab", shapes_text(product(*made.chunks))),
         ("tile", shapes_text(tiles)),
     ]

@@ -60,9 +60,9 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
 def _workers_table(report: Report) -> Table:
     from dask_p2p.cli._tables import table
 
-    made = table("worker", "address", "blocks", "GPU", "RMM", "pool", "kept for readers")
+    result = table("worker", "address", "blocks", "GPU", "RMM", "pool", "kept for readers")
     for number, worker in enumerate(report.workers):
-        made.add_row(
+        result.add_row(
             str(number),
             worker.address,
             worker.kind,
@@ -71,7 +71,7 @@ def _workers_table(report: Report) -> Table:
             "-" if worker.pool_bytes is None else f"{worker.pool_bytes / 2**30:.1f} GiB",
             f"{worker.leased_bytes / 2**20:.1f} MiB",
         )
-    return made
+    return result
 
 
 def _matrices(report: Report) -> list[Any]:
@@ -102,11 +102,11 @@ def _matrix(report: Report, title: str, cell: Any) -> Table:
     from dask_p2p.cli._tables import table
 
     addresses = [worker.address for worker in report.workers]
-    made = table("from", *map(str, range(len(addresses))), title=title)
+    result = table("from", *map(str, range(len(addresses))), title=title)
     for number, reader in enumerate(addresses):
         cells = ["-" if reader == holder else cell((reader, holder)) for holder in addresses]
-        made.add_row(f"to {number}", *cells)
-    return made
+        result.add_row(f"to {number}", *cells)
+    return result
 
 
 def _problems(report: Report) -> Sequence[str]:

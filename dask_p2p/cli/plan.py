@@ -23,7 +23,7 @@ import click
 
 from dask_p2p.cli._options import DTYPE, SHAPE, axes_option, order_of_axes
 from dask_p2p.layout import Chunks, box_shape, box_size, split_evenly
-from dask_p2p.plan import Plan, slab_chunks, stage_order, transpose_plan
+from dask_p2p.plans import GridPlan, block_plans, redistribution, slab_chunks, stage_order
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,20 +45,20 @@ class Reader:
     kept_elements: int
 
 
-def slab_plan(shape: tuple[int, ...], axes: tuple[int, ...], workers: int) -> Plan:
+def slab_plan(shape: tuple[int, ...], axes: tuple[int, ...], workers: int) -> GridPlan:
     """Plan the transpose of an array with one slab, along its first axis, for each worker."""
     chunks: Chunks = (
         split_evenly(shape[0], workers),
         *((length,) for length in shape[1:]),
     )
-    return transpose_plan(chunks, axes, slab_chunks(chunks, axes))
+    return redistribution(chunks, axes, slab_chunks(chunks, axes))
 
 
-def readers(plan: Plan) -> Iterator[Reader]:
+def readers(plan: GridPlan) -> Iterator[Reader]:
     """Yield each worker's part, if worker r holds input slab r and makes output block r."""
     width = len(str(len(plan.src_chunks[0])))
-    for here, (_, block) in enumerate(plan.blocks()):
-        holder_of = [source[0] for source in block.sources]
+    for here, (_, block) in enumerate(block_plans(plan)):
+        holder_of = [source.block[0] for source in block.sources]
         tiles: Counter[tuple[int, ...]] = Counter()
         elements: Counter[bool] = Counter()  # by whether they are here already
         for piece in block.pieces:
@@ -100,7 +100,7 @@ def plan(shape: tuple[int, ...], workers: int, axes: tuple[int, ...] | None, dty
 
 
 def _facts(
-    made: Plan, parts: Sequence[Reader], shape: tuple[int, ...], dtype: Any
+    made: GridPlan, parts: Sequence[Reader], shape: tuple[int, ...], dtype: Any
 ) -> list[tuple[str, str]]:
     from dask.utils import format_bytes
 
@@ -116,7 +116,7 @@ def _facts(
         ("result", f"{shape_text(out_shape)}, axes {', '.join(map(str, made.axes))}"),
         ("workers", str(len(made.src_chunks[0]))),
         ("input slabs", shapes_text(product(*made.src_chunks))),
-        ("output slabs", shapes_text(product(*made.dst_chunks))),
+        ("output slabs", shapes_text(product(*made.chunks))),
         ("tiles", shapes_text(tiles.elements())),
         ("stages", f"{stages}; nothing moves in stage 0"),
         ("moved", f"{format_bytes(moved_bytes)} of {format_bytes(size_bytes)}"),

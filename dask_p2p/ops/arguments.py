@@ -9,12 +9,19 @@ import dask.array
 import numpy as np
 from dask.array.core import Array as GraphArray
 from dask.array.core import normalize_chunks
+from dask.array.rechunk import _balance_chunksizes
 
+from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
-from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Chunks, normal_axes
 
-__all__ = ["check_array", "checked_axes", "checked_chunks"]
+__all__ = [
+    "check_array",
+    "check_chunks_are_known",
+    "checked_axes",
+    "checked_chunks",
+    "has_unknown_chunks",
+]
 
 # How to make a Dask array, by package and class.
 _REMEDIES = {
@@ -39,8 +46,6 @@ def check_array(x: Any) -> None:
     ------
     UnsupportedArrayError
         If `x` is no Dask array, or its blocks are of an unsupported kind.
-    ChunksError
-        If its chunk sizes are unknown.
     """
     # The same class twice, unless arrays are expressions.
     if not isinstance(x, (dask.array.Array, GraphArray)):
@@ -49,15 +54,30 @@ def check_array(x: Any) -> None:
         raise UnsupportedArrayError(
             f"expected a Dask array, got {type(x).__module__}.{type(x).__qualname__}. {remedy}."
         )
-    if any(size != size for sizes in x.chunks for size in sizes):  # nan
-        raise ChunksError(
-            f"expected known chunk sizes, got {x.chunks}. Call x.compute_chunk_sizes() first."
-        )
-    kernel = kernel_for(x._meta)
-    if kernel.name == "cupy" and x.dtype.hasobject:
+    backend = backend_for(x._meta)
+    if x.dtype.hasobject and not backend.holds_objects:
         raise UnsupportedArrayError(
             f"expected a dtype that GPU memory can hold, got {x.dtype}. Convert it with "
             f"x.astype(...), or keep the array in NumPy blocks."
+        )
+
+
+def has_unknown_chunks(x: Any) -> bool:
+    """Tell whether an array has unknown chunk sizes along any axis."""
+    return any(size != size for sizes in x.chunks for size in sizes)  # nan
+
+
+def check_chunks_are_known(x: Any) -> None:
+    """Refuse arrays of which nothing can be planned.
+
+    Raises
+    ------
+    ChunksError
+        If chunk sizes are unknown.
+    """
+    if has_unknown_chunks(x):
+        raise ChunksError(
+            f"expected known chunk sizes, got {x.chunks}. Call x.compute_chunk_sizes() first."
         )
 
 
@@ -78,7 +98,13 @@ def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     return order
 
 
-def checked_chunks(chunks: Any, before: Chunks, dtype: Any) -> Chunks:
+def checked_chunks(
+    chunks: Any,
+    before: Chunks,
+    dtype: Any,
+    balance: bool = False,
+    block_size_limit: int | None = None,
+) -> Chunks:
     """Return the sizes of all blocks, given as `dask.array.rechunk` takes them.
 
     Parameters
@@ -89,6 +115,8 @@ def checked_chunks(chunks: Any, before: Chunks, dtype: Any) -> Chunks:
         Chunks of the array that is to be cut anew.
     dtype : numpy.dtype
         Of its elements.
+    balance, block_size_limit
+        See `dask.array.rechunk`.
 
     Raises
     ------
@@ -98,7 +126,11 @@ def checked_chunks(chunks: Any, before: Chunks, dtype: Any) -> Chunks:
     shape = tuple(map(sum, before))
     try:
         given = _by_axis(chunks, before)
-        result = normalize_chunks(given, shape, dtype=dtype, previous_chunks=before)
+        result = normalize_chunks(
+            given, shape, limit=block_size_limit, dtype=dtype, previous_chunks=before
+        )
+        if balance:
+            result = tuple(map(_balance_chunksizes, result))
         sizes = tuple(tuple(map(int, axis_sizes)) for axis_sizes in result)
         if tuple(map(sum, sizes)) != shape:
             raise ValueError("their sums differ from the shape")

@@ -9,13 +9,15 @@ from heapq import nlargest
 from math import prod
 from typing import Any
 
+from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
-from dask_p2p.kernels import kernel_for
 from dask_p2p.layout import Chunks, block_indices, block_shape
-from dask_p2p.ops.transpose import plan_of
+from dask_p2p.ops.arguments import checked_chunks
+from dask_p2p.ops.transpose import transposed
+from dask_p2p.plans import redistribution
 from dask_p2p.registration import workers_of
-from dask_p2p.transports.pacing import idle_bytes, packed_bytes, staging_bytes
+from dask_p2p.transports.registry import idle_bytes, packed_bytes, staging_bytes
 
 __all__ = ["MemoryEstimate", "estimate"]
 
@@ -92,26 +94,27 @@ def estimate(
     >>> found.input_bytes, found.output_bytes
     (8000000, 8000000)
     """
-    plan = plan_of(x, axes, chunks)
+    order, wanted = transposed(x, axes, chunks)
+    before = tuple(x.chunks[axis] for axis in order)
+    plan = redistribution(x.chunks, order, checked_chunks(wanted, before, x.dtype))
     threads = 1
     if workers is None:
         workers, threads = _cluster() or (max(map(len, x.chunks), default=1), 1)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise InputError(f"expected a number of workers, at least 1, got workers={workers!r}.")
     chosen = checked_options()
-    kind = kernel_for(x._meta).name
+    kind = backend_for(x._meta).name
     item_bytes = x.dtype.itemsize
     input_bytes, _ = _even_share(plan.src_chunks, workers, item_bytes)
-    output_bytes, output_blocks = _even_share(plan.dst_chunks, workers, item_bytes)
+    output_bytes, output_blocks = _even_share(plan.chunks, workers, item_bytes)
     staged_bytes = packed = 0
     if workers > 1:
         tasks = min(threads, output_blocks)
-        largest_block, _ = _even_share(plan.dst_chunks, sys.maxsize, item_bytes)
+        largest_block, _ = _even_share(plan.chunks, sys.maxsize, item_bytes)
         largest_piece = plan.largest_piece * item_bytes
         staged_bytes = tasks * staging_bytes(chosen, kind, largest_piece, largest_block, item_bytes)
         packed = packed_bytes(chosen, kind, (workers - 1) * threads, input_bytes)
-        idle = sum(idle_bytes(transport, chosen, kind) for transport in chosen.order(kind))
-        staged_bytes += min(idle, staged_bytes + packed)
+        staged_bytes += min(idle_bytes(chosen, kind), staged_bytes + packed)
     return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dask_p2p.config import checked_options
-from dask_p2p.graph import planned_array
-from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks
-from dask_p2p.plan import Plan, slab_chunks, transpose_plan
-from dask_p2p.registration import register_if_possible
+from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_axes
+from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.plans import slab_chunks
 
-__all__ = ["plan_of", "transpose"]
+__all__ = ["transpose", "transposed"]
 
 
 def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) -> Any:
@@ -61,17 +59,19 @@ def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) 
     >>> y.compute()[2]
     array([ 2,  5,  8, 11])
     """
-    plan = plan_of(x, axes, chunks)
-    register_if_possible()
-    return planned_array("p2p-transpose", x, plan, checked_options())
+    order, wanted = transposed(x, axes, chunks)
+    return rechunk(x, wanted, axes=order)
 
 
-def plan_of(x: Any, axes: Sequence[int] | None, chunks: Any) -> Plan:
-    """Return the plan of a transpose, given as `transpose` takes it."""
+def transposed(x: Any, axes: Sequence[int] | None, chunks: Any) -> tuple[tuple[int, ...], Any]:
+    """Return the axes and the chunks of a transpose, as `rechunk` takes them.
+
+    Raises
+    ------
+    UnsupportedArrayError, AxesError, ChunksError
+        See `transpose`.
+    """
     check_array(x)
+    check_chunks_are_known(x)
     order = checked_axes(axes, x.ndim)
-    if chunks is None:
-        dst_chunks = slab_chunks(x.chunks, order)
-    else:
-        dst_chunks = checked_chunks(chunks, tuple(x.chunks[axis] for axis in order), x.dtype)
-    return transpose_plan(x.chunks, order, dst_chunks)
+    return order, slab_chunks(x.chunks, order) if chunks is None else chunks

@@ -30,66 +30,32 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from asyncio import AbstractEventLoop
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from dask_p2p.config import Options
-from dask_p2p.errors import TransferError
-from dask_p2p.transports.budget import Budget
-from dask_p2p.transports.pacing import Pacing
+from dask_p2p.config import NOT_IN_AUTO, Options
+from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.retry import GRACE_S, MEET_S
+from dask_p2p.transports.budget import ByteBudget
+from dask_p2p.transports.buffers import buffer_bytes
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 from dask_p2p.transports.reading import Reading, Request
 
-__all__ = ["GRACE_S", "MEET_S", "Handler", "Host", "Transport"]
+__all__ = ["Handler", "Transport"]
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
-# Of a holder that stands still: an attempt at a task takes `Options.request_timeout_s` for it, and
-# `MEET_S` for each transport that has not met it, whatever the number of its blocks. After
-# `Options.attempts` of them, with a pause of 2 s at most between two, the task ends in an error.
-#: How long to wait for a worker that is met for the first time.
-MEET_S = 10.0
-#: Transports keep their deadlines themselves; this much later something is wrong with them.
-GRACE_S = 10.0
-
 _BYTE = np.dtype("u1")
-_T = TypeVar("_T")
-
-
-class Host(Protocol):
-    """What a transport needs of the worker that it lives on."""
-
-    address: str
-    loop: AbstractEventLoop
-    folder: str  # of this worker's own; it goes when the worker goes
-    encrypted_only: bool  # whether nothing may leave this process unencrypted
-
-    def block(self, key: Any) -> Any:
-        """Return the block with this key, which may be a probe's; `KeyError` if it is not here.
-
-        It may be read from disk, so this is nothing for the event loop.
-        """
-
-    def is_on_disk(self, key: Any) -> bool:
-        """Tell whether a block is spilled, so that `block` would have to read it."""
-
-    async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
-        """Call the handler `op` of the worker at `address`; `OSError` if it cannot be reached."""
-
-    async def offload(
-        self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
-    ) -> _T:
-        """Run a blocking function on a thread: of these, or of those that answer requests."""
 
 
 class Transport(ABC):
-    """One way for regions to get from worker to worker.
+    """How regions get from worker to worker.
 
     Parameters
     ----------
@@ -101,14 +67,18 @@ class Transport(ABC):
 
     name: ClassVar[str]
 
+    #: Of the blocks that it moves.
+    kinds: ClassVar[tuple[str, ...]] = ("numpy", "cupy")
     #: Whether arrays lie in the holder's memory rather than in a copy of the reader's own.
     in_place: ClassVar[bool] = False
+    #: Buffers of one part each that are kept for later.
+    idle_parts: ClassVar[int] = 0
 
-    def __init__(self, host: Host, options: Options) -> None:
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         self.host = host
         self.options = options
         #: What is packed for readers; the transports of one worker share one.
-        self.packed = Budget(options.staging_limit_bytes)
+        self.packed = ByteBudget(options.staging_limit_bytes)
         self._in_background: set[asyncio.Future[Any]] = set()
 
     @abstractmethod
@@ -116,12 +86,12 @@ class Transport(ABC):
         """RPC handlers of the holder's side, by the name of their operation."""
 
     @property
-    def refusal(self) -> str | None:
+    def refusal(self) -> Obstacle | None:
         """Why nobody can read this worker's blocks by this transport; None if others may."""
         return None
 
     @abstractmethod
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         """Why blocks of this kind ("numpy", "cupy") cannot come from `holder`; None if they may."""
 
     def probe(self, holder: str, kind: str) -> None:
@@ -138,8 +108,8 @@ class Transport(ABC):
                     start, _ = region.part.box[0]
                     check_probe(region.pending.result(MEET_S + GRACE_S), start)
             except TimeoutError:
-                said = f"{self.name}: the worker's event loop did not respond"
-                raise TransferError(said) from None
+                message = f"{self.name}: the worker's event loop did not respond"
+                raise TransferError(message) from None
 
     @abstractmethod
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
@@ -151,30 +121,70 @@ class Transport(ABC):
             If nothing of it will come. What fails for one block only is told by its regions.
         """
 
+    # --- flow control: arithmetic, which needs no worker ---
+
+    @classmethod
+    def rank(cls, kind: str, options: Options) -> float:
+        """Return its place where the order is auto, the least first; or `NOT_IN_AUTO`."""
+        return NOT_IN_AUTO
+
+    @classmethod
     @abstractmethod
-    def pacing(self, options: Options, kind: str) -> Pacing:
+    def flow_control(cls, options: Options, kind: str) -> FlowControl:
         """In what parts, and how many of them at a time, regions should be asked for."""
 
-    def flow(self, requests: Sequence[Request], options: Options) -> Pacing:
-        """Return how to ask for these requests: the pacing, as far as they allow it."""
-        pacing, itemsize = self.pacing(options, requests[0].kind), requests[0].dtype.itemsize
-        if pacing.part_bytes is not None and pacing.part_bytes < itemsize:
+    @classmethod
+    def staging_bytes(
+        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+    ) -> int:
+        """Return what one task holds of regions on their way; see `registry.staging_bytes`.
+
+        By default parts in buffers, whose sizes are powers of two.
+        """
+        flow = cls.flow_control(options, kind).for_regions(largest_bytes)
+        part_bytes = buffer_bytes(min(max(item_bytes, flow.part_bytes or 0), largest_bytes))
+        return min(parts_held(flow.parts_in_flight, kind) * part_bytes, 2 * remote_bytes)
+
+    @classmethod
+    def beside_bytes(cls, options: Options, kind: str) -> int:
+        """Return what it may hold while parts of another transport are on their way."""
+        return 0
+
+    @classmethod
+    def packing(cls, options: Options, kind: str) -> PackingLimits:
+        """Return what a holder packs at most."""
+        return PackingLimits(0, 0)
+
+    @classmethod
+    def idle_bytes(cls, options: Options, kind: str) -> int:
+        """Return what it keeps in buffers for later at most."""
+        if not cls.idle_parts:
+            return 0
+        most_bytes = cls.idle_parts * buffer_bytes(cls.flow_control(options, kind).part_bytes or 0)
+        return min(most_bytes, options.staging_limit_bytes)
+
+    # --- both sides ---
+
+    def flow_for(self, requests: Sequence[Request], options: Options) -> FlowControl:
+        """Return how to ask for these requests: the flow, as far as they allow it."""
+        flow, itemsize = self.flow_control(options, requests[0].kind), requests[0].dtype.itemsize
+        if flow.part_bytes is not None and flow.part_bytes < itemsize:
             # A part has one item at least, and so they go one at a time, or not through slots.
-            pacing = Pacing(None if self.in_place else pacing.part_bytes, 0)
-        return replace(pacing, parts_in_flight=0) if options.mode == "sync" else pacing
+            flow = FlowControl(None if self.in_place else flow.part_bytes, 0)
+        return replace(flow, parts_in_flight=0) if options.mode == "sync" else flow
 
     @property
     def leased_bytes(self) -> int:
         """Bytes of this worker's blocks that are kept for readers."""
         return 0
 
-    def serving(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
+    def publish(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
         """Take note that these blocks of this worker are about to be read by others."""
 
-    def released(self, key: Any) -> None:  # noqa: B027  # optional
+    def on_released(self, key: Any) -> None:  # noqa: B027  # optional
         """Take note that Dask gave up a block of this worker. Called on the event loop."""
 
-    def forget(self, holder: str) -> None:  # noqa: B027  # optional
+    def on_worker_left(self, holder: str) -> None:  # noqa: B027  # optional
         """Take note that a worker has left. Called on the event loop."""
 
     def offload(self, function: Callable[..., Any], *args: Any) -> None:
@@ -183,7 +193,7 @@ class Transport(ABC):
         self._in_background.add(running)  # the loop itself keeps only a weak reference
         running.add_done_callback(self._in_background.discard)
 
-    def held(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
         """Count what is kept for others, or of others: all zero when nobody reads or is read."""
         return {}
 

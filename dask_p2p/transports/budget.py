@@ -1,62 +1,65 @@
-"""What a holder may have packed for its readers at a time, all of them together."""
+"""What a holder may have packed for its readers at a time, for all of them together."""
 
 from __future__ import annotations
 
 import threading
 
-__all__ = ["Budget", "Room"]
+__all__ = ["LIMIT_REACHED", "ByteBudget", "Reservation"]
+
+#: What a reader is told whose regions find no room in time.
+LIMIT_REACHED = "its outgoing staging limit (p2p.memory.staging-limit) is reached"
 
 
-class Budget:
-    """Bytes that many may take, up to a limit.
+class ByteBudget:
+    """Bytes that several senders may reserve, up to a limit.
 
-    Whoever has nothing yet comes before those who want more: a quarter of the limit is kept for
-    them. So no reader waits for what another one, that waits itself, is slow to take.
+    A quarter of the limit is kept for senders that have nothing yet. So no reader waits for another
+    one that waits itself.
 
     Parameters
     ----------
     limit_bytes
-        What all may have taken together. Something larger is taken alone.
+        What all may reserve together. Something larger is reserved alone.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._taken: dict[Room, int] = {}
+        self._reserved: dict[Reservation, int] = {}
         self._lock = threading.Lock()
 
     @property
-    def taken_bytes(self) -> int:
-        """What is taken now."""
-        return sum(list(self._taken.values()))
+    def reserved_bytes(self) -> int:
+        """What is reserved now."""
+        return sum(list(self._reserved.values()))
 
-    def room(self) -> Room:
-        """Return a part of the budget, with nothing in it."""
-        return Room(self)
+    def reservation(self) -> Reservation:
+        """Return a reservation of no bytes yet."""
+        return Reservation(self)
 
 
-class Room:
-    """What one sender has taken."""
+class Reservation:
+    """What one sender has reserved."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
 
-    def take(self, nbytes: int) -> bool:
-        """Take so many bytes more, if they are there; return whether they were."""
+    def reserve(self, nbytes: int) -> bool:
+        """Reserve more bytes if they are free; return whether they were."""
         budget = self._budget
         with budget._lock:
-            mine_bytes, all_bytes = budget._taken.get(self, 0), budget.taken_bytes
+            mine_bytes, all_bytes = budget._reserved.get(self, 0), budget.reserved_bytes
             spare_bytes = budget.limit_bytes // 4 if mine_bytes else 0
             if all_bytes and all_bytes + nbytes + spare_bytes > budget.limit_bytes:
                 return False
-            budget._taken[self] = mine_bytes + nbytes
+            budget._reserved[self] = mine_bytes + nbytes
             return True
 
-    def give_back(self, nbytes: int) -> None:
-        """Give back some of it."""
+    def release(self, nbytes: int) -> None:
+        """Release some of it."""
         with self._budget._lock:
-            self._budget._taken[self] -= nbytes
+            self._budget._reserved[self] -= nbytes
 
     def close(self) -> None:
-        """Give back all that is left. Idempotent."""
+        """Release all that is left. Idempotent."""
         # Perhaps called in the middle of a garbage collection: no locks here.
-        self._budget._taken.pop(self, None)
+        self._budget._reserved.pop(self, None)

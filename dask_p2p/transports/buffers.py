@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.kernels.device import current_device, is_shareable, private_stream
+from dask_p2p.backends import backend_named
+from dask_p2p.backends.device import current_device
 
 __all__ = ["Buffers", "buffer_bytes", "raw_bytes"]
 
@@ -65,7 +66,7 @@ class Buffers:
         dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
         size_bytes = buffer_bytes(nbytes)
-        device = current_device() if self.kind == "cupy" else None
+        device = current_device() if backend_named(self.kind).on_device else None
         try:
             memory = self._idle[device, size_bytes].pop()
         except IndexError:
@@ -86,7 +87,7 @@ class Buffers:
         """Let go of what is not in use."""
         self._idle.clear()
 
-    def _give_back(self, size_bytes: int, memory: Any) -> None:
+    def _put_back(self, size_bytes: int, memory: Any) -> None:
         # Called wherever the last view dies, perhaps in the middle of a garbage collection: no
         # locks here. Two that come at once may both stay; that is one buffer too many.
         if self.idle_bytes + size_bytes <= self.idle_limit_bytes:
@@ -107,31 +108,12 @@ class _Owner:
 
 
 def _allocate(kind: str, size_bytes: int) -> Any:
-    if kind == "numpy":
-        return np.empty(size_bytes, np.uint8)
-    import cupy
-
-    stream = private_stream()
-    with stream:
-        memory = cupy.cuda.alloc(size_bytes)
-    # A pool may have given this stream memory that another one still writes to, and who writes next
-    # may follow no stream. To wait for the whole device, other regions and their kernels included,
-    # would take a fifth of an exchange's speed.
-    stream.synchronize()
-    if is_shareable(memory.ptr):
-        return memory
-    # UCX would bring it through host memory, 8 KiB at a time.
-    return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size_bytes), 0)
+    return backend_named(kind).allocate(size_bytes)
 
 
 def _lend(kind: str, memory: Any, buffers: Buffers, size_bytes: int) -> Any:
     """Return an array of bytes whose owner gives the memory back when it dies."""
     owner = _Owner(memory)
-    back = weakref.finalize(owner, buffers._give_back, size_bytes, memory)
+    back = weakref.finalize(owner, buffers._put_back, size_bytes, memory)
     back.atexit = False
-    if kind == "numpy":
-        return np.asarray(owner)
-    import cupy
-
-    unowned = cupy.cuda.UnownedMemory(memory.ptr, size_bytes, owner, memory.device_id)
-    return cupy.ndarray((size_bytes,), np.uint8, cupy.cuda.MemoryPointer(unowned, 0))
+    return backend_named(kind).bytes_of(memory, size_bytes, owner)

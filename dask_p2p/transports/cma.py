@@ -1,8 +1,8 @@
 """``cma``: regions of NumPy blocks, read out of another process of this host.
 
 By cross-memory attach (`dask_p2p.transports.process_memory`), as MPI libraries and UCX do between
-processes of one host. A notice holds a block's address; a reader copies parts of it that fit into a
-processor's cache, and permutes each from there. The holder packs nothing and sends nothing.
+processes of one host. A descriptor holds a block's address. A reader copies parts of the block that
+fit into a processor's cache, and permutes each from there. The holder packs and sends nothing.
 """
 
 from __future__ import annotations
@@ -16,26 +16,39 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dask_p2p.config import Options
-from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
+from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, positive_bytes, section
+from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnsuitableError
 from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports import process_memory
-from dask_p2p.transports.base import Host
-from dask_p2p.transports.board import Lease
 from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import Descriptor, Peer
-from dask_p2p.transports.pacing import Pacing, cma_pacing, idle_bytes
+from dask_p2p.transports.directory import Lease
+from dask_p2p.transports.flow_control import FlowControl, part_that_fits
 from dask_p2p.transports.reading import Pending, Request
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.same_host_reading import LeasedBlock
 
-__all__ = ["CmaTransport"]
+__all__ = ["CmaOptions", "CmaTransport"]
 
 _TOKEN_BYTES = 16
+_LET_READ = (
+    "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
+    "forbids it"
+)
 # The kernel takes as long for a run of bytes as for 150 bytes more, and comm four times as long as
 # cma for each byte.
 _SHORT_RUN_BYTES = 128
+_MOST_PART_BYTES = 2**30  # a system call reads 2 GiB at most
 _MOST_SHORT_RUNS = 2**14  # below, comm takes longer to ask and to be answered
+
+
+@section("transports.cma")
+@dataclass(frozen=True, slots=True)
+class CmaOptions(Section):
+    """See p2p-schema.yaml."""
+
+    part_bytes: int = option("part-bytes", positive_bytes)
 
 
 class CmaTransport(SameHostTransport):
@@ -47,40 +60,59 @@ class CmaTransport(SameHostTransport):
 
     name: ClassVar[str] = "cma"
     kind: ClassVar[str] = "numpy"
+    kinds: ClassVar[tuple[str, ...]] = ("numpy",)
+    idle_parts: ClassVar[int] = 2
 
-    def __init__(self, host: Host, options: Options) -> None:
+    # --- flow control ---
+
+    @classmethod
+    def rank(cls, kind: str, options: Options) -> float:
+        # Between processes of one host with two cores and NumPy blocks Dask's own TCP takes twice
+        # as long. Who wants checksums has them, though cma has none.
+        return 10 if kind == "numpy" and not options.checksum else NOT_IN_AUTO
+
+    @classmethod
+    def flow_control(cls, options: Options, kind: str) -> FlowControl:
+        """Return parts that are read one at a time: the reader's own thread does it."""
+        part_bytes = min(CmaOptions.of(options).part_bytes, _MOST_PART_BYTES)
+        return FlowControl(
+            part_that_fits(part_bytes, options.staging_limit_bytes), parts_in_flight=0
+        )
+
+    # --- both sides ---
+
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
-        self._buffers = Buffers("numpy", idle_bytes("cma", options, "numpy"))
+        self._buffers = Buffers("numpy", self.idle_bytes(options, "numpy"))
         self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         if dtype.hasobject:
-            return "cma moves bytes, not Python objects"
+            return Obstacle("objects", "cma moves bytes, not Python objects")
         if not process_memory.is_there():
-            return "this system has no cross-memory attach"
+            return Obstacle("unsupported", "this system has no cross-memory attach")
         return super().obstacle(holder, kind, dtype)
-
-    def pacing(self, options: Options, kind: str) -> Pacing:
-        return cma_pacing(options)
 
     def describe_memory(self) -> str:
         process_memory.allow_readers()
         return f"{process_memory.address_of(self._token):x} {self._token.tobytes().hex()}"
 
-    def memory_obstacle(self, here: Peer, there: Peer) -> str | None:
+    def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
         try:
-            address, token = there.memory.split()
+            address, token = remote.memory.split()
             runs = process_memory.runs_of(int(address, 16), (_TOKEN_BYTES,), (1,), 1)
             memory = np.empty(_TOKEN_BYTES, np.uint8)
-            found = process_memory.read(there.pid, runs, memory.dtype, memory)
+            found_token = process_memory.read(remote.pid, runs, memory.dtype, memory)
         except (OSError, ValueError, AttributeError, OverflowError) as exc:
-            return f"its memory may not be read: {exc}"
-        return None if found.tobytes().hex() == token else "its memory is another process'"
+            return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
+        if found_token.tobytes().hex() != token:
+            return Obstacle("other-process", "its memory is another process'")
+        return None
 
     def place_of(self, block: Any) -> dict[str, Any]:
         return {"address": process_memory.address_of(block)}
 
-    def opened(
+    def open_leased(
         self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
     ) -> LeasedBlock:
         address = descriptor.place.get("address") if isinstance(descriptor.place, dict) else None
@@ -151,8 +183,8 @@ class _CmaBlock(LeasedBlock):
         except (OSError, OverflowError) as exc:  # the latter for places outside of any memory
             self.confirm()
             if getattr(exc, "errno", None) == errno.ESRCH:
-                said = f"{block.holder} ended while {block} was read"
-                raise BlockUnavailableError(said) from exc
+                message = f"{block.holder} ended while {block} was read"
+                raise BlockUnavailableError(message) from exc
             raise TransferError(f"cma: {block} cannot be read: {exc}") from exc
         return np.broadcast_to(region, shape)
 

@@ -21,15 +21,17 @@ from typing import Any, ClassVar
 
 from distributed.protocol import to_serialize
 
-from dask_p2p.config import Options
-from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.kernels import device_of, kernel_for
-from dask_p2p.kernels.checksum import algorithm_for
-from dask_p2p.kernels.queue import queue_for
+from dask_p2p.backends import backend_for, backend_named, device_of
+from dask_p2p.config import Options, Section, option, positive_bytes, positive_int, section
+from dask_p2p.errors import BlockMismatchError, Obstacle, TransferError
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
-from dask_p2p.transports.base import Handler, Host, Transport
-from dask_p2p.transports.pacing import Pacing, comm_pacing
+from dask_p2p.transports.base import Handler, Transport
+from dask_p2p.transports.budget import LIMIT_REACHED
+from dask_p2p.transports.checksums import algorithm_of, check_sum, region_sum
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
 from dask_p2p.transports.reading import Part, Reading, Region, Request
+from dask_p2p.transports.registry import left_bytes
 from dask_p2p.transports.replies import ask, check_reply, find_block, mismatch, refuse
 from dask_p2p.transports.requests import (
     checked_blocks,
@@ -37,13 +39,21 @@ from dask_p2p.transports.requests import (
     checked_yes_or_no,
     no_more,
 )
-from dask_p2p.transports.sums import algorithm_of, check_sum, region_sum
 
-__all__ = ["Answer", "CommReading", "CommTransport"]
+__all__ = ["Answer", "CommOptions", "CommReading", "CommTransport"]
 
 _OP = "p2p_comm_read"
 _MOST_PARTS = 256  # in one answer: each is a frame of its own
-_PAUSE_S = 1e-3  # while others have packed as much as may be
+_PAUSE_S = 1e-3  # while the limit is reached
+
+
+@section("transports.comm")
+@dataclass(frozen=True, slots=True)
+class CommOptions(Section):
+    """See p2p-schema.yaml."""
+
+    part_bytes: int = option("part-bytes", positive_bytes)
+    parts_in_flight: int = option("parts-in-flight", positive_int)
 
 
 class CommTransport(Transport):
@@ -51,7 +61,44 @@ class CommTransport(Transport):
 
     name: ClassVar[str] = "comm"
 
-    def __init__(self, host: Host, options: Options) -> None:
+    # --- flow control ---
+
+    @classmethod
+    def rank(cls, kind: str, options: Options) -> float:
+        return 90  # works always: the last resort
+
+    @classmethod
+    def flow_control(cls, options: Options, kind: str) -> FlowControl:
+        """Parts are as large as is configured, or as fits."""
+        own = CommOptions.of(options)
+        most_bytes = left_bytes(options, kind) // cls._held(own.parts_in_flight, kind)
+        return FlowControl(max(1, min(own.part_bytes, most_bytes)), own.parts_in_flight)
+
+    @staticmethod
+    def _held(in_flight: int, kind: str) -> int:
+        """Count parts at a time: with CuPy blocks they are in host and then in device memory."""
+        return parts_held(in_flight, kind) + backend_named(kind).on_device
+
+    @classmethod
+    def staging_bytes(
+        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+    ) -> int:
+        flow = cls.flow_control(options, kind)  # small parts come together
+        part_bytes = min(max(item_bytes, flow.part_bytes or 0), remote_bytes)
+        copies = 2 if backend_named(kind).on_device else 1  # in host and in device memory
+        return min(cls._held(flow.parts_in_flight, kind) * part_bytes, copies * remote_bytes)
+
+    @classmethod
+    def packing(cls, options: Options, kind: str) -> PackingLimits:
+        flow = cls.flow_control(options, kind)
+        each_bytes = (flow.parts_in_flight + 1) * (flow.part_bytes or 0)
+        return PackingLimits(
+            each_bytes, 2 if backend_named(kind).on_device else 1
+        )  # it copies to the host
+
+    # --- both sides ---
+
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
         self._closed = False
         self._opened: set[CommReading] = set()  # by task threads
@@ -60,22 +107,19 @@ class CommTransport(Transport):
     def handlers(self) -> Mapping[str, Handler]:
         return {_OP: self._serve}
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         return None
 
     def probe(self, holder: str, kind: str) -> None:
         """Nothing to prove: it is the last resort, and what Dask itself uses all the time."""
 
-    def pacing(self, options: Options, kind: str) -> Pacing:
-        return comm_pacing(options, kind)
-
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
-        pacing = self.flow(requests, options)
-        reading = CommReading(self.host, requests, pacing, options, self._opened.discard)
+        flow = self.flow_for(requests, options)
+        reading = CommReading(self.host, requests, flow, options, self._opened.discard)
         self._opened.add(reading)
         return reading
 
-    def held(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
         return {
             "opened": len(self._opened),
             "requested": sum(reading.under_way for reading in list(self._opened)),
@@ -119,7 +163,7 @@ class CommTransport(Transport):
             if answers or not parts:
                 return answers
             if time.monotonic() > deadline_s:
-                raise TransferError("it has packed as much for others as p2p.memory allows")
+                raise TransferError(LIMIT_REACHED)
             await asyncio.sleep(_PAUSE_S)
 
     def _pack_some(
@@ -136,7 +180,7 @@ class CommTransport(Transport):
                 answer: dict[str, Any] = {"status": "ok", "data": to_serialize(region)}
                 if checksum:
                     # By what is sent: the reader gets it in the same kind of memory.
-                    algorithm = algorithm_for(region)
+                    algorithm = backend_for(region).checksum_algorithm
                     answer["checksum"] = (algorithm, region_sum(key, box, region, algorithm))
             except Exception as exc:
                 answer = refuse(exc)
@@ -147,27 +191,27 @@ class CommTransport(Transport):
         """Pack a region; return None if there is no room for it now."""
         block = find_block(self.host, key, shape)  # the box lies in the shape, and so in the block
         region = block[box_slices(box)]
-        kind = kernel_for(block).name
-        if kind == "numpy" and region.flags.c_contiguous:
+        backend = backend_for(block)
+        if not backend.on_device and region.flags.c_contiguous:
             return region
         # Copying to the host here keeps Dask's serialisation from doing it on the event loop.
-        to_host = kind != "numpy" and not self.host.address.startswith("ucx")
-        room = self.packed.room()
-        if not room.take(region.nbytes * (2 if to_host else 1)):
+        to_host = backend.on_device and not self.host.address.startswith("ucx")
+        reserved = self.packed.reservation()
+        if not reserved.reserve(region.nbytes * (2 if to_host else 1)):
             return None
         try:
             with device_of(block):
-                queue = queue_for(kind)
+                queue = backend.queue()
                 queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
                 packed = queue.scratch(region.shape, region.dtype)
                 queue.pack(packed, region)()
                 packed = queue.to_host(packed) if to_host else packed
             if self.host.address.startswith("inproc"):  # it is the reader's own from now on
-                room.close()
+                reserved.close()
             else:  # Dask lets go of it when it is sent
-                weakref.finalize(packed, room.close).atexit = False
+                weakref.finalize(packed, reserved.close).atexit = False
         except BaseException:
-            room.close()
+            reserved.close()
             raise
         return packed
 
@@ -181,15 +225,15 @@ class CommReading(Reading):
 
     def __init__(
         self,
-        host: Host,
+        host: WorkerContext,
         requests: Sequence[Request],
-        pacing: Pacing,
+        flow: FlowControl,
         options: Options,
         closed: Callable[[CommReading], None],
     ) -> None:
-        super().__init__(requests, pacing)
+        super().__init__(requests, flow)
         self._host = host
-        self._answers_ahead = pacing.parts_in_flight
+        self._answers_ahead = flow.parts_in_flight
         self._timeout_s = options.request_timeout_s
         # Objects are pickled: their bytes are others here than there.
         self._with_sum = options.checksum and not requests[0].dtype.hasobject
@@ -244,17 +288,17 @@ class CommReading(Reading):
             regions += [await self._region(*pair) for pair in zip(left, answers, strict=False)]
         return regions
 
-    async def _ask(self, parts: Sequence[Part], **more: Any) -> Sequence[Any]:
+    async def _ask(self, parts: Sequence[Part], **extra: Any) -> Sequence[Any]:
         first, named = self.requests[parts[0].request], self.named(parts)
         others = len(named["blocks"]) - 1
         about = f"block {first.key!r}" + (f" and {others} others" if others else "")
-        more |= {"checksum": True} if self._with_sum else {}
-        asking = ask(self._host, first.holder, self.op, self._timeout_s, about, **named, **more)
+        extra |= {"checksum": True} if self._with_sum else {}
+        asking = ask(self._host, first.holder, self.op, self._timeout_s, about, **named, **extra)
         reply = check_reply(await asking, first, self.name)
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
-            said = f"{first.holder} did not answer about any part: {reply}"
-            raise TransferError(f"{self.name}: {said}")
+            message = f"{first.holder} did not answer about any part: {reply}"
+            raise TransferError(f"{self.name}: {message}")
         result: Sequence[Any] = answers
         return result
 
@@ -264,13 +308,13 @@ class CommReading(Reading):
             region: Any = check_reply(answer, request, self.name).get("data")
             shape = getattr(region, "shape", type(region).__name__)
             if shape != box_shape(box):
-                sent = f"{shape} instead of {box_shape(box)} of {request}"
-                raise TransferError(f"{self.name}: {request.holder} sent {sent}")
+                came = f"{shape} instead of {box_shape(box)} of {request}"
+                raise TransferError(f"{self.name}: {request.holder} sent {came}")
             if region.dtype != request.dtype:
                 raise mismatch(request, request.dtype, region.dtype)
             if self._with_sum:
-                said = answer.get("checksum")
-                await self._host.offload(_check, self.name, request, region, box, said)
+                sent = answer.get("checksum")
+                await self._host.offload(_check, self.name, request, region, box, sent)
         except (TransferError, BlockMismatchError) as exc:
             return exc
         return region
@@ -301,14 +345,14 @@ class Answer:
         return region
 
 
-def _check(name: str, request: Request, region: Any, box: Box, said: Any) -> None:
+def _check(name: str, request: Request, region: Any, box: Box, sent: Any) -> None:
     """Raise `TransferError` unless the region is what the holder sent, by its checksum."""
     try:
-        sum_name, there = said
+        sum_name, remote = sent
         algorithm = algorithm_of(sum_name)
     except (TypeError, ValueError):
         raise TransferError(
-            f"{name}: {request.holder} sent no checksum of {box} of {request}, but {said!r:.100}"
+            f"{name}: {request.holder} sent no checksum of {box} of {request}, but {sent!r:.100}"
         ) from None
-    here = region_sum(request.key, box, region, algorithm)
-    check_sum(name, request, box, here, there, algorithm)
+    local = region_sum(request.key, box, region, algorithm)
+    check_sum(name, request, box, local, remote, algorithm)

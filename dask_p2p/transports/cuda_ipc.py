@@ -1,6 +1,6 @@
-"""CUDA IPC: allocations of one process mapped into another. The only user of CUDA's driver API.
+"""CUDA IPC: allocations of one process mapped into another.
 
-CuPy and cuda-bindings are imported when a function is called, never with this module.
+CuPy is imported when a function is called, never with this module.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
-from dask_p2p.errors import TransferError
-from dask_p2p.kernels.device import is_shareable, uuid
+from dask_p2p.backends.device import allocation, is_shareable, uuid
+from dask_p2p.errors import Obstacle, TransferError
 
 __all__ = [
+    "POOL_REMEDY",
     "Mapping",
     "Mappings",
     "Place",
@@ -27,10 +28,16 @@ __all__ = [
 ]
 
 
-_NOT_SHAREABLE = (
-    "its allocator's memory cannot be shared by CUDA IPC (cudaMallocAsync or managed memory). "
-    "Start the cluster with an RMM pool: rmm_pool_size=..., "
-    'rmm_allocator_external_lib_list=["cupy"], without rmm_async and rmm_managed_memory.'
+#: What makes all memory of a worker shareable, and mapping it quick.
+POOL_REMEDY = (
+    'Start the cluster with dask_p2p.local_cluster(), or with rmm_pool_size="40 GiB" (a multiple '
+    'of 2 MiB) and rmm_allocator_external_lib_list=["cupy"], without rmm_async and '
+    "rmm_managed_memory"
+)
+_NOT_SHAREABLE = Obstacle(
+    "not-shareable",
+    "its allocator's memory cannot be shared by CUDA IPC (cudaMallocAsync or managed memory)",
+    POOL_REMEDY,
 )
 
 
@@ -60,18 +67,26 @@ def gpu_uuid() -> str:
         return ""
 
 
-def peer_obstacle(gpu: str) -> str | None:
+def peer_obstacle(gpu: str) -> Obstacle | None:
     """Say why this process' GPU cannot read the memory of the GPU with this UUID."""
     import cupy
 
     runtime = cupy.cuda.runtime
-    here = runtime.getDevice()
+    local = runtime.getDevice()
     for device in range(runtime.getDeviceCount()):
         if uuid(device).hex() == gpu:
-            if device == here or runtime.deviceCanAccessPeer(here, device):
+            if device == local or runtime.deviceCanAccessPeer(local, device):
                 return None
-            return "their GPUs have no peer access to each other"
-    return "the other's GPU is not among this worker's CUDA_VISIBLE_DEVICES"
+            return Obstacle(
+                "no-peer-access",
+                "their GPUs have no peer access to each other",
+                "See nvidia-smi topo -p2p r; GPUs behind different PCIe roots may lack it",
+            )
+    return Obstacle(
+        "gpu-not-visible",
+        "the other's GPU is not among this worker's CUDA_VISIBLE_DEVICES",
+        "Give each worker all GPUs of its host, its own one first",
+    )
 
 
 def export(block: Any) -> Place:
@@ -90,36 +105,13 @@ def export(block: Any) -> Place:
     with block.device as device:
         try:
             if not is_shareable(pointer):
-                raise TransferError(_NOT_SHAREABLE)
-            base, nbytes, buffer_id = _allocation(pointer)
+                raise TransferError(_NOT_SHAREABLE.full_text, obstacle=_NOT_SHAREABLE)
+            base, nbytes, buffer_id = allocation(pointer)
             handle = bytes(runtime.ipcGetMemHandle(base))
         except (runtime.CUDARuntimeError, ImportError) as exc:
-            said = f"CUDA IPC does not share memory here ({type(exc).__name__}: {exc})"
-            raise TransferError(said) from exc
+            message = f"CUDA IPC does not share memory here ({type(exc).__name__}: {exc})"
+            raise TransferError(message) from exc
         return Place(uuid(device.id).hex(), handle.hex(), buffer_id, base, nbytes, pointer - base)
-
-
-def _allocation(pointer: int) -> tuple[int, int, int]:
-    """Return the address, the size and the id of the allocation that memory belongs to."""
-    from cuda.bindings import driver
-
-    attribute = driver.CUpointer_attribute
-    base, nbytes, buffer_id = (
-        int(_query(driver, which, pointer))
-        for which in (
-            attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-            attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
-            attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
-        )
-    )
-    return base, nbytes, buffer_id
-
-
-def _query(driver: Any, attribute: Any, pointer: int) -> Any:
-    error, value = driver.cuPointerGetAttribute(attribute, pointer)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise TransferError(f"the CUDA driver does not tell {attribute.name}: {error.name}")
-    return value
 
 
 def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:

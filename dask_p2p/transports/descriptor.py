@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.transports.reading import Request
 from dask_p2p.transports.replies import dtype_text, mismatch
 from dask_p2p.transports.requests import (
@@ -19,7 +19,7 @@ from dask_p2p.transports.requests import (
     checked_text,
 )
 
-__all__ = ["Descriptor", "Peer", "apart", "kernel_and_namespace"]
+__all__ = ["Descriptor", "Peer", "apart", "kernel_and_namespace", "no_directory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Peer:
     pid_namespace: str
     user: int
     pid: int
-    folder: str  # of its board
+    folder: str  # of its directory
     memory: str  # what else the transport must know of the memory that its blocks are in
-    refusal: str | None = None  # why it has no board
+    refusal: str | None = None  # why it has no directory
 
     @classmethod
     def parse(cls, fields: Any) -> Peer:
@@ -90,14 +90,26 @@ def kernel_and_namespace() -> tuple[str, str]:
         return file.read().strip(), os.readlink("/proc/self/ns/pid")
 
 
-def apart(here: Peer, there: Peer) -> str | None:
+def apart(local: Peer, remote: Peer) -> Obstacle | None:
     """Say what sets two processes so far apart that neither can read the other's memory."""
-    if here.boot_id != there.boot_id:
-        return "they run on different hosts"
-    if here.pid_namespace != there.pid_namespace:
-        return "they run in different PID namespaces, where neither sees the other"
-    if here.user != there.user:
-        return "they belong to different users"
-    if here.pid == there.pid:
-        return "they share a process"
-    return there.refusal
+    if local.boot_id != remote.boot_id:
+        return Obstacle("other-host", "they run on different hosts")
+    if local.pid_namespace != remote.pid_namespace:
+        return Obstacle(
+            "other-namespace",
+            "they run in different PID namespaces, where neither sees the other",
+            "Run all workers of a host in one PID namespace (docker run --pid=host)",
+        )
+    if local.user != remote.user:
+        return Obstacle(
+            "other-user", "they belong to different users", "Run all workers of a host as one user"
+        )
+    if local.pid == remote.pid:
+        return Obstacle("same-process", "they share a process")
+    return None if remote.refusal is None else no_directory(remote.refusal)
+
+
+def no_directory(text: str) -> Obstacle:
+    """Return the obstacle that a worker cannot publish descriptors."""
+    remedy = "Set the worker's --local-directory to a local disk with free space"
+    return Obstacle("no-directory", text, remedy)

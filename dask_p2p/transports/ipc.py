@@ -1,8 +1,8 @@
 """``ipc``: regions read in place, between GPUs of one host, through CUDA IPC.
 
-A notice holds the handle of the allocation that a block lies in, and its place there. A reader maps
-the allocation into its own process (once: mappings are kept) and hands out arrays that lie in the
-holder's memory. The reader's queue fetches them over NVLink or PCIe, part by part.
+A descriptor holds the handle of the allocation that a block lies in, and its place there. A reader
+maps the allocation into its own process (once: mappings are kept) and hands out arrays that lie in
+the holder's memory. The reader's queue fetches them over NVLink or PCIe, part by part.
 """
 
 from __future__ import annotations
@@ -10,26 +10,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar
 
-from dask_p2p.config import Options
-from dask_p2p.errors import TransferError
-from dask_p2p.kernels.device import wait_until_written
+from dask_p2p.backends import SLOTS
+from dask_p2p.backends.device import wait_until_written
+from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, section, size_bytes
+from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports import cuda_ipc
-from dask_p2p.transports.base import Host
-from dask_p2p.transports.board import Lease
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import Descriptor, Peer
-from dask_p2p.transports.pacing import Pacing, ipc_pacing
+from dask_p2p.transports.directory import Lease
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Arrived, Pending, Request
 from dask_p2p.transports.requests import checked_integer
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.same_host_reading import LeasedBlock
 
-__all__ = ["IpcTransport"]
+__all__ = ["IpcOptions", "IpcTransport"]
+
+_SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
+
+
+@section("transports.ipc")
+@dataclass(frozen=True, slots=True)
+class IpcOptions(Section):
+    """See p2p-schema.yaml."""
+
+    staging_bytes: int = option("staging-bytes", size_bytes)
 
 
 class IpcTransport(SameHostTransport):
@@ -37,31 +48,56 @@ class IpcTransport(SameHostTransport):
 
     name: ClassVar[str] = "ipc"
     kind: ClassVar[str] = "cupy"
+    kinds: ClassVar[tuple[str, ...]] = ("cupy",)
     in_place: ClassVar[bool] = True
 
-    def __init__(self, host: Host, options: Options) -> None:
+    # --- flow control ---
+
+    @classmethod
+    def rank(cls, kind: str, options: Options) -> float:
+        return 10 if kind == cls.kind else NOT_IN_AUTO
+
+    @classmethod
+    def beside_bytes(cls, options: Options, kind: str) -> int:
+        """Return what the slots of a queue may take: half at most, for other routes too."""
+        return min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
+
+    @classmethod
+    def flow_control(cls, options: Options, kind: str) -> FlowControl:
+        """Return parts as large as a slot of the queue; what is requested is there at once."""
+        slot_bytes = cls.beside_bytes(options, kind) // SLOTS
+        return FlowControl(
+            slot_bytes if slot_bytes >= _SMALLEST_SLOT_BYTES else None, parts_in_flight=0
+        )
+
+    @classmethod
+    def staging_bytes(
+        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+    ) -> int:
+        return SLOTS * min(cls.flow_control(options, kind).part_bytes or 0, largest_bytes)
+
+    # --- both sides ---
+
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
         self._mappings = cuda_ipc.Mappings()
         self._closing: asyncio.TimerHandle | None = None
 
-    def pacing(self, options: Options, kind: str) -> Pacing:
-        return ipc_pacing(options)
-
     def describe_memory(self) -> str:
         return cuda_ipc.gpu_uuid()
 
-    def memory_obstacle(self, here: Peer, there: Peer) -> str | None:
-        if not here.memory or not there.memory:
-            return "one of the two has no GPU"
-        return cuda_ipc.peer_obstacle(there.memory)
+    def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
+        if not local.memory or not remote.memory:
+            return Obstacle("no-gpu", "one of the two has no GPU", "Run one worker a GPU")
+        return cuda_ipc.peer_obstacle(remote.memory)
 
-    def settle(self, block: Any) -> None:
+    def wait_until_written(self, block: Any) -> None:
         wait_until_written([block], any_stream=self.options.any_producer_stream)
 
     def place_of(self, block: Any) -> dict[str, Any]:
         return asdict(cuda_ipc.export(block))
 
-    def opened(
+    def open_leased(
         self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
     ) -> LeasedBlock:
         try:
@@ -90,9 +126,9 @@ class IpcTransport(SameHostTransport):
             with suppress(RuntimeError):  # the loop is closed
                 self.host.loop.call_soon_threadsafe(self._close_later)
 
-    def forget(self, holder: str) -> None:
+    def on_worker_left(self, holder: str) -> None:
         known = self._peers.get(holder)
-        super().forget(holder)
+        super().on_worker_left(holder)
         if known is not None:
             self._mappings.retire(known[0].folder)
             self.offload(self._mappings.close_unused)
@@ -107,8 +143,8 @@ class IpcTransport(SameHostTransport):
         if len(self._mappings):
             self._close_later()
 
-    def held(self) -> dict[str, int]:
-        return {**super().held(), "mapped": len(self._mappings)}
+    def usage(self) -> dict[str, int]:
+        return {**super().usage(), "mapped": len(self._mappings)}
 
     async def close(self) -> None:
         await super().close()

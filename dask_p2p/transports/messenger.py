@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.errors import SilentError, TransferError
-from dask_p2p.kernels.device import relax_capture
+from dask_p2p.backends.device import relax_capture
+from dask_p2p.errors import Obstacle, SilentError, TransferError
 
 __all__ = ["Message", "Messenger", "ucxx_obstacle"]
 
@@ -34,12 +34,13 @@ _MOST_BEHIND = 1000  # endpoints that another process had, and this one has not
 
 
 @cache  # the search goes through folders, and each source of a block would wait for it
-def ucxx_obstacle() -> str | None:
+def ucxx_obstacle() -> Obstacle | None:
     """Say why ucxx cannot be used in this process; None if it can, as far as is known."""
     from importlib.util import find_spec
 
     if find_spec("ucxx") is None:
-        return "ucxx is not installed (it is part of dask-p2p[cuda13]; pip install ucxx-cu13)"
+        text = "ucxx is not installed (it is part of dask-p2p[cuda13]; pip install ucxx-cu13)"
+        return Obstacle("not-installed", text, "Install dask-p2p[cuda13] on all workers")
     return None
 
 
@@ -163,9 +164,9 @@ class Messenger:
             if message.done or self._closed:
                 return
             nothing = np.empty(0, np.uint8)
-            here = self._endpoint(self.address)
+            endpoint = self._endpoint(self.address)
             tag = self._lib.UCXXTag(message.tag)
-            request = here.tag_send(self._wrap(nothing), tag)
+            request = endpoint.tag_send(self._wrap(nothing), tag)
             self._noted(Message(request, nothing, message.tag, lambda _: None))
 
     def forget(self, address: bytes) -> None:
@@ -253,8 +254,8 @@ class Messenger:
         return endpoint
 
     def _make_endpoint(self, address: bytes) -> Any:
-        there = self._lib.UCXAddress.create_from_buffer(address)
-        endpoint = self._worker.create_endpoint_from_worker_address(there, True)
+        remote = self._lib.UCXAddress.create_from_buffer(address)
+        endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
         self._endpoints[address] = endpoint
         self._made[address] += 1
         return endpoint

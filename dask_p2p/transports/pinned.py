@@ -21,22 +21,24 @@ Memory whose call got no answer is not used again: the holder may still write th
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dask_p2p.config import Options
-from dask_p2p.errors import TransferError
-from dask_p2p.kernels import device_of, kernel_for
-from dask_p2p.kernels.checksum import algorithm_for
-from dask_p2p.kernels.queue import queue_for
-from dask_p2p.layout import Box, box_shape, box_size, box_slices
-from dask_p2p.transports.base import GRACE_S, MEET_S, Handler, Host, Transport
+from dask_p2p.backends import BACKENDS, backend_for, backend_named, device_of
+from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, positive_bytes, section
+from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.layout import Box, box_size, box_slices
+from dask_p2p.retry import GRACE_S, MEET_S
+from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
-from dask_p2p.transports.comm import Answer, CommReading, CommTransport
-from dask_p2p.transports.pacing import Pacing, idle_bytes, pinned_pacing
-from dask_p2p.transports.reading import Part, Reading, Region, Request
+from dask_p2p.transports.checksums import region_sum
+from dask_p2p.transports.comm import CommTransport
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.flow_control import FlowControl, PackingLimits, buffered_flow, parts_held
+from dask_p2p.transports.pinned_reading import READ_OP, PinnedReading
+from dask_p2p.transports.reading import Reading, Request
+from dask_p2p.transports.registry import left_bytes
 from dask_p2p.transports.replies import ask, dtype_text, find_block, mismatch, refuse
 from dask_p2p.transports.requests import (
     checked_blocks,
@@ -46,53 +48,91 @@ from dask_p2p.transports.requests import (
     checked_yes_or_no,
     no_more,
 )
-from dask_p2p.transports.segments import DeviceCopy, Segment, SegmentName, Segments
-from dask_p2p.transports.sums import region_sum
+from dask_p2p.transports.segments import Segment, SegmentName, Segments, region_at
 
-__all__ = ["PinnedTransport"]
+__all__ = ["PinnedOptions", "PinnedTransport"]
 
-_OP = "p2p_pinned_read"
-_ALIGNMENT_BYTES = 128  # what a GPU reads at once
+_IN_FLIGHT = 3  # parts: one that is packed, one that is told of, one that is asked for
+
+
+@section("transports.pinned")
+@dataclass(frozen=True, slots=True)
+class PinnedOptions(Section):
+    """See p2p-schema.yaml."""
+
+    part_bytes: int = option("part-bytes", positive_bytes)
 
 
 class PinnedTransport(CommTransport):
     """Regions as answers to RPCs, through memory that both sides have in common."""
 
     name: ClassVar[str] = "pinned"
+    idle_parts: ClassVar[int] = 5  # in host memory, and in device memory
     probe = Transport.probe  # as it is no last resort
 
-    def __init__(self, host: Host, options: Options) -> None:
+    # --- flow control ---
+
+    @classmethod
+    def rank(cls, kind: str, options: Options) -> float:
+        return 60 if backend_named(kind).on_device else NOT_IN_AUTO
+
+    @classmethod
+    def flow_control(cls, options: Options, kind: str) -> FlowControl:
+        """Return parts of the configured size, or the largest for which there is room."""
+        part_bytes, left = PinnedOptions.of(options).part_bytes, left_bytes(options, kind)
+        return buffered_flow(part_bytes, _IN_FLIGHT, left, lambda n: cls._held(n, kind))
+
+    @staticmethod
+    def _held(in_flight: int, kind: str) -> int:
+        """Count parts at a time: on the device those being placed, the one before, and the next."""
+        return parts_held(in_flight, kind) + 2 * backend_named(kind).on_device
+
+    @classmethod
+    def staging_bytes(
+        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+    ) -> int:
+        flow = cls.flow_control(options, kind)  # small parts come together
+        part_bytes = buffer_bytes(min(max(item_bytes, flow.part_bytes or 0), remote_bytes))
+        copies = 4 if backend_named(kind).on_device else 2  # in buffers of powers of two
+        return min(cls._held(flow.parts_in_flight, kind) * part_bytes, copies * remote_bytes)
+
+    @classmethod
+    def packing(cls, options: Options, kind: str) -> PackingLimits:
+        return PackingLimits(0, 0)  # into memory of the reader's
+
+    # --- both sides ---
+
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
-        self._segments = {
-            kind: Segments(kind, idle_bytes("pinned", options, kind)) for kind in ("numpy", "cupy")
-        }
-        self._near = Buffers("cupy", idle_bytes("pinned", options, "cupy"))
-        self._obstacles: dict[str, str | None] = {}  # by holder
+        idle_bytes = {kind: self.idle_bytes(options, kind) for kind in BACKENDS}
+        self._segments = {kind: Segments(kind, nbytes) for kind, nbytes in idle_bytes.items()}
+        self._buffers = {kind: Buffers(kind, nbytes) for kind, nbytes in idle_bytes.items()}
+        self._obstacles: dict[str, Obstacle | None] = {}  # by holder
         self._mapped: dict[tuple[str, SegmentName], Segment] = {}  # of readers, by address and name
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {_OP: self._answer}
+        return {READ_OP: self._answer}
 
     # --- the reader's side, in task threads ---
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         if dtype.hasobject:
-            return "pinned moves bytes, not Python objects"
+            return Obstacle("objects", "pinned moves bytes, not Python objects")
         if holder not in self._obstacles:
             try:
                 self._obstacles[holder] = self._meet(holder)
             except TransferError as exc:  # it may answer the next time
-                return str(exc)
+                return Obstacle("no-answer", str(exc))
         return self._obstacles[holder]
 
-    def _meet(self, holder: str) -> str | None:
+    def _meet(self, holder: str) -> Obstacle | None:
         """Have a holder open memory of here; return what keeps it from that."""
         try:
             segment, _ = self._segments["numpy"].lend(1)
         except (OSError, AttributeError, MemoryError) as exc:
-            return f"this worker has no memory to share: {exc}"
+            return Obstacle("no-shared-memory", f"this worker has no memory to share: {exc}")
         named = {"blocks": [], "parts": [], "dtype": "", **self._named(segment, [])}
-        asking = ask(self.host, holder, _OP, MEET_S, "shared memory", **named)
+        asking = ask(self.host, holder, READ_OP, MEET_S, "shared memory", **named)
         meeting = asyncio.run_coroutine_threadsafe(asking, self.host.loop)
         try:
             reply = meeting.result(MEET_S + GRACE_S)
@@ -100,7 +140,8 @@ class PinnedTransport(CommTransport):
             raise TransferError("pinned: the worker's event loop did not respond") from None
         if isinstance(reply, dict) and reply.get("status") == "ok":
             return None
-        return str(reply.get("message", reply) if isinstance(reply, dict) else reply)
+        message = reply.get("message", reply) if isinstance(reply, dict) else reply
+        return Obstacle("no-shared-memory", str(message))
 
     def _named(self, segment: Segment, places: Sequence[int]) -> dict[str, Any]:
         """Return how a holder is told where regions are to be."""
@@ -108,22 +149,21 @@ class PinnedTransport(CommTransport):
         memory = {"memory": tuple(segment.name), "places": places, "inodes": inodes}
         return {"reader": self.host.address, **memory}
 
-    def pacing(self, options: Options, kind: str) -> Pacing:
-        return pinned_pacing(options, kind)
-
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
-        pacing = self.flow(requests, options)
-        reading = _PinnedReading(self, requests, pacing, options)
+        flow = self.flow_for(requests, options)
+        kind, closed = requests[0].kind, self._opened.discard
+        pools = self._segments[kind], self._buffers[kind]
+        reading = PinnedReading(self.host, requests, flow, options, closed, *pools, self._named)
         self._opened.add(reading)
         return reading
 
-    def forget(self, holder: str) -> None:
+    def on_worker_left(self, holder: str) -> None:
         self._obstacles.pop(holder, None)
         if any(reader == holder for reader, _ in list(self._mapped)):
             self.offload(self._unmap, holder, ())
 
-    def held(self) -> dict[str, int]:
-        return {**super().held(), "mapped": len(self._mapped)}
+    def usage(self) -> dict[str, int]:
+        return {**super().usage(), "mapped": len(self._mapped)}
 
     async def close(self) -> None:
         await super().close()
@@ -131,7 +171,7 @@ class PinnedTransport(CommTransport):
 
     def _let_go(self) -> None:
         self._mapped.clear()
-        for buffers in (*self._segments.values(), self._near):
+        for buffers in (*self._segments.values(), *self._buffers.values()):
             buffers.clear()
 
     # --- the holder's side ---
@@ -198,7 +238,7 @@ class PinnedTransport(CommTransport):
             try:
                 region = self._pack_region(segment, key, shape, box, place, dtype)
                 if with_sum:
-                    algorithm = algorithm_for(region)
+                    algorithm = backend_for(region).checksum_algorithm
                     answer["checksum"] = (algorithm, region_sum(key, box, region, algorithm))
             except Exception as exc:
                 answer = refuse(exc)
@@ -213,135 +253,13 @@ class PinnedTransport(CommTransport):
             raise mismatch(f"block {key!r}", dtype, dtype_text(block.dtype))
         if place + box_size(box) * block.dtype.itemsize > segment.name.size_bytes:
             raise ValueError(f"places: {box} does not fit behind byte {place}")
-        kind = kernel_for(block).name
+        backend = backend_for(block)
         with device_of(block):
-            queue = queue_for(kind, beside_copies=True)
+            queue = backend.queue(beside_copies=True)
             queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
-            region = _region_at(segment.array(kind), place, box, block.dtype)
+            region = region_at(segment.array(backend), place, box, block.dtype)
             try:
                 queue.pack(region, block[box_slices(box)])()
             finally:
                 queue.synchronize()  # once it is answered, the memory is the reader's again
         return region
-
-
-class _PinnedReading(CommReading):
-    name: ClassVar[str] = PinnedTransport.name
-    op: ClassVar[str] = _OP
-    align_bytes: ClassVar[int] = _ALIGNMENT_BYTES
-
-    def __init__(
-        self,
-        transport: PinnedTransport,
-        requests: Sequence[Request],
-        pacing: Pacing,
-        options: Options,
-    ) -> None:
-        super().__init__(transport.host, requests, pacing, options, transport._opened.discard)
-        self._transport = transport
-        self._segments = transport._segments[requests[0].kind]
-        self.buffers = transport._near
-        all_items = sum(box_size(box) for request in requests for box in request.boxes)
-        all_bytes = all_items * requests[0].dtype.itemsize
-        # Of one size, so that they fit the next batch and the next array too.
-        self._segment_bytes = buffer_bytes(min(all_bytes, pacing.part_bytes or all_bytes))
-        self._asked: deque[_OnDevice] = deque()
-
-    def __iter__(self) -> Iterator[Region]:
-        for region in super().__iter__():
-            if self.requests[0].kind == "cupy" and isinstance(region.pending, Answer):
-                self._asked.append(_OnDevice(self, region.pending))
-                yield Region(region.part, self._asked[-1])
-            else:
-                yield region
-            del region
-
-    def following(self, this: _OnDevice) -> _OnDevice | None:
-        """Return what was asked for after this one; what came before it is not waited for."""
-        while self._asked and (passed := self._asked.popleft()) is not this:
-            passed.settle()
-        return self._asked[0] if self._asked else None
-
-    def close(self) -> None:
-        super().close()
-        while self._asked:
-            self._asked.pop().settle()  # a copy may be under way all the same
-
-    def _pull(self, parts: Sequence[Part]) -> Coroutine[Any, Any, list[Any]]:
-        """Lend memory to a call: at once, in the task's thread, since it may have to be made."""
-        places, end = [], 0
-        for part in parts:
-            places.append(end)
-            end += self._aligned_bytes(part)
-        try:
-            segment, memory = self._segments.lend(max(self._segment_bytes, end))
-        except Exception as exc:
-            return _fail(TransferError(f"pinned: there is no memory to share: {exc}"))
-        dtype = self.requests[0].dtype
-        regions = [
-            _region_at(memory, place, part.box, dtype)
-            for part, place in zip(parts, places, strict=True)
-        ]
-        return self._pull_into(segment, regions, parts, places)
-
-    async def _pull_into(
-        self,
-        segment: Segment,
-        regions: Sequence[Any],
-        parts: Sequence[Part],
-        places: Sequence[int],
-    ) -> list[Any]:
-        dtype = dtype_text(self.requests[0].dtype)
-        named = self._transport._named(segment, places)
-        try:
-            answers = await self._ask(parts, dtype=dtype, **named)
-        except BaseException:
-            segment.is_lost = True
-            raise
-        if len(answers) != len(parts):
-            said = f"{len(answers)} of {len(parts)} regions"
-            raise TransferError(f"pinned: {self.requests[0].holder} answered about {said}")
-        return [
-            await self._region(
-                part, {**answer, "data": region} if isinstance(answer, dict) else answer
-            )
-            for part, answer, region in zip(parts, answers, regions, strict=True)
-        ]
-
-
-class _OnDevice:
-    """A region that is copied to the device, as soon as it is in memory of the host."""
-
-    def __init__(self, reading: _PinnedReading, answer: Answer) -> None:
-        self._reading = reading
-        self._answer = answer
-        self._copy: DeviceCopy | None = None
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        """Wait for the region; meanwhile the next one is copied too, if it has come."""
-        copy = self._begun(timeout_s)
-        following = self._reading.following(self)
-        if following is not None and following._answer.is_here:
-            following._begun(timeout_s)
-        self._copy = None
-        return copy.wait()
-
-    def _begun(self, timeout_s: float | None) -> DeviceCopy:
-        if self._copy is None:
-            self._copy = DeviceCopy(self._answer.result(timeout_s), self._reading.buffers)
-        return self._copy
-
-    def settle(self) -> None:
-        """Wait for the copy, if it was begun: memory is used again then."""
-        if self._copy is not None:
-            self._copy.wait()
-
-
-async def _fail(error: Exception) -> list[Any]:
-    raise error
-
-
-def _region_at(memory: Any, place: int, box: Box, dtype: Any) -> Any:
-    """Return a region as a C-ordered array in memory, from this byte on."""
-    shape = box_shape(box)
-    return memory[place : place + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)

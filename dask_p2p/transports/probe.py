@@ -12,17 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends import BACKENDS, backend_for, backend_named
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels import kernel_for
-from dask_p2p.kernels.queue import queue_for
 
 __all__ = ["PROBE_BYTES", "Probes", "check_probe", "is_probe", "most_probe_bytes", "probe_key"]
 
 PROBE_BYTES = 2**16  # more than UCX sends at once without a rendezvous
-_MOST_BYTES = {"numpy": 32 * 2**20, "cupy": 256 * 2**20}  # by kind
 _MOST_OF_MEMORY = 1 / 32  # that one probe block may take
 _NAME = "dask-p2p-probe"
-_KEPT = 3  # one that proves ways, two by which links are measured
+_KEPT = 3  # one that proves routes, two by which links are measured
 
 
 #: Key of a probe block: a name, the kind "numpy" or "cupy", and the size in bytes.
@@ -39,7 +37,7 @@ def most_probe_bytes(kind: str, memory_bytes: int | None) -> int:
 
     Sizes are powers of two: all that there can be take no more than two of the largest.
     """
-    most_bytes = _MOST_BYTES[kind]
+    most_bytes = backend_named(kind).most_probe_bytes
     if memory_bytes is not None:
         most_bytes = max(PROBE_BYTES, min(most_bytes, int(memory_bytes * _MOST_OF_MEMORY)))
     return int(2 ** (most_bytes.bit_length() - 1))
@@ -66,8 +64,8 @@ class Probes:
             If the key asks for what is no probe block, or for too large a one.
         """
         _, kind, nbytes = key
-        if kind not in tuple(_MOST_BYTES):
-            raise ValueError(f"expected a probe block of numpy or cupy, got {key!r}")
+        if kind not in tuple(BACKENDS):  # it may be of any type, hashable or not
+            raise ValueError(f"expected a probe block of {', '.join(BACKENDS)}, got {key!r}")
         most_bytes = most_probe_bytes(kind, memory_bytes)
         if type(nbytes) is not int or nbytes.bit_count() != 1 or not 0 < nbytes <= most_bytes:
             raise ValueError(
@@ -95,13 +93,14 @@ class Probes:
 
 def _content(kind: str, nbytes: int) -> Any:
     pattern = _pattern(nbytes)
-    if kind == "numpy":
+    backend = backend_named(kind)
+    if not backend.on_device:
         return pattern
-    queue = queue_for(kind)
-    made = queue.scratch(pattern.shape, pattern.dtype)
-    queue.permute_and_drop(made, pattern, (0,))
+    queue = backend.queue()
+    block = queue.scratch(pattern.shape, pattern.dtype)
+    queue.permute_and_drop(block, pattern, (0,))
     queue.synchronize()
-    return made
+    return block
 
 
 def _pattern(nbytes: int) -> np.ndarray[Any, Any]:
@@ -116,7 +115,7 @@ def check_probe(region: Any, start: int = 0) -> None:
     can is not enough.
     """
     if not isinstance(region, np.ndarray):
-        queue = queue_for(kernel_for(region).name)
+        queue = backend_for(region).queue()
         near = queue.scratch(region.shape, region.dtype)
         queue.permute(near, region[::-1], (0,))  # as it is, it would be a copy engine's
         region = queue.to_host(near)[::-1]

@@ -122,15 +122,15 @@ def _read_runs(
 ) -> None:
     if not run_bytes:
         return
-    there = np.empty((len(addresses), 2), np.uint64)  # of struct iovec: address, bytes
-    there[:, 0] = addresses
-    there[:, 1] = run_bytes
-    here = np.empty(2, np.uint64)
+    remote = np.empty((len(addresses), 2), np.uint64)  # of struct iovec: address, bytes
+    remote[:, 0] = addresses
+    remote[:, 1] = run_bytes
+    local = np.empty(2, np.uint64)
     base = memory.ctypes.data
-    for first in range(0, len(there), MOST_RUNS):
-        part = there[first : first + MOST_RUNS]
-        here[:] = base + first * run_bytes, len(part) * run_bytes
-        done = _libc().process_vm_readv(pid, here.ctypes.data, 1, part.ctypes.data, len(part), 0)
+    for first in range(0, len(remote), MOST_RUNS):
+        part = remote[first : first + MOST_RUNS]
+        local[:] = base + first * run_bytes, len(part) * run_bytes
+        done = _libc().process_vm_readv(pid, local.ctypes.data, 1, part.ctypes.data, len(part), 0)
         if done != len(part) * run_bytes:
             # Less than all: what follows lies where nothing is mapped.
             error = ctypes.get_errno() if done < 0 else errno.EFAULT

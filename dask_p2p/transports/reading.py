@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from dask_p2p.layout import Box, box_size, split_box, taper_last
-from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.flow_control import FlowControl
 
 __all__ = ["Arrived", "Failed", "Part", "Pending", "Reading", "Region", "Request"]
 
@@ -95,10 +95,10 @@ class Reading(ABC):
         Of the largest part; None if there is no limit.
     """
 
-    def __init__(self, requests: Sequence[Request], pacing: Pacing) -> None:
+    def __init__(self, requests: Sequence[Request], flow: FlowControl) -> None:
         self.requests = requests
-        self.ahead = pacing.parts_in_flight
-        self.part_bytes = pacing.part_bytes
+        self.ahead = flow.parts_in_flight
+        self.part_bytes = flow.part_bytes
         self._dropped: set[int] = set()
 
     @abstractmethod

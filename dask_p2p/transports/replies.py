@@ -1,26 +1,29 @@
 """Asking holders, and answering readers: what goes wrong on one side, said on the other.
 
 A holder's answer is plain text and numbers. It says ``"status"``: ``"ok"``, ``"missing"``,
-``"mismatch"``, ``"unsuitable"`` or ``"error"``, and with the last three a ``"message"``.
+``"mismatch"``, ``"unsuitable"`` or ``"error"``, and with the last three a ``"message"``; with an
+error the ``"obstacle"`` too, where that is known.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import astuple
 from functools import lru_cache
 from typing import Any
 
+from dask_p2p.backends import as_array, backend_for
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
     DeviceLostError,
+    Obstacle,
     TransferError,
     UnreachableError,
     UnsuitableError,
     UnsupportedArrayError,
 )
-from dask_p2p.kernels import as_array, kernel_for
-from dask_p2p.transports.base import Host
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.reading import Request
 
 __all__ = [
@@ -34,7 +37,9 @@ __all__ = [
 ]
 
 
-async def ask(host: Host, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
+async def ask(
+    host: WorkerContext, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
+) -> Any:
     """Call a holder's handler.
 
     Raises
@@ -75,13 +80,13 @@ def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None)
     Without a dtype only the shape is compared: NumPy's dtypes do not all survive being sent as
     text, so a reader compares them itself when it has the data.
     """
-    kernel_for(array)  # refuses masked arrays and whatever else has more than its bytes
+    backend_for(array)  # refuses masked arrays and whatever else has more than its bytes
     if tuple(array.shape) != tuple(shape) or (dtype is not None and array.dtype != dtype):
         declared = f"{tuple(shape)}" if dtype is None else f"{dtype} {tuple(shape)}"
         raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")
 
 
-def find_block(host: Host, key: Any, shape: tuple[int, ...]) -> Any:
+def find_block(host: WorkerContext, key: Any, shape: tuple[int, ...]) -> Any:
     """Return the block that a reader asks for.
 
     Raises
@@ -129,10 +134,12 @@ def refuse(exc: Exception) -> dict[str, Any]:
         return {"status": "mismatch", "message": str(exc)}
     if isinstance(exc, UnsuitableError):
         return {"status": "unsuitable", "message": str(exc)}
-    said = f"{type(exc).__name__}: {exc}"
+    text = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, MemoryError):
-        said = f"out of memory for packing what was asked for ({said})"
-    return {"status": "error", "message": said}
+        text = f"out of memory for packing what was asked for ({text})"
+    obstacle = getattr(exc, "obstacle", None)
+    extra = {} if obstacle is None else {"obstacle": astuple(obstacle)}
+    return {"status": "error", "message": text, **extra}
 
 
 def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
@@ -147,6 +154,13 @@ def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
     message = reply.get("message", reply) if isinstance(reply, dict) else reply
     if status == "unsuitable":
         raise UnsuitableError(f"{transport} is not for {block}: {message}")
-    raise TransferError(
-        f"{transport}: {block.holder} could not send {block}: {message}", reason=str(message)
-    )
+    text = f"{transport}: {block.holder} could not send {block}: {message}"
+    raise TransferError(text, str(message), _obstacle_of(reply))
+
+
+def _obstacle_of(reply: Any) -> Obstacle | None:
+    """Return the obstacle that a holder names, if it is one."""
+    parts: Any = reply.get("obstacle") if isinstance(reply, dict) else None
+    if type(parts) not in (list, tuple) or any(type(part) is not str for part in parts):
+        return None
+    return Obstacle(*parts) if len(parts) == 3 else None

@@ -1,11 +1,11 @@
 """What transports have in common by which a reader reads a holder's memory itself.
 
-A holder describes a block on its notice board (`dask_p2p.transports.board`). A reader of the same
-host takes a lease on it, and reads what it wants, in what way the transport knows; the holder has
-nothing to do with that.
+A holder publishes descriptors of its blocks in a directory (`dask_p2p.transports.directory`). A
+reader of the same host takes a lease on a block, and reads what it wants, as its transport can. The
+holder has nothing to do with that.
 
-Descriptors need not be asked for: a worker that runs an assembling task posts its own blocks
-first, since the others are about to read them. Who finds no descriptor asks the holder to post.
+Descriptors need not be asked for: a worker that runs an assembling task publishes its own blocks
+first, since the others are about to read them. Who finds no descriptor asks the holder to publish.
 """
 
 from __future__ import annotations
@@ -18,47 +18,63 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from dask_p2p.config import Options
-from dask_p2p.errors import TransferError, UnsuitableError
-from dask_p2p.kernels import kernel_for, kernel_named
-from dask_p2p.transports.base import MEET_S, Handler, Host, Transport
-from dask_p2p.transports.board import Board, Intent, Lease, leave, take
-from dask_p2p.transports.descriptor import Descriptor, Peer, apart, kernel_and_namespace
+from dask_p2p.backends import backend_for, backend_named
+from dask_p2p.config import Options, Section, duration_s, option, section
+from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
+from dask_p2p.retry import GRACE_S, MEET_S, PUBLISH_REQUESTS
+from dask_p2p.transports.base import Handler, Transport
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.descriptor import (
+    Descriptor,
+    Peer,
+    apart,
+    kernel_and_namespace,
+    no_directory,
+)
+from dask_p2p.transports.directory import DescriptorDirectory, Lease, PublishToken, leave, take
 from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text, find_block, refuse
 from dask_p2p.transports.requests import checked_blocks, no_more
 from dask_p2p.transports.same_host_reading import EmptyBlock, LeasedBlock, SameHostReading
 from dask_p2p.transports.table import TEXT_BYTES
 
-__all__ = ["SameHostTransport"]
+__all__ = ["DirectoryOptions", "SameHostTransport"]
 
 logger = logging.getLogger(__name__)
 
-_SWEEP_S = 0.1
+_EXPIRE_S = 0.1
 _CLOSE_S = 5.0  # how long closing waits for readers
 _POLL_S = 20e-6
 _MOST_FROM_DISK = 2
-_ASKS = 3  # for a block to be posted
-_MOST_POSTED = 10_000  # by one request
+_MOST_PUBLISHED = 10_000  # by one request
+
+
+@section("transports.directory")
+@dataclass(frozen=True, slots=True)
+class DirectoryOptions(Section):
+    """See p2p-schema.yaml."""
+
+    wait_s: float = option("wait", duration_s)
+    retain_s: float = option("retain", duration_s)
 
 
 class SameHostTransport(Transport):
-    """Blocks of other processes of this host, found on their notice boards."""
+    """Blocks of other processes of this host, found in their descriptor directories."""
 
     kind: ClassVar[str]  # of the blocks that it moves
 
-    def __init__(self, host: Host, options: Options) -> None:
+    def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
-        self._board = Board(host.folder)
-        self._peers: dict[str, tuple[Peer, str | None]] = {}  # by holder, with the obstacle
-        self._sweeping: asyncio.TimerHandle | None = None
+        self._directory = DescriptorDirectory(host.folder)
+        self._peers: dict[str, tuple[Peer, Obstacle | None]] = {}  # by holder, with the obstacle
+        self._expiring: asyncio.TimerHandle | None = None
         self._closed = False
-        self._from_disk: deque[Any] = deque()  # keys of posted blocks that are spilled
-        self._peer_op, self._post_op = f"p2p_{self.name}_peer", f"p2p_{self.name}_post"
+        self._from_disk: deque[Any] = deque()  # keys of published blocks that are spilled
+        self._peer_op, self._publish_op = f"p2p_{self.name}_peer", f"p2p_{self.name}_post"
 
     # --- what differs between them ---
 
@@ -67,56 +83,56 @@ class SameHostTransport(Transport):
         """Return `Peer.memory` of this process."""
 
     @abstractmethod
-    def memory_obstacle(self, here: Peer, there: Peer) -> str | None:
+    def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
         """Say what keeps a process of this host and user from being read; None if it can be."""
 
     @abstractmethod
     def place_of(self, block: Any) -> dict[str, Any]:
         """Return where a block is, for `Descriptor.place`."""
 
-    def settle(self, block: Any) -> None:  # optional
+    def wait_until_written(self, block: Any) -> None:  # optional
         """Wait until all values of a block are there."""
 
     @abstractmethod
-    def opened(
+    def open_leased(
         self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
     ) -> LeasedBlock:
         """Return a block on which a lease was taken. If this fails, the lease is ended."""
 
     # --- the reader's side, in task threads ---
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> str | None:
+    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         if kind != self.kind:
-            other = {"numpy": "NumPy", "cupy": "CuPy"}[self.kind]
-            return f"{self.name} moves {other} blocks, not {kind}"
+            title = backend_named(self.kind).title
+            return Obstacle("other-kind", f"{self.name} moves {title} blocks, not {kind}")
         try:
             return self._known(holder)[1]
         except TransferError as exc:
-            return str(exc)
+            return exc.obstacle or Obstacle("unknown", str(exc))
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         peer, obstacle = self._known(requests[0].holder)
         if obstacle is not None:
-            said = f"{requests[0].holder} cannot be read in place: {obstacle}"
-            raise TransferError(f"{self.name}: {said}")
-        pacing = self.flow(requests, options)
+            message = f"{requests[0].holder} cannot be read in place: {obstacle}"
+            raise TransferError(f"{self.name}: {message}", obstacle=obstacle)
+        flow = self.flow_for(requests, options)
         lease = partial(self._open, peer, options)
-        return SameHostReading(requests, pacing, lease, is_tapered=self.in_place)
+        return SameHostReading(requests, flow, lease, is_tapered=self.in_place)
 
     def _open(self, peer: Peer, options: Options, requests: Sequence[Request]) -> LeasedBlock:
         """Take a lease on the first of these blocks; the holder may be asked for the others too."""
         block = requests[0]
         if 0 in block.shape:
-            return EmptyBlock(kernel_named(self.kind).empty(block.shape, block.dtype))
+            return EmptyBlock(backend_named(self.kind).empty(block.shape, block.dtype))
         with ExitStack() as undo:
             lease = self._lease(peer, requests, options)
             undo.callback(lease.close)
             descriptor = Descriptor.parse(lease.text, block, self.name)
-            opened = self.opened(peer, descriptor, block, lease)
+            opened = self.open_leased(peer, descriptor, block, lease)
             undo.pop_all()
         return opened
 
-    def _known(self, holder: str) -> tuple[Peer, str | None]:
+    def _known(self, holder: str) -> tuple[Peer, Obstacle | None]:
         """Return where a worker runs, and what keeps its memory from being read.
 
         It is asked once. If it does not answer that is not noted: it may the next time.
@@ -127,106 +143,109 @@ class SameHostTransport(Transport):
             try:
                 peer = Peer.parse(reply["peer"])
             except (TypeError, ValueError, KeyError) as exc:
-                said = f"{self.name}: {holder} does not say where it runs: {reply}"
-                raise TransferError(said) from exc
+                message = f"{self.name}: {holder} does not say where it runs: {reply}"
+                raise TransferError(message) from exc
             try:
                 known = self._peers[holder] = (peer, self._peer_obstacle(peer))
             except OSError as exc:
-                said = f"{self.name}: this worker cannot tell where it runs itself: {exc}"
-                raise TransferError(said) from exc
+                message = f"{self.name}: this worker cannot tell where it runs itself: {exc}"
+                raise TransferError(message) from exc
         return known
 
-    def _peer_obstacle(self, peer: Peer) -> str | None:
-        here = self._describe()
-        return apart(here, peer) or self.memory_obstacle(here, peer)
+    def _peer_obstacle(self, peer: Peer) -> Obstacle | None:
+        local = self._describe()
+        return apart(local, peer) or self.memory_obstacle(local, peer)
 
     def _ask(self, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
         """Call a holder's handler, from a task thread."""
         asking = ask(self.host, holder, op, timeout_s, about, **kwargs)
         try:
-            return asyncio.run_coroutine_threadsafe(asking, self.host.loop).result(timeout_s + 5)
+            return asyncio.run_coroutine_threadsafe(asking, self.host.loop).result(
+                timeout_s + GRACE_S
+            )
         except TimeoutError:
             raise TransferError(f"{self.name}: the worker's event loop did not respond") from None
 
     def _lease(self, peer: Peer, requests: Sequence[Request], options: Options) -> Lease:
-        """Take a lease on the first block; if the holder does not post by itself, ask it to."""
+        """Take a lease on the first block; if the holder does not publish by itself, ask it to."""
         block = requests[0]
-        deadline_s = time.monotonic() + options.board_wait_s
+        deadline_s = time.monotonic() + DirectoryOptions.of(options).wait_s
         try:
             while (lease := take(peer.folder, block.key)) is None:
                 if time.monotonic() > deadline_s:
                     break
                 time.sleep(_POLL_S)
-            for _ in range(_ASKS):
+            for _ in range(PUBLISH_REQUESTS):
                 if lease is not None:
                     break
                 timeout_s = options.request_timeout_s
                 about = f"block {block.key!r}"
                 # The others too, so that it need be asked once only.
-                blocks = [(request.key, request.shape) for request in requests[:_MOST_POSTED]]
-                reply = self._ask(block.holder, self._post_op, timeout_s, about, blocks=blocks)
+                blocks = [(request.key, request.shape) for request in requests[:_MOST_PUBLISHED]]
+                reply = self._ask(block.holder, self._publish_op, timeout_s, about, blocks=blocks)
                 check_reply(reply, block, self.name)
                 # It may be gone again: moved and back, or one of many that were on disk.
                 lease = take(peer.folder, block.key)
         except OSError as exc:
-            said = f"{self.name}: the descriptors of {block.holder} cannot be read: {exc}"
-            raise TransferError(said) from exc
+            message = f"{self.name}: the descriptors of {block.holder} cannot be read: {exc}"
+            raise TransferError(message) from exc
         if lease is None:
-            said = f"{self.name}: {block.holder} posted {block} {_ASKS} times, and it was not there"
-            raise TransferError(said)
+            message = f"{block.holder} published {block} {PUBLISH_REQUESTS} times, and it was gone"
+            raise TransferError(f"{self.name}: {message}")
         return lease
 
     # --- the holder's side ---
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {self._peer_op: self._answer_peer, self._post_op: self._answer_post}
+        return {self._peer_op: self._answer_peer, self._publish_op: self._answer_publish}
 
     @property
-    def refusal(self) -> str | None:
-        return self._board.refusal
+    def refusal(self) -> Obstacle | None:
+        text = self._directory.refusal
+        return None if text is None else no_directory(text)
 
     @property
     def leased_bytes(self) -> int:
-        return self._board.leased_bytes
+        return self._directory.leased_bytes
 
-    def serving(self, blocks: Mapping[Any, Any]) -> None:
+    def publish(self, blocks: Mapping[Any, Any]) -> None:
         if self._closed:
             return
-        # What is held by now is posted: the task may have been cancelled, its block released.
-        self._post_ahead(
+        # What is held by now is published: the task may have been cancelled, its block released.
+        self._publish_ahead(
             (key, block.shape)
             for key, block in blocks.items()
-            if kernel_for(block).name == self.kind and not self._board.renew(key, block)
+            if backend_for(block).name == self.kind and not self._directory.touch(key, block)
         )
 
-    def _post_ahead(self, blocks: Iterable[tuple[Any, tuple[int, ...]]]) -> None:
-        """Post what is in memory. It is only ahead of time: readers will ask, and be told why."""
+    def _publish_ahead(self, blocks: Iterable[tuple[Any, tuple[int, ...]]]) -> None:
+        """Publish what is in memory. Readers ask for what is not, and are told why."""
         for key, shape in blocks:
             try:
                 if not self.host.is_on_disk(key):
-                    self._find_and_post(key, shape)
+                    self._find_and_publish(key, shape)
             except Exception as exc:
-                logger.debug("block %r is not posted: %s: %s", key, type(exc).__name__, exc)
+                logger.debug("block %r is not published: %s: %s", key, type(exc).__name__, exc)
 
-    def released(self, key: Any) -> None:
-        self._board.retract(key)
+    def on_released(self, key: Any) -> None:
+        self._directory.withdraw(key)
 
-    def forget(self, holder: str) -> None:
+    def on_worker_left(self, holder: str) -> None:
         known = self._peers.pop(holder, None)
         if known is not None:
             leave(known[0].folder)
 
-    def held(self) -> dict[str, int]:
-        return {"posted": len(self._board)}
+    def usage(self) -> dict[str, int]:
+        return {"published": len(self._directory)}
 
     async def close(self) -> None:
         self._closed = True
-        if self._sweeping is not None:
-            self._sweeping.cancel()
+        if self._expiring is not None:
+            self._expiring.cancel()
         deadline_s = time.monotonic() + _CLOSE_S
-        while self._board.close():
+        while self._directory.close():
             if time.monotonic() > deadline_s:
-                self._board.linger()
+                self._directory.linger()
                 break
             await asyncio.sleep(0.01)
         for peer, _ in self._peers.values():
@@ -248,39 +267,39 @@ class SameHostTransport(Transport):
             pid_namespace=pid_namespace,
             user=os.getuid(),
             pid=os.getpid(),
-            folder=self._board.folder,
+            folder=self._directory.folder,
             memory=self.describe_memory(),
-            refusal=self._board.refusal,
+            refusal=self._directory.refusal,
         )
 
-    async def _answer_post(self, /, blocks: Any = None, **unknown: Any) -> dict[str, Any]:
-        """Post the first of these blocks, and of the others those that are in memory."""
+    async def _answer_publish(self, /, blocks: Any = None, **unknown: Any) -> dict[str, Any]:
+        """Publish the first of these blocks, and of the others those that are in memory."""
         try:
             no_more(unknown)
-            await self.host.offload(self._post_asked, checked_blocks(blocks))
+            await self.host.offload(self._publish_asked, checked_blocks(blocks))
         except Exception as exc:
             return refuse(exc)
         return {"status": "ok"}
 
-    def _post_asked(self, blocks: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
+    def _publish_asked(self, blocks: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
         first, *others = blocks
-        self._find_and_post(*first)
-        self._post_ahead(others)
+        self._find_and_publish(*first)
+        self._publish_ahead(others)
 
-    def _find_and_post(self, key: Any, shape: Any) -> None:
+    def _find_and_publish(self, key: Any, shape: Any) -> None:
         was_on_disk = self.host.is_on_disk(key)
-        intent = self._board.intend(key)
-        self._post(key, find_block(self.host, key, shape), intent)
+        token = self._directory.token(key)
+        self._publish(key, find_block(self.host, key, shape), token)
         if was_on_disk and key not in self._from_disk:
             self._from_disk.append(key)
             # Of these only the last stay in memory, and those that are read right now.
             while len(self._from_disk) > _MOST_FROM_DISK:
-                self._board.retract(self._from_disk.popleft())
+                self._directory.withdraw(self._from_disk.popleft())
 
-    def _post(self, key: Any, block: Any, intent: Intent) -> None:
-        """Describe a block on the board, once all its values are there."""
-        self.settle(block)
-        if self._board.renew(key, block):
+    def _publish(self, key: Any, block: Any, token: PublishToken) -> None:
+        """Describe a block in the directory, once all its values are there."""
+        self.wait_until_written(block)
+        if self._directory.touch(key, block):
             return
         descriptor = Descriptor(
             key=repr(key),
@@ -293,16 +312,16 @@ class SameHostTransport(Transport):
         if len(text) > TEXT_BYTES:  # its key is long, or its dtype has many fields
             raise UnsuitableError(f"its descriptor has {len(text)} bytes, more than {TEXT_BYTES}")
         try:
-            self._board.post(key, block, text, intent)
+            self._directory.publish(key, block, text, token)
         finally:
-            self.host.loop.call_soon_threadsafe(self._sweep_later)
+            self.host.loop.call_soon_threadsafe(self._expire_later)
 
-    def _sweep_later(self) -> None:
-        if self._sweeping is None and not self._closed:
-            self._sweeping = self.host.loop.call_later(_SWEEP_S, self._sweep)
+    def _expire_later(self) -> None:
+        if self._expiring is None and not self._closed:
+            self._expiring = self.host.loop.call_later(_EXPIRE_S, self._expire)
 
-    def _sweep(self) -> None:
-        self._sweeping = None
+    def _expire(self) -> None:
+        self._expiring = None
         # What is spilled is withdrawn too: Dask wants its memory back.
-        if self._board.sweep(self.options.board_retain_s, self.host.is_on_disk):
-            self._sweep_later()
+        if self._directory.expire(DirectoryOptions.of(self.options).retain_s, self.host.is_on_disk):
+            self._expire_later()

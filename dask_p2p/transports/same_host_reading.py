@@ -9,8 +9,8 @@ from typing import Any
 
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.layout import Box, box_slices
-from dask_p2p.transports.board import Lease
-from dask_p2p.transports.pacing import Pacing
+from dask_p2p.transports.directory import Lease
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Arrived, Failed, Pending, Reading, Region, Request
 
 __all__ = ["EmptyBlock", "LeasedBlock", "SameHostReading"]
@@ -47,8 +47,8 @@ class LeasedBlock(ABC):
         try:
             lives = self._lease.holder_lives()
         except OSError as exc:
-            said = f"it cannot be told whether {self._block.holder} lives: {exc}"
-            raise TransferError(said) from exc
+            message = f"it cannot be told whether {self._block.holder} lives: {exc}"
+            raise TransferError(message) from exc
         if not lives:
             raise BlockUnavailableError(f"{self._block.holder} ended while {self._block} was read")
 
@@ -75,7 +75,7 @@ class SameHostReading(Reading):
 
     Parameters
     ----------
-    requests, pacing
+    requests, flow
         See `Reading`.
     lease
         Opens the first of some blocks; the holder may be asked for the others in the same call.
@@ -86,11 +86,11 @@ class SameHostReading(Reading):
     def __init__(
         self,
         requests: Sequence[Request],
-        pacing: Pacing,
+        flow: FlowControl,
         lease: Callable[[Sequence[Request]], LeasedBlock],
         is_tapered: bool,
     ) -> None:
-        super().__init__(requests, pacing)
+        super().__init__(requests, flow)
         self._lease = lease
         self._is_tapered = is_tapered
         self._opened: dict[int, LeasedBlock] = {}

@@ -14,17 +14,20 @@ import mmap
 import os
 import threading
 import weakref
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dask_p2p.backends import Backend, backend_named
+from dask_p2p.backends.device import current_device, device_work
 from dask_p2p.errors import UnsuitableError
-from dask_p2p.kernels.device import current_device, device_work
+from dask_p2p.layout import Box, box_shape
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.descriptor import kernel_and_namespace
 from dask_p2p.transports.requests import checked_integer, checked_text
 
-__all__ = ["DeviceCopy", "Segment", "SegmentName", "Segments"]
+__all__ = ["DeviceCopy", "Segment", "SegmentName", "Segments", "region_at"]
 
 _FILE_NAME = "dask-p2p"
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
@@ -134,16 +137,12 @@ class Segment:
                 unpin.atexit = False
                 self._is_pinned = True
 
-    def array(self, kind: str) -> Any:
+    def array(self, backend: Backend) -> Any:
         """Return it as a 1-D array of bytes."""
-        if kind == "numpy":
-            return self.bytes
-        import cupy
-
-        self.pin()
-        device = cupy.cuda.runtime.getDevice()
-        memory = cupy.cuda.UnownedMemory(self.ptr, self.bytes.nbytes, self, device)
-        return cupy.ndarray(self.bytes.shape, np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+        if backend.on_device:
+            self.pin()
+            self.device_id = current_device()
+        return backend.bytes_of(self, self.bytes.nbytes, self)
 
 
 def _unpin(memory: np.ndarray[Any, Any]) -> None:
@@ -163,7 +162,8 @@ class Segments(Buffers):
     def lend(self, size_bytes: int) -> tuple[Segment, Any]:
         """Return a segment, and its memory, which lends it until all views of that are gone."""
         memory = self.take((size_bytes,), np.uint8)
-        address = memory.ctypes.data if self.kind == "numpy" else memory.data.ptr
+        on_device = backend_named(self.kind).on_device
+        address = memory.data.ptr if on_device else memory.ctypes.data
         return self._by_address[address], memory
 
     def inodes(self) -> list[int]:
@@ -173,15 +173,15 @@ class Segments(Buffers):
 
     def _allocate(self, size_bytes: int) -> Segment:
         segment = Segment.make(size_bytes)
-        if self.kind == "cupy":
+        if backend_named(self.kind).on_device:
             segment.pin()
             segment.device_id = current_device()
         self._by_address[segment.ptr] = segment
         return segment
 
-    def _give_back(self, size_bytes: int, memory: Segment) -> None:
+    def _put_back(self, size_bytes: int, memory: Segment) -> None:
         if not memory.is_lost:
-            super()._give_back(size_bytes, memory)
+            super()._put_back(size_bytes, memory)
 
 
 class DeviceCopy:
@@ -217,3 +217,9 @@ class DeviceCopy:
         self._done.synchronize()
         self._there = None  # its memory may be lent to the next call
         return self._here
+
+
+def region_at(memory: Any, place: int, box: Box, dtype: Any) -> Any:
+    """Return a region as a C-ordered array in memory of bytes, from this one on."""
+    shape = box_shape(box)
+    return memory[place : place + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dask_p2p.backends import backend_named
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, SilentError, TransferError
-from dask_p2p.kernels.checksum import ALGORITHMS
 from dask_p2p.layout import box_shape, box_size
-from dask_p2p.transports.base import GRACE_S, Host
+from dask_p2p.retry import GRACE_S
 from dask_p2p.transports.buffers import Buffers, raw_bytes
+from dask_p2p.transports.checksums import check_sum, region_sum
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.messenger import Message, Messenger
-from dask_p2p.transports.pacing import Pacing
 from dask_p2p.transports.reading import Arrived, Part, Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text
-from dask_p2p.transports.sums import check_sum, region_sum
 
 __all__ = ["SEND_OP", "UcxReading"]
 
@@ -32,23 +33,27 @@ class UcxReading(Reading):
 
     def __init__(
         self,
-        host: Host,
+        host: WorkerContext,
         requests: Sequence[Request],
-        pacing: Pacing,
+        flow: FlowControl,
         options: Options,
         messenger: Messenger,
         buffers: Buffers,
+        sent_ahead: int,
     ) -> None:
-        super().__init__(requests, pacing)
+        super().__init__(requests, flow)
         self.all_parts = list(self.parts())
         self.tag = 0  # of the first message
         self._host = host
         self._options = options
         self._messenger = messenger
         self._buffers = buffers
-        self._algorithm = ALGORITHMS[requests[0].kind] if options.checksum else None
-        self._here: dict[int, tuple[Part, int]] = {}  # checksums of what came, by its number
-        self._there: dict[int, Any] = {}  # as the holder says
+        self._sent_ahead = sent_ahead  # messages that the holder may have on their way
+        self._algorithm = (
+            backend_named(requests[0].kind).checksum_algorithm if options.checksum else None
+        )
+        self._local_sums: dict[int, tuple[Part, int]] = {}  # checksums of what came, by its number
+        self._remote_sums: dict[int, Any] = {}  # as the holder says
         self._refused: dict[int, Exception] = {}  # by request
         self._broken: Exception | None = None  # that keeps the others from coming too
         self._asking: Future[None] | None = None
@@ -82,13 +87,13 @@ class UcxReading(Reading):
     async def _ask_for(self, parts: Sequence[Part], tag: int, closed: int) -> Any:
         first, options = self.requests[parts[0].request], self._options
         wait_s = options.request_timeout_s
-        more = {} if self._algorithm is None else {"checksum": self._algorithm}
+        extra = {} if self._algorithm is None else {"checksum": self._algorithm}
         # Each message has a deadline of its own, and whoever waits for it gives up there.
         return await ask(
             self._host, first.holder, SEND_OP, wait_s * (len(parts) + 1), f"block {first.key!r}",
             **self.named(parts),
             dtype=dtype_text(first.dtype), tag=tag, reader=self._host.address, closed=closed,
-            ahead=max(options.ucx_parts_in_flight, self.ahead), wait_s=wait_s, **more,
+            ahead=self._sent_ahead, wait_s=wait_s, **extra,
         )  # fmt: skip
 
     def _note_sent(
@@ -105,7 +110,7 @@ class UcxReading(Reading):
         sums: Any = reply.get("checksums")
         if type(sums) not in (list, tuple) or len(sums) != len(parts):
             raise TransferError(f"ucx: {about.holder} sent no checksums of {about}")
-        self._there.update(enumerate(sums, first))
+        self._remote_sums.update(enumerate(sums, first))
 
     def __iter__(self) -> Iterator[Region]:
         number = 0
@@ -131,10 +136,10 @@ class UcxReading(Reading):
         except (TransferError, BlockMismatchError) as exc:
             if exc is self._refused.get(part.request) or exc is self._answered():
                 raise
-            said = f"ucx: {request} does not come: {exc}"
+            text = f"ucx: {request} does not come: {exc}"
             error = SilentError if isinstance(exc, SilentError) else TransferError
             # The holder goes on with the next message only when this one has arrived.
-            self._broken = error(said, reason=str(exc))
+            self._broken = error(text, reason=str(exc))
             raise self._broken from exc
         finally:
             self._pending.remove(message)
@@ -143,7 +148,7 @@ class UcxReading(Reading):
         """Make the checksum of a region that is here, to be compared in the end."""
         if self._algorithm is not None:
             key = self.requests[part.request].key
-            self._here[number] = part, region_sum(key, part.box, region, self._algorithm)
+            self._local_sums[number] = part, region_sum(key, part.box, region, self._algorithm)
 
     def confirm(self) -> None:
         # UCX takes a message that is too short for a good one: only the holder knows.
@@ -156,10 +161,10 @@ class UcxReading(Reading):
             raise TransferError(
                 f"ucx: {first.holder} does not say that it has sent {first}"
             ) from None
-        for number, (part, here) in self._here.items():
-            request, there = self.requests[part.request], self._there.get(number)
+        for number, (part, local) in self._local_sums.items():
+            request, remote = self.requests[part.request], self._remote_sums.get(number)
             assert self._algorithm is not None
-            check_sum("ucx", request, part.box, here, there, self._algorithm)
+            check_sum("ucx", request, part.box, local, remote, self._algorithm)
 
     def close(self) -> None:
         if self._asking is not None:

@@ -9,20 +9,19 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from dask_p2p.backends import backend_for, device_of
 from dask_p2p.errors import TransferError
-from dask_p2p.kernels import device_of, kernel_for
-from dask_p2p.kernels.queue import queue_for
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
-from dask_p2p.transports.base import Host
-from dask_p2p.transports.budget import Room
+from dask_p2p.transports.budget import LIMIT_REACHED, Reservation
 from dask_p2p.transports.buffers import Buffers, buffer_bytes, raw_bytes
+from dask_p2p.transports.checksums import region_sum
+from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.messenger import Message, Messenger
 from dask_p2p.transports.replies import dtype_text, find_block, mismatch, refuse
-from dask_p2p.transports.sums import region_sum
 
 __all__ = ["Outbox", "Sending"]
 
-_PAUSE_S = 1e-3  # while others have packed as much as may be
+_PAUSE_S = 1e-3  # while the limit is reached
 
 
 class Sending:
@@ -51,7 +50,7 @@ class Sending:
 
     def __init__(
         self,
-        host: Host,
+        host: WorkerContext,
         buffers: Mapping[str, Buffers],
         any_stream: bool,
         dtype: str,
@@ -94,8 +93,8 @@ class Sending:
         return block
 
     def _send(self, key: Any, block: Any, boxes: Sequence[Box]) -> None:
-        kind = kernel_for(block).name
-        queue = queue_for(kind, beside_copies=True)
+        backend = backend_for(block)
+        queue = backend.queue(beside_copies=True)
         queue.wait_until_written([block], any_stream=self._any_stream)
         try:
             for box in boxes:
@@ -103,7 +102,7 @@ class Sending:
                 if not self._outbox.has_room(nbytes):
                     self._send_packed(0)
                     self._outbox.make_room(nbytes)
-                array = self._buffers[kind].take(box_shape(box), block.dtype)
+                array = self._buffers[backend.name].take(box_shape(box), block.dtype)
                 self._packed.append((array, key, box, queue.pack(array, block[box_slices(box)])))
                 del array
                 self._send_packed(1)  # one is packed while another is sent
@@ -132,36 +131,36 @@ class Outbox:
         tag: int,
         ahead: int,
         timeout_s: float,
-        room: Room,
+        reserved: Reservation,
     ) -> None:
         self.sent_bytes = 0
-        self._room = room
+        self._reserved = reserved
         self._messenger = messenger
         self._address = address
-        self._closed_there = closed  # of the reader's endpoints to here
+        self._remote_closed = closed  # of the reader's endpoints to here
         self._tag = tag
         self._ahead = ahead
         self._timeout_s = timeout_s
         self._sent: deque[tuple[Message, int]] = deque()  # with the size of its buffer
 
     def has_room(self, nbytes: int) -> bool:
-        """Take room for an array that is to be packed, if there is room now."""
-        return self._room.take(buffer_bytes(nbytes))
+        """Reserve room for an array that is to be packed, if there is room now."""
+        return self._reserved.reserve(buffer_bytes(nbytes))
 
     def make_room(self, nbytes: int) -> None:
-        """Take room for an array that is to be packed, when what was sent has arrived."""
+        """Reserve room for an array that is to be packed, when what was sent has arrived."""
         deadline_s = time.monotonic() + self._timeout_s
         while not self.has_room(nbytes):
             if self._sent:
                 self._wait_for_oldest()
             elif time.monotonic() > deadline_s:
-                raise TransferError("it has packed as much for others as p2p.memory allows")
+                raise TransferError(LIMIT_REACHED)
             else:
                 time.sleep(_PAUSE_S)
 
     def send(self, array: Any) -> None:
         """Send an array; wait until there is room for another."""
-        self._messenger.renew(self._address, self._closed_there)
+        self._messenger.renew(self._address, self._remote_closed)
         message = self._messenger.send(self._address, raw_bytes(array), self._tag)
         self._sent.append((message, buffer_bytes(array.nbytes)))
         self._tag += 1
@@ -175,9 +174,9 @@ class Outbox:
             while self._sent:
                 self._wait_for_oldest()
         finally:
-            self._room.close()
+            self._reserved.close()
 
     def _wait_for_oldest(self) -> None:
         message, size_bytes = self._sent.popleft()
         message.result(self._timeout_s)
-        self._room.give_back(size_bytes)
+        self._reserved.release(size_bytes)

@@ -128,7 +128,7 @@ def test_dtypes_that_gpus_lack(monkeypatch, dtype):
 @pytest.mark.cluster
 def test_the_program_starts_a_cluster_of_its_own():
     done = subprocess.run(
-        [sys.executable, "-m", "dask", "p2p", "demo", "--cpu", "--size", "64", "--workers", "2"],
+        [sys.executable, "-m", "dask", "p2p", "demo", "--cpu", "--size", "64", "--workers", "1"],
         capture_output=True,
         text=True,
     )

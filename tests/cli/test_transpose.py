@@ -229,9 +229,7 @@ PROGRAM = [sys.executable, "-m", "dask", "p2p", "transpose"]
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("expressions", ["False", "True"])
-def test_the_program_starts_a_cluster_of_its_own(image, monkeypatch, expressions):
-    monkeypatch.setenv("DASK_ARRAY__QUERY_PLANNING", expressions)
+def test_the_program_starts_a_cluster_of_its_own(image):
     done = subprocess.run(
         [*PROGRAM, "in.npy", "out.npy", "--axes", "2,0,1", "--workers", "2"],
         capture_output=True,

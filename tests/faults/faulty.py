@@ -71,7 +71,7 @@ class Faults:
 
 
 class FaultyCalls:
-    """Stands for `WorkerHost.call`."""
+    """Stands for `WorkerContext.call`."""
 
     def __init__(self, call, faults, deadline_s):
         self.call, self.faults, self.deadline_s = call, faults, deadline_s
@@ -164,7 +164,7 @@ def install(seed, faults, deadline_s, at=None, share=1.0, *, dask_worker):
     plugin = dask_worker.plugins[PLUGIN_NAME]
     remove(dask_worker=dask_worker)
     dask_worker.faults = Faults(f"{seed} {dask_worker.name}", faults, at, share)
-    host = plugin._host
+    host = plugin._context
     host.call = FaultyCalls(type(host).call.__get__(host), dask_worker.faults, deadline_s)
     sends = FaultySends(_SEND, dask_worker.faults)
     Messenger.send = lambda messenger, *message: sends(messenger, *message)
@@ -173,7 +173,7 @@ def install(seed, faults, deadline_s, at=None, share=1.0, *, dask_worker):
 def remove(*, dask_worker):
     """Have everything go right again; return how often each fault happened."""
     plugin = dask_worker.plugins[PLUGIN_NAME]
-    plugin._host.__dict__.pop("call", None)
-    plugin.runtime.links._broken.clear()
+    plugin._context.__dict__.pop("call", None)
+    plugin.context.router._broken.clear()
     Messenger.send = _SEND
     return dict(getattr(dask_worker, "faults", SimpleNamespace(done={})).done)

@@ -13,7 +13,6 @@ import dask
 import dask.array as da
 import numpy as np
 from distributed import Client, LocalCluster
-from distributed.utils import get_mp_context
 
 import dask_p2p
 from dask_p2p.assemble import Assembly
@@ -21,24 +20,17 @@ from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.ucx_sending import Outbox
-from dask_p2p.worker import WorkerRuntime
+from dask_p2p.worker_context import DaskWorkerContext
+from tests.support import FORKED, prepare_to_fork
 from tests.transports.loopback import wait_until
 
-FORKED = {"distributed.worker.multiprocessing-method": "forkserver"}
 BOUND_S = 60  # within which everything must have ended
-
-
-def _preload():
-    """Have workers forked off a server that has imported everything: a tenth of the time."""
-    with dask.config.set(FORKED):
-        context = get_mp_context()  # which sets Dask's own preloads, once
-    context.set_forkserver_preload(["dask.array", "distributed", "dask_p2p.worker"])
 
 
 @contextmanager
 def cluster_of(n_workers, options=None, **kwargs):
     """Start worker processes of one thread each; give a client whose cluster has the plugin."""
-    _preload()
+    prepare_to_fork()
     kwargs = {"threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50} | kwargs
     settings = FORKED | {
         "distributed.scheduler.work-stealing": False,  # tasks stay where the test put them
@@ -92,7 +84,7 @@ def held(client):
 
 
 def _held(dask_worker):
-    return dask_worker.plugins[PLUGIN_NAME].runtime.held()
+    return dask_worker.plugins[PLUGIN_NAME].context.usage()
 
 
 def assert_nothing_is_held(client):
@@ -149,7 +141,7 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
     Parameters
     ----------
     moment
-        ``asked``: for a region of comm, before it answers. ``posting``: a block on the board of
+        ``asked``: for a region of comm, before it answers. ``publishing``: a block, by
         ipc or cma. ``sending``: a message of ucx. ``started``: a task, before its first pull.
         ``placed``: a part of a region, in its output. ``complete``: all parts of a task are placed.
     number
@@ -176,9 +168,9 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
         dask_worker.handlers["p2p_comm_read"] = asked
         return
     owner, name = {
-        "posting": (SameHostTransport, "_post"),
+        "publishing": (SameHostTransport, "_publish"),
         "sending": (Outbox, "send"),
-        "started": (WorkerRuntime, "serving"),
+        "started": (DaskWorkerContext, "publish"),
         "placed": (Assembly, "_place"),
         "complete": (Assembly, "_finish"),
     }[moment]

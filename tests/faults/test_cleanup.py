@@ -63,10 +63,10 @@ def folder(dask_worker):
     return dask_worker.local_directory
 
 
-def boards(client):
-    """Folders of the workers' notice boards."""
+def directories(client):
+    """Folders of the workers' descriptor directories."""
     places = client.run(folder).values()
-    return [board for place in places for board in glob(os.path.join(place, "p2p-*"))]
+    return [directory for place in places for directory in glob(os.path.join(place, "p2p-*"))]
 
 
 def test_after_cancelling(client, gate):
@@ -117,7 +117,7 @@ def test_after_a_clients_death(client, gate):
 def test_after_a_restart(client, gate):
     x = client.persist(source(SHAPE, (16, 48)))
     wait(x)
-    before, folders = set(client.run(os.getpid).values()), boards(client)
+    before, folders = set(client.run(os.getpid).values()), directories(client)
     assert len(folders) == 2 * 3  # of ipc, and of cma
     in_the_middle(client, gate)
     y = client.persist(dask_p2p.transpose(x))
@@ -146,7 +146,7 @@ def test_after_an_error(client):
 
 def test_after_a_workers_end(client):
     works(client)
-    folders = boards(client)
+    folders = directories(client)
     assert len(folders) == 2 * 3  # of ipc, and of cma
     killed, closed, _ = addresses(client)
     (pid,) = client.run(os.getpid, workers=[killed]).values()
@@ -164,5 +164,5 @@ def test_after_a_workers_end(client):
 def test_a_cluster_leaves_no_folder(tmp_path):
     with cluster_of(2, local_directory=str(tmp_path)) as client:
         works(client)
-        assert len(boards(client)) == 2 * 2
+        assert len(directories(client)) == 2 * 2
     wait_until(lambda: not glob(f"{tmp_path}/**/p2p-*", recursive=True))

@@ -27,8 +27,8 @@ CALLS = [
     ("same_host", "os", "getpid"),
     ("process_memory", None, "_read_runs"),
     ("buffers", "np", "empty"),
-    ("worker", "WorkerHost", "call"),
-    ("worker", "WorkerHost", "block"),
+    ("worker", "DaskWorkerContext", "call"),
+    ("worker", "DaskWorkerContext", "block"),
 ]
 ERRORS = [OSError(errno.EMFILE, "Too many open files"), MemoryError("nothing left")]
 
@@ -65,9 +65,9 @@ def fail_once(module, name, function, number, error, dask_worker=None):
 def undo(dask_worker):
     """Take it back, and what was learnt of transports that failed."""
     dask_worker.p2p_undo()
-    links = dask_worker.plugins[PLUGIN_NAME].runtime.links
-    for holder in {holder for holder, _ in links._broken}:
-        links.forget(holder)
+    router = dask_worker.plugins[PLUGIN_NAME].context.router
+    for holder in {holder for holder, _ in router._broken}:
+        router.on_worker_left(holder)
 
 
 @pytest.mark.parametrize("order", [["cma"], ["comm"]], ids=lambda order: order[0])

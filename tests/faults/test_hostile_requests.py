@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,19 +30,23 @@ from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.pinned import PinnedTransport
 from dask_p2p.transports.replies import find_block, refuse
+from dask_p2p.transports.same_host import DirectoryOptions
 from dask_p2p.transports.segments import Segment
 from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.worker import P2PPlugin
+from tests.support import with_section
 from tests.transports.loopback import EventLoop, LoopbackHost
 
-# 10,000 requests in all: hypothesis makes an example's requests faster than as many examples.
+# Hypothesis makes an example's requests faster than as many examples: 2,000 in all, and 11,000 with
+# --slow, which has five times as many examples.
 REQUESTS_AN_EXAMPLE = 10
+MOST_EXAMPLES = settings().max_examples
 EXAMPLES = {
-    "p2p_comm_read": 200,
-    "p2p_post": 100,  # of ipc, and of cma
-    "p2p_ucx_send": 150,
-    "p2p_pinned_read": 100,
-    "p2p_peer": 50,  # of ipc, of cma, and of ucx
+    "p2p_comm_read": MOST_EXAMPLES,
+    "p2p_post": MOST_EXAMPLES // 2,  # of ipc, and of cma
+    "p2p_ucx_send": MOST_EXAMPLES,
+    "p2p_pinned_read": MOST_EXAMPLES // 2,
+    "p2p_peer": MOST_EXAMPLES // 4,  # of ipc, of cma, and of ucx
 }
 
 BLOCKS = {
@@ -225,11 +228,11 @@ def holder(tmp_path_factory):
     loop = EventLoop()
     host = LoopbackHost("holder", loop.loop, {}, tmp_path_factory.mktemp("holder"))
     host.blocks = dict(BLOCKS)
-    chosen = replace(options(), board_retain_s=60.0)
+    chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
     classes = (CommTransport, IpcTransport, CmaTransport, UcxTransport, PinnedTransport)
     transports = _, ipc, cma, ucx, pinned = [make(host, chosen) for make in classes]
     handlers = {op: of for transport in transports for op, of in transport.handlers().items()}
-    boards = {transport.name: transport._board for transport in (ipc, cma)}
+    directories = {transport.name: transport._directory for transport in (ipc, cma)}
 
     async def address_of(reader):
         return b"somewhere"
@@ -266,7 +269,7 @@ def holder(tmp_path_factory):
         patch.setattr(ucx, "_address_of", address_of)
         patch.setattr(ucx_module.Sending, "run", send)
         Bomb.went_off.clear()
-        yield SimpleNamespace(host=host, ask=ask, boards=boards, loop=loop)
+        yield SimpleNamespace(host=host, ask=ask, directories=directories, loop=loop)
     for transport in (ipc, cma, pinned):
         loop.run(transport.close())
     host.close()
@@ -279,7 +282,7 @@ def unchanged(holder):
     yield
     assert holder.host.blocks == BLOCKS, "the very same blocks"
     assert {key: block.tobytes() for key, block in BLOCKS.items()} == before
-    assert not any(map(len, holder.boards.values()))
+    assert not any(map(len, holder.directories.values()))
     assert Bomb.went_off == []
 
 
@@ -323,17 +326,17 @@ def test_regions(holder, asked):
 @settings(max_examples=EXAMPLES["p2p_post"])
 @given(asked=some(requests()))
 def test_posts(holder, transport, asked):
-    board = holder.boards[transport]
+    directory = holder.directories[transport]
     for request in asked:
         request.pop("box", None)
     sent = [wire(request) for request in asked]
     for request, reply in zip(asked, holder.ask(f"p2p_{transport}_post", sent), strict=True):
         if is_good(request, ("key", "shape")):
             assert reply == {"status": "ok"}
-            board.retract(request["key"])
+            directory.withdraw(request["key"])
         else:
             assert is_refusal(reply)
-    assert len(board) == 0, "what was refused was posted"
+    assert len(directory) == 0, "what was refused was published"
 
 
 @st.composite

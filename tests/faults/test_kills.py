@@ -2,7 +2,7 @@
 
 Three workers hold one row slab each and make one row slab each of the transpose, every remote
 region in four parts: so each is asked for eight, and places eight, four in stage 1 and four in
-stage 2. A fourth has nothing to do with it. By cma nobody is asked, but each posts its block.
+stage 2. A fourth has nothing to do with it. By cma nobody is asked, but each publishes its block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HOLDER = {
         "holder asked for the last part of one reader or the first of the other": ("asked", 5),
         "holder asked for the last part": ("asked", 8),
     },
-    "cma": {"holder posts its block": ("posting", 1)},
+    "cma": {"holder publishes its block": ("publishing", 1)},
 }
 READER = {
     "reader before its first pull": ("started", 1),

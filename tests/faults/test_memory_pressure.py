@@ -12,7 +12,8 @@ from distributed import wait
 from distributed.spill import Slow, SpillBuffer
 
 import dask_p2p
-from dask_p2p.worker_host import WorkerHost
+from dask_p2p.config import options
+from dask_p2p.worker_context import DaskWorkerContext
 from tests.faults.support import (
     BOUND_S,
     addresses,
@@ -89,14 +90,15 @@ def spilled(tmp_path):
 
     async def make():
         loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
-        return WorkerHost(
+        return DaskWorkerContext(
             SimpleNamespace(
                 address="here",
                 local_directory="",
                 loop=loop,
                 data=buffer,
                 security=SimpleNamespace(require_encryption=False),
-            )
+            ),
+            options(),
         )
 
     events = EventLoop()
@@ -132,8 +134,8 @@ def test_a_block_on_disk_stays_there_and_is_not_read_for_each_region(spilled, mo
         host.block("x")
     assert read == ["x"]
     assert list(buffer.disk) == ["x"]
-    assert host.held()["from disk"] == 1
-    wait_until(lambda: host.held()["from disk"] == 0)
+    assert host.usage()["from disk"] == 1
+    wait_until(lambda: host.usage()["from disk"] == 0)
     host.block("x")
     assert read == ["x", "x"], "the first one is not in memory any more"
 
@@ -160,7 +162,7 @@ def test_of_blocks_on_disk_only_the_last_are_kept(spilled):
             buffer.evict()
     for key in range(5):
         np.testing.assert_array_equal(host.block(key), expected((10, 10)) + key)
-        assert host.held()["from disk"] <= 2
+        assert host.usage()["from disk"] <= 2
     assert len(buffer.disk) == 6
 
 

@@ -25,6 +25,8 @@ from tests.faults.support import (
 from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
+# It would drop replicas that a test has just made. The test that is about it starts it.
+NO_MANAGER = {"distributed.scheduler.active-memory-manager.start": False}
 
 
 def slabs(client):
@@ -58,7 +60,7 @@ def read_from(client, reader):
     """Which workers the reader's last task had its remote blocks from."""
 
     def stages(dask_worker):
-        record = dask_worker.plugins[PLUGIN_NAME].runtime.records[-1]
+        record = dask_worker.plugins[PLUGIN_NAME].context.records[-1]
         return [stage.holder for stage in record.stages]
 
     return client.run(stages, workers=[reader])[reader]
@@ -66,7 +68,7 @@ def read_from(client, reader):
 
 @pytest.fixture
 def client():
-    with cluster_of(4) as client:
+    with cluster_of(4, NO_MANAGER) as client:
         yield client
 
 

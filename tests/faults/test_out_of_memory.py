@@ -10,8 +10,8 @@ import pytest
 from distributed import wait
 
 import dask_p2p
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import MemoryLimitError, P2PWarning, TransferError
-from dask_p2p.kernels.numpy import KERNEL
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports import buffers
@@ -39,7 +39,7 @@ PARTS = {
 
 def run_out(what, number, dask_worker):
     """Let an allocation fail, from the n-th on."""
-    owner, name = {"kernel": (KERNEL, "empty"), "buffer": (buffers, "_allocate")}[what]
+    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "_allocate")}[what]
     dask_worker.allocate = allocate = getattr(owner, name)
     count = 0
 
@@ -54,13 +54,13 @@ def run_out(what, number, dask_worker):
 
 
 def have_enough(what, dask_worker):
-    owner, name = {"kernel": (KERNEL, "empty"), "buffer": (buffers, "_allocate")}[what]
+    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "_allocate")}[what]
     setattr(owner, name, dask_worker.allocate)
 
 
 def refused_replies(dask_worker):
     """Let answers that come here find no memory."""
-    host = dask_worker.plugins[PLUGIN_NAME]._host
+    host = dask_worker.plugins[PLUGIN_NAME]._context
     dask_worker.call = host.call
 
     async def call(address, op, **kwargs):
@@ -71,12 +71,12 @@ def refused_replies(dask_worker):
 
 
 def take_replies(dask_worker):
-    dask_worker.plugins[PLUGIN_NAME]._host.call = dask_worker.call
+    dask_worker.plugins[PLUGIN_NAME]._context.call = dask_worker.call
 
 
 def lent_bytes(dask_worker):
-    ucx = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ucx"]
-    return ucx.packed.taken_bytes
+    ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
+    return ucx.packed.reserved_bytes
 
 
 def forget(client, future):
@@ -92,7 +92,7 @@ def check(client, x):
 
 
 def attempts(dask_worker):
-    return dask_worker.plugins[PLUGIN_NAME].runtime._failed
+    return dask_worker.plugins[PLUGIN_NAME].context._failed
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_reader_runs_out(pair, x, what, number, order):
 
 
 def forget_buffers(dask_worker):
-    ucx = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ucx"]
+    ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
     for kept in ucx._buffers.values():
         kept.clear()
 
@@ -215,11 +215,11 @@ def test_what_can_never_fit_is_refused_at_once():
 
 def test_leased_bytes_are_among_a_workers_metrics(pair):
     def lease(dask_worker):
-        board = dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._board
-        board.post("block", np.zeros(1000), b"{}")
+        directory = dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._directory
+        directory.publish("block", np.zeros(1000), b"{}")
 
     def end(dask_worker):
-        dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._board.retract("block")
+        dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._directory.withdraw("block")
 
     def shown():
         info = workers_of(pair)
@@ -234,22 +234,22 @@ def test_leased_bytes_are_among_a_workers_metrics(pair):
 
 
 def test_what_dask_releases_is_not_kept_for_readers(pair):
-    def board(dask_worker):
-        return dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._board
+    def directory(dask_worker):
+        return dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._directory
 
-    def post(key, dask_worker):
-        board(dask_worker).post(key, dask_worker.data[key], b"{}")
+    def publish(key, dask_worker):
+        directory(dask_worker).publish(key, dask_worker.data[key], b"{}")
 
-    def posted(dask_worker):
-        return len(board(dask_worker))
+    def published(dask_worker):
+        return len(directory(dask_worker))
 
     first, _ = addresses(pair)
     x = pair.persist(source((8, 8), (8, 8)), workers=[first])
     wait(x)
-    pair.run(post, (x.name, 0, 0), workers=[first])
-    assert pair.run(posted, workers=[first]) == {first: 1}
+    pair.run(publish, (x.name, 0, 0), workers=[first])
+    assert pair.run(published, workers=[first]) == {first: 1}
     del x
-    wait_until(lambda: pair.run(posted, workers=[first]) == {first: 0})
+    wait_until(lambda: pair.run(published, workers=[first]) == {first: 0})
 
 
 def test_the_metric_goes_with_the_plugin():

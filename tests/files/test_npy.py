@@ -84,7 +84,7 @@ def test_write_a_box(tmp_path, monkeypatch, place, window_bytes):
     np.testing.assert_array_equal(np.load(tmp_path / "out"), expected)
 
 
-@pytest.mark.parametrize("shape", [(1 << 20, 8), (8, 1 << 20)])
+@pytest.mark.parametrize("shape", [(1 << 19, 8), (8, 1 << 19)])
 def test_little_of_a_file_is_mapped_at_a_time(tmp_path, monkeypatch, shape):
     monkeypatch.setattr(npy, "_WINDOW_BYTES", 1 << 20)
     source = open_npy(saved(tmp_path, np.zeros(shape)))
@@ -98,8 +98,8 @@ def test_little_of_a_file_is_mapped_at_a_time(tmp_path, monkeypatch, shape):
     before = npy._map
     monkeypatch.setattr(npy, "_map", count)
     target[whole(source)] = source[whole(source)]
-    assert len(mapped_bytes) >= 2 * 64
-    assert max(mapped_bytes) < 4 << 20
+    assert len(mapped_bytes) >= 2 * 32
+    assert max(mapped_bytes) < 6 << 20
 
 
 def resident_bytes(folder):

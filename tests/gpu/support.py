@@ -18,11 +18,11 @@ def on_gpu(x, chunks):
 
 
 def held(client):
-    """Blocks kept by notice boards, and mappings that are open, on each worker."""
+    """Blocks kept by descriptor directories, and mappings that are open, on each worker."""
 
     def look(dask_worker):
-        ipc = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ipc"]
-        return len(ipc._board), len(ipc._mappings)
+        ipc = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"]
+        return len(ipc._directory), len(ipc._mappings)
 
     return client.run(look)
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p.backends import device
 from dask_p2p.errors import P2PWarning
 from dask_p2p.indexed import count_wrong, indexed_array
-from dask_p2p.kernels import device
 from dask_p2p.registration import workers_of
 from tests.gpu.support import POOL, on_gpu
 from tests.support import persisted, used

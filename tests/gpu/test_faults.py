@@ -59,7 +59,7 @@ def unflip_messages(dask_worker):
     from dask_p2p.transports.messenger import Messenger
 
     Messenger.send = dask_worker.original_send
-    dask_worker.plugins[PLUGIN_NAME].runtime.links._broken.clear()
+    dask_worker.plugins[PLUGIN_NAME].context.router._broken.clear()
 
 
 @pytest.mark.parametrize("checksum", [True, False])
@@ -85,7 +85,7 @@ PARTS = {  # of 4 MiB: four of each region
     "p2p.transports.ucx.part-bytes": "4 MiB",
 }
 HOLDER = {
-    "ipc": {"posting": ("posting", 1)},
+    "ipc": {"publishing": ("publishing", 1)},
     "ucx": {"sending the first part": ("sending", 1), "sending the last part": ("sending", 4)},
 }
 READER = {

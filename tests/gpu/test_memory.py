@@ -154,10 +154,10 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
     """Each block is an allocation of its own, and would stay taken as long as it is mapped."""
     from distributed import Client
 
-    def taken_bytes():
+    def reserved_bytes():
         import cupy
 
-        from dask_p2p.kernels.queue import DeviceQueue
+        from dask_p2p.backends.device_queue import DeviceQueue
 
         DeviceQueue._kept_slots.clear()  # which are kept for a second
         give_memory_back()
@@ -174,16 +174,16 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
             y = persisted(client, dask_p2p.transpose(a))
             assert used(client, y) == {"ipc"}
             del a, y
-            wait_until(lambda: not any(posted for posted, _ in held_blocks(client).values()))
+            wait_until(lambda: not any(published for published, _ in held_blocks(client).values()))
             wait_until(lambda: not any(client.run(count_blocks).values()))
-            taken.append(max(client.run(taken_bytes).values()))
+            taken.append(max(client.run(reserved_bytes).values()))
     assert max(taken[5:]) - taken[4] < 2**25, taken
 
 
 def device_bytes(dask_worker):
     """What a worker's store and the leases of its peers keep in device memory."""
-    board = dask_worker.plugins["dask-p2p"].runtime.links.transports["ipc"]._board
-    kept = [notice.owner for notice in [*board._notices.values(), *board._retracted]]
+    directory = dask_worker.plugins["dask-p2p"].context.router.transports["ipc"]._directory
+    kept = [entry.owner for entry in [*directory._published.values(), *directory._withdrawn]]
     blocks = {id(block): block.nbytes for block in [*dask_worker.data.device.values(), *kept]}
     return sum(blocks.values())
 
@@ -209,7 +209,7 @@ def test_the_limit_of_device_memory_is_kept(transport):
 
 async def read_in_threads(dask_worker, seconds):
     """Read all blocks in serving threads, while the event loop brings them back; count errors."""
-    host = dask_worker.plugins["dask-p2p"]._host
+    host = dask_worker.plugins["dask-p2p"]._context
     keys, errors, stop_s = list(dask_worker.data), [], time.monotonic() + seconds
 
     def read():

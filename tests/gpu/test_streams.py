@@ -11,7 +11,7 @@ import pytest
 from distributed import wait
 
 import dask_p2p
-from dask_p2p.kernels import device
+from dask_p2p.backends import device
 from tests.faults.support import BOUND_S, addresses
 from tests.gpu.support import POOL
 from tests.support import persisted, result_of, used

@@ -114,9 +114,9 @@ def test_leases_end_and_nothing_is_kept(client):
         y = persisted(client, dask_p2p.transpose(a))
         del a, y
     deadline_s = time.monotonic() + 10
-    while any(boards for boards, _ in held(client).values()) and time.monotonic() < deadline_s:
+    while any(kept for kept, _ in held(client).values()) and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    assert [boards for boards, _ in held(client).values()] == [0, 0]
+    assert [kept for kept, _ in held(client).values()] == [0, 0]
     assert all(mappings <= 2 for _, mappings in held(client).values())
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import dask
 import dask.array as da
 import dask.bag
@@ -9,6 +7,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p.backends.cupy import CUPY
 from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
 from dask_p2p.ops import arguments
 from dask_p2p.ops.arguments import check_array
@@ -107,7 +106,7 @@ def test_what_is_no_dask_array(x, remedy, operation):
 
 
 def test_objects_on_a_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr(arguments, "kernel_for", lambda meta: SimpleNamespace(name="cupy"))
+    monkeypatch.setattr(arguments, "backend_for", lambda meta: CUPY)
     x = da.from_array(np.array([None, 1], dtype=object), chunks=1)
     with pytest.raises(UnsupportedArrayError, match="expected a dtype that GPU memory can hold"):
         check_array(x)

@@ -153,7 +153,7 @@ class Queue:
         self.synchronize()
         return array.get()
 
-    def permute(self, dst, src, axes, aside=False):
+    def permute(self, dst, src, axes, concurrent=False):
         self._work.append((dst, src, axes))
 
     def permute_and_drop(self, dst, src, axes):

@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import pytest
 from distributed.protocol import dumps, loads
 
-import dask_p2p.kernels
-import dask_p2p.kernels.queue
 import dask_p2p.task
 import dask_p2p.worker
-from dask_p2p.transports import board, comm, cuda_ipc, descriptor, ipc, same_host, table
-from dask_p2p.transports.pacing import Pacing
+from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.transports import comm, cuda_ipc, descriptor, directory, ipc, same_host, table
+from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.same_host_reading import LeasedBlock
 from tests.simulation.actors import Actor, KilledError, Loop, current, halt
@@ -32,10 +32,10 @@ from tests.simulation.gpu import Driver, Memory, Queue
 
 class _Halting:
     def probe(self, holder, kind):
-        """Proving ways is tested with `Links`."""
+        """Proving ways is tested with `Router`."""
 
-    def pacing(self, options, kind):
-        return Pacing(16, 1)  # a region is two parts
+    def flow_control(self, options, kind):
+        return FlowControl(16, 1)  # a region is two parts
 
     def read(self, requests, options):
         halt("open", trouble=True)
@@ -72,7 +72,7 @@ class HaltingIpc(_Halting, ipc.IpcTransport):
         return None
 
     def _describe(self):
-        return descriptor.Peer("boot", "namespace", 0, 0, self._board.folder, "gpu")
+        return descriptor.Peer("boot", "namespace", 0, 0, self._directory.folder, "gpu")
 
 
 class HaltingComm(_Halting, comm.CommTransport):
@@ -80,11 +80,11 @@ class HaltingComm(_Halting, comm.CommTransport):
 
 
 class Lease:
-    """What the test knows of a lease: whose notice it is of."""
+    """What the test knows of a lease: whose entry it is of."""
 
-    def __init__(self, lease, holder, notice):
-        self.lease, self.holder, self.notice = lease, holder, notice
-        self.place = None if notice is None else notice.owner.place
+    def __init__(self, lease, holder, entry):
+        self.lease, self.holder, self.entry = lease, holder, entry
+        self.place = None if entry is None else entry.owner.place
 
     @property
     def is_open(self):
@@ -94,7 +94,7 @@ class Lease:
 # --- workers, and what is between them ---
 
 
-class Host(dask_p2p.worker.WorkerHost):
+class Context(dask_p2p.worker.DaskWorkerContext):
     def block(self, key):
         block = super().block(key)
         halt("found")
@@ -118,12 +118,13 @@ class SimulatedWorker:
         self.loop = SimpleNamespace(asyncio_loop=world.loop)
         self.local_directory = world.folder  # that of all there were at this address
         self.security = SimpleNamespace(require_encryption=False)
+        self.memory_manager = SimpleNamespace(memory_limit=None)
         self.rpc = partial(_Rpc, world, self)
         self.stream_handlers = {"compute-task": self._compute, "remove-worker": lambda **_: None}
         self.news = []  # that the scheduler has sent, and that have not arrived
         self.plugin = dask_p2p.worker.P2PPlugin(world.options)
         world.on_loop(self.plugin.setup, self)
-        self.board = self.plugin._transports["ipc"]._board
+        self.directory = self.plugin._transports["ipc"]._directory
 
     def log_event(self, topic, event):
         pass
@@ -158,13 +159,13 @@ class SimulatedWorker:
         self.dead = True
         self.memory.die()
         self.data.clear()
-        self.board._file.close()
-        self.board._notices.clear()
-        self.board._retracted.clear()
-        self.board.refusal = "killed"
+        self.directory._file.close()
+        self.directory._published.clear()
+        self.directory._withdrawn.clear()
+        self.directory.refusal = "killed"
         transport = self.plugin._transports["ipc"]
         transport._closed = True
-        for timer in (transport._sweeping, transport._closing):
+        for timer in (transport._expiring, transport._closing):
             if timer is not None:
                 timer.cancel()
         self.world.buried(self)
@@ -231,25 +232,24 @@ class World:
     def _make_up(self):
         """Put what is made up in the place of what is real."""
         put = self._patch.setattr
-        kernel = SimpleNamespace(name="cupy", check=lambda block: None)
-        put(dask_p2p.kernels, "_cupy_kernel", lambda: kernel)
-        put(dask_p2p.kernels.queue, "DeviceQueue", partial(Queue, self.driver))
+        put(CUPY, "check", lambda block: None)
+        put(CUPY, "queue", partial(Queue, self.driver))
+        put(CUPY, "memory_below", lambda wanted_bytes, worker_limit_bytes: None)
         self._patch.setitem(
             sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=self.driver))
         )
         put(cuda_ipc, "export", self.driver.export)
         put(cuda_ipc, "array_at", self.driver.array_at)
         put(ipc, "wait_until_written", lambda blocks, any_stream: halt("export"))
-        put(dask_p2p.worker, "on_gpu", lambda: False)
-        put(dask_p2p.worker, "device_memory_below", lambda wanted_bytes: None)
-        put(dask_p2p.worker, "WorkerHost", Host)
+        put(dask_p2p.worker, "worker_backend", lambda: NUMPY)
+        put(dask_p2p.worker, "DaskWorkerContext", Context)
         put(dask_p2p.worker, "make_transports", self._make_transports)
         put(dask_p2p.task, "whereabouts", self._whereabouts)
         put(same_host, "take", self._take)
         clock = SimpleNamespace(monotonic=self.loop.time, time=self.loop.time, sleep=self._sleep)
-        for module in (same_host, board, comm, dask_p2p.task):
+        for module in (same_host, directory, comm, dask_p2p.task):
             put(module, "time", clock)
-        put(board, "views", {})
+        put(directory, "views", {})
         put(table.View, "begin", _halting_begin(table.View.begin))
         put(LeasedBlock, "confirm", _halting_confirm(LeasedBlock.confirm))
 
@@ -258,7 +258,7 @@ class World:
 
     def _whereabouts(self):
         worker = current().worker
-        return worker, worker.plugin.runtime
+        return worker, worker.plugin.context
 
     def _sleep(self, pause_s):
         self.loop.now_s += 0.002
@@ -266,21 +266,21 @@ class World:
 
     def _take(self, folder, key):
         """Take a lease as a reader does, and note whether that was right."""
-        (holder,) = (worker for worker in self.workers if worker.board.folder == folder)
+        (holder,) = (worker for worker in self.workers if worker.directory.folder == folder)
         dead = holder.dead
-        lease = board.take(folder, key)
+        lease = directory.take(folder, key)
         if lease is None:
             return None
         if dead:
-            self.wrong("took a notice that a killed worker left behind")
-        notice = None
+            self.wrong("took an entry that a killed worker left behind")
+        entry = None
         if not holder.dead:
-            notice = holder.board._notices.get(key)
-            if notice is None or notice.byte != lease.byte:
-                self.wrong("took a notice that was taken down")
-            elif notice.owner is not holder.data.get(key):
+            entry = holder.directory._published.get(key)
+            if entry is None or entry.byte != lease.byte:
+                self.wrong("took an entry that was taken down")
+            elif entry.owner is not holder.data.get(key):
                 self.wrong("took the descriptor of a block that was released")
-        current().leases.append(Lease(lease, holder, notice))
+        current().leases.append(Lease(lease, holder, entry))
         halt("leased")
         return lease
 

@@ -107,7 +107,7 @@ def linked(make, loop, folder, options):
 
     def drop(key):
         del there.blocks[key]
-        serving.released(key)
+        serving.on_released(key)
 
     yield SimpleNamespace(
         reader=reader,

@@ -9,6 +9,7 @@ from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
+    Obstacle,
     TransferError,
     UnsupportedArrayError,
 )
@@ -102,6 +103,19 @@ class FailingReading(Reading):
         self.closed = True
 
 
+def test_an_obstacle_goes_from_holder_to_reader():
+    block = Request("x", "holder", (2,), F8, "numpy", [])
+    obstacle = Obstacle("not-shareable", "it cannot be shared", "Share it")
+    reply = refuse(TransferError(obstacle.full_text, obstacle=obstacle))
+    with pytest.raises(TransferError, match=r"it cannot be shared\. Share it") as caught:
+        check_reply(reply, block, "ipc")
+    assert caught.value.obstacle == obstacle
+    for wrong in (None, 7, "abc", ["a", "b"], ["a", "b", 3], ["a", "b", "c", "d"]):
+        with pytest.raises(TransferError) as caught:
+            check_reply({**reply, "obstacle": wrong}, block, "ipc")
+        assert caught.value.obstacle is None
+
+
 class FailingTransport(Transport):
     name = "failing"
 
@@ -111,7 +125,7 @@ class FailingTransport(Transport):
     def read(self, requests, options):
         return self.reading
 
-    handlers = obstacle = pacing = close = None
+    handlers = obstacle = flow_control = close = None
 
 
 @pytest.mark.parametrize("error", [TransferError("trouble"), TimeoutError()], ids=repr)

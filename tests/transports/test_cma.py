@@ -16,10 +16,12 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
 from dask_p2p.transports import process_memory, same_host
-from dask_p2p.transports.board import leave
 from dask_p2p.transports.cma import CmaTransport
+from dask_p2p.transports.directory import leave
 from dask_p2p.transports.probe import PROBE_BYTES
+from dask_p2p.transports.same_host import DirectoryOptions
 from dask_p2p.transports.table import OWNER
+from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 
@@ -29,7 +31,7 @@ F8 = np.dtype("f8")
 @pytest.fixture
 def setup(loop, tmp_path, monkeypatch):
     monkeypatch.setattr(same_host, "apart", lambda here, there: None)
-    chosen = replace(options(), board_retain_s=60.0)
+    chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
     with linked(CmaTransport, loop, tmp_path, chosen) as setup:
         yield setup
 
@@ -59,7 +61,7 @@ class TestCma(Conformance):
 
     def test_what_is_posted_need_not_be_asked_for(self, setup, block):
         key, array = block
-        setup.serving.serving(setup.host.blocks)
+        setup.serving.publish(setup.host.blocks)
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert "p2p_cma_post" not in setup.host.calls
 
@@ -81,37 +83,37 @@ class TestCma(Conformance):
 
         def place_of(transport, array):
             monkeypatch.setattr(CmaTransport, "place_of", real)
-            transport._find_and_post(key, array.shape)  # another thread, for another reader
+            transport._find_and_publish(key, array.shape)  # another thread, for another reader
             return real(transport, array)
 
         monkeypatch.setattr(CmaTransport, "place_of", place_of)
-        setup.serving._find_and_post(key, array.shape)
-        assert setup.serving.held() == {"posted": 1}
+        setup.serving._find_and_publish(key, array.shape)
+        assert setup.serving.usage() == {"published": 1}
 
     def test_what_is_no_numpy_block_is_not_posted(self, setup, block, monkeypatch):
-        monkeypatch.setattr(same_host, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
-        setup.serving.serving(setup.host.blocks)
-        assert setup.serving.held() == {"posted": 0}
+        monkeypatch.setattr(same_host, "backend_for", lambda block: SimpleNamespace(name="cupy"))
+        setup.serving.publish(setup.host.blocks)
+        assert setup.serving.usage() == {"published": 0}
 
     def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         setup.drop(key)
-        assert setup.serving.held() == {"posted": 1}, "it is being read"
+        assert setup.serving.usage() == {"published": 1}, "it is being read"
         np.testing.assert_array_equal(remote.request().result(), array)
         remote.close()
-        setup.serving._board.sweep(60)
-        assert setup.serving.held() == {"posted": 0}
+        setup.serving._directory.expire(60)
+        assert setup.serving.usage() == {"published": 0}
 
     def test_a_block_is_let_go_of_with_its_last_region(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 3), (0, 10)), ((3, 6), (0, 10)))
         np.testing.assert_array_equal(remote.request().result(), array[:3])
         setup.drop(key)
-        assert setup.serving.held() == {"posted": 1}
+        assert setup.serving.usage() == {"published": 1}
         np.testing.assert_array_equal(remote.request().result(), array[3:])
-        setup.serving._board.sweep(60)
-        assert setup.serving.held() == {"posted": 0}
+        setup.serving._directory.expire(60)
+        assert setup.serving.usage() == {"published": 0}
         remote.confirm()
         remote.close()
 
@@ -120,12 +122,12 @@ class TestCma(Conformance):
         for key in range(5):
             setup.put(key, array + key)
         setup.host.on_disk = set(range(4))
-        setup.serving.serving(setup.host.blocks)
-        assert setup.serving.held() == {"posted": 1}, "what is in memory"
+        setup.serving.publish(setup.host.blocks)
+        assert setup.serving.usage() == {"published": 1}, "what is in memory"
         for key in (0, 1, 2, 3, 3, 0):
             got = self.read(setup, key, array, ((0, 6), (0, 10)))
             np.testing.assert_array_equal(got, array + key)
-            assert setup.serving.held()["posted"] <= 1 + 2
+            assert setup.serving.usage()["published"] <= 1 + 2
         assert setup.host.calls.count("p2p_cma_post") == 5
 
     def test_a_block_on_disk_is_kept_while_it_is_read(self, setup):
@@ -135,11 +137,11 @@ class TestCma(Conformance):
         setup.host.on_disk = set(range(4))
         whole = ((0, 6), (0, 10))
         opened = [self.open(setup, key, array, whole) for key in range(4)]
-        assert setup.serving.held() == {"posted": 4}
+        assert setup.serving.usage() == {"published": 4}
         for key, remote in enumerate(opened):
             np.testing.assert_array_equal(remote.request().result(), array + key)
-        setup.serving._board.sweep(60)
-        assert setup.serving.held() == {"posted": 2}
+        setup.serving._directory.expire(60)
+        assert setup.serving.usage() == {"published": 2}
 
     def test_what_is_closed_is_not_read(self, setup, block):
         key, array = block
@@ -178,15 +180,17 @@ class TestCma(Conformance):
         with pytest.raises(UnsuitableError, match="in runs of 120 bytes"):
             self.read(setup, "rows", array, box)
         setup.drop("rows")
-        assert setup.serving.held() == {"posted": 0}
+        assert setup.serving.usage() == {"published": 0}
 
     def test_other_blocks_are_not_for_cma(self, setup):
-        assert setup.reader.obstacle("holder", "cupy", F8) == "cma moves NumPy blocks, not cupy"
-        assert "not Python objects" in setup.reader.obstacle("holder", "numpy", np.dtype(object))
+        obstacle = setup.reader.obstacle("holder", "cupy", F8)
+        assert obstacle.code == "other-kind"
+        assert obstacle.text == "cma moves NumPy blocks, not cupy"
+        assert setup.reader.obstacle("holder", "numpy", np.dtype(object)).code == "objects"
 
     def test_systems_without_it(self, setup, monkeypatch):
         monkeypatch.setattr(process_memory, "is_there", lambda: False)
-        assert "no cross-memory attach" in setup.reader.obstacle("holder", "numpy", F8)
+        assert setup.reader.obstacle("holder", "numpy", F8).code == "unsupported"
 
     def test_a_kernel_that_refuses(self, setup, block, monkeypatch):
         def refuse(*args):
@@ -195,8 +199,10 @@ class TestCma(Conformance):
         key, array = block
         monkeypatch.setattr(process_memory, "read", refuse)
         said = setup.reader.obstacle("holder", "numpy", F8)
-        assert "its memory may not be read" in said
-        assert "not permitted" in said
+        assert said.code == "forbidden"
+        assert "its memory may not be read" in said.text
+        assert "not permitted" in said.text
+        assert "SYS_PTRACE" in said.remedy
         with pytest.raises(TransferError, match="cannot be read in place: its memory may not be"):
             self.open(setup, key, array)
 
@@ -212,12 +218,12 @@ class TestCma(Conformance):
     )
     def test_a_holder_that_describes_itself_wrongly(self, setup, monkeypatch, memory, words):
         described(setup, monkeypatch, memory=memory)
-        assert words in setup.reader.obstacle("holder", "numpy", F8)
+        assert words in setup.reader.obstacle("holder", "numpy", F8).text
 
     def test_another_process_under_the_holders_number(self, setup, monkeypatch):
         address = process_memory.address_of(np.zeros(16, "u1"))
         described(setup, monkeypatch, memory=f"{address:x} {'ab' * 16}")
-        assert setup.reader.obstacle("holder", "numpy", F8) == "its memory is another process'"
+        assert setup.reader.obstacle("holder", "numpy", F8).code == "other-process"
 
     @pytest.mark.parametrize(
         "place", [{}, {"address": "1"}, {"address": True}, {"address": -1}, 1, None], ids=str
@@ -228,7 +234,7 @@ class TestCma(Conformance):
         with pytest.raises(TransferError, match="has no address"):
             self.open(setup, key, array)
         setup.drop(key)
-        assert setup.serving.held() == {"posted": 0}
+        assert setup.serving.usage() == {"published": 0}
 
     def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):
         key, array = block
@@ -247,7 +253,7 @@ class TestCma(Conformance):
         remote.reading._opened[0]._pid = ended.pid
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.request().result()
-        setup.serving._board._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
+        setup.serving._directory._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
@@ -260,10 +266,10 @@ class TestCma(Conformance):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         setup.close_holder()
-        assert setup.serving.held() == {"posted": 1}
+        assert setup.serving.usage() == {"published": 1}
         np.testing.assert_array_equal(remote.request().result(), array)
-        wait_until(lambda: setup.serving.held() == {"posted": 0})
-        assert not os.path.exists(setup.serving._board.folder)
+        wait_until(lambda: setup.serving.usage() == {"published": 0})
+        assert not os.path.exists(setup.serving._directory.folder)
 
     def test_a_reader_with_its_last_file_descriptor(self, setup, block, monkeypatch):
         key, array = block
@@ -275,7 +281,7 @@ class TestCma(Conformance):
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", no_more)
             self.read(setup, key, array, ((0, 6), (0, 10)))  # the holder's table is open
-            leave(setup.serving._board.folder)
+            leave(setup.serving._directory.folder)
             with pytest.raises(TransferError, match="Too many open files"):
                 self.open(setup, key, array, ((0, 6), (0, 10)))
             np.testing.assert_array_equal(remote.request().result(), array)
@@ -283,7 +289,7 @@ class TestCma(Conformance):
             remote.close()
 
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
-        setup.serving.options = replace(options(), board_retain_s=0.05)
-        setup.serving.serving(setup.host.blocks)
-        assert setup.serving.held() == {"posted": 1}
-        wait_until(lambda: setup.serving.held() == {"posted": 0})
+        setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
+        setup.serving.publish(setup.host.blocks)
+        assert setup.serving.usage() == {"published": 1}
+        wait_until(lambda: setup.serving.usage() == {"published": 0})

@@ -84,7 +84,7 @@ def test_nothing_is_kept(client):
     del a, y
 
     def in_use(dask_worker):
-        return sum(dask_worker.plugins[PLUGIN_NAME].runtime.held().values())
+        return sum(dask_worker.plugins[PLUGIN_NAME].context.usage().values())
 
     wait_until(lambda: set(client.run(in_use).values()) == {0})
 
@@ -139,7 +139,7 @@ def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
         dask_p2p.register(client)
         a = da.fromfunction(lambda i, j: i * 40 + j, shape=shape, chunks=(20, 40), dtype=float)
         a = persisted(client, a)
-        y = persisted(client, dask_p2p.transpose(a))  # all have met, and posted their blocks
+        y = persisted(client, dask_p2p.transpose(a))  # all have met, and published their blocks
         del y
         reader, holder, _ = sorted(workers_of(client))
         (pid,) = client.run(os.getpid, workers=[holder]).values()

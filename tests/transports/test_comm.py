@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.transports.comm import CommTransport
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
@@ -85,16 +85,16 @@ class TestComm(Conformance):
     def test_what_is_under_way_is_counted(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)), ((0, 1), (0, 1)))
-        assert setup.reader.held() == {"opened": 1, "requested": 0, "serving": 0}
+        assert setup.reader.usage() == {"opened": 1, "requested": 0, "serving": 0}
         setup.host.delay_s = 0.2
         requests = [remote.request(), remote.request()]
         # Both by one call.
-        assert setup.reader.held() == {"opened": 1, "requested": 1, "serving": 0}
+        assert setup.reader.usage() == {"opened": 1, "requested": 1, "serving": 0}
         for request in requests:
             request.result(20)
-        wait_until(lambda: setup.reader.held()["requested"] == 0)
+        wait_until(lambda: setup.reader.usage()["requested"] == 0)
         remote.close()
-        assert setup.reader.held()["opened"] == setup.serving.held()["serving"] == 0
+        assert setup.reader.usage()["opened"] == setup.serving.usage()["serving"] == 0
 
     def test_room_is_given_back_where_packing_fails(self, setup, block, monkeypatch):
         def fail(*args, **kwargs):
@@ -104,16 +104,16 @@ class TestComm(Conformance):
         monkeypatch.setattr(HostQueue, "permute", fail)
         with pytest.raises(TransferError, match=r"out of memory for packing .*no room"):
             self.read(setup, key, array, ((0, 6), (0, 1)))
-        assert setup.serving.packed.taken_bytes == 0
+        assert setup.serving.packed.reserved_bytes == 0
 
     def test_what_is_handed_over_in_one_process_takes_no_room(self, setup, block):
         key, _ = block
         kept = setup.serving._pack(key, ((0, 6), (0, 1)), (6, 10))
-        assert kept.nbytes == setup.serving.packed.taken_bytes
+        assert kept.nbytes == setup.serving.packed.reserved_bytes
         del kept
         setup.host.address = "inproc://holder"
         region = setup.serving._pack(key, ((0, 6), (0, 1)), (6, 10))
-        assert region.nbytes > setup.serving.packed.taken_bytes == 0
+        assert region.nbytes > setup.serving.packed.reserved_bytes == 0
 
     def test_an_answer_that_does_not_come_in_time(self, setup, block):
         key, array = block

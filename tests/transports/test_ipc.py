@@ -6,7 +6,6 @@ import asyncio
 import multiprocessing
 import os
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,10 +13,12 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.same_host import DirectoryOptions
+from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 
-OPTIONS = replace(options(), board_retain_s=60.0)
+OPTIONS = with_section(options(), DirectoryOptions, retain_s=60.0)
 
 
 def hold(connection, folder):
@@ -55,10 +56,10 @@ def hold(connection, folder):
                 op, kwargs = args
                 result = loop.run(host.handlers[op](**kwargs))
             elif what == "serving":
-                transport.serving(host.blocks)
+                transport.publish(host.blocks)
                 result = None
             elif what == "kept":
-                result = (loop.run(_sweep(transport)), len(transport._board))[1]
+                result = (loop.run(_expire(transport)), len(transport._directory))[1]
             elif what == "close":
                 result = loop.run(transport.close())
             connection.send((True, result))
@@ -67,11 +68,11 @@ def hold(connection, folder):
 
 
 async def _release(transport, key):
-    transport.released(key)
+    transport.on_released(key)
 
 
-async def _sweep(transport):
-    transport._board.sweep(60.0)
+async def _expire(transport):
+    transport._directory.expire(60.0)
 
 
 class RemoteHost:
@@ -152,7 +153,8 @@ class TestIpc(Conformance):
     test_a_holder_that_is_closing_refuses = None
 
     def test_numpy_blocks_are_not_for_ipc(self, setup):
-        assert "not numpy" in setup.reader.obstacle(setup.holder, "numpy", np.dtype("f8"))
+        obstacle = setup.reader.obstacle(setup.holder, "numpy", np.dtype("f8"))
+        assert obstacle.code == "other-kind"
 
     def test_what_is_posted_need_not_be_asked_for(self, setup, block):
         key, array = block
@@ -206,7 +208,7 @@ class TestIpc(Conformance):
         in_use = remote.request().result(5)
 
         async def forget():
-            setup.reader.forget(setup.holder)
+            setup.reader.on_worker_left(setup.holder)
 
         loop.run(forget())
         np.testing.assert_array_equal(in_use.get(), array)  # still mapped

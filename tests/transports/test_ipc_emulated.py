@@ -12,13 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_p2p.backends.cupy import CUPY
 from dask_p2p.config import options
-from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
+from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, Obstacle, TransferError
 from dask_p2p.transports import cuda_ipc, ipc
 from dask_p2p.transports import descriptor as description
 from dask_p2p.transports import same_host as module
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.same_host import DirectoryOptions
 from dask_p2p.transports.table import OWNER
+from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 from tests.transports.test_cuda_ipc import FakeRuntime
@@ -56,11 +59,11 @@ def device(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cuda_ipc, "export", device.export)
     monkeypatch.setattr(cuda_ipc, "array_at", device.array_at)
-    monkeypatch.setattr(module, "kernel_named", lambda name: SimpleNamespace(empty=np.empty))
+    monkeypatch.setattr(CUPY, "empty", np.empty)
     monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda: "aa")
     monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: None)
     monkeypatch.setattr(ipc, "wait_until_written", lambda blocks, any_stream: None)
-    monkeypatch.setattr(module, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
+    monkeypatch.setattr(module, "backend_for", lambda block: SimpleNamespace(name="cupy"))
     describe = IpcTransport._describe
     pids = {"reader": 1, "holder": 2}
     monkeypatch.setattr(
@@ -73,7 +76,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def setup(device, loop, tmp_path):
-    chosen = replace(options(), board_retain_s=60.0)
+    chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
     with linked(IpcTransport, loop, tmp_path, chosen) as setup:
         setup.kind, setup.device = "cupy", device
         setup.put = lambda key, array: setup.host.blocks.update({key: array.copy(order="K")})
@@ -83,9 +86,12 @@ def setup(device, loop, tmp_path):
 def nothing_is_kept(setup, key):
     """No lease and no user of a mapping."""
     setup.drop(key)
-    return len(setup.serving._board) == 0 and not any(
+    return len(setup.serving._directory) == 0 and not any(
         mapping.users for mapping in setup.reader._mappings._open.values()
     )
+
+
+TOO_FAR = Obstacle("too-far", "too far apart", "Bring them together")
 
 
 class TestIpcEmulated(Conformance):
@@ -93,7 +99,7 @@ class TestIpcEmulated(Conformance):
 
     def test_what_is_posted_need_not_be_asked_for(self, setup, block):
         key, array = block
-        setup.serving.serving(setup.host.blocks)
+        setup.serving.publish(setup.host.blocks)
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert "p2p_ipc_post" not in setup.host.calls
         assert nothing_is_kept(setup, key)
@@ -102,21 +108,21 @@ class TestIpcEmulated(Conformance):
         key, array = block
         remote = self.open(setup, key, array)
         setup.drop(key)
-        assert len(setup.serving._board) == 1, "it is being read"
+        assert len(setup.serving._directory) == 1, "it is being read"
         remote.close()
-        setup.serving._board.sweep(60)
-        assert len(setup.serving._board) == 0
+        setup.serving._directory.expire(60)
+        assert len(setup.serving._directory) == 0
 
     def test_a_holder_that_ended_while_it_was_read(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         remote.request()
         remote.confirm()
-        setup.serving._board._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
+        setup.serving._directory._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
-        with pytest.raises(TransferError, match=r"posted block .* 3 times, and it was not there"):
+        with pytest.raises(TransferError, match=r"published block .* 3 times, and it was gone"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
     @pytest.mark.parametrize(
@@ -139,10 +145,10 @@ class TestIpcEmulated(Conformance):
         key, array = block
         real = description.Descriptor.text
 
-        def text(posted):
+        def text(published):
             if change is None:
-                return real(posted)[:-1]
-            return description.json.dumps({**description.asdict(posted), **change}).encode()
+                return real(published)[:-1]
+            return description.json.dumps({**description.asdict(published), **change}).encode()
 
         monkeypatch.setattr(description.Descriptor, "text", text)
         with pytest.raises(error, match=words):
@@ -166,25 +172,25 @@ class TestIpcEmulated(Conformance):
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
 
         async def forget():
-            setup.reader.forget(setup.holder)
+            setup.reader.on_worker_left(setup.holder)
 
         loop.run(forget())
         assert len(setup.device.runtime.open) == 1, "it is being read"
         remote.close()
         wait_until(lambda: setup.device.runtime.open == {})
-        assert setup.reader.held()["mapped"] == 0
+        assert setup.reader.usage()["mapped"] == 0
 
     def test_a_worker_that_left_is_not_known_any_more(self, setup, block, loop):
         key, array = block
 
         async def forget():
-            setup.reader.forget(setup.holder)
+            setup.reader.on_worker_left(setup.holder)
 
         for _ in range(2):
             self.read(setup, key, array, ((0, 6), (0, 10)))
-            assert setup.reader.held()["mapped"] == 1
+            assert setup.reader.usage()["mapped"] == 1
             loop.run(forget())
-            wait_until(lambda: setup.reader.held()["mapped"] == 0)
+            wait_until(lambda: setup.reader.usage()["mapped"] == 0)
         assert setup.device.runtime.open == {}
         assert setup.host.calls.count("p2p_ipc_peer") == 2
 
@@ -199,20 +205,20 @@ class TestIpcEmulated(Conformance):
 
     def test_nothing_is_posted_before_its_values_are_there(self, setup, block, monkeypatch):
         key, array = block
-        posted = []
+        published = []
         monkeypatch.setattr(
             ipc,
             "wait_until_written",
-            lambda blocks, any_stream: posted.append(len(setup.serving._board)),
+            lambda blocks, any_stream: published.append(len(setup.serving._directory)),
         )
         self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert posted == [0]
+        assert published == [0]
 
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
-        setup.serving.options = replace(options(), board_retain_s=0.05)
-        setup.serving.serving(setup.host.blocks)
-        assert setup.serving.held()["posted"] == 1
-        wait_until(lambda: setup.serving.held()["posted"] == 0)
+        setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
+        setup.serving.publish(setup.host.blocks)
+        assert setup.serving.usage()["published"] == 1
+        wait_until(lambda: setup.serving.usage()["published"] == 0)
 
     @pytest.mark.parametrize("error", [OSError("full"), ValueError("closed"), TransferError("no")])
     def test_what_cannot_be_posted_does_not_keep_a_task_from_its_work(
@@ -223,7 +229,7 @@ class TestIpcEmulated(Conformance):
 
         key, array = block
         monkeypatch.setattr(cuda_ipc, "export", fail)
-        setup.serving.serving(setup.host.blocks)
+        setup.serving.publish(setup.host.blocks)
         with pytest.raises(TransferError, match=f"holder could not send .*{error}"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
@@ -231,14 +237,14 @@ class TestIpcEmulated(Conformance):
         key, array = block
         with pytest.raises(BlockMismatchError):
             self.open(setup, key, array.T)
-        assert setup.serving.held()["posted"] == 0
+        assert setup.serving.usage()["published"] == 0
 
     def test_an_event_loop_that_is_stuck(self, setup, loop):
         loop.loop.call_soon_threadsafe(time.sleep, 1)
         with pytest.raises(TransferError, match="ipc: the worker's event loop did not respond"):
-            setup.reader._ask("holder", "p2p_ipc_peer", -4.8, "where it runs")
+            setup.reader._ask("holder", "p2p_ipc_peer", -9.8, "where it runs")
 
-    def test_a_board_that_cannot_be_read(self, setup, block, monkeypatch):
+    def test_a_directory_that_cannot_be_read(self, setup, block, monkeypatch):
         def take(folder, key):
             raise PermissionError("not yours")
 
@@ -250,7 +256,7 @@ class TestIpcEmulated(Conformance):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
     def test_numpy_blocks_are_not_for_ipc(self, setup):
-        assert "not numpy" in setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
+        assert setup.reader.obstacle("holder", "numpy", np.dtype("f8")).code == "other-kind"
 
     @pytest.mark.parametrize("said", [{}, {"peer": None}, {"peer": {"pid": 1}}, None], ids=str)
     def test_a_holder_that_does_not_say_where_it_runs(self, setup, block, said):
@@ -260,14 +266,14 @@ class TestIpcEmulated(Conformance):
             return said
 
         setup.host.handlers["p2p_ipc_peer"] = answer
-        assert "does not say where it runs" in setup.reader.obstacle("holder", "cupy", None)
+        assert "does not say where it runs" in setup.reader.obstacle("holder", "cupy", None).text
         setup.host.handlers["p2p_ipc_peer"] = real
         assert setup.reader.obstacle("holder", "cupy", None) is None, "it is asked again"
 
     def test_a_holder_that_may_not_be_mapped_is_not(self, setup, block, monkeypatch):
         key, array = block
-        monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: "too far apart")
-        assert setup.reader.obstacle("holder", "cupy", None) == "too far apart"
+        monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: TOO_FAR)
+        assert setup.reader.obstacle("holder", "cupy", None) == TOO_FAR
         with pytest.raises(TransferError, match="holder cannot be read in place: too far apart"):
             self.open(setup, key, array)
         assert setup.device.runtime.open == {}
@@ -275,10 +281,10 @@ class TestIpcEmulated(Conformance):
     def test_closing_lets_go_of_everything(self, setup, block, loop):
         key, array = block
         self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert setup.reader.held()["mapped"] == setup.serving.held()["posted"] == 1
+        assert setup.reader.usage()["mapped"] == setup.serving.usage()["published"] == 1
         assert setup.serving.leased_bytes == array.nbytes
         loop.run(setup.reader.close())
         loop.run(setup.serving.close())
-        assert setup.serving._sweeping.cancelled()
+        assert setup.serving._expiring.cancelled()
         assert setup.device.runtime.open == {}
-        assert setup.serving.held()["posted"] == setup.serving.leased_bytes == 0
+        assert setup.serving.usage()["published"] == setup.serving.leased_bytes == 0

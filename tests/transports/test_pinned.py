@@ -16,15 +16,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError, UnsuitableError
-from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.transports import buffers, segments
 from dask_p2p.transports import pinned as module
-from dask_p2p.transports.pinned import PinnedTransport
+from dask_p2p.transports.pinned import PinnedOptions, PinnedTransport
 from dask_p2p.transports.segments import Segment, Segments
+from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
+from tests.transports.reading import open_block
 
 WHOLE = ((0, 6), (0, 10))
 
@@ -52,6 +56,13 @@ def shared_files():
 
 
 class Pinned(Conformance):
+    def open(self, setup, key, array, *boxes, part_bytes=2**25, **changes):
+        of = setup.holder, key, array.shape, array.dtype, setup.kind
+        chosen = with_section(
+            replace(self.options, **changes), PinnedOptions, part_bytes=part_bytes
+        )
+        return open_block(setup.reader, *of, boxes, chosen)
+
     @pytest.mark.parametrize(
         "dtype", [">f8", ">i2", "M8[ns]", "U3", "V7", [("a", "i1"), ("b", ">f8")]], ids=str
     )
@@ -67,7 +78,7 @@ class Pinned(Conformance):
         array = np.arange(300 * 400.0).reshape(300, 400)
         setup.put("block", array)
         asked = setup.host.calls
-        got = self.read(setup, "block", array, ((7, 290), (3, 400)), pinned_part_bytes=2**16)
+        got = self.read(setup, "block", array, ((7, 290), (3, 400)), part_bytes=2**16)
         np.testing.assert_array_equal(got, array[7:290, 3:])
         assert asked.count("p2p_pinned_read") >= 283 * 397 * 8 / 2**16
 
@@ -78,7 +89,7 @@ class Pinned(Conformance):
             got = self.read(setup, key, array, WHOLE)
             np.testing.assert_array_equal(got, array + i + 1)
             del got
-        assert setup.serving.held()["mapped"] <= 2  # a thread may let go of it a little later
+        assert setup.serving.usage()["mapped"] <= 2  # a thread may let go of it a little later
 
     def test_regions_stay_while_others_come(self, setup, block):
         key, array = block
@@ -97,11 +108,11 @@ class Pinned(Conformance):
         self.read(setup, key, array, WHOLE)
 
         async def forget():
-            setup.serving.forget("reader")
-            setup.reader.forget("holder")
+            setup.serving.on_worker_left("reader")
+            setup.reader.on_worker_left("holder")
 
         loop.run(forget())
-        wait_until(lambda: setup.serving.held()["mapped"] == 0)
+        wait_until(lambda: setup.serving.usage()["mapped"] == 0)
         calls = setup.host.calls
         calls.clear()
         assert setup.reader.obstacle("holder", setup.kind, array.dtype) is None
@@ -141,7 +152,7 @@ class Pinned(Conformance):
             with pytest.raises(TransferError, match="no answer of holder"):
                 pending.result(20)
         remote.close()
-        wait_until(lambda: setup.reader.held()["requested"] == 0)
+        wait_until(lambda: setup.reader.usage()["requested"] == 0)
         del remote, pending
         gc.collect()
         setup.serving._pack_region = pack
@@ -184,7 +195,7 @@ class TestPinned(Pinned):
         wide = [((i, i + 1), (0, 2**10)) for i in range(8)]
         most = 0
         for boxes in (thin, wide, wide + thin, thin + wide, (thin[:20] + wide) * 3):
-            remote = self.open(setup, "block", array, *boxes, pinned_part_bytes=2**13)
+            remote = self.open(setup, "block", array, *boxes, part_bytes=2**13)
             ahead = deque()
             for region in remote.reading:
                 ahead.append(region)
@@ -198,7 +209,7 @@ class TestPinned(Pinned):
             while ahead:
                 ahead.popleft().pending.result(20)
             remote.close()
-        in_flight = setup.reader.pacing(self.options, "numpy").parts_in_flight
+        in_flight = setup.reader.flow_control(self.options, "numpy").parts_in_flight
         assert in_flight <= most <= in_flight + 1
 
     def test_a_holder_unmaps_what_its_reader_gave_up(self, setup, block):
@@ -208,12 +219,12 @@ class TestPinned(Pinned):
             remote = self.open(setup, key, array, WHOLE)
             regions.append(remote.request().result(20))
             remote.close()
-        assert setup.serving.held()["mapped"] == 4
+        assert setup.serving.usage()["mapped"] == 4
         setup.reader._segments[setup.kind].clear()
         del regions[1:], remote
         setup.reader._segments[setup.kind].clear()
         self.read(setup, key, array, WHOLE)
-        assert setup.serving.held()["mapped"] == 2
+        assert setup.serving.usage()["mapped"] == 2
 
 
 class TestPinnedWithSums(Pinned):
@@ -240,7 +251,7 @@ class TestPinnedWithSums(Pinned):
 
 
 def test_objects_are_an_obstacle(setup):
-    assert "not Python objects" in setup.reader.obstacle("holder", "numpy", np.dtype(object))
+    assert setup.reader.obstacle("holder", "numpy", np.dtype(object)).code == "objects"
 
 
 @pytest.mark.parametrize(
@@ -266,15 +277,15 @@ def test_memory_that_a_holder_cannot_open_is_an_obstacle(setup, monkeypatch, cha
 
     with monkeypatch.context() as patch:
         patch.setattr(Segment, "make", elsewhere)
-        assert words in setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
+        assert words in str(setup.reader.obstacle("holder", "numpy", np.dtype("f8")))
         calls = setup.host.calls.copy()
-        assert words in setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
+        assert words in str(setup.reader.obstacle("holder", "numpy", np.dtype("f8")))
         assert setup.host.calls == calls, "it is asked once"
 
 
 def test_a_holder_that_does_not_answer_is_asked_again(setup):
     answer = setup.host.handlers.pop("p2p_pinned_read")
-    assert "could not answer" in setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
+    assert setup.reader.obstacle("holder", "numpy", np.dtype("f8")).code == "no-answer"
     setup.host.handlers["p2p_pinned_read"] = answer
     assert setup.reader.obstacle("holder", "numpy", np.dtype("f8")) is None
 
@@ -303,11 +314,11 @@ def test_where_memory_is_full_other_ways_are_left(setup, monkeypatch):
     before = shared_files()
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        assert "No space left" in setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
+        assert "No space left" in str(setup.reader.obstacle("holder", "numpy", np.dtype("f8")))
         with pytest.raises(TransferError, match=r"no memory to share: .* No space left"):
             Conformance().read(setup, "block", array, ((0, 3), (0, 4)))
     assert shared_files() <= before
-    assert setup.reader.held() == {"opened": 0, "requested": 0, "serving": 0, "mapped": 0}
+    assert setup.reader.usage() == {"opened": 0, "requested": 0, "serving": 0, "mapped": 0}
 
 
 GOOD = {
@@ -354,7 +365,7 @@ def test_requests_that_make_no_sense(setup, loop, change):
     reply = loop.run(setup.host.handlers["p2p_pinned_read"](**request))
     assert reply["status"] == "error"
     assert not segment.bytes.any()
-    assert setup.serving.held() == {"opened": 0, "requested": 0, "serving": 0, "mapped": 0}
+    assert setup.serving.usage() == {"opened": 0, "requested": 0, "serving": 0, "mapped": 0}
 
 
 @pytest.mark.parametrize(
@@ -497,8 +508,8 @@ def cupy(monkeypatch):
 
     monkeypatch.setattr(segments, "device_work", no_device)
     monkeypatch.setattr(module, "device_of", no_device)
-    monkeypatch.setattr(module, "kernel_for", lambda block: SimpleNamespace(name="cupy"))
-    monkeypatch.setattr(module, "queue_for", lambda kind, **_: HostQueue())
+    monkeypatch.setattr(module, "backend_for", lambda block: CUPY)
+    monkeypatch.setattr(CUPY, "queue", lambda beside_copies=False: HostQueue(NUMPY))
     return cupy
 
 
@@ -532,7 +543,7 @@ class TestPinnedOnGpus(Pinned):
         array = np.arange(40.0).reshape(4, 10)
         setup.put("block", array)
         rows = [((i, i + 1), (0, 10)) for i in range(4)]
-        remote = self.open(setup, "block", array, *rows, pinned_part_bytes=512)
+        remote = self.open(setup, "block", array, *rows, part_bytes=512)
         pending = [remote.request() for _ in rows]
         stream = pending[2]._begun(20)._done.stream
         assert len(stream.queued) == 1

@@ -28,7 +28,7 @@ def _by_pinned():
 
 def own_segments(kind, dask_worker):
     """Inodes of the segments that this worker has made."""
-    pinned = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["pinned"]
+    pinned = dask_worker.plugins[PLUGIN_NAME].context.router.transports["pinned"]
     return set(pinned._segments[kind].inodes())
 
 
@@ -82,7 +82,7 @@ def test_a_worker_that_is_killed_leaves_nothing(moment):
 
 
 def die_while_packing(dask_worker):
-    pinned = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["pinned"]
+    pinned = dask_worker.plugins[PLUGIN_NAME].context.router.transports["pinned"]
 
     def die(*args):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -21,7 +21,7 @@ def test_a_key_survives_being_sent():
     sent = loads(dumps({"key": key}))["key"]
     assert is_probe(key)
     assert is_probe(sent)
-    assert repr(sent) == repr(key)  # by which notice boards find it
+    assert repr(sent) == repr(key)  # by which directories find it
 
 
 @pytest.mark.parametrize("key", [("x", 0, 0), "x", ("x-1", "numpy", 7), None, 5])

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
-from dask_p2p.kernels.queue import HostQueue
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports import ucx_reading
-from dask_p2p.transports.ucx import UcxTransport
+from dask_p2p.transports.ucx import UcxOptions, UcxTransport
+from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 
@@ -100,7 +101,7 @@ class TestUcx(Conformance):
         monkeypatch.setattr(HostQueue, "synchronize", fail)
         with pytest.raises(TransferError, match="the device is lost"):
             self.read(setup, key, array, ((0, 1), (0, 1)))
-        assert setup.serving.packed.taken_bytes == 0
+        assert setup.serving.packed.reserved_bytes == 0
 
     def test_after_it_is_closed_nothing_is_started(self, setup, loop):
         for transport in (setup.reader, setup.serving):
@@ -139,11 +140,12 @@ class TestUcx(Conformance):
         assert closed == [True]
 
     def test_objects_and_encryption_are_obstacles(self, setup):
-        assert "not Python objects" in setup.reader.obstacle("holder", "numpy", np.dtype(object))
+        assert setup.reader.obstacle("holder", "numpy", np.dtype(object)).code == "objects"
         setup.reader.host.encrypted_only = True
         said = setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
-        assert "requires encryption" in said
-        assert "p2p.transports.ucx.allow-unencrypted" in said
+        assert said.code == "unencrypted"
+        assert "requires encryption" in said.text
+        assert "p2p.transports.ucx.allow-unencrypted" in said.remedy
 
     def test_a_holder_that_may_not_send_unencrypted(self, setup, block):
         key, array = block
@@ -163,7 +165,7 @@ class TestUcx(Conformance):
         for _ in range(20):
             self.read(setup, key, array, ((0, 6), (2, 10)))
         for side in (setup.reader, setup.serving):
-            wait_until(lambda side=side: side.held()["messages"] == 0)
+            wait_until(lambda side=side: side.usage()["messages"] == 0)
             assert 512 <= side._buffers["numpy"].idle_bytes <= 3 * 512
 
     @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ class TestUcx(Conformance):
         }
         reply = loop.run(setup.host.handlers["p2p_ucx_send"](**{**request, **change}))
         assert reply["status"] != "ok"
-        assert setup.serving.held()["messages"] == 0
+        assert setup.serving.usage()["messages"] == 0
 
     @pytest.mark.parametrize("address", [None, "text", b"", bytes(2**17)], ids=lambda a: str(a)[:9])
     def test_a_reader_that_tells_no_address(self, setup, block, address):
@@ -264,7 +266,7 @@ class TestUcx(Conformance):
         with pytest.raises(TransferError, match="no room"):
             remote.confirm()
         remote.close()
-        wait_until(lambda: setup.reader.held()["messages"] == 0)
+        wait_until(lambda: setup.reader.usage()["messages"] == 0)
 
     @pytest.mark.parametrize("sent", [None, "1", -1, 1, True, 2**40])
     def test_a_holder_that_lacks_a_block_and_miscounts(self, setup, block, sent):
@@ -290,9 +292,10 @@ class TestUcx(Conformance):
         array = np.arange(20 * 2**14).reshape(20, 2**14)  # rows that UCX does not send at once
         setup.put("block", array)
         rows = [((i, i + 1), (0, 2**14)) for i in range(20)]
-        full_parts = {"ucx_parts_in_flight": 2, "ucx_host_part_bytes": 2**17}
-        remote = self.open(setup, "block", array, *rows, **full_parts)
-        wait_until(lambda: setup.serving.held()["messages"] == 3)
+        full_parts = {"parts_in_flight": 2, "host_part_bytes": 2**17}
+        sections = with_section(self.options, UcxOptions, **full_parts).sections
+        remote = self.open(setup, "block", array, *rows, sections=sections)
+        wait_until(lambda: setup.serving.usage()["messages"] == 3)
         for i in range(20):
             np.testing.assert_array_equal(remote.request().result(20), array[i : i + 1])
         remote.confirm()
@@ -321,6 +324,6 @@ class TestUcx(Conformance):
             self.read(setup, key, array, ((0, 1), (0, 10)))
             assert len(setup.serving._messenger._endpoints) == 1
             for transport, other in ((setup.reader, "holder"), (setup.serving, "reader")):
-                transport.host.loop.call_soon_threadsafe(transport.forget, other)
+                transport.host.loop.call_soon_threadsafe(transport.on_worker_left, other)
             wait_until(lambda: setup.serving._messenger._endpoints == {})
             assert asked.count("p2p_ucx_peer") == times, "its address is another one, perhaps"

@@ -52,7 +52,7 @@ def test_many_parts_on_and_on(client):
         del y
 
     def in_use(dask_worker):
-        return sum(dask_worker.plugins[PLUGIN_NAME].runtime.held().values())
+        return sum(dask_worker.plugins[PLUGIN_NAME].context.usage().values())
 
     wait_until(lambda: set(client.run(in_use).values()) == {0})
 
@@ -80,11 +80,11 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
         assert used(client, y) == ({"ucx"} if allowed else {"comm"})
 
         def obstacle(dask_worker):
-            ucx = dask_worker.plugins[PLUGIN_NAME].runtime.links.transports["ucx"]
+            ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
             return ucx.obstacle("anybody", "numpy", np.dtype("f8"))
 
         for said in client.run(obstacle).values():
-            assert said is None if allowed else "requires encryption" in said
+            assert said is None if allowed else said.code == "unencrypted"
 
 
 @pytest.mark.parametrize(

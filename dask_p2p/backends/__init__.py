@@ -1,0 +1,135 @@
+"""Array libraries: one `Backend` for each, found by an array or by name.
+
+::
+
+    src  0 1 2        permute_into(dst, src, axes=(1, 0))        dst  0 3
+         3 4 5     ------------------------------------->             1 4
+                                                                      2 5
+
+Examples
+--------
+>>> import numpy as np
+>>> from dask_p2p.backends import backend_for
+>>> src = np.arange(6).reshape(2, 3)
+>>> backend = backend_for(src)
+>>> dst = backend.empty((3, 2), src.dtype)
+>>> backend.permute_into(dst, src, (1, 0))
+>>> dst
+array([[0, 3],
+       [1, 4],
+       [2, 5]])
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue
+from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.errors import UnsupportedArrayError
+
+__all__ = [
+    "BACKENDS",
+    "MOST_UNREAD",
+    "SLOTS",
+    "Backend",
+    "Queue",
+    "as_array",
+    "backend_for",
+    "backend_named",
+    "device_of",
+    "worker_backend",
+]
+
+#: All array libraries, by name. A worker computes with the first that is in use.
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CUPY, NUMPY)}
+
+
+def as_array(block: Any) -> Any:
+    """Return a block as an array. Reductions of NumPy return scalars in place of 0-d arrays."""
+    return np.asarray(block) if isinstance(block, np.generic) else block
+
+
+def backend_for(block: Any) -> Backend:
+    """Return the backend of a block.
+
+    Parameters
+    ----------
+    block
+        A NumPy or CuPy array, or a NumPy scalar.
+
+    Returns
+    -------
+    Backend
+        The same object at each call.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        If plain copies of its bytes would not keep the block's values, or nothing is known of it.
+    """
+    block = as_array(block)
+    backend = _backend_of(block)
+    backend.check(block)
+    return backend
+
+
+def backend_named(name: str) -> Backend:
+    """Return the backend of this name; nothing is imported for it.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        If there is none of that name.
+    """
+    backend = BACKENDS.get(name)
+    if backend is None:
+        raise UnsupportedArrayError(
+            f"Expected one of the array libraries {', '.join(BACKENDS)}, got {name!r}. "
+            "Convert the blocks with map_blocks(np.asarray) or map_blocks(cupy.asarray) first."
+        )
+    return backend
+
+
+def worker_backend() -> Backend:
+    """Return the backend with which this process computes, as far as can be told."""
+    return next(backend for backend in BACKENDS.values() if backend.is_in_use())
+
+
+def device_of(*blocks: Any) -> AbstractContextManager[Any]:
+    """Return a context in which the GPU that holds these blocks is the current one.
+
+    It is the one that is current already for NumPy blocks, for none, and where several GPUs of this
+    process hold them.
+    """
+    devices = {}
+    for block in blocks:
+        device = _backend_of(block).device_of(block)
+        if device is not None:
+            devices[device.id] = device
+    return devices.popitem()[1] if len(devices) == 1 else nullcontext()
+
+
+def _backend_of(block: Any) -> Backend:
+    """Return the backend of the block's package."""
+    kind = type(block)
+    backend = BACKENDS.get(kind.__module__.partition(".")[0])
+    if backend is None:
+        raise UnsupportedArrayError(
+            f"Expected an array of {' or '.join(b.title for b in BACKENDS.values())}, got "
+            f"{kind.__module__}.{kind.__qualname__}. Convert the blocks first: "
+            f"{_conversion(block)}."
+        )
+    return backend
+
+
+def _conversion(block: Any) -> str:
+    """Return the call of `map_blocks` that makes plain arrays of such blocks."""
+    for method in ("toarray", "todense"):  # sparse: of SciPy and CuPy, of PyData
+        if hasattr(block, method):
+            return f"map_blocks(lambda block: block.{method}())"
+    return "map_blocks(np.asarray) or map_blocks(cupy.asarray)"

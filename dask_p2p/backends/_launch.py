@@ -1,0 +1,250 @@
+"""What to launch for a permuted copy on a GPU: which kernel, how many blocks, which arguments.
+
+::
+
+           k, source-fastest ->                     i, destination-fastest ->
+         +----+----+----+-                        +----+----+-
+      i  | 0  | 1  | 2  |   tile by tile,      k  | 0  |    |
+      |  +----+----+----+-  each through          +----+----+-
+      v  |    |    |    |   shared memory         | 1  |    |
+                                               v  +----+----+-
+
+This module plans and `transpose.cu` executes. Plans are integers (addresses included), so that
+tests run the kernels' source on a processor from the very plans that go to a GPU.
+
+The four kernels:
+
+``permute_vector_B``
+    Both axes contiguous where it matters, all other strides multiples of 16 bytes: 16-byte accesses
+    to global and to shared memory.
+``permute_tile_B``
+    Any strides: the 32 x 32 tiles and 32 x 8 threads of G. Ruetsch and P. Micikevicius, "Optimizing
+    Matrix Transpose in CUDA" (NVIDIA, 2009), also in chapter 4 of G. Ruetsch and M. Fatica, "CUDA
+    Fortran for Scientists and Engineers".
+``permute_copy_B``
+    The same axis is fastest in both arrays, or a tile would be nearly empty: no shared memory.
+``permute_cells_B``
+    Batches of small matrices, which follow each other without a gap in both arrays: a block moves
+    as many as fit into its shared memory.
+
+``B`` is the word size, 1, 2, 4, 8 or 16 bytes. ``memcpy`` stands for one contiguous run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, product
+from math import prod
+from struct import Struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_p2p.backends._geometry import Axis, Geometry, reduce_copy
+from dask_p2p.backends._tiling import (
+    CELLS_THREADS,
+    COPY_THREADS,
+    NO_AXIS,
+    PLAIN_THREADS,
+    VECTOR_BYTES,
+    VECTOR_THREADS,
+    Tiling,
+    tiling_of,
+)
+
+__all__ = [
+    "ENTRIES",
+    "WORD_SIZES_BYTES",
+    "WORK_DTYPE",
+    "Launch",
+    "plan_launches",
+]
+
+WORD_SIZES_BYTES = (1, 2, 4, 8, 16)
+VARIANTS = ("vector", "tile", "copy", "cells")
+ENTRIES = tuple(f"permute_{variant}_{size}" for variant in VARIANTS for size in WORD_SIZES_BYTES)
+
+MAX_GRID = 2**31 - 1
+MAX_OUTER = 6  # outer axes that a kernel takes; the host loops over further ones
+
+_AXIS_DTYPE = np.dtype([("extent", "i8"), ("src_stride", "i8"), ("dst_stride", "i8")])
+# The struct `Work` of transpose.cu, member by member.
+WORK_DTYPE = np.dtype(
+    [
+        ("src", "u8"),
+        ("dst", "u8"),
+        ("k", _AXIS_DTYPE),
+        ("i", _AXIS_DTYPE),
+        ("j", _AXIS_DTYPE),
+        ("head_k", "i8"),
+        ("head_i", "i8"),
+        ("step_k", "i8"),
+        ("step_i", "i8"),
+        ("step_j", "i8"),
+        ("tiles_k", "i8"),
+        ("tiles_i", "i8"),
+        ("first_tile", "i8"),
+        ("cells", "i8"),
+        ("outer_count", "i8"),
+        ("outer", _AXIS_DTYPE, (MAX_OUTER,)),
+    ]
+)
+_WORK_STRUCT = Struct(f"=2Q{WORK_DTYPE.itemsize // 8 - 2}q")  # far quicker to fill than the dtype
+# CuPy asks an argument for its dtype's description, which takes long where there are many fields.
+_OPAQUE = np.dtype((np.void, WORK_DTYPE.itemsize))
+
+
+class Launch(NamedTuple):
+    """One launch of one kernel."""
+
+    entry: str  # name of the kernel in transpose.cu, or "memcpy"
+    grid: int  # thread blocks, in one dimension; one for a tile
+    threads: tuple[int, int]  # of a block, x first
+    src: int  # address of the first item to read
+    dst: int  # address of the first item to write
+    k: Axis  # the axis along which the source is contiguous, or nearly
+    i: Axis  # the axis along which the destination is
+    j: Axis  # third axis of the boxes of permute_copy_B, or of a cell
+    head: tuple[int, int]  # items by which the first tile starts before the box, along k and i
+    step: tuple[int, int, int]  # items from tile to tile, along k, i and j
+    tiles: tuple[int, int]  # number of tiles along k and i
+    outer: tuple[Axis, ...]  # the other axes, the fastest first; the first may be the steps of j
+    cells: int = 0  # that permute_cells_B moves in all
+    first_tile: int = 0  # number of the grid's first tile
+
+    @property
+    def tile_count(self) -> int:
+        """How many tiles there are in all: the grid, if it was not too large for one launch."""
+        return prod(self.tiles) * prod(axis.extent for axis in self.outer)
+
+    def pack(self) -> np.ndarray[Any, Any]:
+        """Return the kernel's one argument: an array of one item, passed by value."""
+        outer = chain(*self.outer, NO_AXIS * (MAX_OUTER - len(self.outer)))
+        # fmt: off
+        packed = _WORK_STRUCT.pack(
+            self.src, self.dst, *self.k, *self.i, *self.j, *self.head, *self.step, *self.tiles,
+            self.first_tile, self.cells, len(self.outer), *outer,
+        )
+        # fmt: on
+        return np.frombuffer(bytearray(packed), _OPAQUE)  # writable, as CuPy has it
+
+
+def plan_launches(
+    dst: int,
+    src: int,
+    shape: Sequence[int],
+    itemsize: int,
+    dst_strides: Sequence[int],
+    src_strides: Sequence[int],
+    *,
+    max_grid: int = MAX_GRID,
+) -> list[Launch]:
+    """Return what to launch for ``dst[...] = src``, arrays of one shape.
+
+    Parameters
+    ----------
+    dst, src
+        Addresses of the arrays' first items.
+    shape
+        Shape of both arrays (`src` is transposed already).
+    itemsize
+        Bytes of an item, of any size.
+    dst_strides, src_strides
+        Strides in bytes.
+    max_grid
+        Thread blocks of one launch at most.
+
+    Returns
+    -------
+    list of Launch
+        To be run in any order: each writes other items.
+    """
+    # Of the addresses, only their place within 16 bytes matters to the choice.
+    dst_base, src_base = dst - dst % VECTOR_BYTES, src - src % VECTOR_BYTES
+    launches = _plan(
+        dst - dst_base,
+        src - src_base,
+        tuple(shape),
+        itemsize,
+        tuple(dst_strides),
+        tuple(src_strides),
+        max_grid,
+    )
+    return [
+        launch._replace(src=launch.src + src_base, dst=launch.dst + dst_base) for launch in launches
+    ]
+
+
+@lru_cache(maxsize=1024)  # a plan takes longer than its launch, and blocks look alike
+def _plan(
+    dst: int,
+    src: int,
+    shape: tuple[int, ...],
+    itemsize: int,
+    dst_strides: tuple[int, ...],
+    src_strides: tuple[int, ...],
+    max_grid: int,
+) -> list[Launch]:
+    if 0 in shape or itemsize == 0:
+        return []
+    geometry = reduce_copy(shape, itemsize, src_strides, dst_strides, dst | src)
+    src += geometry.src_offset_bytes
+    dst += geometry.dst_offset_bytes
+    if _is_one_run(geometry):
+        return [_memcpy(dst, src, geometry)]
+    tiling = tiling_of(geometry, (src - dst) % VECTOR_BYTES == 0)
+    inner, extra = tiling.outer[:MAX_OUTER], tiling.outer[MAX_OUTER:]
+    launches: list[Launch] = []
+    for src_offset, dst_offset in _offsets(extra):
+        launch = _launch(
+            tiling._replace(outer=inner), geometry.word_bytes, dst + dst_offset, src + src_offset
+        )
+        launches += _split(launch, max_grid)
+    return launches
+
+
+def _is_one_run(geometry: Geometry) -> bool:
+    """Tell whether the items follow each other without a gap in both arrays."""
+    word = geometry.word_bytes
+    return not geometry.axes or (len(geometry.axes) == 1 and geometry.axes[0][1:] == (word, word))
+
+
+def _memcpy(dst: int, src: int, geometry: Geometry) -> Launch:
+    size_bytes = geometry.word_bytes * prod(axis.extent for axis in geometry.axes)
+    run = Axis(size_bytes, 1, 1)
+    none = NO_AXIS
+    return Launch("memcpy", 1, (1, 1), src, dst, none, run, none, (0, 0), (1, 1, 1), (1, 1), ())
+
+
+def _offsets(axes: Sequence[Axis]) -> Iterator[tuple[int, int]]:
+    """Yield the offsets in bytes, in source and destination, of each position along the axes."""
+    for position in product(*(range(axis.extent) for axis in axes)):
+        yield (
+            sum(n * axis.src_stride_bytes for n, axis in zip(position, axes, strict=True)),
+            sum(n * axis.dst_stride_bytes for n, axis in zip(position, axes, strict=True)),
+        )
+
+
+def _launch(tiling: Tiling, word: int, dst: int, src: int) -> Launch:
+    variant, k, i, j, step, outer, cells = tiling
+    head = (0, 0)
+    threads = {"tile": PLAIN_THREADS, "copy": (COPY_THREADS, 1), "cells": (CELLS_THREADS, 1)}.get(
+        variant
+    )
+    if threads is None:
+        threads = (VECTOR_THREADS[word], 1)
+        # Tiles start at multiples of 16 bytes, so the first may start before the box.
+        head = (src % VECTOR_BYTES // word, dst % VECTOR_BYTES // word)
+    tiles = (-(-(k.extent + head[0]) // step[0]), -(-(i.extent + head[1]) // step[1]))
+    count = prod(tiles) * prod(axis.extent for axis in outer)
+    entry = f"permute_{variant}_{word}"
+    return Launch(entry, count, threads, src, dst, k, i, j, head, step, tiles, outer, cells)
+
+
+def _split(launch: Launch, max_grid: int) -> list[Launch]:
+    """Cut a launch of too many thread blocks into several."""
+    return [
+        launch._replace(first_tile=first, grid=min(max_grid, launch.grid - first))
+        for first in range(0, launch.grid, max_grid)
+    ]

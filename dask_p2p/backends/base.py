@@ -1,0 +1,221 @@
+"""What this package asks of an array library: `Backend`, and the `Queue` of work that it makes.
+
+A new array library is one module with a `Backend`, and one line in the registry
+(`dask_p2p.backends`). The NumPy backend is the reference: every other one equals it bit for bit.
+Backends move items and never look into them: no arithmetic, no conversion, no change of byte order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Protocol
+
+__all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue"]
+
+SLOTS = 3  # of a queue: one is filled, one is emptied, one waits for either
+MOST_UNREAD = 2  # arrays that came from elsewhere, and are kept for kernels that are queued
+
+
+class Backend(ABC):
+    """One array library.
+
+    Making one imports nothing: its package is imported when a method needs it, and
+    `UnsupportedArrayError` says so if that fails.
+
+    Attributes
+    ----------
+    name : str
+        The package whose arrays these are. Tasks and messages carry it.
+    title : str
+        The library's name in sentences.
+    on_device : bool
+        Whether arrays lie in the memory of a device: work on them goes on after a call returns, and
+        they are copied to the host to be sent over a network.
+    holds_objects : bool
+        Whether an array can hold Python objects.
+    checksum_algorithm : str
+        One of `dask_p2p.backends.checksum.ALGORITHMS`: the best for its memory.
+    checksum_words : int
+        Words of 8 bytes to sum at a time.
+    most_probe_bytes : int
+        Size of the largest block by which a link is measured.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    on_device: ClassVar[bool]
+    holds_objects: ClassVar[bool]
+    checksum_algorithm: ClassVar[str]
+    checksum_words: ClassVar[int]
+    most_probe_bytes: ClassVar[int]
+
+    @property
+    @abstractmethod
+    def module(self) -> Any:
+        """The library's package, with NumPy's functions."""
+
+    # --- arrays ---
+
+    @abstractmethod
+    def check(self, block: Any) -> None:
+        """Raise `UnsupportedArrayError` if copies of its items do not keep the block's values."""
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Return a C-ordered array whose values are not set, on the current device."""
+
+    @abstractmethod
+    def permute_into(
+        self,
+        dst: Any,
+        src: Any,
+        axes: Sequence[int],
+        *,
+        stream: Any | None = None,
+        low_occupancy: bool = False,
+    ) -> None:
+        """Do ``dst[...] = src.transpose(axes)``, bit for bit.
+
+        Parameters
+        ----------
+        dst
+            Array of shape ``tuple(src.shape[a] for a in axes)`` and of the dtype of `src`. It may
+            be any strided view. It does not overlap `src`.
+        src
+            Array to read: any strided view, read-only ones, reversed and broadcast ones included.
+        axes
+            Permutation of the axes of `src`: axis ``d`` of `dst` is axis ``axes[d]`` of `src`.
+        stream
+            Where to put the work, for arrays on a device; default: the current stream. A kernel on
+            a device returns before the work is done, and never waits for it.
+        low_occupancy
+            Leave memory bandwidth to copies that go on at the same time.
+
+        Raises
+        ------
+        AxesError
+            If `axes` is no permutation of the axes of `src`.
+        BlockMismatchError
+            If `dst` has not the shape or the dtype that `src` and `axes` ask for.
+        """
+
+    @abstractmethod
+    def queue(self, *, beside_copies: bool = False) -> Queue:
+        """Return a new queue of work on the current device.
+
+        Parameters
+        ----------
+        beside_copies
+            Whether its kernels run beside copies from peers, and should leave them bandwidth.
+        """
+
+    @abstractmethod
+    def to_host(self, array: Any) -> Any:
+        """Return an array as a NumPy array, when the current stream is done with it."""
+
+    # --- memory for messages ---
+
+    @abstractmethod
+    def allocate(self, size_bytes: int) -> Any:
+        """Return memory that other libraries may write to at once, on the current device."""
+
+    @abstractmethod
+    def bytes_of(self, memory: Any, size_bytes: int, owner: Any) -> Any:
+        """Return memory from `allocate` as a 1-D array of bytes whose views keep `owner` alive."""
+
+    # --- where it runs ---
+
+    @abstractmethod
+    def is_in_use(self) -> bool:
+        """Tell whether this process computes with the library, without loading it."""
+
+    @abstractmethod
+    def memory_below(self, wanted_bytes: int, worker_limit_bytes: int | None) -> int | None:
+        """Return all memory that arrays can have if that is less than wanted; else None.
+
+        Parameters
+        ----------
+        wanted_bytes
+            What a task needs.
+        worker_limit_bytes
+            Host memory that Dask allows the worker; None or 0 if there is no limit.
+        """
+
+    @abstractmethod
+    def device_name(self) -> str:
+        """Name what computes: the model of the processor, or of the current GPU."""
+
+    def device_status(self) -> dict[str, Any]:
+        """Return what `dask_p2p.check` says of the current device; nothing if there is none."""
+        return {}
+
+    def warm_up(self) -> None:  # noqa: B027  # optional
+        """Do ahead what the first use would wait for: compile kernels. Not for event loops."""
+
+    def device_of(self, block: Any) -> Any | None:
+        """Return the device that holds a block, a context with an ``id``; None for host memory."""
+        return None
+
+    def checksum_stream(self, array: Any) -> AbstractContextManager[Any]:
+        """Return a context in which an array's checksum waits for nothing else that runs."""
+        return nullcontext()
+
+
+class Queue(Protocol):
+    """An in-order queue of kernels for one assembled block.
+
+    It hides what differs between host and device memory from the code that orders the work: on a
+    CPU everything is done when a call returns, on a GPU when the queue is synchronised.
+    """
+
+    kind: str  # name of the backend of its arrays
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Return a new C-ordered array of the queue's kind for others, its values undefined."""
+
+    def scratch(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Return the same for the package's own use: let go of it when all is done with it."""
+
+    def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
+        """Wait until others have written these blocks; see `dask_p2p.backends.device`."""
+
+    def permute(self, dst: Any, src: Any, axes: Sequence[int], *, concurrent: bool = False) -> None:
+        """Do ``dst[...] = src.transpose(axes)`` after what was queued before.
+
+        Concurrent: in no order with the rest, and beside it where there is room.
+        """
+
+    def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+        """Do the same with an array of any backend that is nobody else's.
+
+        The caller can let go of it at once: it is kept until it has been read.
+        """
+
+    def bring_near(self, src: Any, slot_bytes: int) -> Any:
+        """Begin to bring a part of a block that lies in another GPU's memory.
+
+        It is put into place by `permute_from_peer`, which takes what is returned here. Of `SLOTS`
+        parts one has to be put into place before the next can be brought.
+
+        Parameters
+        ----------
+        src
+            The part. It is kept until all that is queued is done.
+        slot_bytes
+            A part of at most so many bytes may go through local memory. Larger ones are read in
+            place.
+        """
+
+    def permute_from_peer(self, dst: Any, near: Any, axes: Sequence[int]) -> None:
+        """Do ``dst[...] = part.transpose(axes)`` with a part from `bring_near`."""
+
+    def pack(self, dst: Any, src: Any) -> Callable[[], None]:
+        """Queue a copy of a region into a C-ordered array; return a function that waits for it."""
+
+    def to_host(self, array: Any) -> Any:
+        """Return an array of `scratch` as a NumPy array, after what was queued before."""
+
+    def synchronize(self) -> None:
+        """Wait until everything queued is done."""

@@ -1,0 +1,207 @@
+"""The CuPy backend: arrays in the memory of NVIDIA GPUs.
+
+CuPy is imported when a method is called, never with this module.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.backends.base import Backend
+from dask_p2p.backends.device import is_shareable, private_stream
+from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.environment import link_gbs, on_gpu
+from dask_p2p.errors import UnsupportedArrayError
+
+__all__ = ["CUPY", "CupyBackend"]
+
+# Resources of RMM that give memory of the GPU only. Managed memory goes beyond it.
+_WITHIN_THE_GPU = ("CudaMemoryResource", "CudaAsyncMemoryResource")
+
+
+class CupyBackend(Backend):
+    """CuPy arrays of any dtype, on one GPU or from a mapped peer."""
+
+    name = "cupy"
+    title = "CuPy"
+    on_device = True
+    holds_objects = False
+    checksum_algorithm = "mixed64"
+    checksum_words = 2**21  # so much that launches do not matter; twice as much is needed beside it
+    most_probe_bytes = 256 * 2**20
+
+    def __init__(self) -> None:
+        self._checksum_streams: dict[int, Any] = {}  # by device
+        self._lock = threading.Lock()
+
+    @property
+    def module(self) -> Any:
+        return _cupy()
+
+    def check(self, block: Any) -> None:
+        if not isinstance(block, _cupy().ndarray):
+            raise UnsupportedArrayError(
+                f"Expected a cupy.ndarray, got {type(block).__name__} of CuPy. Convert it first: "
+                "map_blocks(cupy.asarray)."
+            )
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return _cupy().empty(tuple(shape), dtype)
+
+    def permute_into(
+        self,
+        dst: Any,
+        src: Any,
+        axes: Sequence[int],
+        *,
+        stream: Any | None = None,
+        low_occupancy: bool = False,
+    ) -> None:
+        _kernels().permute_into(dst, src, axes, stream=stream, low_occupancy=low_occupancy)
+
+    def queue(self, *, beside_copies: bool = False) -> DeviceQueue:
+        _cupy()  # which says what to install
+        return DeviceQueue(self, beside_copies)
+
+    def to_host(self, array: Any) -> Any:
+        return array.get()
+
+    def allocate(self, size_bytes: int) -> Any:
+        cuda = _cupy().cuda
+        stream = private_stream()
+        with stream:
+            memory = cuda.alloc(size_bytes)
+        # A pool may have given this stream memory that another one still writes to, and who writes
+        # next may follow no stream. To wait for the whole device, other regions and their kernels
+        # included, would take a fifth of an exchange's speed.
+        stream.synchronize()
+        if is_shareable(memory.ptr):
+            return memory
+        # UCX would bring it through host memory, 8 KiB at a time.
+        return cuda.MemoryPointer(cuda.Memory(size_bytes), 0)
+
+    def bytes_of(self, memory: Any, size_bytes: int, owner: Any) -> Any:
+        cupy = _cupy()
+        unowned = cupy.cuda.UnownedMemory(memory.ptr, size_bytes, owner, memory.device_id)
+        return cupy.ndarray((size_bytes,), np.uint8, cupy.cuda.MemoryPointer(unowned, 0))
+
+    def is_in_use(self) -> bool:
+        return on_gpu()
+
+    def memory_below(self, wanted_bytes: int, worker_limit_bytes: int | None) -> int | None:
+        total_bytes = _total_bytes(_cupy().cuda.runtime.getDevice())
+        if wanted_bytes <= total_bytes:
+            return None
+        resources = _rmm_resources()
+        if resources and type(resources[-1]).__name__ not in _WITHIN_THE_GPU:
+            return None
+        return total_bytes
+
+    def device_name(self) -> str:
+        runtime = _cupy().cuda.runtime
+        name = runtime.getDeviceProperties(runtime.getDevice())["name"]
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def device_status(self) -> dict[str, Any]:
+        cupy = _cupy()
+        runtime = cupy.cuda.runtime
+        try:
+            properties = runtime.getDeviceProperties(runtime.getDevice())
+        except runtime.CUDARuntimeError:
+            return {}
+        name = self.device_name()
+        allocator = cupy.cuda.get_allocator()
+        return {
+            "kind": self.name,
+            "gpu": name,
+            "mig": "MIG" in name,
+            "cupy_uses_rmm": str(getattr(allocator, "__module__", "")).partition(".")[0] == "rmm",
+            "link_gbs": link_gbs(bytes(properties["uuid"])),
+            **_rmm_status(),
+        }
+
+    def warm_up(self) -> None:
+        _kernels().warm_up()
+
+    def device_of(self, block: Any) -> Any:
+        return block.device
+
+    @contextmanager
+    def checksum_stream(self, array: Any) -> Iterator[None]:
+        """Make the array's device current, and a stream of its own.
+
+        On the null stream checksums would wait for whatever tasks run there. It is one for all
+        threads, as a pool keeps memory for each stream that has ever used it.
+        """
+        cuda = _cupy().cuda
+        with array.device:
+            device = cuda.runtime.getDevice()
+            with self._lock:
+                if device not in self._checksum_streams:
+                    self._checksum_streams[device] = cuda.Stream(non_blocking=True)
+                stream = self._checksum_streams[device]
+            with stream:
+                yield
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnsupportedArrayError(
+            f"Expected an importable CuPy for CuPy blocks, got: {error}. "
+            "Install dask-p2p[cuda13], or use NumPy blocks."
+        ) from error
+    return cupy
+
+
+@cache
+def _kernels() -> Any:
+    _cupy()
+    from dask_p2p.backends import cupy_kernels
+
+    return cupy_kernels
+
+
+@cache  # it asks the driver, and each task wants to know
+def _total_bytes(device_id: int) -> int:
+    cuda = _cupy().cuda
+    with cuda.Device(device_id):
+        return int(cuda.runtime.memGetInfo()[1])
+
+
+def _rmm_resources() -> list[Any]:
+    """Return RMM's memory resources, from the current one to the one that asks CUDA.
+
+    None if RMM is not in use. Statistics, logs and pools wrap what they take memory from.
+    """
+    if "rmm" not in sys.modules:
+        return []
+    import rmm
+
+    resources = [rmm.mr.get_current_device_resource()]
+    while hasattr(resources[-1], "get_upstream"):
+        resources.append(resources[-1].get_upstream())
+    return resources
+
+
+def _rmm_status() -> dict[str, Any]:
+    resources = _rmm_resources()
+    if not resources:
+        return {}
+    pools = (resource for resource in resources if hasattr(resource, "pool_size"))
+    pool = next(pools, None)
+    return {
+        "memory_resource": type(resources[-1] if pool is None else pool).__name__,
+        "pool_bytes": None if pool is None else pool.pool_size(),
+    }
+
+
+CUPY = CupyBackend()

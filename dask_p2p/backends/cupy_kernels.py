@@ -1,0 +1,143 @@
+"""Permuted copies on a GPU: plans of `dask_p2p.backends._launch`, executed with transpose.cu.
+
+Import this module only where CuPy is there; `dask_p2p.backends.cupy` does so.
+
+Launches get addresses, not arrays. So the source may as well be memory of another GPU that was
+mapped into this process (`cupy.ndarray` over an `UnownedMemory`), and CuPy has nothing to check.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from importlib import resources
+from typing import Any, NamedTuple
+
+import cupy
+
+from dask_p2p.backends._checks import transposed
+from dask_p2p.backends._launch import VARIANTS, WORD_SIZES_BYTES, Launch, plan_launches
+
+__all__ = ["permute_into", "warm_up"]
+
+COMPILER_OPTIONS = ("--std=c++17",)
+# Shared memory that a block reserves and does not use when it runs at low occupancy: with it two
+# blocks of any kernel fit on a multiprocessor (of an A100, H100 or H200; one on smaller GPUs), and
+# without it four or more. Measured between four H200s: 328 GB/s a GPU with two, 313 with four, 319
+# with one.
+LOW_OCCUPANCY_BYTES = 60 * 1024
+MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
+
+
+def permute_into(
+    dst: Any,
+    src: Any,
+    axes: Sequence[int],
+    *,
+    stream: Any | None = None,
+    low_occupancy: bool = False,
+) -> None:
+    """Do ``dst[...] = src.transpose(axes)`` on the device of `dst`.
+
+    See `dask_p2p.backends.base.Backend`. Returns once the work is on its stream; keep both arrays
+    until it is done.
+
+    Parameters
+    ----------
+    stream
+        A `cupy.cuda.Stream` of the device of `dst`; default: the current one of that device.
+    low_occupancy
+        Put fewer thread blocks on a multiprocessor. A kernel at full speed takes all bandwidth
+        of the device's memory, and copy engines that fill or read it all but stand still.
+    """
+    view = transposed(dst, src, axes)
+    launches = plan_launches(
+        dst.data.ptr, view.data.ptr, dst.shape, dst.dtype.itemsize, dst.strides, view.strides
+    )
+    if not launches:
+        return
+    device_id = dst.data.device_id
+    is_current = cupy.cuda.runtime.getDevice() == device_id
+    with nullcontext() if is_current else cupy.cuda.Device(device_id):
+        chosen = cupy.cuda.get_current_stream() if stream is None else stream
+        for launch in launches:
+            _run(launch, device_id, chosen, low_occupancy)
+
+
+def _run(launch: Launch, device_id: int, stream: Any, low_occupancy: bool) -> None:
+    if launch.entry == "memcpy":
+        cupy.cuda.runtime.memcpyAsync(
+            launch.dst, launch.src, launch.i.extent, MEMCPY_DEFAULT, stream.ptr
+        )
+        return
+    word_bytes = int(launch.entry.rpartition("_")[2])
+    loaded = _compiled(device_id, word_bytes)[launch.entry]
+    arguments = (launch.pack(),)
+    unused_bytes = loaded.unused_bytes if low_occupancy else 0
+    # With the stream as an argument: making it the current one takes as long as a launch.
+    loaded.function((launch.grid,), launch.threads, arguments, unused_bytes, stream=stream)
+
+
+class _Loaded(NamedTuple):
+    """A kernel on a device."""
+
+    function: Any  # cupy.cuda.Function
+    unused_bytes: int  # of shared memory to reserve for low occupancy
+
+
+_functions: dict[tuple[int, int], dict[str, _Loaded]] = {}  # (device, word size) -> name -> kernel
+_compiling: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
+
+
+def _compiled(device_id: int, word_bytes: int) -> dict[str, _Loaded]:
+    """Return the kernels for a word size, loaded on the current device, which has this number."""
+    which = (device_id, word_bytes)
+    functions = _functions.get(which)
+    if functions is None:
+        with _compiling[which]:  # who needs another word size does not wait for this one
+            functions = _functions.get(which)
+            if functions is None:
+                functions = _functions[which] = _load(word_bytes)
+    return functions
+
+
+def _load(word_bytes: int) -> dict[str, _Loaded]:
+    """Compile transpose.cu for the current device (CuPy keeps the binary on disk) and load it."""
+    source = resources.files("dask_p2p.backends").joinpath("transpose.cu").read_text("utf-8")
+    options = (*COMPILER_OPTIONS, f"-DONLY_WORD_BYTES={word_bytes}")
+    module = cupy.RawModule(code=source, options=options)
+    names = [f"permute_{variant}_{word_bytes}" for variant in VARIANTS]
+    return {name: _with_low_occupancy(module.get_function(name)) for name in names}
+
+
+def _with_low_occupancy(kernel: Any) -> _Loaded:
+    """Allow a kernel the shared memory with which it runs at low occupancy."""
+    device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    room_bytes = device["sharedMemPerBlockOptin"] - kernel.shared_size_bytes
+    unused_bytes = max(0, min(LOW_OCCUPANCY_BYTES, room_bytes))
+    kernel.max_dynamic_shared_size_bytes = unused_bytes
+    return _Loaded(kernel.kernel, unused_bytes)
+
+
+def warm_up(
+    device_ids: Iterable[int] | None = None, word_sizes_bytes: Iterable[int] = WORD_SIZES_BYTES
+) -> None:
+    """Compile and load the kernels ahead of their first use.
+
+    This takes about half a second a word size on a machine's first call, and milliseconds later.
+    It is not for an event loop.
+
+    Parameters
+    ----------
+    device_ids
+        Numbers of the devices, as this process counts them; default: the current one.
+    word_sizes_bytes
+        Of the kernels; items of other sizes are moved as several words.
+    """
+    ids = [cupy.cuda.runtime.getDevice()] if device_ids is None else list(device_ids)
+    for device_id in ids:
+        with cupy.cuda.Device(device_id):
+            for word_bytes in word_sizes_bytes:
+                _compiled(device_id, word_bytes)

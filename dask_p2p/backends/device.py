@@ -1,0 +1,347 @@
+"""What the package asks of a GPU beside kernels: which it is, what to wait for, whether it lives.
+
+Users' tasks may write a block on any stream of any library, and may capture CUDA graphs while other
+threads of the worker serve peers. So these rules hold for all of this package's code:
+
+- A block is read only after `wait_until_written`.
+- Threads of the package work in `device_work`. There nearly everything is allowed while another
+  thread captures a graph. Only `cudaDeviceSynchronize`, and the null stream while a blocking stream
+  is captured, would still break that capture.
+- Memory of the package's own comes from `private_stream`, and is idle before it goes back. So no
+  stream of a user ever has work left on it.
+
+CuPy is imported when a function is called, never with this module. Functions that take no device
+speak of the calling thread's current one.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from typing import Any
+from uuid import UUID
+from weakref import ref
+
+from dask_p2p.errors import DeviceLostError, TransferError
+
+__all__ = [
+    "allocation",
+    "current_device",
+    "device_work",
+    "is_managed",
+    "is_shareable",
+    "mark_written",
+    "order_after_null_stream",
+    "private_stream",
+    "raise_if_lost",
+    "relax_capture",
+    "uuid",
+    "wait_for_all_streams",
+    "wait_for_null_stream",
+    "wait_until_written",
+]
+
+_SMALL_BYTES = 512
+_LONGEST_CAPTURE_S = 60.0
+_POLL_S = 1e-3
+_STREAM_CAPTURE_IMPLICIT = 906  # of CUDA: a blocking stream is captured
+# Errors of CUDA after which nothing works any more in this process: of a kernel that read or wrote
+# where it must not, that failed an assertion or ran too long, or of the hardware.
+_STICKY = frozenset({214, 219, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
+
+_private: dict[int, Any] = {}  # device -> stream
+_lock = threading.Lock()
+_written: dict[int, ref[Any]] = {}  # id -> block
+
+
+def current_device() -> int | None:
+    """Return the number of this thread's GPU; None without one, or if CuPy is not loaded."""
+    if "cupy" not in sys.modules:
+        return None
+    import cupy
+
+    try:
+        return int(cupy.cuda.runtime.getDevice())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return None
+
+
+@cache
+def uuid(device: int) -> bytes:
+    """Return the UUID of a GPU, 16 bytes; none if nobody tells.
+
+    CuPy's own is cut at its first zero byte, which one UUID in sixteen has.
+    """
+    with suppress(Exception):  # not installed, or one of the many errors of a driver
+        from cuda.bindings import driver
+
+        error, number = driver.cuDeviceGet(device)
+        if error == driver.CUresult.CUDA_SUCCESS:
+            error, found = driver.cuDeviceGetUuid(number)
+            if error == driver.CUresult.CUDA_SUCCESS:
+                return bytes(found.bytes)
+    with suppress(Exception):
+        import cupy
+        import pynvml
+
+        pynvml.nvmlInit()
+        bus_id = cupy.cuda.runtime.deviceGetPCIBusId(device)
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id)
+        return UUID(str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")).bytes
+    return b""
+
+
+def is_shareable(address: int) -> bool:
+    """Tell whether CUDA IPC can share memory with other processes, as far as can be told.
+
+    It cannot if the memory is managed, or of `cudaMallocAsync`.
+    """
+    with suppress(TransferError):
+        return bool(_attribute(_driver(), "IS_LEGACY_CUDA_IPC_CAPABLE", address))
+    return True
+
+
+def is_managed(address: int) -> bool:
+    """Tell whether memory is managed: its pages are where they were touched last."""
+    with suppress(TransferError):
+        return bool(_attribute(_driver(), "IS_MANAGED", address))
+    return False
+
+
+def allocation(address: int) -> tuple[int, int, int]:
+    """Return the address, the size in bytes and the id of the allocation that memory belongs to.
+
+    The id is unique in this process.
+
+    Raises
+    ------
+    ImportError
+        Without cuda-bindings.
+    TransferError
+        If the driver does not tell.
+    """
+    from cuda.bindings import driver
+
+    names = ("RANGE_START_ADDR", "RANGE_SIZE", "BUFFER_ID")
+    base, size_bytes, buffer_id = (int(_attribute(driver, name, address)) for name in names)
+    return base, size_bytes, buffer_id
+
+
+def _attribute(driver: Any, name: str, address: int) -> Any:
+    """Return what the driver knows of memory; `TransferError` if it does not tell."""
+    if driver is None:
+        raise TransferError(f"cuda-bindings are not there to tell {name}; install dask-p2p[cuda13]")
+    attribute = getattr(driver.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+    error, value = driver.cuPointerGetAttribute(attribute, address)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise TransferError(f"the CUDA driver does not tell {attribute.name}: {error.name}")
+    return value
+
+
+# --- streams ---
+
+
+def private_stream() -> Any:
+    """Return the stream of this package on which its own memory is allocated.
+
+    It is one for all threads of a process, as a pool keeps memory for each stream that it ever
+    gave some to. Nothing is queued on it; whoever takes memory waits for it before the first use,
+    since a pool may have made it wait for the memory's last owner.
+    """
+    import cupy
+
+    device = cupy.cuda.runtime.getDevice()
+    stream = _private.get(device)
+    if stream is None:
+        with _lock:
+            if device not in _private:
+                _private[device] = cupy.cuda.Stream(non_blocking=True)
+            stream = _private[device]
+    return stream
+
+
+def order_after_null_stream(streams: Sequence[Any]) -> None:
+    """Have streams wait, on the device, for what the null stream has been given so far."""
+    import cupy
+
+    wait_for_null_stream()
+    event = cupy.cuda.Stream.null.record()
+    for stream in streams:
+        stream.wait_event(event)
+
+
+def wait_for_null_stream() -> None:
+    """Wait until the null stream may be used: while a blocking stream is captured, it may not.
+
+    Raises
+    ------
+    TransferError
+        If that goes on for long.
+    """
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    deadline_s = time.monotonic() + _LONGEST_CAPTURE_S
+    while True:
+        try:
+            runtime.streamIsCapturing(0)  # which harms no capture, where using the stream would
+        except runtime.CUDARuntimeError as exc:
+            if exc.status != _STREAM_CAPTURE_IMPLICIT:
+                raise
+        else:
+            return
+        if time.monotonic() > deadline_s:
+            raise TransferError(
+                f"another task has been capturing a CUDA graph on a blocking stream for "
+                f"{_LONGEST_CAPTURE_S:g} s, in which nobody else can use the null stream. Capture "
+                f"on a non-blocking stream, or with one thread a worker."
+            )
+        time.sleep(_POLL_S)
+
+
+def wait_for_all_streams() -> None:
+    """Wait until the device has done all that this process has given it, on whatever stream.
+
+    `cudaDeviceSynchronize` would invalidate every graph that is being captured in the process.
+    `cudaMalloc` and `cudaFree` do not, and "synchronize across all executing CUDA streams" as well
+    (CUDA C++ Programming Guide, "Stream Ordered Memory Allocator"): 3 µs where there is nothing to
+    wait for. Expects `device_work`.
+    """
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    try:
+        address = runtime.malloc(_SMALL_BYTES)
+    except runtime.CUDARuntimeError:  # out of memory, or lost, which the next call says too
+        runtime.deviceSynchronize()
+    else:
+        runtime.free(address)
+
+
+# --- blocks of users ---
+
+
+def wait_until_written(blocks: Iterable[Any], *, any_stream: bool = True) -> None:
+    """Wait until what their producers have queued for these CuPy arrays is done.
+
+    A task returns before its kernels are done. Each block is waited for once in its life.
+
+    Parameters
+    ----------
+    blocks
+        CuPy arrays, of any GPUs of this process.
+    any_stream
+        Whether they may have been written on any stream; else only on the null stream, or on
+        streams that the null stream waits for.
+    """
+    new = [block for block in blocks if not _is_written(block)]
+    if not new:
+        return
+    import cupy
+
+    for device in {block.device.id for block in new}:
+        with cupy.cuda.Device(device):
+            if any_stream:
+                wait_for_all_streams()
+            else:
+                stream = private_stream()
+                order_after_null_stream([stream])
+                stream.synchronize()
+    for block in new:
+        mark_written(block)
+
+
+def mark_written(block: Any) -> None:
+    """Take note that a block need not be waited for."""
+    number = id(block)
+    _written[number] = ref(block, partial(_forget_written, number))
+
+
+def _is_written(block: Any) -> bool:
+    known = _written.get(id(block))
+    return known is not None and known() is block
+
+
+def _forget_written(number: int, dead: ref[Any]) -> None:
+    if _written.get(number) is dead:  # not one that took its place meanwhile
+        del _written[number]
+
+
+# --- what may go wrong ---
+
+
+@contextmanager
+def device_work() -> Iterator[None]:
+    """Put this around all that a thread of the package does with a device.
+
+    It may go on while another thread captures a CUDA graph, and it finds out if the device is lost.
+
+    Raises
+    ------
+    DeviceLostError
+        In place of whatever error a lost device has led to.
+    """
+    before = relax_capture()
+    try:
+        yield
+    except Exception:
+        raise_if_lost()
+        raise
+    finally:
+        if before is not None:
+            _exchange_capture_mode(before)
+
+
+def relax_capture() -> Any:
+    """Let this thread use the device while another one captures a CUDA graph.
+
+    Return what was set before.
+    """
+    if "cupy" not in sys.modules or _driver() is None:
+        return None
+    return _exchange_capture_mode(_driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+
+def _exchange_capture_mode(mode: Any) -> Any:
+    error, before = _driver().cuThreadExchangeStreamCaptureMode(mode)
+    return before if error == _driver().CUresult.CUDA_SUCCESS else None
+
+
+@cache
+def _driver() -> Any:
+    """Return cuda-bindings' driver API; None if it or the driver is not installed."""
+    try:
+        from cuda.bindings import driver
+
+        driver.cuDriverGetVersion()
+    except Exception:  # one class for each thing that can be missing
+        return None
+    return driver
+
+
+def raise_if_lost() -> None:
+    """Raise `DeviceLostError` if this process' CUDA context is lost.
+
+    The error that lost it is found by whoever calls CUDA next, and by all after that. Nothing but
+    the end of the process helps.
+    """
+    if "cupy" not in sys.modules:
+        return
+    import cupy
+
+    error = None
+    try:
+        cupy.cuda.runtime.memGetInfo()
+    except cupy.cuda.runtime.CUDARuntimeError as exc:
+        error = str(exc) if exc.status in _STICKY else None
+    except Exception:  # no driver, no device
+        return
+    if error is not None:
+        raise DeviceLostError(
+            f"the GPU of this process works no more: {error}. A kernel of an earlier task "
+            f"failed, or the hardware did. Only a new process helps."
+        )

@@ -1,0 +1,50 @@
+"""The queue of host memory: everything is done when a call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.backends.base import Backend
+
+__all__ = ["HostQueue"]
+
+
+class HostQueue:
+    """NumPy: done when the call returns."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.kind = backend.name
+        self._backend = backend
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self._backend.empty(shape, dtype)
+
+    scratch = empty
+
+    def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
+        pass
+
+    def permute(self, dst: Any, src: Any, axes: Sequence[int], *, concurrent: bool = False) -> None:
+        self._backend.permute_into(dst, src, axes)
+
+    def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+        self.permute(dst, src if isinstance(src, np.ndarray) else src.get(), axes)
+
+    def bring_near(self, src: Any, slot_bytes: int) -> Any:
+        return src
+
+    def permute_from_peer(self, dst: Any, near: Any, axes: Sequence[int]) -> None:
+        self.permute(dst, near, axes)
+
+    def pack(self, dst: Any, src: Any) -> Callable[[], None]:
+        self.permute(dst, src, range(src.ndim))
+        return self.synchronize
+
+    def to_host(self, array: Any) -> Any:
+        return array
+
+    def synchronize(self) -> None:
+        pass

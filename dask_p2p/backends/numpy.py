@@ -1,0 +1,214 @@
+"""The NumPy backend: the reference that every other one equals bit for bit.
+
+::
+
+        src, read                              dst, written
+        512 columns ->                         rows ->
+      r +-----+-----+---                     5 +-----+-----+---
+      o |  1  |  3  |                        1 |  1  |  2  | ..
+      w +-----+-----+---                     2 +-----+-----+---
+      s |  2  |  4  |                          |  3  |  4  | ..
+        +-----+-----+---                       +-----+-----+---
+
+An assignment writes one row of `dst` after the other. Each row takes one item from each of many
+cache lines of `src`; when the next row comes for its neighbours, those lines have been evicted, so
+a line is fetched once per item. Here the copy goes block by block, in the order of `dst`, with so
+few source rows to a block that their lines stay in cache.
+
+This is the tiling of G. Ruetsch and P. Micikevicius, "Optimizing Matrix Transpose in CUDA" (NVIDIA,
+2009), with the processor's cache in the place of shared memory. NumPy releases the interpreter lock
+inside each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import gcd, prod
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.backends._checks import transposed
+from dask_p2p.backends.base import Backend
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.environment import cpu_name
+from dask_p2p.errors import UnsupportedArrayError
+
+__all__ = ["NUMPY", "NumpyBackend", "block_shape"]
+
+# The sizes below are those that were quickest, or within 5 % of it, over matrices from 100 x 100 to
+# 10000 x 10000 with items of 1 to 16 bytes. `benchmarks/kernels.py` repeats the comparison.
+
+# Below this, working out a block shape takes as long as it can save.
+SMALL_ITEMS = 1 << 15
+# A block holds at least `BLOCK_ITEMS` items, so that the interpreter's work for it does not show,
+# and is extended over further axes up to `GROWN_ITEMS`.
+BLOCK_ITEMS = 1 << 13
+GROWN_ITEMS = 1 << 15
+BLOCK_COLUMNS = 512
+MAX_BLOCK_ROWS = 256
+MIN_BLOCK_ROWS = 32
+# With up to this many rows, plain copies find their lines in the second-level cache, and their
+# pages in the translation cache; blocks gain nothing then, unless rows compete (see below).
+UNBLOCKED_ROWS = 1024
+# A first-level cache: addresses that are equal modulo `CACHE_WAY_BYTES` compete for `CACHE_WAYS`
+# places. Rows at a distance of a power of two all do, so fewer of them fit.
+CACHE_WAY_BYTES = 4096
+CACHE_WAYS = 8
+
+
+class NumpyBackend(Backend):
+    """NumPy arrays of any dtype, in host memory."""
+
+    name = "numpy"
+    title = "NumPy"
+    on_device = False
+    holds_objects = True
+    checksum_algorithm = "crc32"
+    checksum_words = 2**15  # what is computed on the way fits in a cache
+    most_probe_bytes = 32 * 2**20
+
+    @property
+    def module(self) -> Any:
+        return np
+
+    def check(self, block: Any) -> None:
+        if isinstance(block, np.ma.MaskedArray):
+            raise UnsupportedArrayError(
+                "Expected a plain numpy.ndarray, got a numpy.ma.MaskedArray, whose mask would be "
+                "lost. Fill it first (map_blocks(np.ma.filled)), or move data and mask apart."
+            )
+        if isinstance(block, np.matrix):
+            raise UnsupportedArrayError(
+                "Expected a plain numpy.ndarray, got a numpy.matrix, which has two axes whatever "
+                "is done to it. Convert it first: map_blocks(np.asarray)."
+            )
+        if not isinstance(block, np.ndarray):
+            raise UnsupportedArrayError(
+                f"Expected a numpy.ndarray, got {type(block).__name__} of NumPy. Convert it first: "
+                "map_blocks(np.asarray)."
+            )
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+        return np.empty(tuple(shape), dtype)
+
+    def permute_into(
+        self,
+        dst: np.ndarray[Any, Any],
+        src: np.ndarray[Any, Any],
+        axes: Sequence[int],
+        *,
+        stream: Any | None = None,
+        low_occupancy: bool = False,
+    ) -> None:
+        """Do it; `stream` and `low_occupancy` are for devices. The copy is done on return."""
+        view = transposed(dst, src, axes)
+        if dst.dtype.names and not dst.dtype.hasobject:
+            # As they are, NumPy would copy structures field by field, without their padding.
+            raw = f"V{dst.dtype.itemsize}"
+            dst, view = dst.view(raw), view.view(raw)
+        block = None
+        if dst.size >= SMALL_ITEMS:
+            block = block_shape(dst.shape, view.strides, dst.strides)
+        if block is None:
+            dst[...] = view  # half the time of np.copyto where the array is small
+            return
+        for box in _boxes(dst.shape, block):
+            dst[box] = view[box]
+
+    def queue(self, *, beside_copies: bool = False) -> HostQueue:
+        return HostQueue(self)
+
+    def to_host(self, array: Any) -> Any:
+        return array
+
+    def allocate(self, size_bytes: int) -> Any:
+        return np.empty(size_bytes, np.uint8)
+
+    def bytes_of(self, memory: Any, size_bytes: int, owner: Any) -> Any:
+        return np.asarray(owner)
+
+    def is_in_use(self) -> bool:
+        return True
+
+    def memory_below(self, wanted_bytes: int, worker_limit_bytes: int | None) -> int | None:
+        limit_bytes = worker_limit_bytes or wanted_bytes
+        return limit_bytes if limit_bytes < wanted_bytes else None
+
+    def device_name(self) -> str:
+        return cpu_name()
+
+
+@lru_cache(maxsize=1024)  # a call costs as much as copying 10 000 items, and blocks look alike
+def block_shape(
+    shape: tuple[int, ...], src_strides: tuple[int, ...], dst_strides: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return the shape of the blocks to copy one by one, or None for a copy in one piece.
+
+    Parameters
+    ----------
+    shape
+        Shape of `dst`, and of the transposed `src`.
+    src_strides, dst_strides
+        Their strides in bytes, both in the order of the axes of `dst`.
+
+    Returns
+    -------
+    tuple of int or None
+        Block shape, in the order of the axes of `dst`.
+
+    Examples
+    --------
+    >>> block_shape((10000, 10000), (8, 80000), (80000, 8))  # float64, transposed
+    (512, 256)
+    >>> block_shape((10000, 10000), (80000, 8), (80000, 8)) is None  # same order
+    True
+    """
+    # Axes of `dst`, the one along which it is contiguous first.
+    by_dst = sorted(
+        (a for a in range(len(shape)) if shape[a] > 1), key=lambda a: abs(dst_strides[a])
+    )
+    moving = [a for a in by_dst if src_strides[a]]
+    if not moving:
+        return None
+    row_axis = by_dst[0]
+    column_axis = min(moving, key=lambda a: abs(src_strides[a]))
+    # So many cache lines are used before the first is used again.
+    lines = prod(shape[a] for a in by_dst[: by_dst.index(column_axis)])
+    cached_rows = _cached_rows(src_strides[row_axis])
+    if lines <= (UNBLOCKED_ROWS if cached_rows >= MAX_BLOCK_ROWS else cached_rows):
+        return None
+    columns = min(shape[column_axis], BLOCK_COLUMNS)
+    rows = max(min(cached_rows, MAX_BLOCK_ROWS), MIN_BLOCK_ROWS, BLOCK_ITEMS // columns)
+    return _grown(shape, by_dst, {column_axis: columns, row_axis: rows})
+
+
+def _cached_rows(stride_bytes: int) -> int:
+    """Return how many rows at this distance have a cache line each in the first-level cache."""
+    return CACHE_WAYS * (CACHE_WAY_BYTES // gcd(stride_bytes, CACHE_WAY_BYTES))
+
+
+def _grown(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:
+    """Extend a two-dimensional tile over the other axes, up to `GROWN_ITEMS` items."""
+    block = [1] * len(shape)
+    for axis, extent in tile.items():
+        block[axis] = min(extent, shape[axis])
+    for axis in by_dst:
+        if axis not in tile:
+            block[axis] = max(1, min(shape[axis], GROWN_ITEMS // prod(block)))
+    return tuple(block)
+
+
+def _boxes(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """Yield the boxes that tile `shape`, in C order."""
+    return product(
+        *(
+            [slice(start, min(start + step, extent)) for start in range(0, extent, step)]
+            for extent, step in zip(shape, block, strict=True)
+        )
+    )
+
+
+NUMPY = NumpyBackend()

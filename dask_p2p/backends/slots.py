@@ -1,0 +1,104 @@
+"""Device memory that a queue uses for a while: slots for parts, and arrays that are being read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from dask_p2p.backends.device import device_work
+
+__all__ = ["BeingRead", "KeptSlots", "Slot"]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)  # arrays are not equal or unequal as a whole
+class Slot:
+    """Local memory for one part of a peer's block."""
+
+    memory: Any
+    full: Any  # event: what was copied is there
+    free: Any  # event: what was there is not needed any more
+    is_used: bool = False  # whether `free` says anything
+
+
+class KeptSlots:
+    """Slots that queues are done with, for the next one: to allocate them delays its first copy.
+
+    They are given up when nobody has used any for `KEEP_S`, or when memory runs out.
+    """
+
+    KEEP_S = 1.0
+
+    def __init__(self) -> None:
+        self._kept: dict[int | None, list[list[Slot]]] = {}  # by device
+        self._used_s = 0.0  # monotonic
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+
+    def take(self, device: int | None, slot_bytes: int) -> list[Slot]:
+        """Return slots of at least so many bytes; none if there are none. Smaller ones go."""
+        small = []  # which are freed only when the lock is
+        with self._lock:
+            kept = self._kept.get(device, [])
+            while kept:
+                slots = kept.pop()
+                if slots[0].memory.nbytes >= slot_bytes:
+                    return slots
+                small.append(slots)
+        return []
+
+    def keep(self, device: int | None, slots: list[Slot]) -> None:
+        """Keep slots. Nothing reads or writes them any more."""
+        for slot in slots:
+            slot.is_used = False
+        with self._lock:
+            self._kept.setdefault(device, []).append(slots)
+            self._used_s = time.monotonic()
+            if self._timer is None:
+                self._start_timer()
+
+    def clear(self) -> bool:
+        """Give all up; return whether there were any."""
+        with self._lock:
+            kept, self._kept = self._kept, {}
+        return any(kept.values())
+
+    def _start_timer(self) -> None:
+        self._timer = threading.Timer(self.KEEP_S, self._expire)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _expire(self) -> None:
+        with self._lock:
+            if time.monotonic() - self._used_s < self.KEEP_S:
+                self._start_timer()
+                return
+            self._timer = None
+        with device_work():
+            self.clear()
+
+
+class BeingRead:
+    """Arrays that are kept until a device has read them: their memory may be another's after that.
+
+    At most `most` of them, the oldest are waited for.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: deque[tuple[Any, Any]] = deque()  # events, and what is read until then
+
+    def add(self, array: Any, read: Any) -> None:
+        """Keep an array until this event has happened."""
+        self._kept.append((read, array))
+        while len(self._kept) > self._most or (self._kept and self._kept[0][0].done):
+            # By name: the array must outlive the event, and the deque holds it no more.
+            event, oldest = self._kept.popleft()
+            event.synchronize()
+            del oldest
+
+    def clear(self) -> None:
+        """Let go of all of them; only when everything is done."""
+        self._kept.clear()

@@ -1,0 +1,88 @@
+"""`rechunk`: an array cut into other blocks, with its axes permuted if that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dask_p2p.config import checked_options
+from dask_p2p.graph import planned_array
+from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, has_unknown_chunks
+from dask_p2p.ops.unknown import rechunk_unknown
+from dask_p2p.plans import redistribution
+from dask_p2p.registration import register_if_possible
+
+__all__ = ["rechunk"]
+
+
+def rechunk(
+    x: Any,
+    chunks: Any = "auto",
+    *,
+    axes: Sequence[int] | None = None,
+    balance: bool = False,
+    block_size_limit: int | None = None,
+) -> Any:
+    """Cut a Dask array into other blocks, moving only the regions of blocks that must move.
+
+    One layer, one task for each block of the result. A block that is there already, as it is, is
+    handed on and not copied.
+
+    Parameters
+    ----------
+    x : dask.array.Array
+        Array of NumPy or CuPy blocks, of any number of dimensions, cut along any of its axes.
+    chunks : int, str, tuple or dict, optional
+        Chunks of the result: anything that `dask.array.rechunk` takes.
+    axes : sequence of int, optional
+        A permutation of the axes, done in the same pass: axis ``i`` of the result is axis
+        ``axes[i]`` of `x`, and `chunks` are given in the result's order. By default the axes stay.
+    balance : bool, optional
+        Whether to make the blocks along each axis as equal as possible, as `dask.array.rechunk`
+        does.
+    block_size_limit : int, optional
+        Largest size in bytes of a block where `chunks` has "auto". By default Dask's
+        ``array.chunk-size``.
+
+    Returns
+    -------
+    dask.array.Array
+        The values of `x`, or of ``np.transpose(x, axes)``; lazy, with its dtype and block type. If
+        nothing changes it is `x` itself.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        If `x` is no Dask array, or its blocks are masked, sparse or otherwise more than bytes.
+    AxesError
+        If `axes` is no permutation of the axes of `x`.
+    ChunksError
+        If `chunks` does not fit the result, or an axis of unknown chunk sizes is to be cut anew.
+    ConfigError
+        If an option has a value that it cannot have, or there is none of a name that is set.
+
+    Notes
+    -----
+    Arrays that have unknown chunk sizes along axes which stay as they are go by Dask's own tasks.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> x = da.ones((6, 4), chunks=(2, 4))
+    >>> rechunk(x, (3, 2)).chunks
+    ((3, 3), (2, 2))
+    >>> rechunk(x, {0: -1}, axes=(1, 0)).chunks
+    ((4,), (2, 2, 2))
+    """
+    check_array(x)
+    order = tuple(range(x.ndim)) if axes is None else checked_axes(axes, x.ndim)
+    if has_unknown_chunks(x):
+        return rechunk_unknown(x, order, chunks, balance, block_size_limit)
+    before = tuple(x.chunks[axis] for axis in order)
+    after = checked_chunks(chunks, before, x.dtype, balance, block_size_limit)
+    is_permuted = order != tuple(range(x.ndim))
+    if after == x.chunks and not is_permuted:
+        return x
+    register_if_possible()
+    prefix = "p2p-transpose" if is_permuted else "p2p-rechunk"
+    return planned_array(prefix, x, redistribution(x.chunks, order, after), checked_options())

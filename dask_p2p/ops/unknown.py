@@ -1,0 +1,36 @@
+"""Arrays whose chunk sizes are unknown along some axes: nothing can be planned along those."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask.array as da
+
+from dask_p2p.errors import ChunksError
+
+__all__ = ["rechunk_unknown"]
+
+
+def rechunk_unknown(
+    x: Any, axes: tuple[int, ...], chunks: Any, balance: bool, block_size_limit: int | None
+) -> Any:
+    """Cut an array anew by Dask's tasks, which is possible along its other axes.
+
+    Raises
+    ------
+    ChunksError
+        If an axis of unknown chunk sizes is to be cut anew, or the chunks do not fit.
+    """
+    try:
+        return da.rechunk(
+            da.transpose(x, axes),
+            chunks,
+            balance=balance,
+            block_size_limit=block_size_limit,
+            method="tasks",
+        )
+    except (TypeError, ValueError) as exc:
+        raise ChunksError(
+            f"expected known chunk sizes along the axes that are cut anew, got {x.chunks} and "
+            f"chunks={chunks!r}: {exc}. Call x.compute_chunk_sizes() first, or leave these axes."
+        ) from exc

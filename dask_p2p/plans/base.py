@@ -1,0 +1,145 @@
+r"""Plans: each output block assembled from regions of input blocks. Pure, no I/O.
+
+A transpose of row slabs is an all-to-all. With four blocks, output block 2 (the third row slab
+of the transpose) needs the third *column* tile of every input block::
+
+        input x, 4 row slabs           output x.T, 4 row slabs
+      +----+----+----+----+          +----+----+----+----+
+    0 | 00 | 01 |[02]| 03 |        0 | 00'  10'  20'  30'|
+      +----+----+----+----+          +----+----+----+----+
+    1 | 10 | 11 |[12]| 13 |        1 | 01'  11'  21'  31'|
+      +----+----+----+----+  --->    +----+----+----+----+
+    2 | 20 | 21 |[22]| 23 |        2 |[02'][12'][22'][32']|   ' = tile transposed
+      +----+----+----+----+          +----+----+----+----+
+    3 | 30 | 31 |[32]| 33 |        3 | 03'  13'  23'  33'|
+      +----+----+----+----+          +----+----+----+----+
+
+A `Piece` is one such tile: a box of a source block and the box of the output block that it
+fills. Any redistribution of blocks is a set of pieces and a permutation of the axes: plain
+rechunking has the identity, a halo exchange has boxes that reach over the blocks' edges. A new
+operation is a new `Plan`, and nothing else of the engine.
+
+Stage order, from *CUDA Fortran for Scientists and Engineers* (Ruetsch, Fatica): in stage s the
+reader at rank r takes what the holder at rank (r + s) mod n has, so that at any stage each
+holder serves one reader; stage 0 is what the reader holds itself::
+
+    stage          0    1    2    3
+    reader 0   <-  0    1    2    3
+    reader 1   <-  1    2    3    0
+    reader 2   <-  2    3    0    1
+    reader 3   <-  3    0    1    2
+
+A rank is a place among the sorted addresses of the holders: it follows from where the data is,
+not from the index of the block that a reader happens to compute.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from dask_p2p.layout import Box, Chunks, Index, block_indices
+from dask_p2p.versioned import versioned
+
+__all__ = ["BlockPlan", "Fill", "Piece", "Plan", "Source", "block_plans", "stage_order"]
+
+
+class Source(NamedTuple):
+    """A block of an input array."""
+
+    array: int  # number of the array among the inputs
+    block: Index  # place in its grid of blocks
+
+
+@versioned()
+class Piece(NamedTuple):  # there are as many as blocks squared: a tuple is made and sent quickest
+    """One region of a source block, and the region of the output block that it fills.
+
+    The destination box has the source box's lengths in the order of the plan's axes.
+    """
+
+    source: int  # position in `BlockPlan.sources`
+    src: Box  # relative to the source block, in the source's order of axes
+    dst: Box  # relative to the output block, in the output's order of axes
+
+
+@versioned()
+class Fill(NamedTuple):
+    """A region of the output block that no source covers: it is set to one value."""
+
+    dst: Box
+    value: Any
+
+
+@versioned()
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """How one output block is assembled.
+
+    Pieces and fills do not overlap, and together cover the block.
+    """
+
+    shape: tuple[int, ...]  # of the output block
+    axes: tuple[int, ...]  # output axis i is source axis axes[i]
+    sources: tuple[Source, ...]
+    source_shapes: tuple[tuple[int, ...], ...]  # their declared shapes, in the same order
+    pieces: tuple[Piece, ...]
+    fills: tuple[Fill, ...] = ()
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the output block is one source block, as it is."""
+        return (
+            self.source_shapes == (self.shape,)
+            and len(self.pieces) == 1
+            and self.pieces[0].src == self.pieces[0].dst
+            and self.axes == tuple(range(len(self.axes)))
+        )
+
+
+class Plan(Protocol):
+    """How all blocks of an output are assembled from blocks of one or more inputs.
+
+    A plan travels with every task: it is small, a value (hashable, picklable), and has nothing in
+    it but integers. Each task makes the pieces of its own block only.
+    """
+
+    @property
+    def chunks(self) -> Chunks:
+        """Chunks of the blocks that are assembled."""
+
+    @property
+    def largest_piece(self) -> int:
+        """Elements of the largest piece of any block."""
+
+    def sources(self, index: Index) -> tuple[Source, ...]:
+        """Return the blocks that an output block reads from, in the order of its block plan.
+
+        Blocks that read the same get equal tuples: tasks share what is made of them.
+        """
+
+    def source_elements(self, index: Index) -> tuple[int, ...]:
+        """Return how many elements the output block reads of each of its sources."""
+
+    def block(self, index: Index) -> BlockPlan:
+        """Return how the output block at `index` is assembled."""
+
+
+def block_plans(plan: Plan) -> Iterator[tuple[Index, BlockPlan]]:
+    """Each output block's index and plan."""
+    return ((index, plan.block(index)) for index in block_indices(plan.chunks))
+
+
+def stage_order(holders: Iterable[str], reader: str) -> list[str]:
+    """Order in which `reader` goes to the holders: itself first, then those after it.
+
+    A reader that holds nothing starts at the holder that comes after it in sorted order.
+
+    >>> stage_order(["c", "a", "b"], "b")
+    ['b', 'c', 'a']
+    """
+    ranked = sorted(set(holders))
+    rank = bisect_left(ranked, reader)
+    return ranked[rank:] + ranked[:rank]

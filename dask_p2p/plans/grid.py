@@ -1,0 +1,249 @@
+"""Plans of grids of blocks: what an output block reads follows from each axis by itself.
+
+Along one axis an output block is a row of segments, each of which lies in one block of the source.
+The pieces of the block are the product of its segments along all axes. How an axis is cut into
+segments is a *mapping*: `Cut` for plain redistribution, `dask_p2p.plans.halo.Halo` for blocks with
+rims.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+from dask_p2p.layout import Chunks, Index, block_bounds, block_shape, box_size
+from dask_p2p.plans.base import BlockPlan, Fill, Piece, Source
+from dask_p2p.versioned import versioned
+
+__all__ = ["AxisMapping", "Cut", "GridPlan", "Segment", "redistribution", "segments_of_range"]
+
+
+class Segment(NamedTuple):
+    """A part of an output block along one axis."""
+
+    block: int | None  # index of the source block along the axis; None for what is filled
+    src: tuple[int, int]  # relative to the source block
+    dst: tuple[int, int]  # relative to the output block
+    is_rim: bool = False  # whether it lies in the rim of the block
+    value: Any = None  # of what is filled
+
+
+class AxisMapping(Protocol):
+    """How the output's blocks along one axis are made of the source's."""
+
+    @property
+    def src_sizes(self) -> tuple[int, ...]:
+        """Of the source's blocks along the axis."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the output's blocks along the axis."""
+
+    @property
+    def largest_segment(self) -> int:
+        """Length of the longest segment that is read from one block."""
+
+    def blocks(self, number: int) -> tuple[int, ...]:
+        """Return the indices of the source blocks that an output block reads, each once."""
+
+    def segments(self, number: int) -> list[Segment]:
+        """Return the segments of an output block, in order."""
+
+
+@versioned()
+@dataclass(frozen=True)
+class Cut:
+    """An axis that is cut in another way.
+
+    Parameters
+    ----------
+    src_sizes, sizes : tuple of int
+        Of the blocks before and after. Both cut the same length.
+
+    Examples
+    --------
+    >>> Cut((4, 4), (3, 5)).segments(1)
+    [Segment(block=0, src=(3, 4), dst=(0, 1), is_rim=False, value=None), \
+Segment(block=1, src=(0, 4), dst=(1, 5), is_rim=False, value=None)]
+    """
+
+    src_sizes: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def _src_bounds(self) -> tuple[int, ...]:
+        return block_bounds(self.src_sizes)
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return block_bounds(self.sizes)
+
+    @cached_property
+    def largest_segment(self) -> int:
+        bounds = sorted({*self._src_bounds, *self._bounds})
+        return max((b - a for a, b in pairwise(bounds)), default=0)
+
+    def blocks(self, number: int) -> tuple[int, ...]:
+        start, stop = self._bounds[number : number + 2]
+        if start == stop:
+            return ()
+        first, last = block_range(self._src_bounds, start, stop)
+        return tuple(b for b in range(first, last) if self.src_sizes[b])
+
+    def segments(self, number: int) -> list[Segment]:
+        start, stop = self._bounds[number : number + 2]
+        return segments_of_range(self._src_bounds, start, stop, 0)
+
+
+def block_range(bounds: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+    """Return the first block that a range, which is not empty, reaches into, and that after it."""
+    return bisect_right(bounds, start) - 1, bisect_left(bounds, stop)
+
+
+def segments_of_range(
+    src_bounds: Sequence[int], start: int, stop: int, at: int, is_rim: bool = False
+) -> list[Segment]:
+    """Return the segments of a range of the source, which begin at an offset of the output block.
+
+    Empty blocks have no part in it.
+    """
+    if start == stop:
+        return []
+    shift = at - start
+    found = []
+    for block in range(*block_range(src_bounds, start, stop)):
+        base = src_bounds[block]
+        lo, hi = max(start, base), min(stop, src_bounds[block + 1])
+        if lo < hi:
+            src, dst = (lo - base, hi - base), (lo + shift, hi + shift)
+            found.append(Segment(block, src, dst, is_rim))
+    return found
+
+
+@versioned()  # without what is cached: each task carries a plan, and reads one block of it
+@dataclass(frozen=True)
+class GridPlan:
+    """How the blocks of one grid are assembled from those of another, axis by axis.
+
+    Parameters
+    ----------
+    axes : tuple of int
+        Output axis ``i`` is input axis ``axes[i]``.
+    mappings : tuple of AxisMapping
+        Of each output axis.
+    has_corners : bool
+        Whether pieces that lie in the rim along several axes are read. If not, they are zero.
+    """
+
+    axes: tuple[int, ...]
+    mappings: tuple[AxisMapping, ...]
+    has_corners: bool = True
+
+    @cached_property
+    def _place(self) -> tuple[int, ...]:
+        """``_place[a]`` is the output axis that input axis ``a`` becomes."""
+        return tuple(self.axes.index(axis) for axis in range(len(self.axes)))
+
+    @cached_property
+    def src_chunks(self) -> Chunks:
+        """Chunks of the input, in its order of axes."""
+        return tuple(self.mappings[p].src_sizes for p in self._place)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Chunks of the output, in its order of axes."""
+        return tuple(mapping.sizes for mapping in self.mappings)
+
+    @cached_property
+    def largest_piece(self) -> int:
+        """Elements of the largest piece of any block, or a bound of it."""
+        return prod(mapping.largest_segment for mapping in self.mappings)
+
+    @cached_property
+    def _sources(self) -> dict[tuple[tuple[int, ...], ...], tuple[Source, ...]]:
+        return {}
+
+    def sources(self, index: Index) -> tuple[Source, ...]:
+        """Return the blocks that an output block reads from, in the order of its block plan."""
+        if not self.has_corners:
+            return self.block(index).sources
+        blocks = tuple(m.blocks(i) for m, i in zip(self.mappings, index, strict=True))
+        # Blocks of one row of the grid read the same: a transpose of slabs has a single list.
+        found = self._sources.get(blocks)
+        if found is None:
+            found = tuple(
+                Source(0, tuple(numbers[p] for p in self._place)) for numbers in product(*blocks)
+            )
+            self._sources[blocks] = found
+        return found
+
+    def source_elements(self, index: Index) -> tuple[int, ...]:
+        """Return how many elements the output block reads of each of its sources."""
+        if not self.has_corners:
+            block = self.block(index)
+            read = [0] * len(block.sources)
+            for piece in block.pieces:
+                read[piece.source] += box_size(piece.src)
+            return tuple(read)
+        lengths: list[dict[int, int]] = []  # along each axis, of each source block
+        for mapping, number in zip(self.mappings, index, strict=True):
+            along: dict[int, int] = {}
+            for source, (start, stop), *_ in mapping.segments(number):
+                if source is not None:
+                    along[source] = along.get(source, 0) + stop - start
+            lengths.append(along)
+        return tuple(map(prod, product(*(along.values() for along in lengths))))
+
+    def block(self, index: Index) -> BlockPlan:
+        """Return how the output block at `index` is assembled."""
+        numbers: dict[Index, int] = {}
+        pieces: list[Piece] = []
+        fills: list[Fill] = []
+        place = self._place
+        rows = [m.segments(i) for m, i in zip(self.mappings, index, strict=True)]
+        for parts in product(*rows):
+            dst = tuple([part.dst for part in parts])
+            filled = [part for part in parts if part.block is None]
+            if not self.has_corners and sum([part.is_rim for part in parts]) > 1:
+                fills.append(Fill(dst, 0))
+            elif filled:
+                fills.append(Fill(dst, filled[-1].value))
+            else:
+                source: Any = tuple([parts[p].block for p in place])
+                number = numbers.setdefault(source, len(numbers))
+                pieces.append(Piece(number, tuple([parts[p].src for p in place]), dst))
+        return BlockPlan(
+            shape=block_shape(self.chunks, index),
+            axes=self.axes,
+            sources=tuple(Source(0, source) for source in numbers),
+            source_shapes=tuple(block_shape(self.src_chunks, source) for source in numbers),
+            pieces=tuple(pieces),
+            fills=tuple(fills),
+        )
+
+
+def redistribution(src_chunks: Chunks, axes: Sequence[int], chunks: Chunks) -> GridPlan:
+    """Return the plan that cuts an array anew, with its axes permuted.
+
+    Parameters
+    ----------
+    src_chunks, chunks
+        Chunks of the input and of the output, each in its own order of axes. Along each axis
+        they cut the same length.
+    axes
+        A permutation: output axis ``i`` is input axis ``axes[i]``.
+    """
+    mappings = [
+        Cut(_plain(src_chunks[a]), _plain(sizes)) for a, sizes in zip(axes, chunks, strict=True)
+    ]
+    return GridPlan(tuple(axes), tuple(mappings))
+
+
+def _plain(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes as Python's integers: Dask lets NumPy's through, which do not travel as well."""
+    return tuple(map(int, sizes))

@@ -1,0 +1,71 @@
+"""What transports and tasks need of the worker that they are on."""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from dask_p2p.config import Options
+from dask_p2p.errors import DeviceLostError
+from dask_p2p.retry import Attempts
+
+if TYPE_CHECKING:
+    from dask_p2p.transports.router import Router
+
+__all__ = ["WorkerContext"]
+
+_T = TypeVar("_T")
+
+
+class WorkerContext(Protocol):
+    """The worker of a transport, or of a task.
+
+    Coroutines run on the worker's event loop, the rest in any thread.
+    """
+
+    address: str
+    loop: AbstractEventLoop
+    folder: str  # of this worker's own; it goes when the worker goes
+    encrypted_only: bool  # whether nothing may leave this process unencrypted
+    router: Router
+
+    # --- for transports ---
+
+    def block(self, key: Any) -> Any:
+        """Return the block with this key, which may be a probe's; `KeyError` if it is not here.
+
+        It may be read from disk, so this is nothing for the event loop.
+        """
+
+    def is_on_disk(self, key: Any) -> bool:
+        """Tell whether a block is spilled, so that `block` would have to read it."""
+
+    async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
+        """Call the handler `op` of the worker at `address`; `OSError` if it cannot be reached."""
+
+    async def offload(
+        self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
+    ) -> _T:
+        """Run a blocking function on a thread: of these, or of those that answer requests."""
+
+    # --- for tasks ---
+
+    def publish(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
+        """Take note that other workers are about to read these blocks of this kind."""
+
+    def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
+        """Return all memory for blocks of this kind if that is less than wanted; else None."""
+
+    def record_failure(self, key: Any, cause: str) -> Attempts:
+        """See `AttemptLog`."""
+
+    def forget_attempts(self, key: Any) -> None:
+        """See `AttemptLog`."""
+
+    def record_success(self, record: Any) -> None:
+        """Take note that a task ended well: its `task.Record`."""
+
+    def on_device_lost(self, error: DeviceLostError) -> bool:
+        """Have the worker leave because its GPU works no more; return whether it does."""

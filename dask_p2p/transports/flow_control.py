@@ -1,0 +1,85 @@
+"""How a reader asks for regions, and how much memory that takes. Pure arithmetic.
+
+What an assembling task holds beside its inputs and its output are the parts of regions that are on
+their way. It stays below `Options.staging_limit_bytes`, since parts are cut to what then fits. Here
+is what transports share; each says itself what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from dask_p2p.backends import MOST_UNREAD, backend_named
+from dask_p2p.transports.buffers import buffer_bytes
+
+__all__ = ["FlowControl", "PackingLimits", "buffered_flow", "part_that_fits", "parts_held"]
+
+_MOST_SMALL = 16  # parts in flight, of those smaller than they might be
+
+
+@dataclass(frozen=True, slots=True)
+class FlowControl:
+    """How a reader asks for regions."""
+
+    part_bytes: int | None  # at most so many in one request; None: any number
+    parts_in_flight: int  # requests under way while the part before them is put into place
+
+    def for_regions(self, largest_bytes: int) -> FlowControl:
+        """Return the same for regions of at most so many bytes.
+
+        If they are smaller than a part, more of them are on their way, as many as weigh no more:
+        an answer takes its time, however small it is.
+        """
+        if not self.part_bytes or not self.parts_in_flight:
+            return self
+        in_flight_bytes = self.parts_in_flight * self.part_bytes
+        as_many = in_flight_bytes // buffer_bytes(min(largest_bytes, self.part_bytes))
+        return replace(self, parts_in_flight=max(self.parts_in_flight, min(as_many, _MOST_SMALL)))
+
+
+class PackingLimits(NamedTuple):
+    """What a holder packs at most: for each task that reads from it, and of each region."""
+
+    task_bytes: int
+    copies: int
+
+
+def part_that_fits(part_bytes: int, most_bytes: int) -> int:
+    """Return a part's size, or where its buffer is larger than that, the power of two below.
+
+    >>> part_that_fits(3000, 4096), part_that_fits(5000, 4097)
+    (3000, 4096)
+    """
+    if buffer_bytes(part_bytes) > most_bytes:
+        return 1 << (most_bytes.bit_length() - 1)
+    return part_bytes
+
+
+def buffered_flow(
+    part_bytes: int, in_flight: int, left_bytes: int, held: Callable[[int], int]
+) -> FlowControl:
+    """Return parts of a size, or the largest for which there is room.
+
+    Parameters
+    ----------
+    part_bytes
+        As configured. Each goes through buffers, whose sizes are powers of two.
+    in_flight
+        As configured; one after another if there is no room for that many of the smallest.
+    left_bytes
+        What all may take.
+    held
+        Returns how many there are at a time with so many in flight.
+    """
+    smallest_bytes = buffer_bytes(1)
+    if left_bytes // held(in_flight) < smallest_bytes:
+        in_flight = 0
+    most_bytes = max(smallest_bytes, left_bytes // held(in_flight))
+    return FlowControl(part_that_fits(part_bytes, most_bytes), in_flight)
+
+
+def parts_held(in_flight: int, kind: str) -> int:
+    """Return how many parts a task holds at a time: those in flight, and those being placed."""
+    return in_flight + 1 + (MOST_UNREAD if backend_named(kind).on_device else 0)

@@ -1,0 +1,166 @@
+"""By which route a block comes: transports in order of preference, holders one after another."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
+from dask_p2p.transports.base import Transport
+from dask_p2p.versioned import versioned
+
+__all__ = ["BlockRef", "Route", "Router"]
+
+logger = logging.getLogger(__name__)
+
+
+@versioned()
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """Stands in a task for a block that other workers hold."""
+
+    key: Any  # Dask key
+    holders: tuple[str, ...]  # addresses of the workers that hold it
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route by which a block may come here."""
+
+    holder: str
+    transport: Transport
+
+
+class Router:
+    """The routes between this worker and all others, and what was learnt about them.
+
+    Parameters
+    ----------
+    transports
+        All transports of this worker, by name.
+    warn
+        Tells the user something, wherever they are. Workers that find the same say the same.
+    """
+
+    def __init__(self, transports: Mapping[str, Transport], warn: Callable[[str], None]) -> None:
+        self.transports = transports
+        self._warn = warn
+        self._broken: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
+        self._proved: set[tuple[str, str, str]] = set()  # (holder, transport, kind) that worked
+        self._preferred: dict[tuple[str, tuple[str, ...]], str] = {}  # by holder and order
+        self._warned: set[str] = set()  # texts
+        self._lock = threading.Lock()
+        self._proving: defaultdict[tuple[str, str, str], threading.Lock]
+        self._proving = defaultdict(threading.Lock)
+
+    def routes(self, ref: BlockRef, kind: str, dtype: Any, order: tuple[str, ...]) -> list[Route]:
+        """Return the routes by which a block may come here, best first.
+
+        Parameters
+        ----------
+        ref
+            The block.
+        kind, dtype
+            Of its elements: "numpy" or "cupy", and `numpy.dtype`.
+        order
+            Names of the transports that may be used, best first.
+        """
+        routes = []
+        for holder in ref.holders:
+            open_ = [
+                Route(holder, transport)
+                for transport in (self.transports[name] for name in self._order(holder, order))
+                if transport.obstacle(holder, kind, dtype) is None
+            ]
+            # Where everything has failed before, everything is tried again.
+            left = [route for route in open_ if not self._is_broken(route)] or open_
+            # Only what will be used is proved: a transport may take long to start.
+            while len(left) > 1 and not self._works(left[0], kind):
+                left.pop(0)
+            routes.extend(left)
+        return routes
+
+    def _order(self, holder: str, order: tuple[str, ...]) -> tuple[str, ...]:
+        preferred = self._preferred.get((holder, order))
+        return order if preferred is None else tuple(dict.fromkeys((preferred, *order)))
+
+    def prefer(self, holder: str, order: tuple[str, ...], transport: str | None) -> None:
+        """Have a transport tried first for a holder, wherever this order is given.
+
+        Parameters
+        ----------
+        holder
+            Address.
+        order
+            Names of the transports that may be used, best first, as far as that was known.
+        transport
+            Name of the one that was measured to be quicker by far. None lets the order stand.
+        """
+        with self._lock:
+            if transport is None:
+                self._preferred.pop((holder, order), None)
+            else:
+                self._preferred[holder, order] = transport
+
+    def _is_broken(self, route: Route) -> bool:
+        return (route.holder, route.transport.name) in self._broken
+
+    def _works(self, route: Route, kind: str) -> bool:
+        """Tell whether a route works: the first time by trying it."""
+        proof = (route.holder, route.transport.name, kind)
+        if proof not in self._proved:
+            with self._lock:
+                proving = self._proving[proof]
+            with proving:
+                if proof not in self._proved and not self._is_broken(route):
+                    try:
+                        route.transport.probe(route.holder, kind)
+                        with self._lock:
+                            self._proved.add(proof)
+                    except BlockUnavailableError:
+                        return True  # it does not answer: no word about the route
+                    except TransferError as exc:
+                        self.report_failure(route, exc, last=False)
+        return not self._is_broken(route)
+
+    def report_failure(self, route: Route, error: Exception, last: bool) -> None:
+        """Note that a route failed; unless it was the last one, it is not tried again.
+
+        The user is warned the first time that there is this reason.
+        """
+        name = route.transport.name
+        with self._lock:
+            if last or (route.holder, name) in self._broken:
+                return
+            message = str(error)
+            obstacle = getattr(error, "obstacle", None)
+            self._broken[route.holder, name] = obstacle or Obstacle("failed", message)
+            # A log may keep what it is given, and the error keeps the frames that it passed.
+            logger.warning("%s from %s failed: %s", name, route.holder, message)
+            reason = getattr(error, "reason", str(error))
+            text = f"dask_p2p: {name} fails, another transport is used instead: {reason}"
+            if text in self._warned:
+                return
+            self._warned.add(text)
+        self._warn(text)
+
+    def failure(self, holder: str, transport: str) -> Obstacle | None:
+        """Why a transport is not used any more for a holder; None if it did not fail."""
+        return self._broken.get((holder, transport))
+
+    def on_worker_left(self, holder: str) -> None:
+        """Drop what was learnt about a worker that has left."""
+        with self._lock:
+            for pair in [pair for pair in self._broken if pair[0] == holder]:
+                del self._broken[pair]
+            for preferred in [known for known in self._preferred if known[0] == holder]:
+                del self._preferred[preferred]
+            self._proved = {proof for proof in self._proved if proof[0] != holder}
+            for proof in [proof for proof in self._proving if proof[0] == holder]:
+                del self._proving[proof]
+        for transport in self.transports.values():
+            transport.on_worker_left(holder)

@@ -1,0 +1,221 @@
+"""What transports and tasks need of the worker that they are on: blocks, calls, threads, routes.
+
+Its coroutines run on the worker's event loop, the rest in any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from asyncio import AbstractEventLoop
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+from distributed import Worker
+
+from dask_p2p.backends import backend_named
+from dask_p2p.backends.device import device_work
+from dask_p2p.config import Options
+from dask_p2p.errors import DeviceLostError, P2PWarning
+from dask_p2p.retry import AttemptLog
+from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
+from dask_p2p.task import Record, warn_client
+from dask_p2p.transports.probe import Probes, is_probe, probe_key
+from dask_p2p.transports.router import BlockRef, Router
+
+__all__ = ["DaskWorkerContext"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_RECORDS = 1000  # of tasks that are kept
+_SERVING_THREADS = 2  # that pack regions for other workers
+_LOOKS = 10  # for a block that is being spilled, or brought back
+_KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them was read
+_ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
+_LEAVE_S = 1.0  # from the loss of its GPU until a worker's process ends
+
+
+class DaskWorkerContext(AttemptLog):
+    """What transports and tasks need of the Dask worker that they are on: a `WorkerContext`.
+
+    Parameters
+    ----------
+    worker
+        Dask's.
+    options
+        The worker's own.
+    """
+
+    def __init__(self, worker: Worker, options: Options) -> None:
+        super().__init__(worker.address)
+        self.router = Router({}, self.warn)
+        self.records: deque[Record] = deque(maxlen=_RECORDS)
+        self._options = options
+        self.loop: AbstractEventLoop = worker.loop.asyncio_loop
+        self.folder: str = worker.local_directory
+        # Credentials from a configuration file do not make Dask require what they are used for.
+        self.encrypted_only: bool = bool(worker.security.require_encryption) or (
+            worker.address.startswith(_ENCRYPTED)
+        )
+        self.probes = Probes()
+        self._worker = worker
+        self._gone: set[str] = set()
+        self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
+        self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
+        self._from_disk: dict[Any, Any] = {}  # blocks by key, the oldest first
+        self._forgetting: asyncio.TimerHandle | None = None
+        self._leaving: asyncio.Future[None] | None = None
+
+    def block(self, key: Any) -> Any:
+        """Return a block; one that is spilled is read, and left where it is."""
+        if is_probe(key):
+            return self.probes.block(key, self._worker.memory_manager.memory_limit or None)
+        data = self._worker.data
+        for _ in range(_LOOKS):
+            with suppress(KeyError):
+                return find_in_memory(data, key)
+            with suppress(KeyError):
+                return self._from_disk[key]
+            with suppress(KeyError):
+                return self._keep_a_while(key, read_spilled(data, key))
+        raise KeyError(key)
+
+    def is_on_disk(self, key: Any) -> bool:
+        """Tell whether a block is spilled, so that `block` would have to read it."""
+        return is_spilled(self._worker.data, key)
+
+    def _keep_a_while(self, key: Any, block: Any) -> Any:
+        """Keep a block that was read, whose other regions are about to be asked for."""
+        self._from_disk[key] = block
+        while len(self._from_disk) > _SERVING_THREADS:
+            with suppress(KeyError, StopIteration):  # another thread was quicker
+                del self._from_disk[next(iter(self._from_disk))]
+        self.loop.call_soon_threadsafe(self._forget_later)
+        return block
+
+    def _forget_later(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = self.loop.call_later(_KEEP_S, self._from_disk.clear)
+
+    def usage(self) -> dict[str, int]:
+        """Count what transfers hold on this worker, by transport and kind, for whoever looks.
+
+        When no task runs, and all that readers asked for is sent, everything is zero, except for
+        what is kept a while on purpose: mappings of `ipc`, posted blocks, blocks read from disk.
+        """
+        calls = sum(len(calls) for calls in list(self._calls.values()))
+        held = {"calls": calls, "from disk": len(self._from_disk)}
+        for name, transport in self.router.transports.items():
+            held |= {f"{name}.{what}": count for what, count in transport.usage().items()}
+        return held
+
+    async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
+        if address in self._gone:
+            raise ConnectionAbortedError("it has left the cluster")
+        call = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**kwargs))
+        self._calls[address].add(call)
+        try:
+            reply: dict[str, Any] = await call
+        except asyncio.CancelledError:
+            if address in self._gone:
+                raise ConnectionAbortedError("it has left the cluster") from None
+            raise
+        finally:
+            self._calls[address].discard(call)
+            if not self._calls[address]:
+                del self._calls[address]
+        return reply
+
+    def on_worker_left(self, address: str) -> None:
+        """Give up calls to a worker that has left; connecting to it would be tried for long."""
+        self._gone.add(address)
+        for call in self._calls.pop(address, ()):
+            call.cancel()
+
+    def on_workers_named(self, addresses: Iterable[str]) -> None:
+        """Take note that the scheduler names these workers as holders, again perhaps."""
+        self._gone.difference_update(addresses)
+
+    # --- for tasks ---
+
+    def warn(self, text: str) -> None:
+        """Warn the user, wherever they are."""
+        warn_client(self._worker, text, P2PWarning)
+
+    def publish(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
+        for name in options.order(kind):
+            self.router.transports[name].publish(blocks)
+
+    def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
+        limit_bytes = self._worker.memory_manager.memory_limit
+        return backend_named(kind).memory_below(wanted_bytes, limit_bytes)
+
+    def meet(self, holders: Iterable[str], kind: str) -> None:
+        """Prove the route that blocks of this kind will take from each of these workers."""
+        with device_work():
+            for holder in holders:
+                if holder != self.address:
+                    ref = BlockRef(probe_key(kind), (holder,))
+                    self.router.routes(ref, kind, np.dtype("u1"), self._options.order(kind))
+
+    def record_success(self, record: Record) -> None:
+        self.forget_attempts(record.key)
+        self.records.append(record)
+
+    # --- threads, and the end ---
+
+    async def offload(
+        self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
+    ) -> _T:
+        try:
+            return await self.loop.run_in_executor(
+                threads or self._threads, _with_device, function, *args
+            )
+        except DeviceLostError as exc:
+            self.on_device_lost(exc)
+            raise
+
+    def on_device_lost(self, error: DeviceLostError) -> bool:
+        """Have the worker leave, so that Dask does its work elsewhere; return whether it does.
+
+        It does not where it shares its process with others, perhaps with the user's own code. Its
+        nanny, if it has one, starts a new process, which can use the GPU again. From any thread.
+        """
+        if self._worker.address.startswith("inproc"):
+            return False
+        self.loop.call_soon_threadsafe(self._leave, str(error))
+        return True
+
+    def _leave(self, reason: str) -> None:
+        if self._leaving is None:
+            logger.critical("Worker %s leaves the cluster: %s", self.address, reason)
+            warn_client(self._worker, f"dask_p2p: worker {self.address} left: {reason}", P2PWarning)
+            self._leaving = asyncio.ensure_future(_end_process(self._worker))
+
+    def close(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._from_disk.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _with_device(function: Callable[..., _T], *args: Any) -> _T:
+    with device_work():
+        return function(*args)
+
+
+async def _end_process(worker: Worker) -> None:
+    """Close a worker, and end its process soon: with a lost GPU much of closing hangs or fails."""
+    try:
+        closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")
+        await asyncio.wait_for(closing, _LEAVE_S)
+    finally:
+        os._exit(1)

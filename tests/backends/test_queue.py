@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import doctest
+import weakref
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.backends import pitch as module
+from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.backends.pitch import Pitch, engine_pitch, pitched
+from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
+from tests.transports.loopback import wait_until
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(module).failed == 0
+
+
+@st.composite
+def regions(draw):
+    """A box of a block, in some order of axes."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    block = np.arange(int(np.prod(shape)), dtype="i4").reshape(shape)
+    block = block.transpose(draw(st.permutations(range(len(shape)))))
+    bounds = [draw(st.tuples(st.integers(0, n), st.integers(0, n))) for n in block.shape]
+    return block[tuple(slice(min(b), max(b)) for b in bounds)]
+
+
+@given(regions())
+def test_a_pitched_copy_gives_the_elements_in_order(region):
+    pitch = pitched(region.shape, region.strides, region.itemsize)
+    if region.size == 0:
+        assert pitch is None
+        return
+    if region.flags.c_contiguous:
+        assert pitch == Pitch(1, region.nbytes, region.nbytes)
+    if pitch is None:
+        return
+    assert pitch.rows * pitch.run_bytes == region.nbytes
+    base = region
+    while base.base is not None:
+        base = base.base
+    raw = base.reshape(-1).view("u1")
+    start = region.__array_interface__["data"][0] - raw.__array_interface__["data"][0]
+    runs = [raw[start + row * pitch.stride_bytes :][: pitch.run_bytes] for row in range(pitch.rows)]
+    assert np.concatenate(runs).tobytes() == np.ascontiguousarray(region).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("region", "expected"),
+    [
+        (np.zeros((6, 10), "f8")[1:4, 2:5], Pitch(3, 24, 80)),
+        (np.zeros((6, 10), "f8")[2:5], Pitch(1, 240, 240)),
+        (np.zeros((4, 6, 10), "f8")[:, :, 2:5], Pitch(24, 24, 80)),
+        (np.zeros((4, 6, 10), "f8")[:, 1:3], Pitch(4, 160, 480)),
+        (np.zeros((4, 6, 10), "f8")[:, 1:3, 2:5], None),
+        (np.zeros((6, 10), "f8").T, None),
+        (np.zeros((6, 10), "f8")[::-1], None),
+        (np.zeros((1, 1), "f8"), Pitch(1, 8, 8)),
+    ],
+)
+def test_pitches(region, expected):
+    assert pitched(region.shape, region.strides, region.itemsize) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "stride_bytes", "run_bytes", "is_copied"),
+    [
+        (9, 4096, 128, True),
+        (9, 4096, 124, False),  # kernels are quicker
+        (1, 4096, 4, True),
+        (2, 2**31 - 4, 128, True),
+        (2, 2**31, 128, False),  # CUDA refuses it
+    ],
+)
+def test_what_copy_engines_are_for(rows, stride_bytes, run_bytes, is_copied):
+    pitch = engine_pitch((rows, run_bytes // 4), (stride_bytes, 4), 4)
+    assert (pitch is not None) == is_copied
+
+
+def test_the_host_queue_is_done_when_it_returns():
+    queue = NUMPY.queue()
+    assert isinstance(queue, HostQueue)
+    src = np.arange(6).reshape(2, 3)
+    for do in (
+        queue.permute,
+        lambda *args: queue.permute(*args, concurrent=True),
+        lambda dst, src, axes: queue.permute_from_peer(dst, queue.bring_near(src, 100), axes),
+        queue.permute_and_drop,
+    ):
+        dst = queue.empty((3, 2), src.dtype)
+        do(dst, src, (1, 0))
+        np.testing.assert_array_equal(dst, src.T)
+    dst = queue.empty((2, 2), src.dtype)
+    queue.pack(dst, src[:, 1:])()
+    np.testing.assert_array_equal(dst, src[:, 1:])
+    queue.synchronize()
+
+
+def test_the_host_queue_takes_arrays_of_a_device():
+    class OnDevice:
+        def get(self):
+            return np.arange(3)
+
+    queue = HostQueue(NUMPY)
+    dst = queue.empty((3,), int)
+    queue.permute_and_drop(dst, OnDevice(), (0,))
+    assert dst.tolist() == [0, 1, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 64), (1000, 300), (7, 5, 300), (1, 1)])
+@pytest.mark.parametrize("slot_bytes", [0, 100, 2**20])
+def test_the_device_queue(shape, slot_bytes):
+    import cupy
+
+    src = cupy.arange(int(np.prod(shape)), dtype="f4").reshape(shape)
+    axes = tuple(reversed(range(len(shape))))
+    queue = CUPY.queue(beside_copies=True)
+    queue.wait_until_written([src], any_stream=True)
+    results = []
+    for _ in range(10):  # more than there are slots
+        dst = queue.empty(shape[::-1], "f4")
+        queue.permute_from_peer(dst, queue.bring_near(src, slot_bytes), axes)
+        results.append(dst)
+        dst = queue.empty(shape[::-1], "f4")
+        queue.permute(dst, src, axes, concurrent=True)
+        results.append(dst)
+        dst = queue.empty(shape[::-1], "f4")
+        queue.permute_and_drop(dst, src.get(), axes)
+        results.append(dst)
+        dst = queue.empty(shape[::-1], "f4")
+        queue.permute_and_drop(dst, src.copy(), axes)
+        results.append(dst)
+    queue.synchronize()
+    expected = src.get().transpose(axes)
+    for dst in results:
+        np.testing.assert_array_equal(dst.get(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [slice(0, 1000), slice(3, 700), slice(5, 20), slice(7, 8)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_packing_on_a_device(columns, order):
+    import cupy
+
+    src = cupy.arange(3000 * 1000, dtype="i4").reshape(3000, 1000)
+    region = cupy.asarray(src, order=order)[1:2999, columns]
+    queue = CUPY.queue(beside_copies=True)
+    queue.wait_until_written([region], any_stream=False)
+    packed = queue.scratch(region.shape, region.dtype)
+    wait = queue.pack(packed, region)
+    wait()
+    with cupy.cuda.Stream(non_blocking=True):  # which waits for nothing by itself
+        found = packed.get()
+    np.testing.assert_array_equal(found, src.get()[1:2999, columns])
+
+
+@pytest.mark.gpu
+def test_rows_that_are_further_apart_than_copy_engines_go():
+    import cupy
+
+    block = cupy.empty((2, 2**29), "f4")
+    region = block[:, 5:1005]
+    region[...] = cupy.arange(2000, dtype="f4").reshape(2, 1000)
+    queue = CUPY.queue(beside_copies=True)
+    queue.wait_until_written([block], any_stream=True)
+    dst, packed = queue.empty((1000, 2), "f4"), queue.scratch((2, 1000), "f4")
+    queue.permute_from_peer(dst, queue.bring_near(region, 2**20), (1, 0))
+    queue.pack(packed, region)()
+    queue.synchronize()
+    np.testing.assert_array_equal(dst.get(), region.get().T)
+    np.testing.assert_array_equal(packed.get(), region.get())
+
+
+class Read:
+    """Stands for an event: happens when it is waited for, and the array must still be there."""
+
+    def __init__(self, array):
+        self.array = weakref.ref(array)
+        self.done = False
+
+    def synchronize(self):
+        assert self.array() is not None, "its memory is another's before it has been read"
+        self.done = True
+
+
+def test_what_is_being_read_is_kept_until_then():
+    being_read = BeingRead(2)
+    events = []
+    for _ in range(5):
+        array = np.empty(3)
+        events.append(Read(array))
+        being_read.add(array, events[-1])
+        del array
+    assert [event.done for event in events] == [True, True, True, False, False]
+    assert [event.array() is None for event in events] == [True, True, True, False, False]
+    events[3].done = True  # by itself
+    array = np.empty(3)
+    being_read.add(array, Read(array))
+    assert events[3].array() is None
+    assert events[4].array() is not None
+    being_read.clear()
+    assert events[4].array() is None
+
+
+def used_slot(nbytes):
+    return Slot(np.empty(nbytes, "u1"), None, None, is_used=True)
+
+
+def test_slots_are_kept_for_the_next_queue(monkeypatch):
+    kept = KeptSlots()
+    monkeypatch.setattr(kept, "KEEP_S", 0.2)
+    large = [used_slot(100)]
+    kept.keep(0, large)
+    assert not large[0].is_used
+    assert kept.take(1, 10) == [], "another device's"
+    assert kept.take(0, 50) is large
+    assert kept.take(0, 50) == [], "in use"
+    kept.keep(0, large)
+    assert kept.clear()
+    assert not kept.clear()
+    assert kept.take(0, 10) == []
+    gone = weakref.ref(large[0].memory)
+    kept.keep(0, large)
+    del large
+    wait_until(lambda: gone() is None, 5)
+
+
+def test_slots_that_are_too_small_are_not_kept_beside_larger_ones():
+    kept = KeptSlots()
+    sizes = weakref.WeakSet()
+    for nbytes in range(10, 60, 10):
+        slots = kept.take(0, nbytes) or [used_slot(nbytes)]
+        sizes.add(slots[0])
+        kept.keep(0, slots)
+        del slots
+    assert [slot.memory.nbytes for slot in sizes] == [50]
+    kept.clear()
+
+
+@pytest.mark.gpu
+def test_what_was_dropped_is_kept_until_it_is_read():
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    queue = CUPY.queue()
+    side = 8192
+    dst = queue.empty((side, side), "f8")
+    busy = [cupy.ones((side, side)) for _ in range(2)]
+    queue.wait_until_written(busy, any_stream=True)
+    for _ in range(20):  # kernels that the one to come has to wait for
+        queue.permute(busy[0], busy[1], (1, 0))
+    queue.permute_and_drop(dst, cupy.zeros((side, side)), (1, 0))
+    # The pool would give out the same memory again.
+    again = cupy.cuda.alloc(side * side * 8)
+    with cupy.cuda.Stream(non_blocking=True):
+        cupy.ndarray((side, side), "f8", again)[...] = 7
+    queue.synchronize()
+    assert not dst.any()

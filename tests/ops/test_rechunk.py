@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import doctest
+from itertools import pairwise
+
+import dask.array as da
+import numpy as np
+import pytest
+from dask.array.utils import assert_eq
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dask_p2p
+from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
+from dask_p2p.ops import rechunk as module
+
+X = np.arange(4 * 6 * 5).reshape(4, 6, 5)
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    ["auto", 2, -1, (2, 3, 5), (-1, None, 2), {0: 1, -1: "auto"}, {1: (1, 5)}, "80 B", {0: None}],
+    ids=str,
+)
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.filterwarnings("ignore:chunk size balancing not possible")
+def test_chunks_are_those_of_dask(chunks, balance):
+    x = da.from_array(X, chunks=(3, 4, 2))
+    got = dask_p2p.rechunk(x, chunks, balance=balance)
+    expected = da.rechunk(x, chunks, balance=balance)
+    assert got.chunks == expected.chunks
+    assert_eq(got, expected)
+
+
+def test_a_limit_of_the_blocks_size():
+    x = da.from_array(X, chunks=-1)
+    got = dask_p2p.rechunk(x, {0: "auto"}, block_size_limit=240)
+    assert (
+        got.chunks
+        == da.rechunk(x, {0: "auto"}, block_size_limit=240).chunks
+        == ((1,) * 4, (6,), (5,))
+    )
+
+
+@st.composite
+def cases(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
+
+    def cut(length):
+        inner = draw(st.lists(st.integers(0, length), max_size=3))
+        bounds = [0, *sorted(inner), length]
+        return tuple(b - a for a, b in pairwise(bounds))
+
+    axes = tuple(draw(st.permutations(range(len(shape)))))
+    before = tuple(map(cut, shape))
+    return shape, before, axes, tuple(cut(shape[axis]) for axis in axes)
+
+
+@given(cases())
+def test_any_grid_to_any_grid(case):
+    shape, before, axes, after = case
+    x = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    y = dask_p2p.rechunk(da.from_array(x, chunks=before), after, axes=axes)
+    y.dask.validate()
+    assert y.chunks == after
+    assert_eq(y, x.transpose(axes), scheduler="sync")
+
+
+def test_nothing_to_do_gives_the_array_itself():
+    x = da.ones((4, 4), chunks=(2, 4))
+    assert dask_p2p.rechunk(x, (2, 4)) is x
+    assert dask_p2p.rechunk(x, {0: 2}, axes=(0, 1)) is x
+    assert dask_p2p.transpose(x, (0, 1)) is x
+
+
+def test_one_layer_and_blocks_that_stay_are_handed_on():
+    blocks = [np.full((2, 3), i) for i in range(4)]
+    x = da.concatenate([da.from_array(b, chunks=-1, asarray=False) for b in blocks[:3]])
+    y = dask_p2p.rechunk(x, ((2, 4), (3,)))
+    assert set(y.dask.layers) - set(x.dask.layers) == {y.name}
+    task = y.dask.layers[y.name][y.name, 0, 0]
+    assert task({(x.name, 0, 0): blocks[0]}) is blocks[0]
+
+
+def test_unknown_sizes_are_fine_along_axes_that_stay():
+    x = da.from_array(X[0], chunks=(2, 3))
+    rows = x[x[:, 0] > 6]
+    assert np.isnan(rows.shape[0])
+    got = dask_p2p.rechunk(rows, {1: 5})
+    assert got.numblocks == (3, 1)
+    np.testing.assert_array_equal(got.compute(scheduler="sync"), X[0][X[0][:, 0] > 6])
+    turned = dask_p2p.rechunk(rows, {0: 5}, axes=(1, 0))
+    np.testing.assert_array_equal(turned.compute(scheduler="sync"), X[0][X[0][:, 0] > 6].T)
+    for chunks in ({0: 2}, -1, (2, 5)):
+        with pytest.raises(ChunksError, match=r"(?s)known chunk sizes.*compute_chunk_sizes"):
+            dask_p2p.rechunk(rows, chunks)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "axes", "error"),
+    [
+        ((2, 2), None, ChunksError),
+        ({3: 1}, None, ChunksError),
+        ("a lot", None, ChunksError),
+        (-2, None, ChunksError),
+        ((5, 5, 5), (0, 1), AxesError),
+        (2, (0, 0, 1), AxesError),
+    ],
+    ids=str,
+)
+def test_wrong_input(chunks, axes, error):
+    with pytest.raises(error, match=r"(?i)expected .* got "):
+        dask_p2p.rechunk(da.from_array(X, chunks=2), chunks, axes=axes)
+
+
+def test_no_dask_array():
+    with pytest.raises(UnsupportedArrayError, match="expected a Dask array, got numpy"):
+        dask_p2p.rechunk(X, 2)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.layout import block_shape, box_shape, box_size
+from dask_p2p.plans import Source, block_plans, redistribution, slab_chunks
+from tests.plans.support import assembled, blocks_of, elements_read
+
+
+def cut(draw, length):
+    """Cut an axis into blocks, empty ones included."""
+    inner = draw(st.lists(st.integers(0, length), max_size=3))
+    bounds = [0, *sorted(inner), length]
+    return tuple(b - a for a, b in pairwise(bounds))
+
+
+@st.composite
+def plans(draw):
+    shape = draw(st.lists(st.integers(0, 7), max_size=4))
+    axes = draw(st.permutations(range(len(shape))))
+    src = tuple(cut(draw, n) for n in shape)
+    if draw(st.booleans()):
+        dst = tuple(cut(draw, shape[a]) for a in axes)
+    else:
+        dst = slab_chunks(src, axes)
+    return redistribution(src, axes, dst)
+
+
+@given(plans())
+def test_plan_gives_the_transpose_and_moves_each_element_once(plan):
+    shape = tuple(map(sum, plan.src_chunks))
+    x = np.arange(int(np.prod(shape))).reshape(shape)  # each cell says where it comes from
+    expected = blocks_of(x.transpose(plan.axes), plan.chunks)
+    sources = blocks_of(x, plan.src_chunks)
+    for index, block_plan in block_plans(plan):
+        np.testing.assert_array_equal(assembled(block_plan, sources, x.dtype), expected[index])
+
+
+@given(plans())
+def test_block_plans_name_each_source_once_and_use_all(plan):
+    for index, block_plan in block_plans(plan):
+        assert plan.source_elements(index) == elements_read(block_plan)
+        assert len(set(block_plan.sources)) == len(block_plan.sources)
+        assert plan.sources(index) == block_plan.sources
+        assert {p.source for p in block_plan.pieces} == set(range(len(block_plan.sources)))
+        assert block_plan.shape == block_shape(plan.chunks, index)
+
+
+@given(plans())
+def test_plans_are_values(plan):
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan
+    assert hash(again) == hash(plan)
+    for index, block_plan in block_plans(plan):
+        assert pickle.loads(pickle.dumps(block_plan)) == again.block(index)
+
+
+def test_the_articles_figure():
+    # 1024 x 768 elements in Fortran's words, x fastest: (768, 1024) in NumPy's; four devices.
+    chunks = ((192,) * 4, (1024,))
+    plan = redistribution(chunks, (1, 0), slab_chunks(chunks, (1, 0)))
+    assert plan.chunks == ((256,) * 4, (768,))
+    for device in range(4):
+        pieces = plan.block((device, 0)).pieces
+        assert len(pieces) == 4
+        assert {box_shape(piece.src) for piece in pieces} == {(192, 256)}
+        assert {box_shape(piece.dst) for piece in pieces} == {(256, 192)}
+
+
+def test_sizes_of_numpy_become_plain_integers():
+    sizes = tuple(np.array([2, 2]))
+    block = redistribution((sizes, (4,)), (1, 0), ((4,), sizes)).block((0, 1))
+    numbers = [*block.shape, *block.source_shapes[0], *block.pieces[0].src[0]]
+    assert {type(number) for number in numbers} == {int}
+
+
+@given(plans())
+def test_no_piece_is_larger_than_is_said(plan):
+    sizes = [box_size(piece.src) for _, block in block_plans(plan) for piece in block.pieces]
+    assert max(sizes, default=0) <= plan.largest_piece
+
+
+def test_blocks_that_read_the_same_share_what_they_read():
+    plan = redistribution(((2,) * 5, (10,)), (1, 0), ((2,) * 5, (10,)))
+    assert len({id(plan.sources((i, 0))) for i in range(5)}) == 1
+    assert plan.sources((0, 0))[1] == Source(0, (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "axes", "after", "copies"),
+    [
+        (((2, 2), (4,)), (0, 1), ((2, 1, 1), (4,)), [True, False, False]),
+        (((2, 2), (4,)), (0, 1), ((4,), (4,)), [False]),
+        (((2, 2), (2,)), (1, 0), ((2,), (2, 2)), [False, False]),  # the axes change
+        (((0, 2), (4,)), (0, 1), ((2, 0), (4,)), [True, False]),
+    ],
+)
+def test_blocks_that_stay_as_they_are_are_known(chunks, axes, after, copies):
+    blocks = block_plans(redistribution(chunks, axes, after))
+    assert [block.is_copy for _, block in blocks] == copies

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+
+import dask.array as da
+import numpy as np
+import pytest
+from dask.array.overlap import overlap
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.layout import block_bounds, box_size
+from dask_p2p.plans import block_plans, halo_plan
+from dask_p2p.plans.halo import BOUNDARIES
+from tests.plans.support import assembled, blocks_of, elements_read
+
+KINDS = [*BOUNDARIES, 7]
+
+
+@st.composite
+def halos(draw):
+    """Chunks, depths and boundaries; blocks may be smaller than the rims, or empty."""
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    chunks, depth, boundary = [], [], []
+    for length in lengths:
+        inner = draw(st.lists(st.integers(0, length), max_size=3))
+        chunks.append(tuple(b - a for a, b in pairwise([0, *sorted(inner), length])))
+        depth.append(tuple(draw(st.integers(0, min(length, 3))) for _ in range(2)))
+        boundary.append(draw(st.sampled_from(KINDS)))
+    return tuple(chunks), tuple(depth), tuple(boundary)
+
+
+def padded(x, depth, boundary):
+    """The whole array with what lies beyond its ends, axis by axis as Dask does it."""
+    modes = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
+    for axis, (widths, beyond) in enumerate(zip(depth, boundary, strict=True)):
+        if beyond == "none":
+            continue
+        widths = [widths if a == axis else (0, 0) for a in range(x.ndim)]
+        if beyond in modes:
+            x = np.pad(x, widths, mode=modes[beyond])
+        else:
+            x = np.pad(x, widths, constant_values=beyond)
+    return x
+
+
+@given(halos())
+def test_each_block_gets_its_neighbours(halo):
+    chunks, depth, boundary = halo
+    shape = tuple(map(sum, chunks))
+    x = np.arange(1000, 1000 + np.prod(shape)).reshape(shape)
+    around = padded(x, depth, boundary)
+    plan = halo_plan(chunks, depth, boundary)
+    sources = blocks_of(x, chunks)
+    for index, block_plan in block_plans(plan):
+        reach = []
+        for number, sizes, (before, after), beyond in zip(
+            index, chunks, depth, boundary, strict=True
+        ):
+            start, stop = block_bounds(sizes)[number : number + 2]
+            shift = 0 if beyond == "none" else before
+            reach.append(slice(max(0, start - before + shift), stop + after + shift))
+        got = assembled(block_plan, sources, x.dtype)
+        np.testing.assert_array_equal(got, around[tuple(reach)])
+        assert plan.sources(index) == block_plan.sources
+        assert plan.source_elements(index) == elements_read(block_plan)
+        sizes = [box_size(piece.src) for piece in block_plan.pieces]
+        assert max(sizes, default=0) <= plan.largest_piece
+
+
+@given(halos())
+def test_without_corners_only_they_are_left_out(halo):
+    chunks, depth, boundary = halo
+    shape = tuple(map(sum, chunks))
+    x = np.arange(1, 1 + np.prod(shape)).reshape(shape)
+    sources = blocks_of(x, chunks)
+    whole = halo_plan(chunks, depth, boundary)
+    star = halo_plan(chunks, depth, boundary, has_corners=False)
+    for (index, all_of_it), (_, part) in zip(block_plans(whole), block_plans(star), strict=True):
+        expected = assembled(all_of_it, sources, x.dtype)
+        inner = [
+            [part.is_rim for part in mapping.segments(i) for _ in range(*part.dst)]
+            for mapping, i in zip(whole.mappings, index, strict=True)
+        ]
+        rims = sum(np.ix_(*(np.array(row, int) for row in inner)))
+        expected[rims > 1] = 0
+        np.testing.assert_array_equal(assembled(part, sources, x.dtype), expected)
+        assert star.sources(index) == part.sources
+        assert star.source_elements(index) == elements_read(part)
+        assert set(part.sources) <= set(all_of_it.sources)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_dask(kind):
+    x = np.arange(35.0).reshape(5, 7)
+    chunks = ((3, 2), (4, 3))
+    plan = halo_plan(chunks, ((2, 2), (1, 1)), (kind, kind))
+    expected = overlap(da.from_array(x, chunks=chunks), {0: 2, 1: 1}, {0: kind, 1: kind})
+    assert plan.chunks == expected.chunks
+    for index, block_plan in block_plans(plan):
+        got = assembled(block_plan, blocks_of(x, chunks), x.dtype)
+        np.testing.assert_array_equal(got, expected.blocks[index].compute(scheduler="sync"))
+
+
+def test_plans_are_values():
+    plan = halo_plan(((2, 2), (4,)), ((1, 1), (0, 0)), ("none", "none"))
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan
+    assert hash(again) == hash(plan)

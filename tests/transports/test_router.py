@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
+from dask_p2p.transports.router import BlockRef, Router
+
+DTYPE = np.dtype("f4")
+
+
+class FakeTransport:
+    def __init__(self, name, obstacles):
+        self.name = name
+        self.obstacles = obstacles  # by (holder, kind)
+        self.fails = {}  # by holder: what a probe raises
+        self.probed = []
+        self.forgotten = []
+
+    def obstacle(self, holder, kind, dtype):
+        assert dtype == DTYPE
+        return self.obstacles.get((holder, kind))
+
+    def probe(self, holder, kind):
+        self.probed.append((holder, kind))
+        if holder in self.fails:
+            raise self.fails[holder]
+
+    def on_worker_left(self, holder):
+        self.forgotten.append(holder)
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def ipc():
+    return FakeTransport("ipc", {("a", "numpy"): "no GPU", ("far", "cupy"): "another host"})
+
+
+@pytest.fixture
+def router(ipc, said):
+    return Router({"ipc": ipc, "comm": FakeTransport("comm", {})}, said.append)
+
+
+def found(router, holders, kind="cupy", order=("ipc", "comm")):
+    return router.routes(BlockRef("k", holders), kind, DTYPE, order)
+
+
+def routes(router, holders, kind="cupy", order=("ipc", "comm")):
+    return [(route.holder, route.transport.name) for route in found(router, holders, kind, order)]
+
+
+def test_best_first_holder_by_holder(router):
+    assert routes(router, ("a", "b")) == [("a", "ipc"), ("a", "comm"), ("b", "ipc"), ("b", "comm")]
+
+
+def test_obstacles_and_order(router):
+    assert routes(router, ("a",), "numpy") == [("a", "comm")]
+    assert routes(router, ("far",)) == [("far", "comm")]
+    assert routes(router, ("a",), order=("comm",)) == [("a", "comm")]
+
+
+def test_what_is_quicker_by_far_comes_first_where_the_same_order_is_given(router):
+    router.prefer("a", ("ipc", "comm"), "comm")
+    assert routes(router, ("a",)) == [("a", "comm"), ("a", "ipc")]
+    assert routes(router, ("b",)) == [("b", "ipc"), ("b", "comm")]
+    assert routes(router, ("a",), order=("ipc",)) == [("a", "ipc")]
+    router.report_failure(found(router, ("a",))[0], TransferError("broken"), last=False)
+    assert routes(router, ("a",)) == [("a", "ipc")]
+    router.on_worker_left("a")
+    assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
+
+
+def test_a_preference_can_be_taken_back(router):
+    router.prefer("a", ("ipc", "comm"), "comm")
+    router.prefer("a", ("ipc", "comm"), None)
+    assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
+
+
+def test_a_failure_is_reported_once_and_kept_to_its_holder(router, said):
+    error = TransferError("ipc: a could not send block k: why", reason="why")
+    router.report_failure(found(router, ("a",))[0], error, last=False)
+    assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
+    assert router.failure("a", "ipc") == Obstacle("failed", str(error))
+    assert routes(router, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
+    router.report_failure(found(router, ("b",))[0], TransferError("of b", reason="why"), last=False)
+    assert len(said) == 1
+    assert routes(router, ("b",)) == [("b", "comm")]
+    router.on_worker_left("a")
+    assert router.failure("a", "ipc") is None
+    assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
+
+
+def test_the_last_way_is_always_tried_again(router, said):
+    for name in ("ipc", "comm"):
+        route = next(w for w in found(router, ("a",), order=(name,)) if w.holder == "a")
+        router.report_failure(route, TransferError("why"), last=name == "comm")
+    assert routes(router, ("a",)) == [("a", "comm")]
+    assert router.failure("a", "comm") is None
+    assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
+    assert routes(router, ("a",), order=("ipc",)) == [("a", "ipc")], "there is nothing else"
+
+
+def test_a_way_is_proved_once_for_each_holder_and_kind(router, ipc):
+    for _ in range(3):
+        routes(router, ("a", "b"))
+    assert ipc.probed == [("a", "cupy"), ("b", "cupy")]
+    routes(router, ("b",), "numpy")
+    assert ipc.probed == [("a", "cupy"), ("b", "cupy"), ("b", "numpy")]
+    router.on_worker_left("b")
+    routes(router, ("a", "b"))
+    assert ipc.probed[3:] == [("b", "cupy")]
+    assert ipc.forgotten == ["b"]
+
+
+def test_nothing_is_kept_of_workers_that_left(router):
+    for i in range(100):
+        route, _ = found(router, (f"worker {i}",))
+        router.report_failure(route, TransferError("why"), last=False)
+    routes(router, ("stays",))
+    for i in range(100):
+        router.on_worker_left(f"worker {i}")
+    assert set(router._proving) == router._proved == {("stays", "ipc", "cupy")}
+    assert router._broken == {}
+
+
+@pytest.mark.parametrize("name", ["_proved", "_proving"])
+def test_a_worker_leaves_while_another_is_met(router, ipc, name):
+    """What is learnt of one is noted just when what was learnt of the other is looked for."""
+    kind = type(getattr(router, name))
+    meeting = threading.Thread(target=routes, args=(router, ("new",)))
+    probing, go_on = threading.Event(), threading.Event()
+
+    def probe(holder, kind):
+        probing.set()
+        assert go_on.wait(10)
+
+    class Watched(kind):
+        def __iter__(self):
+            for proof in super().__iter__():
+                if meeting.ident is None:
+                    meeting.start()
+                go_on.set()
+                meeting.join(0.2)
+                yield proof
+
+    routes(router, ("gone", "stays"))
+    watched = Watched() if kind is set else Watched(threading.Lock)
+    watched.update(getattr(router, name))
+    setattr(router, name, watched)
+    ipc.probe = probe
+    if name == "_proved":  # of which it is about to make a note
+        meeting.start()
+        assert probing.wait(10)
+    router.on_worker_left("gone")
+    meeting.join(10)
+    assert {holder for holder, *_ in router._proved} == {"stays", "new"}
+    assert {holder for holder, *_ in router._proving} == {"stays", "new"}
+
+
+def test_threads_that_need_a_way_at_once_prove_it_once(router, ipc):
+    started, go_on = threading.Event(), threading.Event()
+    original = ipc.probe
+
+    def probe(holder, kind):
+        original(holder, kind)
+        started.set()
+        assert go_on.wait(10)
+
+    ipc.probe = probe
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(routes(router, ("a",)))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    assert started.wait(10)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert results == [[("a", "ipc"), ("a", "comm")]] * 3
+    assert ipc.probed == [("a", "cupy")]
+
+
+def test_a_way_that_fails_its_proof_is_not_used(router, ipc, said):
+    ipc.fails["a"] = TransferError("it came changed")
+    assert routes(router, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
+    assert said == ["dask_p2p: ipc fails, another transport is used instead: it came changed"]
+    routes(router, ("a",))
+    assert ipc.probed == [("a", "cupy"), ("b", "cupy")]
+
+
+def test_what_is_not_used_is_not_proved(ipc, said):
+    ucx = FakeTransport("ucx", {})
+    comm = FakeTransport("comm", {})
+    router = Router({"ipc": ipc, "ucx": ucx, "comm": comm}, said.append)
+    order = ("ipc", "ucx", "comm")
+    assert [name for _, name in routes(router, ("a",), order=order)] == [*order]
+    assert ucx.probed == comm.probed == []
+    ipc.fails["b"] = TransferError("it came changed")
+    assert [name for _, name in routes(router, ("b",), order=order)] == ["ucx", "comm"]
+    assert ucx.probed == [("b", "cupy")]
+    assert comm.probed == []
+
+
+def test_a_holder_that_does_not_answer_proves_nothing(router, ipc, said):
+    ipc.fails["a"] = BlockUnavailableError("no answer")
+    assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
+    assert said == []
+    del ipc.fails["a"]
+    routes(router, ("a",))
+    assert ipc.probed == [("a", "cupy"), ("a", "cupy")]
