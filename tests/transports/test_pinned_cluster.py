@@ -9,11 +9,21 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from distributed import wait
 
 import dask_p2p
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.segments import _FILE_NAME
-from tests.faults.support import BOUND_S, addresses, cluster_of, expected, held, set_trap, source
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    cluster_of,
+    expected,
+    held,
+    one_block_each,
+    set_trap,
+    source,
+)
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
@@ -47,8 +57,10 @@ def test_values(client, checksum):
         assert used(client, y) == {"pinned"}
         np.testing.assert_array_equal(y.compute(), expected((1500, 1100)).T)
         del y
-    # Four of a part each, and one by which workers have met.
-    assert all(len(of) <= 5 for of in client.run(own_segments, "numpy").values())
+    # Four of a part each, and one by which workers have met. A thread that made a checksum may let go
+    # of one when the next is needed already.
+    owned = client.run(own_segments, "numpy")
+    assert all(len(of) <= 5 + 2 * checksum for of in owned.values()), owned
 
 
 def test_objects_go_another_way(client):
@@ -62,18 +74,19 @@ def test_objects_go_another_way(client):
 @pytest.mark.parametrize("moment", ["serving", "placed"])
 def test_a_worker_that_is_killed_leaves_nothing(moment):
     """While it packs for another one, and while it reads."""
-    x = source((1200, 900), (300, 900))
+    x = source((1200, 900), (400, 900))
     with cluster_of(3, ORDER | {"p2p.timeouts.request": "5s"}) as client:
-        a = persisted(client, x)
+        workers = victim, *others = addresses(client)
+        a = one_block_each(client, x, workers)
+        wait(a)
         persisted(client, dask_p2p.transpose(a, chunks=(100, -1)))
-        victim, *others = addresses(client)
         of_victim = client.run(own_segments, "numpy", workers=[victim])[victim]
         assert of_victim & client.run(mapped_segments)[others[0]]
         if moment == "serving":
             client.run(die_while_packing, workers=[victim])
         else:
             client.run(set_trap, "placed", 2, "kill", workers=[victim])
-        y = client.persist(dask_p2p.transpose(a))
+        y = one_block_each(client, dask_p2p.transpose(a), workers)
         result = client.compute(y).result(timeout=BOUND_S)
         np.testing.assert_array_equal(result, expected((1200, 900)).T)
         assert victim not in addresses(client)
