@@ -112,8 +112,8 @@ class Segment:
         except OSError as exc:
             raise UnsuitableError(f"the reader's memory cannot be opened: {exc}") from exc
         try:
-            there, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            is_right = (there.st_ino, there.st_size) == (name.inode, name.size_bytes)
+            status, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            is_right = (status.st_ino, status.st_size) == (name.inode, name.size_bytes)
             if not is_right or not seals & fcntl.F_SEAL_SHRINK:
                 raise UnsuitableError("the reader's memory is not what it says")
             return cls(fd, name)
@@ -189,7 +189,7 @@ class DeviceCopy:
 
     Parameters
     ----------
-    there
+    source
         The array; kept until the copy is done.
     buffers
         Where device memory comes from.
@@ -197,7 +197,7 @@ class DeviceCopy:
 
     _per_thread = threading.local()  # streams by device
 
-    def __init__(self, there: Any, buffers: Buffers) -> None:
+    def __init__(self, source: Any, buffers: Buffers) -> None:
         import cupy
 
         runtime, streams = cupy.cuda.runtime, self._per_thread.__dict__
@@ -205,18 +205,18 @@ class DeviceCopy:
         stream = streams.get(device) or streams.setdefault(
             device, cupy.cuda.Stream(non_blocking=True)
         )
-        self._there, self._here = there, buffers.take(there.shape, there.dtype)
+        self._source, self._copy = source, buffers.take(source.shape, source.dtype)
         self._done = cupy.cuda.Event(disable_timing=True)
         runtime.memcpyAsync(
-            self._here.data.ptr, there.data.ptr, there.nbytes, _MEMCPY_DEFAULT, stream.ptr
+            self._copy.data.ptr, source.data.ptr, source.nbytes, _MEMCPY_DEFAULT, stream.ptr
         )
         self._done.record(stream)
 
     def wait(self) -> Any:
         """Wait until it is done, and return the array on the device."""
         self._done.synchronize()
-        self._there = None  # its memory may be lent to the next call
-        return self._here
+        self._source = None  # its memory may be lent to the next call
+        return self._copy
 
 
 def region_at(memory: Any, place: int, box: Box, dtype: Any) -> Any:
