@@ -9,11 +9,12 @@ rims.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from dask_p2p.layout import Chunks, Index, block_bounds, block_shape, box_size
@@ -170,15 +171,14 @@ class GridPlan:
 
     def sources(self, index: Index) -> tuple[Source, ...]:
         """Return the blocks that an output block reads from, in the order of its block plan."""
-        if not self.has_corners:
-            return self.block(index).sources
+        return self._all_sources(index) if self.has_corners else self.block(index).sources
+
+    def _all_sources(self, index: Index) -> tuple[Source, ...]:
         blocks = tuple(m.blocks(i) for m, i in zip(self.mappings, index, strict=True))
         # Blocks of one row of the grid read the same: a transpose of slabs has a single list.
         found = self._sources.get(blocks)
         if found is None:
-            found = tuple(
-                Source(0, tuple(numbers[p] for p in self._place)) for numbers in product(*blocks)
-            )
+            found = tuple(Source(0, numbers) for numbers in self._in_order(product(*blocks)))
             self._sources[blocks] = found
         return found
 
@@ -201,11 +201,36 @@ class GridPlan:
 
     def block(self, index: Index) -> BlockPlan:
         """Return how the output block at `index` is assembled."""
+        rows = [m.segments(i) for m, i in zip(self.mappings, index, strict=True)]
+        if any(part.is_rim for row in rows for part in row):
+            return self._block_with_rims(index, rows)
+        # Each block once along each axis: all that is left is counting, of thousands of pieces.
+        sources = self._all_sources(index)
+        dst = product(*([part.dst for part in row] for row in rows))
+        src = self._in_order(product(*([part.src for part in row] for row in rows)))
+        sizes = (
+            [m.src_sizes[p.block or 0] for p in row]
+            for m, row in zip(self.mappings, rows, strict=True)
+        )
+        return BlockPlan(
+            shape=block_shape(self.chunks, index),
+            axes=self.axes,
+            sources=sources,
+            source_shapes=tuple(self._in_order(product(*sizes))),
+            pieces=tuple(map(Piece, count(), src, dst)),
+        )
+
+    def _in_order(self, tuples: Iterable[tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
+        """Return what is in the output's order of axes in the input's."""
+        if self._place == tuple(range(len(self._place))):
+            return tuples
+        return map(itemgetter(*self._place), tuples)
+
+    def _block_with_rims(self, index: Index, rows: list[list[Segment]]) -> BlockPlan:
         numbers: dict[Index, int] = {}
         pieces: list[Piece] = []
         fills: list[Fill] = []
         place = self._place
-        rows = [m.segments(i) for m, i in zip(self.mappings, index, strict=True)]
         for parts in product(*rows):
             dst = tuple([part.dst for part in parts])
             filled = [part for part in parts if part.block is None]
