@@ -116,8 +116,8 @@ class PinnedReading(CommReading):
             segment.is_lost = True
             raise
         if len(answers) != len(parts):
-            said = f"{len(answers)} of {len(parts)} regions"
-            raise TransferError(f"pinned: {self.requests[0].holder} answered about {said}")
+            count = f"{len(answers)} of {len(parts)} regions"
+            raise TransferError(f"pinned: {self.requests[0].holder} answered about {count}")
         return [
             await self._region(
                 part, {**answer, "data": region} if isinstance(answer, dict) else answer
