@@ -59,6 +59,7 @@ class Options:
     mode: str
     low_latency: bool
     attempts: int
+    groups: int | None  # 0: none; None: as many as seem best
     checksum: bool
     producer_streams: str
     staging_limit_bytes: int
@@ -224,6 +225,7 @@ def options() -> Options:
         mode=_read("mode", _one_of(MODES)),
         low_latency=_read("low-latency", yes_or_no),
         attempts=_read("attempts", positive_int),
+        groups=_read("groups", _groups),
         checksum=_read("checksum", yes_or_no),
         producer_streams=_read("producer-streams", _one_of(PRODUCER_STREAMS)),
         staging_limit_bytes=_read("memory.staging-limit", positive_bytes),
@@ -297,6 +299,14 @@ def duration_s(value: Any) -> float:
     if not seconds >= 0:
         raise ValueError("expected a duration of at least zero, like '50 ms'")
     return seconds
+
+
+def _groups(value: Any) -> int | None:
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("expected auto, or a number of groups; 0 for none")
+    return value
 
 
 def _transports(value: Any) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""Rechunks and halo exchanges of CuPy blocks: the values are NumPy's, and no more moves than must."""
+"""Rechunks and halo exchanges of CuPy blocks: the values are those of NumPy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_block_that_stays_is_handed_on(client):
     x = persisted(client, on_gpu(X, (30, 90)))
     y = persisted(client, dask_p2p.rechunk(x, ((30, 60, 30), (90,))))
 
-    def same(dask_worker, a, b):
+    def same(a, b, dask_worker):
         blocks = [dask_worker.data.get(key) for key in (a, b)]
         return None if blocks[0] is None or blocks[1] is None else blocks[0] is blocks[1]
 
