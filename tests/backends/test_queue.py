@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 import weakref
 
 import numpy as np
@@ -8,17 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.backends import pitch as module
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pitch import Pitch, engine_pitch, pitched
 from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
 from tests.transports.loopback import wait_until
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(module).failed == 0
 
 
 @st.composite
