@@ -227,7 +227,7 @@ class Assembly:
                 incoming = Incoming(read, region)
                 if read.transport.in_place:
                     try:
-                        incoming.prefetched = queue.bring_near(
+                        incoming.prefetched = queue.prefetch(
                             sources.wait_for(incoming), read.slot_bytes
                         )
                     except TransferError as exc:
@@ -267,7 +267,9 @@ class Assembly:
         place = box_slices(self._destination(source.pieces[part.piece], part.box))
         source.missing -= box_size(part.box)
         if incoming.prefetched is not None:
-            queue.permute_from_peer(self._target(queue)[place], incoming.prefetched, self.plan.axes)
+            queue.permute_prefetched(
+                self._target(queue)[place], incoming.prefetched, self.plan.axes
+            )
             self._queue_local(queue)  # now that the first parts are on their way
         else:
             self._queue_local(queue)  # while the first part is on its way

@@ -201,7 +201,7 @@ def test_ipc(workers, monkeypatch, limit_bytes):
             slots_bytes.append(slot_bytes)
         return src
 
-    monkeypatch.setattr(HostQueue, "bring_near", metered)
+    monkeypatch.setattr(HostQueue, "prefetch", metered)
     assemble(chosen, "abc", quick=make(InPlace, "reader", chosen))
     assert SLOTS * max(slots_bytes, default=0) <= limit_bytes
     assert bool(slots_bytes) == (limit_bytes > 100), "that is put to use"

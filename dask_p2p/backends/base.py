@@ -193,10 +193,10 @@ class Queue(Protocol):
         The caller can let go of it at once: it is kept until it has been read.
         """
 
-    def bring_near(self, src: Any, slot_bytes: int) -> Any:
+    def prefetch(self, src: Any, slot_bytes: int) -> Any:
         """Begin to bring a part of a block that lies in another GPU's memory.
 
-        It is put into place by `permute_from_peer`, which takes what is returned here. Of `SLOTS`
+        It is put into place by `permute_prefetched`, which takes what is returned here. Of `SLOTS`
         parts one has to be put into place before the next can be brought.
 
         Parameters
@@ -208,8 +208,8 @@ class Queue(Protocol):
             place.
         """
 
-    def permute_from_peer(self, dst: Any, near: Any, axes: Sequence[int]) -> None:
-        """Do ``dst[...] = part.transpose(axes)`` with a part from `bring_near`."""
+    def permute_prefetched(self, dst: Any, part: Any, axes: Sequence[int]) -> None:
+        """Do ``dst[...] = part.transpose(axes)`` with a part from `prefetch`."""
 
     def pack(self, dst: Any, src: Any) -> Callable[[], None]:
         """Queue a copy of a region into a C-ordered array; return a function that waits for it."""

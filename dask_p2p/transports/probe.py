@@ -116,9 +116,9 @@ def check_probe(region: Any, start: int = 0) -> None:
     """
     if not isinstance(region, np.ndarray):
         queue = backend_for(region).queue()
-        near = queue.scratch(region.shape, region.dtype)
-        queue.permute(near, region[::-1], (0,))  # as it is, it would be a copy engine's
-        region = queue.to_host(near)[::-1]
+        reversed_copy = queue.scratch(region.shape, region.dtype)
+        queue.permute(reversed_copy, region[::-1], (0,))  # as it is, it would be a copy engine's
+        region = queue.to_host(reversed_copy)[::-1]
     wrong = int((region != _pattern(start + region.shape[0])[start:]).sum())
     if wrong:
         raise TransferError(f"{wrong} of {region.shape[0]} bytes of a probe came changed")

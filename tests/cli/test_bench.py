@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+from dataclasses import replace
 
 import dask
 import numpy as np
@@ -150,7 +151,8 @@ def test_times_by_the_byte():
     even = [{"way": "dask_p2p", "matrix_bytes": 16, "median_s": 1.0, "span_s": [0.5]}]
     made = {"way": "dask_p2p", "matrix_bytes": 8, "median_s": 1.0, "span_s": [0.5, 0.75, 1.0]}
     others = [{"way": "dask_p2p", "failed": "x"}, {**made, "way": "not measured"}]
-    command._compare_with_even([made, *others], even)
+    other = replace(CASE, name="other")
+    command._compare_with_even({CASE: even, other: [made, *others]}, {CASE: [other]})
     assert (made["median_to_even"], made["span_to_even"]) == (2.0, 3.0)
     assert not any("median_to_even" in row for row in others)
 

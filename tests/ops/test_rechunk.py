@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import dask
@@ -13,13 +12,8 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
-from dask_p2p.ops import rechunk as module
 
 X = np.arange(4 * 6 * 5).reshape(4, 6, 5)
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize(
