@@ -61,7 +61,7 @@ class PinnedReading(CommReading):
         all_items = sum(box_size(box) for request in requests for box in request.boxes)
         all_bytes = all_items * requests[0].dtype.itemsize
         # Of one size, so that they fit the next batch and the next array too.
-        self._segment_bytes = buffer_bytes(min(all_bytes, flow.part_bytes or all_bytes))
+        self.segment_bytes = buffer_bytes(min(all_bytes, flow.part_bytes or all_bytes))
         self._on_device = backend_named(requests[0].kind).on_device
         self._asked: deque[_OnDevice] = deque()
 
@@ -92,7 +92,7 @@ class PinnedReading(CommReading):
             places.append(end)
             end += self._aligned_bytes(part)
         try:
-            segment, memory = self._segments.lend(max(self._segment_bytes, end))
+            segment, memory = self._segments.lend(max(self.segment_bytes, end))
         except Exception as exc:
             return _fail(TransferError(f"pinned: there is no memory to share: {exc}"))
         dtype = self.requests[0].dtype

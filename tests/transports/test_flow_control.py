@@ -46,7 +46,7 @@ def test_defaults_are_not_cut():
     assert ipc_flow(chosen).part_bytes == 128 * MIB
     assert ucx_flow(chosen, "cupy").part_bytes == 256 * MIB
     assert ucx_flow(chosen, "numpy").part_bytes == 16 * MIB
-    assert PinnedTransport.flow_control(chosen, "cupy") == FlowControl(32 * MIB, 3)
+    assert PinnedTransport.flow_control(chosen, "cupy") == FlowControl(32 * MIB, 6)
     assert comm_flow(chosen, "cupy").part_bytes == 16 * MIB
     assert comm_flow(chosen, "numpy").part_bytes == 16 * MIB
     assert cma_flow(chosen) == FlowControl(2 * MIB, 0), "one after another"

@@ -187,6 +187,29 @@ class Pinned(Conformance):
 
 
 class TestPinned(Pinned):
+    @pytest.mark.parametrize("limit_bytes", [2**20, 2**13])
+    def test_what_the_last_reading_needed_is_kept(self, setup, limit_bytes):
+        """Whatever the worker's own options say of parts, but no more than may be staged."""
+        array = np.arange(14 * 2**9.0).reshape(14, 2**9)
+        setup.put("block", array)
+        own = replace(setup.reader.options, staging_limit_bytes=limit_bytes)
+        setup.reader.options = with_section(own, PinnedOptions, part_bytes=512)
+        pool = setup.reader._segments["numpy"]
+        kept = []
+        for _ in range(2):
+            pairs = [((i, i + 2), (0, 2**9)) for i in range(0, 14, 2)]
+            remote = self.open(setup, "block", array, *pairs, part_bytes=2**13)
+            for pending in [remote.request() for _ in pairs]:
+                pending.result(20)
+            remote.close()
+            del remote, pending
+            gc.collect()
+            kept.append(set(pool.inodes()))
+            assert pool.idle_bytes <= limit_bytes
+        assert len(kept[0]) == (7 if limit_bytes == 2**20 else 1)
+        if limit_bytes == 2**20:
+            assert kept[0] == kept[1], "the same are used again"
+
     def test_no_more_memory_is_lent_than_a_task_may_hold(self, setup):
         """Whatever the sizes of the regions are: answers are counted, and not regions."""
         array = np.arange(100 * 2**10.0).reshape(100, 2**10)
