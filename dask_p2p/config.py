@@ -33,6 +33,7 @@ __all__ = [
     "checked_options",
     "duration_s",
     "ensure_defaults",
+    "installs_with_preload",
     "option",
     "options",
     "positive_bytes",
@@ -234,6 +235,17 @@ def options() -> Options:
         backoff_s=_read("timeouts.backoff", duration_s),
         sections=tuple(known.configured() for known in _sections.values()),
     )
+
+
+def installs_with_preload() -> bool:
+    """Tell whether `dask_p2p.preload` is to call `dask_p2p.install`.
+
+    Raises
+    ------
+    ConfigError
+        If ``p2p.install`` is neither true nor false.
+    """
+    return _read("install", yes_or_no)
 
 
 def _read(name: str, parse: Callable[[Any], _T]) -> _T:

@@ -132,7 +132,8 @@ async def _register_later(client: Any) -> None:
         await _register_async(client)
     except (P2PError, OSError) as exc:
         _registered.discard(client)
-        warnings.warn(f"dask_p2p: {exc}", P2PWarning, stacklevel=2)
+        if client.status == "running":  # and has not been closed meanwhile
+            warnings.warn(f"dask_p2p: {exc}", P2PWarning, stacklevel=2)
 
 
 async def _ask(scheduler: Any) -> dict[str, Any]:
