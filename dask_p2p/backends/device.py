@@ -81,9 +81,9 @@ def uuid(device: int) -> bytes:
 
         error, number = driver.cuDeviceGet(device)
         if error == driver.CUresult.CUDA_SUCCESS:
-            error, found = driver.cuDeviceGetUuid(number)
+            error, result = driver.cuDeviceGetUuid(number)
             if error == driver.CUresult.CUDA_SUCCESS:
-                return bytes(found.bytes)
+                return bytes(result.bytes)
     with suppress(Exception):
         import cupy
         import pynvml

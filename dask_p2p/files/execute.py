@@ -158,9 +158,9 @@ def default_memory_bytes(client: Any) -> int:
 def usable_memory_bytes(client: Any) -> int:
     """Sum of the workers' memory limits, or of what their hosts have free if that is less."""
     limits_bytes: dict[str, float] = {}
-    asked: dict[str, str] = {}  # one worker of each host
+    worker_of: dict[str, str] = {}  # one worker of each host
     for address, worker in workers_of(client).items():
-        host = asked.setdefault(worker["host"], address)
+        host = worker_of.setdefault(worker["host"], address)
         limits_bytes[host] = limits_bytes.get(host, 0) + (worker["memory_limit"] or math.inf)
     free_bytes = client.run(_available_bytes, workers=list(limits_bytes))
     return int(sum(min(limit, free_bytes[host]) for host, limit in limits_bytes.items()))
@@ -174,17 +174,17 @@ def _available_bytes() -> int:
 
 def _check_memory(job: Job, memory_bytes: int, usable_bytes: int) -> None:
     """Refuse an amount of memory that there is not, or with which the work would not end."""
-    given = f"{format_bytes(memory_bytes)} of memory"
+    text = f"{format_bytes(memory_bytes)} of memory"
     if memory_bytes > usable_bytes:
         raise InputError(
-            f"{given} are more than the workers may use, {format_bytes(usable_bytes)} together; "
+            f"{text} are more than the workers may use, {format_bytes(usable_bytes)} together; "
             "give less, or leave it out"
         )
     enough = range(1, 2 * job.size_bytes)
     few = bisect_left(enough, True, key=lambda size: _pass_count(job, size) <= _MOST_PASSES)
     if memory_bytes <= few:
         raise InputError(
-            f"{given} are too little for {job.source_name}, which they would cut into "
+            f"{text} are too little for {job.source_name}, which they would cut into "
             f"{_pass_count(job, memory_bytes)} passes; give at least "
             f"{few + 1} bytes ({format_bytes(few + 1)}) for {_MOST_PASSES} passes, or leave it out"
         )

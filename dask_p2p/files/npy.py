@@ -166,8 +166,8 @@ def create_npy(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[An
     with file_errors("write", name), warnings.catch_warnings():
         # A field name beyond Latin-1 needs version 3.0, which very old NumPy cannot read.
         warnings.filterwarnings("ignore", message="Stored array in format 3.0")
-        made = npy_format.open_memmap(path, "w+", dtype, shape)
-        size_bytes = made.offset + made.nbytes
+        memmap = npy_format.open_memmap(path, "w+", dtype, shape)
+        size_bytes = memmap.offset + memmap.nbytes
         os.truncate(path, size_bytes)  # an empty array would have a byte too many
         _reserve(path, name, size_bytes)
     return NpyArray(str(path), name, shape, dtype)

@@ -150,7 +150,7 @@ def _swap(path: Path, final: Path) -> None:
     _remove(old, f"{final} is written, but the old one is left as {old}")
 
 
-def _remove(path: Path, trouble: str) -> None:
+def _remove(path: Path, message: str) -> None:
     """Remove a file or folder; a worker that is lost may write into it for a while."""
     reason = ""
     for _ in range(_REMOVE_TRIES):
@@ -161,4 +161,4 @@ def _remove(path: Path, trouble: str) -> None:
         if not os.path.lexists(path):
             return
         time.sleep(_REMOVE_PAUSE_S)
-    warnings.warn(f"{trouble}: {reason}; remove it", P2PWarning, stacklevel=2)
+    warnings.warn(f"{message}: {reason}; remove it", P2PWarning, stacklevel=2)

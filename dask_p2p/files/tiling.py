@@ -87,9 +87,9 @@ def slabs(box: Box, unit: Sequence[int], parts: int) -> tuple[tuple[int, ...], .
     early axis leaves the runs of bytes long.
     """
     units = [-(-stop // u) - start // u for (start, stop), u in zip(box, unit, strict=True)]
-    chosen = max(range(len(box)), key=lambda axis: min(units[axis], parts), default=0)
+    cut_axis = max(range(len(box)), key=lambda axis: min(units[axis], parts), default=0)
     return tuple(
-        _cut(*side, unit[axis], min(parts, units[axis]) if axis == chosen else 1)
+        _cut(*side, unit[axis], min(parts, units[axis]) if axis == cut_axis else 1)
         for axis, side in enumerate(box)
     )
 

@@ -172,24 +172,24 @@ class DescriptorDirectory:
             ]
             dropped = [self._withdraw(self._published.pop(key)) for key in due], self._withdrawn
             self._withdrawn = [entry for entry in self._withdrawn if self._is_kept(entry)]
-            left = len(self)
+            remaining = len(self)
         del dropped
-        return left
+        return remaining
 
     def close(self) -> int:
         """Retract everything, refuse further publishes; return how many leases are left."""
         with self._lock:
             self.refusal = self.refusal or "the directory is closed"
-        left = self.expire(float("-inf"))
+        remaining = self.expire(float("-inf"))
         with self._lock:
             # Not before the last reader is done, who would think that the holder was killed.
-            if not left and self.folder:
+            if not remaining and self.folder:
                 for remove, name in (os.unlink, FILE), (os.rmdir, ""):
                     with suppress(OSError):  # removed already, together with the parent
                         remove(os.path.join(self.folder, name))
                 if self._file is not None:
                     self._file.close()
-        return left
+        return remaining
 
     def linger(self) -> None:
         """Close, in a thread of its own, as soon as the last reader is done."""

@@ -66,23 +66,23 @@ class UcxReading(Reading):
     async def _ask(self, closed: int) -> None:
         """Have the holder send all messages; of a block that fails it sends none, or no more."""
         messages = [part for part in self.all_parts if box_size(part.box)]
-        done = 0
-        while left := messages[done : done + _MOST_MESSAGES]:
-            reply = await self._ask_for(left, self.tag + done, closed)
-            sent = _sent_before_failure(reply, len(left))
-            failed = left[sent or 0].request
+        answered = 0
+        while rest := messages[answered : answered + _MOST_MESSAGES]:
+            reply = await self._ask_for(rest, self.tag + answered, closed)
+            sent = _sent_before_failure(reply, len(rest))
+            failed = rest[sent or 0].request
             about = self.requests[failed]
             try:
                 check_reply(reply, about, "ucx")
-                sent = len(left)
+                sent = len(rest)
             except (TransferError, BlockMismatchError) as exc:
                 if sent is None:
                     raise
                 self._refused[failed] = exc
-            self._note_sent(reply, left[:sent], done, about)
-            done += sent
-            while done < len(messages) and messages[done].request in self._refused:
-                done += 1
+            self._note_sent(reply, rest[:sent], answered, about)
+            answered += sent
+            while answered < len(messages) and messages[answered].request in self._refused:
+                answered += 1
 
     async def _ask_for(self, parts: Sequence[Part], tag: int, closed: int) -> Any:
         first, options = self.requests[parts[0].request], self._options
