@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
 
 
 def on_gpu() -> bool:
-    """Tell whether this process is a worker that computes on a GPU, without loading anything.
+    """Return whether this process is a worker that computes on a GPU, without loading anything.
 
     It has loaded CuPy, or dask-cuda made it; the latter may load CuPy with the first block only.
     """

@@ -158,5 +158,5 @@ def _bring_probe(
 
 
 def clear_probes(dask_worker: Any) -> None:
-    """Let go of the blocks that were measured."""
+    """Drop the blocks that were measured."""
     dask_worker.plugins[PLUGIN_NAME].clear_probes()

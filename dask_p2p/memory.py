@@ -86,7 +86,7 @@ class Need:
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Tell whether an allocation failed: of NumPy, CuPy and RMM, or of CUDA itself."""
+    """Return whether an allocation failed: of NumPy, CuPy and RMM, or of CUDA itself."""
     # CuPy's OutOfMemoryError and RMM's std::bad_alloc are Python's MemoryError.
     return isinstance(exc, MemoryError) or (
         type(exc).__name__ in ("CUDARuntimeError", "CUDADriverError")

@@ -113,7 +113,7 @@ class ClusterSpec:
     gpus: tuple[str, ...]  # one for each worker; none for CPU workers
     note: str | None  # what a user should know of the choice
     memory_bytes: int  # that is free, all workers together
-    scheduler: str | None = None  # address of a cluster that is there already
+    scheduler: str | None = None  # address of a cluster that is already there
 
     @property
     def kind(self) -> str:

@@ -60,7 +60,7 @@ def readers(plan: GridPlan) -> Iterator[Reader]:
     for worker, (_, block) in enumerate(block_plans(plan)):
         holder_of = [source.block[0] for source in block.sources]
         tiles: Counter[tuple[int, ...]] = Counter()
-        elements: Counter[bool] = Counter()  # by whether they are here already
+        elements: Counter[bool] = Counter()  # by whether they are already here
         for piece in block.pieces:
             tiles[box_shape(piece.src)] += 1
             elements[holder_of[piece.source] == worker] += box_size(piece.src)

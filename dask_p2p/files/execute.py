@@ -1,6 +1,6 @@
-"""A job carried out on a cluster: band by band each worker reads, exchanges and writes its slab.
+"""Runs a job on a cluster: band by band, each worker reads, exchanges and writes its slab.
 
-The data never pass through the client: its graph names files and boxes.
+The data never pass through the client. Its graph names files and boxes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def transpose_file(
     progress: Callable[[int], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Summary:
-    """Carry out a job on a cluster, in passes that fit into memory.
+    """Run a job on a cluster, in passes that fit into memory.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def transpose_file(
     progress : callable
         Called with the bytes of each slab that is written.
     stopped : callable
-        Asked again and again whether to give up.
+        Called repeatedly; returns whether to give up.
 
     Returns
     -------
@@ -133,7 +133,7 @@ def transpose_file(
 
 
 def worker_count(client: Any) -> int:
-    """Count the workers, of which there must be one at least.
+    """Return the number of workers; there must be at least one.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def worker_count(client: Any) -> int:
 
 
 def default_memory_bytes(client: Any) -> int:
-    """Share of the memory that the workers may use."""
+    """Return the memory that a job uses by default: a share of what the workers may use."""
     return max(1, int(_MEMORY_SHARE * usable_memory_bytes(client)))
 
 
@@ -173,7 +173,7 @@ def _available_bytes() -> int:
 
 
 def _check_memory(job: Job, memory_bytes: int, usable_bytes: int) -> None:
-    """Refuse an amount of memory that there is not, or with which the work would not end."""
+    """Refuse more memory than there is, and so little that the work would take forever."""
     text = f"{format_bytes(memory_bytes)} of memory"
     if memory_bytes > usable_bytes:
         raise InputError(
@@ -191,7 +191,7 @@ def _check_memory(job: Job, memory_bytes: int, usable_bytes: int) -> None:
 
 
 def _steps(job: Job, memory_bytes: int) -> tuple[int, ...]:
-    """Extents of the bands of the output; each is in memory as input and as output."""
+    """Return the extents of a band; it is in memory twice, as input and as output."""
     prefer = [job.source.chunks[axis] for axis in job.stored_axes]
     return tile_steps(job.shape, memory_bytes // (2 * job.dtype.itemsize), job.unit, prefer)
 
@@ -247,7 +247,7 @@ def _run_pass(
     progress: Callable[[int], None],
     stopped: Callable[[], bool],
 ) -> None:
-    """Write one band and wait for the end of it: after an exception, for the end of all writing."""
+    """Write one band, and wait until it is written; after an exception, until writing has ended."""
     from distributed import futures_of, wait
 
     futures = futures_of(client.persist(written))
@@ -262,6 +262,6 @@ def _run_pass(
             progress(int(future.result().sum()))
     except BaseException:
         client.cancel(futures, force=True)
-        with contextlib.suppress(Exception):  # the first trouble is the one to tell
+        with contextlib.suppress(Exception):  # the first error is the one to report
             client.run(stop_writers, str(path))
         raise

@@ -1,4 +1,4 @@
-"""A request to transpose one file into another, checked as far as it can be without workers."""
+"""A request to transpose one file into another, checked as far as possible without workers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Job:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def create(self, path: Path) -> NpyArray | ZarrArray:
-        """Make the output, empty, under a name for the time being, if the disk has the space."""
+        """Create the empty output under a temporary name, if the disk has the space."""
         if self.chunks is None:
             return create_npy(path, self.target_name, self.shape, self.dtype)
         like = self.source if isinstance(self.source, ZarrArray) else None
@@ -110,7 +110,7 @@ def prepare(
     chunks: Chunks = None,
     force: bool = False,
 ) -> Job:
-    """Check a request as far as it can be without workers.
+    """Check a request as far as possible without workers.
 
     Parameters
     ----------

@@ -80,7 +80,7 @@ class NpyArray:
                 part[...] = window
             else:
                 window[...] = part
-                mapped.flush()  # else nobody would notice a disk that fails now
+                mapped.flush()  # else a disk that fails now would go unnoticed
 
     def _check_unchanged(self) -> None:
         now = _state(self.path)
@@ -153,10 +153,10 @@ def _header(path: str, file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[
 
 
 def create_npy(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NpyArray:
-    """Make a new file with its header, and reserve the space for all of its data.
+    """Create a file with its header, and reserve the space for all of its data.
 
-    So a full disk is found before the work, and not while a map is written to, which would kill
-    the process.
+    So a full disk is found before the work starts. While a map is written to, it would kill the
+    process.
 
     Raises
     ------
