@@ -34,6 +34,7 @@ from dask_p2p.errors import (
 if TYPE_CHECKING:
     from dask_p2p.cluster import local_cluster
     from dask_p2p.diagnosis import check
+    from dask_p2p.dropin import install, uninstall
     from dask_p2p.ops.overlap import map_overlap
     from dask_p2p.ops.peak import MemoryEstimate, estimate
     from dask_p2p.ops.rechunk import rechunk
@@ -62,11 +63,13 @@ __all__ = [
     "VersionError",
     "check",
     "estimate",
+    "install",
     "local_cluster",
     "map_overlap",
     "rechunk",
     "register",
     "transpose",
+    "uninstall",
 ]
 
 ensure_defaults()
@@ -77,11 +80,13 @@ _FUNCTIONS = {
     "MemoryEstimate": "dask_p2p.ops.peak",
     "check": "dask_p2p.diagnosis",
     "estimate": "dask_p2p.ops.peak",
+    "install": "dask_p2p.dropin",
     "local_cluster": "dask_p2p.cluster",
     "map_overlap": "dask_p2p.ops.overlap",
     "rechunk": "dask_p2p.ops.rechunk",
     "register": "dask_p2p.registration",
     "transpose": "dask_p2p.ops.transpose",
+    "uninstall": "dask_p2p.dropin",
 }
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "checked_options",
     "duration_s",
     "ensure_defaults",
+    "installs_with_preload",
     "option",
     "options",
     "positive_bytes",
@@ -59,6 +60,7 @@ class Options:
     mode: str
     low_latency: bool
     attempts: int
+    groups: int | None  # 0: none; None: as many as seem best
     checksum: bool
     producer_streams: str
     staging_limit_bytes: int
@@ -224,6 +226,7 @@ def options() -> Options:
         mode=_read("mode", _one_of(MODES)),
         low_latency=_read("low-latency", yes_or_no),
         attempts=_read("attempts", positive_int),
+        groups=_read("groups", _groups),
         checksum=_read("checksum", yes_or_no),
         producer_streams=_read("producer-streams", _one_of(PRODUCER_STREAMS)),
         staging_limit_bytes=_read("memory.staging-limit", positive_bytes),
@@ -232,6 +235,17 @@ def options() -> Options:
         backoff_s=_read("timeouts.backoff", duration_s),
         sections=tuple(known.configured() for known in _sections.values()),
     )
+
+
+def installs_with_preload() -> bool:
+    """Tell whether `dask_p2p.preload` is to call `dask_p2p.install`.
+
+    Raises
+    ------
+    ConfigError
+        If ``p2p.install`` is neither true nor false.
+    """
+    return _read("install", yes_or_no)
 
 
 def _read(name: str, parse: Callable[[Any], _T]) -> _T:
@@ -297,6 +311,14 @@ def duration_s(value: Any) -> float:
     if not seconds >= 0:
         raise ValueError("expected a duration of at least zero, like '50 ms'")
     return seconds
+
+
+def _groups(value: Any) -> int | None:
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("expected auto, or a number of groups; 0 for none")
+    return value
 
 
 def _transports(value: Any) -> tuple[str, ...] | None:

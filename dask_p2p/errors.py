@@ -5,7 +5,7 @@
     P2PError
     ├── InputError (ValueError)         the request cannot be carried out as given
     │   ├── AxesError                   axes are no permutation of the array's axes
-    │   ├── ChunksError                 chunks are unknown, or do not fit the shape
+    │   ├── ChunksError (TypeError)     chunks are unknown, or do not fit the shape
     │   ├── UnsupportedArrayError       masked, sparse, object dtype on a GPU, ...
     │   └── VersionError                another version of the package has written it
     ├── BlockMismatchError              a block is not what the Dask array declares
@@ -79,8 +79,11 @@ class AxesError(InputError):
     """The axes are no permutation of the array's axes."""
 
 
-class ChunksError(InputError):
-    """The chunks are unknown, or do not fit the array's shape."""
+class ChunksError(InputError, TypeError):
+    """The chunks are unknown, or do not fit the array's shape.
+
+    A `TypeError` too: that is what Dask raises for names in the place of axes.
+    """
 
 
 class UnsupportedArrayError(InputError):

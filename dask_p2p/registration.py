@@ -18,7 +18,14 @@ from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
 from dask_p2p.task import assemble_block, whereabouts
 from dask_p2p.versioned import this_version
 
-__all__ = ["ask_later", "assemble", "register", "register_if_possible", "workers_of"]
+__all__ = [
+    "ask_later",
+    "assemble",
+    "cluster_size",
+    "register",
+    "register_if_possible",
+    "workers_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +132,8 @@ async def _register_later(client: Any) -> None:
         await _register_async(client)
     except (P2PError, OSError) as exc:
         _registered.discard(client)
-        warnings.warn(f"dask_p2p: {exc}", P2PWarning, stacklevel=2)
+        if client.status == "running":  # and has not been closed meanwhile
+            warnings.warn(f"dask_p2p: {exc}", P2PWarning, stacklevel=2)
 
 
 async def _ask(scheduler: Any) -> dict[str, Any]:
@@ -180,3 +188,21 @@ def workers_of(client: Any) -> dict[str, dict[str, Any]]:
 async def _workers_of(client: Any) -> dict[str, dict[str, Any]]:
     workers: dict[str, dict[str, Any]] = (await client.scheduler.identity(n_workers=-1))["workers"]
     return workers
+
+
+def cluster_size() -> tuple[int, int] | None:
+    """Return the workers of the current cluster, and the most threads of one; None without any."""
+    if "distributed" not in sys.modules:
+        return None
+    from distributed import default_client
+
+    try:
+        client = default_client()
+    except ValueError:
+        return None
+    if client.asynchronous or client.status != "running":
+        return None
+    workers = workers_of(client)
+    if not workers:
+        return None
+    return len(workers), max(worker["nthreads"] for worker in workers.values())

@@ -135,7 +135,7 @@ def test_comm(workers, monkeypatch, limit_bytes, mode):
         make(CommTransport, holder, options())
         network[holder].blocks = BLOCKS
     meter = Meter()
-    pull = comm_module._CommReading._pull
+    pull = comm_module.CommReading._pull
 
     async def metered(self, parts):
         meter.add(sum(box_size(part.box) for part in parts) * ITEM)
@@ -144,7 +144,7 @@ def test_comm(workers, monkeypatch, limit_bytes, mode):
             meter.until_gone(region, region.nbytes)
         return regions
 
-    monkeypatch.setattr(comm_module._CommReading, "_pull", metered)
+    monkeypatch.setattr(comm_module.CommReading, "_pull", metered)
     assemble(chosen, "abc", comm=reader)
     assert 0 < meter.peak_bytes <= max(limit_bytes, ITEM)
 

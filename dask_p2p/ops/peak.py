@@ -14,9 +14,9 @@ from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.layout import Chunks, block_indices, block_shape
 from dask_p2p.ops.arguments import checked_chunks
+from dask_p2p.ops.rechunk import planned
 from dask_p2p.ops.transpose import transposed
-from dask_p2p.plans import redistribution
-from dask_p2p.registration import workers_of
+from dask_p2p.registration import cluster_size
 from dask_p2p.transports.registry import idle_bytes, packed_bytes, staging_bytes
 
 __all__ = ["MemoryEstimate", "estimate"]
@@ -96,10 +96,10 @@ def estimate(
     """
     order, wanted = transposed(x, axes, chunks)
     before = tuple(x.chunks[axis] for axis in order)
-    plan = redistribution(x.chunks, order, checked_chunks(wanted, before, x.dtype))
+    plan = planned(x, order, checked_chunks(wanted, before, x.dtype))
     threads = 1
     if workers is None:
-        workers, threads = _cluster() or (max(map(len, x.chunks), default=1), 1)
+        workers, threads = cluster_size() or (max(map(len, x.chunks), default=1), 1)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise InputError(f"expected a number of workers, at least 1, got workers={workers!r}.")
     options = checked_options()
@@ -125,21 +125,3 @@ def _even_share(chunks: Chunks, workers: int, item_bytes: int) -> tuple[int, int
     sizes = [prod(block_shape(chunks, index)) for index in block_indices(chunks)]
     share = -(-len(sizes) // workers)
     return sum(nlargest(share, sizes)) * item_bytes, share
-
-
-def _cluster() -> tuple[int, int] | None:
-    """Return the workers of the current cluster, and the most threads of one; None without any."""
-    if "distributed" not in sys.modules:
-        return None
-    from distributed import default_client
-
-    try:
-        client = default_client()
-    except ValueError:
-        return None
-    if client.asynchronous or client.status != "running":
-        return None
-    workers = workers_of(client)
-    if not workers:
-        return None
-    return len(workers), max(worker["nthreads"] for worker in workers.values())

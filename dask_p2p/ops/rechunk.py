@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
+
+import dask.array as da
 
 from dask_p2p.config import checked_options
 from dask_p2p.graph import planned_array
+from dask_p2p.layout import Chunks
 from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, has_unknown_chunks
 from dask_p2p.ops.unknown import rechunk_unknown
-from dask_p2p.plans import redistribution
-from dask_p2p.registration import register_if_possible
+from dask_p2p.plans import GridPlan, grouped, redistribution
+from dask_p2p.registration import cluster_size, register_if_possible
 
-__all__ = ["rechunk"]
+__all__ = ["planned", "rechunk"]
 
 
 def rechunk(
@@ -85,4 +89,17 @@ def rechunk(
         return x
     register_if_possible()
     prefix = "p2p-transpose" if is_permuted else "p2p-rechunk"
-    return planned_array(prefix, x, redistribution(x.chunks, order, after), checked_options())
+    plan = planned(x, order, after)
+    y = planned_array(prefix, x, plan, checked_options())
+    if plan.chunks == after:
+        return y
+    return da.rechunk(y, after, method="tasks")  # which only cuts: views, on the same worker
+
+
+def planned(x: Any, axes: tuple[int, ...], chunks: Chunks) -> GridPlan:
+    """Return the plan by which an array is cut anew: into larger blocks, if there are very many."""
+
+    def threads() -> int:
+        return prod(cluster_size() or (1,))
+
+    return grouped(redistribution(x.chunks, axes, chunks), checked_options().groups, threads)

@@ -48,7 +48,7 @@ from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.checksums import algorithm_of
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.flow_control import FlowControl, PackingLimits, part_that_fits, parts_held
+from dask_p2p.transports.flow_control import FlowControl, PackingLimits, buffered_flow, parts_held
 from dask_p2p.transports.messenger import Messenger, ucxx_obstacle
 from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.registry import left_bytes
@@ -112,12 +112,8 @@ class UcxTransport(Transport):
         """
         own = UcxOptions.of(options)
         part_bytes = own.part_bytes if backend_named(kind).on_device else own.host_part_bytes
-        smallest_bytes, left = buffer_bytes(1), left_bytes(options, kind)
-        in_flight = own.parts_in_flight
-        if left // parts_held(in_flight, kind) < smallest_bytes:
-            in_flight = 0
-        most_bytes = max(smallest_bytes, left // parts_held(in_flight, kind))
-        return FlowControl(part_that_fits(part_bytes, most_bytes), in_flight)
+        left = left_bytes(options, kind)
+        return buffered_flow(part_bytes, own.parts_in_flight, left, lambda n: parts_held(n, kind))
 
     @classmethod
     def packing(cls, options: Options, kind: str) -> PackingLimits:

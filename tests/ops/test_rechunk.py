@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -114,3 +115,26 @@ def test_wrong_input(chunks, axes, error):
 def test_no_dask_array():
     with pytest.raises(UnsupportedArrayError, match="expected a Dask array, got numpy"):
         dask_p2p.rechunk(X, 2)
+
+
+@pytest.mark.parametrize("axes", [None, (2, 0, 1)])
+def test_blocks_of_groups_are_those_that_were_asked_for(axes):
+    x = da.from_array(X, chunks=(4, 2, 5))
+    shape = X.transpose(axes or (0, 1, 2)).shape
+    after = ((1,) * shape[0], (shape[1],), (shape[2],))
+    with dask.config.set({"p2p.groups": 2}):
+        y = dask_p2p.rechunk(x, after, axes=axes)
+    assert y.chunks == after
+    assert_eq(y, X.transpose(axes or (0, 1, 2)), scheduler="sync")
+    (layer,) = (layer for name, layer in y.dask.layers.items() if name.startswith("p2p-"))
+    assert len(layer) == 2
+
+
+def test_a_large_graph_has_few_edges():
+    x = da.zeros((1000, 1000), chunks=(2, 1000))
+    y = dask_p2p.transpose(x, chunks=(2, 1000))
+    assert y.chunks == ((2,) * 500, (1000,))
+    edges = sum(len(dependencies) for dependencies in y.dask.get_all_dependencies().values())
+    assert edges < 40_000
+    output_bytes = dask_p2p.estimate(x, chunks=(2, 1000), workers=4).output_bytes
+    assert x.nbytes / 4 <= output_bytes < x.nbytes / 3  # whole groups

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import doctest
+
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.errors import AxesError, ChunksError
+from tests.support import persisted, used
+
+xr = pytest.importorskip("xarray")
+
+import dask_p2p.xarray  # noqa: E402
+
+
+@pytest.fixture
+def array():
+    values = np.arange(4 * 6 * 5.0).reshape(4, 6, 5)
+    result = xr.DataArray(
+        da.from_array(values, chunks=(2, 3, 5)),
+        dims=("t", "y", "x"),
+        coords={
+            "t": np.arange("2026-01-01", "2026-01-05", dtype="M8[D]").astype("M8[ns]"),
+            "height": (("y", "x"), np.arange(30).reshape(6, 5), {"units": "m"}),
+            "station": "north",
+        },
+        attrs={"units": "K"},
+        name="temperature",
+    )
+    result.encoding = {"dtype": "float32"}
+    return result
+
+
+@pytest.fixture
+def dataset(array):
+    other = array.isel(t=0, drop=True).astype("int16").rename("mask").assign_attrs(of="land")
+    return xr.Dataset(
+        {"temperature": array, "mask": other, "top": ("x", np.arange(5))}, attrs={"title": "test"}
+    )
+
+
+def assert_moved(result, expected):
+    """The same values, names, order, coordinates, attributes and encoding; and still Dask's."""
+    xr.testing.assert_identical(result.compute(), expected.compute())
+    assert result.encoding == expected.encoding
+    is_array = isinstance(result, xr.DataArray)
+    for got, stock in (
+        [(result, expected)]
+        if is_array
+        else zip(result.data_vars.values(), expected.data_vars.values(), strict=True)
+    ):
+        assert (got.dims, got.dtype, got.encoding) == (stock.dims, stock.dtype, stock.encoding)
+        assert type(got.data) is type(stock.data)
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(dask_p2p.xarray).failed == 0
+
+
+@pytest.mark.parametrize("dims", [(), ("x", "t", "y"), ("y", ...), (..., "t")], ids=str)
+def test_transposes_by_name(array, dataset, dims):
+    result = array.p2p.transpose(*dims)
+    assert_moved(result, array.transpose(*dims))
+    axes = [array.dims.index(dim) for dim in result.dims]
+    assert result.chunks == dask_p2p.transpose(array.data, axes).chunks
+    assert result.data.name.startswith("p2p-transpose")
+    assert_moved(dataset.p2p.transpose(*dims), dataset.transpose(*dims))
+
+
+def test_chunks_of_a_transpose_by_name(array, dataset):
+    result = array.p2p.transpose("x", "y", "t", chunks={"y": -1, "x": 2})
+    assert_moved(result, array.T)
+    assert result.chunks == ((2, 2, 1), (6,), (2, 2))
+    moved = dataset.p2p.transpose("x", "y", "t", chunks={"y": 2})
+    assert moved.mask.chunks == ((5,), (2, 2, 2))
+    assert moved.temperature.chunks == ((5,), (2, 2, 2), (2, 2))
+
+
+def test_arrays_whose_order_stays_are_left_alone(array, dataset):
+    assert array.p2p.transpose(*array.dims).data is array.data
+    moved = dataset.p2p.transpose("y", "x", "t")
+    assert moved.mask.data is dataset.mask.data
+    assert isinstance(moved.top.data, np.ndarray)
+
+
+@pytest.mark.parametrize("chunks", [{"t": -1, "x": 2}, {"y": (1, 5)}, {"x": "auto"}, 2, {}, None])
+def test_chunks_by_name(array, dataset, chunks):
+    for given in (array, dataset):
+        got, expected = given.p2p.chunk(chunks), given.chunk({} if chunks is None else chunks)
+        assert_moved(got, expected)
+        assert isinstance(got.height.data, np.ndarray)
+        for name in [None] if given is array else given.data_vars:
+            one, other = (got, expected) if name is None else (got[name], expected[name])
+            assert one.chunks == other.chunks
+
+
+def test_chunks_by_keyword(array):
+    assert array.p2p.chunk(t=4).chunksizes["t"] == (4,)
+    result = array.p2p.chunk({"t": 4}, x=1)
+    assert (result.chunksizes["t"], result.chunksizes["x"]) == ((4,), (1,) * 5)
+
+
+def test_coordinates_that_are_dask_arrays_move_too(array):
+    array = array.assign_coords(height=array.height.chunk(y=3))
+    got = array.p2p.chunk(y=2)
+    assert_moved(got, array)
+    assert got.height.chunks == ((2, 2, 2), (5,))
+    assert got.chunksizes["y"] == (2, 2, 2)
+    turned = array.p2p.transpose("x", "y", "t", chunks={"x": 1, "y": -1})
+    assert_moved(turned, array.T)
+    assert turned.height.chunks == ((1,) * 5, (6,))
+
+
+def test_what_is_in_memory_gets_cut(array):
+    result = array.compute().p2p.chunk({"t": 1})
+    assert result.chunks == ((1,) * 4, (6,), (5,))
+
+
+def test_by_regions_on_a_cluster(client, array):
+    x = array.copy(data=persisted(client, array.data + 0))
+    y = x.p2p.transpose("x", "y", "t")
+    y = y.copy(data=persisted(client, y.data))
+    assert_moved(y, array.T)
+    assert used(client, y.data)
+
+
+@pytest.mark.parametrize("kind", ["array", "dataset"])
+def test_wrong_names(kind, request):
+    given = request.getfixturevalue(kind)
+    for dims in [("x", "y"), ("x", "y", "z"), ("x", "x", "y", "t"), (..., "x", ...)]:
+        with pytest.raises(AxesError, match=r"expected the dimensions \('t', 'y', 'x'\).*got \("):
+            given.p2p.transpose(*dims)
+    for call in (
+        lambda: given.p2p.transpose("x", "y", "t", chunks={"z": 1}),
+        lambda: given.p2p.chunk({"z": 1}),
+        lambda: given.p2p.chunk(z=1),
+    ):
+        with pytest.raises(ChunksError, match=r"expected .*\('t', 'y', 'x'\), got .*'z'"):
+            call()
+    with pytest.raises(ChunksError, match="expected chunks for an array"):
+        given.p2p.chunk({"x": (2, 2)})
