@@ -111,7 +111,7 @@ class Assembly:
         MemoryLimitError
             If it can never fit into the worker's memory, or an allocation fails.
         DeviceLostError
-            If the worker's GPU works no more.
+            If the worker's GPU no longer works.
         """
         try:
             with device_work(), device_of(*self._local.values()):

@@ -154,9 +154,9 @@ async def _give_plugin(scheduler: Any) -> None:
             plugin=dumps(plugin), name=plugin.name, idempotent=True
         )
     except (ImportError, AttributeError) as exc:  # it cannot read the plugin
-        there = await installed_version(scheduler.run_function)
+        remote = await installed_version(scheduler.run_function)
         raise RegistrationError(
-            f"expected {this_version()} on the scheduler, got {there} ({exc}). Install the same "
+            f"expected {this_version()} on the scheduler, got {remote} ({exc}). Install the same "
             f"version on clients, scheduler and workers."
         ) from exc
 

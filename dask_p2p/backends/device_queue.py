@@ -148,7 +148,7 @@ class DeviceQueue:
         else:  # of Dask, which makes what it receives on the null stream
             device_module.order_after_null_stream([self._stream])
         self._permute_on(self._stream, dst, src, axes)
-        # Its memory may be another's as soon as it is let go of: not before the kernel has read it.
+        # Its memory may be another's as soon as it is dropped: not before the kernel has read it.
         read = self._cupy.cuda.Event(disable_timing=True)
         read.record(self._stream)
         self._unread.add(src, read)

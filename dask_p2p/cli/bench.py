@@ -37,9 +37,9 @@ from dask_p2p.cli._options import (
     DTYPE,
     SHAPE,
     SIZE_BYTES,
-    Site,
+    ClusterSpec,
     axes_option,
-    choose_site,
+    choose_cluster,
     cpu_option,
     one_line_errors,
     order_of_axes,
@@ -149,33 +149,33 @@ def bench(
     target: str | None,
 ) -> None:
     """Measure transposes of arrays that lie in slabs on the workers, and check them."""
-    from dask_p2p.cli._tables import judge, output
+    from dask_p2p.cli._tables import output, report_correctness
 
     console = output(to_stderr=target == "-")
     with one_line_errors():
-        site = choose_site(workers, cpu, scheduler)
+        spec = choose_cluster(workers, cpu, scheduler)
         shapes = [*shapes, *((size, size) for size in sizes)]
-        even = _even_cases(site, shapes, all_bytes, dtypes, axes)
-        more = {case: measuring.cliffs(site, case) if with_cases else [] for case in even}
-        measured: Measured = {case: [] for one in even for case in (one, *more[one])}
+        even = _even_cases(spec, shapes, all_bytes, dtypes, axes)
+        extra = {case: measuring.hard_cases(spec, case) if with_cases else [] for case in even}
+        measured: Measured = {case: [] for one in even for case in (one, *extra[one])}
         # Alternating from the slower to the quicker, as the article lists them.
         modes = ("sync", "async") if mode == "both" else (mode,)
-        report = _Report(site, repeats, commit, measured, target)
-        ways = measuring.ways_on(site, modes, rivals, variants)
+        report = _Report(spec, repeats, commit, measured, target)
+        ways = measuring.ways_on(spec, modes, rivals, variants)
         started = partial(_show_head, console, report, modes)
-        measuring.measure_on(site, ways, measured, repeats, started, report.save)
-        if rivals and (note := measuring.add_rivals(site, measured, repeats, timeout_s)):
+        measuring.measure_on(spec, ways, measured, repeats, started, report.save)
+        if rivals and (note := measuring.add_rivals(spec, measured, repeats, timeout_s)):
             console.print(note)
-        _compare_with_even(measured, more)
+        _compare_with_even(measured, extra)
         report.save()
         _show(console, measured)
         if target == "-":
             sys.stdout.write(report.json())
-        judge(console, measured)
+        report_correctness(console, measured)
 
 
 def _even_cases(
-    site: Site,
+    spec: ClusterSpec,
     shapes: Sequence[tuple[int, ...]],
     all_bytes: Sequence[int],
     dtypes: Sequence[Any],
@@ -183,20 +183,20 @@ def _even_cases(
 ) -> list[Case]:
     """Return the arrays that the options ask for, in even slabs."""
     return [
-        measuring.slabs(site, shape, dtype, order_of_axes(axes, shape), "--shape")
+        measuring.slabs(spec, shape, dtype, order_of_axes(axes, shape), "--shape")
         for dtype in dict.fromkeys(dtypes)
-        for shape in _shapes(site, dtype, shapes, all_bytes)
+        for shape in _shapes(spec, dtype, shapes, all_bytes)
     ]
 
 
 def _shapes(
-    site: Site, dtype: Any, shapes: Sequence[tuple[int, ...]], all_bytes: Sequence[int]
+    spec: ClusterSpec, dtype: Any, shapes: Sequence[tuple[int, ...]], all_bytes: Sequence[int]
 ) -> list[tuple[int, ...]]:
     """Return what the options ask for, smallest first; or one square matrix that fits."""
     sides = [measuring.rows_of(size_bytes, dtype.itemsize) for size_bytes in all_bytes]
-    asked = {*shapes, *((side, side) for side in sides)}
-    side = measuring.default_side(site, dtype.itemsize)
-    return sorted(asked, key=prod) or [(side, side)]
+    wanted = {*shapes, *((side, side) for side in sides)}
+    side = measuring.default_side(spec, dtype.itemsize)
+    return sorted(wanted, key=prod) or [(side, side)]
 
 
 class _Report:
@@ -204,7 +204,7 @@ class _Report:
 
     Parameters
     ----------
-    site, repeats, commit
+    spec, repeats, commit
         What it was measured on, how often, and the commit, if it was given.
     measured
         Rows by case. They are added while the report is there.
@@ -213,17 +213,22 @@ class _Report:
     """
 
     def __init__(
-        self, site: Site, repeats: int, commit: str | None, measured: Measured, target: str | None
+        self,
+        spec: ClusterSpec,
+        repeats: int,
+        commit: str | None,
+        measured: Measured,
+        target: str | None,
     ) -> None:
         import dask
 
         from dask_p2p.environment import environment
 
-        self.site, self.repeats = site, repeats
+        self.spec, self.repeats = spec, repeats
         self.devices: list[str] = []
         self._measured, self._target = measured, target
         self._head = {"started": time.time(), **environment()}
-        self._head |= {"kind": site.kind, "workers": site.workers, "repeats": repeats}
+        self._head |= {"kind": spec.kind, "workers": spec.workers, "repeats": repeats}
         self._head |= {"p2p_config": dask.config.get("p2p")}
         if commit is not None:
             self._head["commit"] = commit
@@ -241,19 +246,19 @@ class _Report:
 
 def _show_head(console: Console, report: _Report, modes: Sequence[str], client: Any) -> None:
     """Print what will be measured on which devices, and add these to the report."""
-    from dask_p2p.cli._tables import devices_text, facts
+    from dask_p2p.cli._tables import devices_text, summary
     from dask_p2p.cluster import device_names
 
-    if report.site.note:
-        console.print(report.site.note)
-    report.devices = device_names(client, report.site.kind)
-    head = [("devices", devices_text(report.site, report.devices)), ("mode", " and ".join(modes))]
-    console.print(facts([*head, ("runs", f"{report.repeats} of each way after a first one")]))
+    if report.spec.note:
+        console.print(report.spec.note)
+    report.devices = device_names(client, report.spec.kind)
+    head = [("devices", devices_text(report.spec, report.devices)), ("mode", " and ".join(modes))]
+    console.print(summary([*head, ("runs", f"{report.repeats} of each way after a first one")]))
 
 
-def _compare_with_even(measured: Measured, more: Mapping[Case, Sequence[Case]]) -> None:
+def _compare_with_even(measured: Measured, extra: Mapping[Case, Sequence[Case]]) -> None:
     """Add how long each of the other arrays takes, by the byte, over the one in even slabs."""
-    for one, others in more.items():
+    for one, others in extra.items():
         even_of = {row["way"]: row for row in measured[one] if "span_s" in row}
         for row in (row for case in others for row in measured[case]):
             if "span_s" in row and (even := even_of.get(row["way"])):
@@ -264,11 +269,11 @@ def _compare_with_even(measured: Measured, more: Mapping[Case, Sequence[Case]]) 
 
 
 def _show(console: Console, measured: Measured) -> None:
-    from dask_p2p.cli._tables import array_text, facts, moved_lines, ways_table
+    from dask_p2p.cli._tables import array_text, moved_lines, summary, ways_table
 
     for case, rows in measured.items():
         if len(measured) == 1:
-            console.print(facts(_facts(case)))
+            console.print(summary(_summary_rows(case)))
         title = f"{array_text(case.shape, case.dtype)}, {case.name}" if len(measured) > 1 else None
         for part in (ways_table(rows, console.width, title), *moved_lines(rows)):
             console.print(part)
@@ -285,17 +290,17 @@ def _modes_text(sync: Row, async_: Row) -> str:
     return text + " (medians)."
 
 
-def _facts(case: Case) -> list[tuple[str, str]]:
+def _summary_rows(case: Case) -> list[tuple[str, str]]:
     """Return the fields that the article's program prints before its result."""
     from dask_p2p.cli._tables import array_text, shapes_text
     from dask_p2p.cli.plan import readers, slab_plan
 
-    made = slab_plan(case.shape, case.axes, len(case.chunks[0]))
-    tiles = (tile for part in readers(made) for tile in part.tiles.elements())
+    plan = slab_plan(case.shape, case.axes, len(case.chunks[0]))
+    tiles = (tile for part in readers(plan) for tile in part.tiles.elements())
     axes = ", ".join(map(str, case.axes))
     return [
         ("array", f"{array_text(case.shape, case.dtype)}, axes {axes}"),
         ("local input slab", shapes_text(product(*case.chunks))),
-        ("local output slab", shapes_text(product(*made.chunks))),
+        ("local output slab", shapes_text(product(*plan.chunks))),
         ("tile", shapes_text(tiles)),
     ]

@@ -102,7 +102,7 @@ def estimate(
         workers, threads = cluster_size() or (max(map(len, x.chunks), default=1), 1)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise InputError(f"expected a number of workers, at least 1, got workers={workers!r}.")
-    chosen = checked_options()
+    options = checked_options()
     kind = backend_for(x._meta).name
     item_bytes = x.dtype.itemsize
     input_bytes, _ = _even_share(plan.src_chunks, workers, item_bytes)
@@ -112,9 +112,11 @@ def estimate(
         tasks = min(threads, output_blocks)
         largest_block, _ = _even_share(plan.chunks, sys.maxsize, item_bytes)
         largest_piece = plan.largest_piece * item_bytes
-        staged_bytes = tasks * staging_bytes(chosen, kind, largest_piece, largest_block, item_bytes)
-        packed = packed_bytes(chosen, kind, (workers - 1) * threads, input_bytes)
-        staged_bytes += min(idle_bytes(chosen, kind), staged_bytes + packed)
+        staged_bytes = tasks * staging_bytes(
+            options, kind, largest_piece, largest_block, item_bytes
+        )
+        packed = packed_bytes(options, kind, (workers - 1) * threads, input_bytes)
+        staged_bytes += min(idle_bytes(options, kind), staged_bytes + packed)
     return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed)
 
 

@@ -29,7 +29,7 @@ def rechunk(
 ) -> Any:
     """Cut a Dask array into other blocks, moving only the regions of blocks that must move.
 
-    One layer, one task for each block of the result. A block that is there already, as it is, is
+    One layer, one task for each block of the result. A block that is already there, as it is, is
     handed on and not copied.
 
     Parameters

@@ -1,9 +1,9 @@
 """``comm``: regions over Dask's own connections, between any two workers.
 
-A reader asks a holder by one RPC for several parts at a time, of whatever blocks. The holder cuts
-each out of its block, packs it into one piece of memory and sends them as the answer; Dask's
-serialisation and protocol (tcp, tls, ucx, inproc) do the rest. GPU regions are sent from device
-memory where the protocol can (ucx), else through host memory.
+A reader asks a holder by one RPC for several parts at a time, of any of its blocks. The holder
+packs each part into contiguous memory, and sends all of them as the reply. Dask's serialisation and
+protocol (tcp, tls, ucx, inproc) do the rest. GPU regions are sent from device memory where the
+protocol can (ucx), else through host memory.
 
 With ``p2p.checksum`` the answer holds checksums too, of the packed bytes.
 """
@@ -111,7 +111,7 @@ class CommTransport(Transport):
         return None
 
     def probe(self, holder: str, kind: str) -> None:
-        """Nothing to prove: it is the last resort, and what Dask itself uses all the time."""
+        """Do nothing: there is nothing to prove, since Dask itself uses these connections."""
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         flow = self.flow_for(requests, options)
@@ -156,7 +156,7 @@ class CommTransport(Transport):
     async def _packed(
         self, blocks: Sequence[tuple[Any, Any]], parts: Sequence[tuple[int, Box]], checksum: bool
     ) -> list[dict[str, Any]]:
-        """Return answers for the first parts, as many as there is room for, but one at least."""
+        """Return answers for the first parts: as many as there is room for, but at least one."""
         deadline_s = time.monotonic() + self.options.request_timeout_s
         while True:
             answers = await self.host.offload(self._pack_some, blocks, parts, checksum)
@@ -169,7 +169,7 @@ class CommTransport(Transport):
     def _pack_some(
         self, blocks: Sequence[tuple[Any, Any]], parts: Sequence[tuple[int, Box]], checksum: bool
     ) -> list[dict[str, Any]]:
-        """Pack parts for which there is room now; say of a block that fails why it does."""
+        """Pack the parts for which there is room now; for a block that fails, the error."""
         answers: list[dict[str, Any]] = []
         for number, box in parts:
             key, shape = blocks[number]
@@ -242,7 +242,7 @@ class CommReading(Reading):
 
     @property
     def under_way(self) -> int:
-        """Calls that are not answered yet."""
+        """Number of calls that have no answer yet."""
         return len(self._calls)
 
     def __iter__(self) -> Iterator[Region]:
@@ -257,7 +257,7 @@ class CommReading(Reading):
                 yield Region(part, Answer(future, number))
 
     def _batches(self) -> Iterator[list[Part]]:
-        """Put parts together that weigh as much as one may."""
+        """Group small parts, up to the size of one part."""
         batch: list[Part] = []
         batch_bytes = 0
         for part in self.parts():

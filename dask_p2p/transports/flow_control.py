@@ -1,8 +1,8 @@
 """How a reader asks for regions, and how much memory that takes. Pure arithmetic.
 
-What an assembling task holds beside its inputs and its output are the parts of regions that are on
-their way. It stays below `Options.staging_limit_bytes`, since parts are cut to what then fits. Here
-is what transports share; each says itself what it holds.
+Besides its inputs and its output, a task holds parts of regions that are on their way. These stay
+below `Options.staging_limit_bytes`: parts are cut to fit. This module has what transports share.
+Each transport states what it holds itself.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class FlowControl:
     def for_regions(self, largest_bytes: int) -> FlowControl:
         """Return the same for regions of at most so many bytes.
 
-        If they are smaller than a part, more of them are on their way, as many as weigh no more:
-        an answer takes its time, however small it is.
+        Of regions that are smaller than a part, more are in flight, up to the same size in all: an
+        answer takes its time, however small it is.
         """
         if not self.part_bytes or not self.parts_in_flight:
             return self

@@ -1,4 +1,4 @@
-"""What a request may hold: checked before anything is done with it.
+"""What a request may hold. It is checked before anything is done with it.
 
 Dask's protocol has turned the message into Python values by then. What is checked here is that
 they are the plain ones that readers send, so that nothing else (text for numbers, numbers that
