@@ -30,8 +30,9 @@ from dask_p2p.config import Options
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.layout import Box, Index, box_shape, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
+from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import BlockPlan, Piece, Source
-from dask_p2p.sources import Incoming, OpenRead, RemoteSource, RemoteSources, Stage
+from dask_p2p.sources import Incoming, OpenRead, RemoteSource, RemoteSources
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.registry import staging_bytes
 from dask_p2p.transports.replies import check_block
@@ -94,6 +95,11 @@ class Assembly:
     def stages(self) -> list[Stage]:
         """What came from where."""
         return self._sources.stages
+
+    @property
+    def wasted_bytes(self) -> int:
+        """What came, and had to be read again."""
+        return self._sources.wasted_bytes
 
     def key(self, slot: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -223,8 +229,7 @@ class Assembly:
             while ahead and ahead[-1].read.transport is not read.transport:
                 # Each may fill all that there is for staging.
                 self._place(ahead.popleft(), queue)
-            for region in read.reading:
-                incoming = Incoming(read, region)
+            for incoming in read.regions():
                 if read.transport.in_place:
                     try:
                         incoming.prefetched = queue.prefetch(
@@ -234,7 +239,7 @@ class Assembly:
                         sources.fail(incoming, exc)
                         continue
                 ahead.append(incoming)
-                del region, incoming  # which may be placed already: the next one takes its room
+                del incoming  # which may be placed already: the next one takes its room
                 while len(ahead) > self._ahead(read):
                     self._place(ahead.popleft(), queue)
         while ahead:
@@ -265,7 +270,6 @@ class Assembly:
         if source.error is not None:
             return
         place = box_slices(self._destination(source.pieces[part.piece], part.box))
-        source.missing -= box_size(part.box)
         if incoming.prefetched is not None:
             queue.permute_prefetched(
                 self._target(queue)[place], incoming.prefetched, self.plan.axes
@@ -279,5 +283,6 @@ class Assembly:
                 self._sources.fail(incoming, exc)
                 return
             queue.permute_and_drop(self._target(queue)[place], region, self.plan.axes)
+        source.missing -= box_size(part.box)
         if self._in_sync:
             queue.synchronize()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -15,15 +14,14 @@ from dask.core import flatten
 
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.layout import box_size
+from dask_p2p.monitoring.runs import Run, fetch_records, runs_of
 from dask_p2p.ops.transpose import transpose
 from dask_p2p.plans import block_plans, redistribution, slab_chunks
 from dask_p2p.registration import workers_of
-from dask_p2p.task import PLUGIN_NAME
 
 __all__ = [
     "EVEN",
     "Case",
-    "Exchange",
     "Row",
     "Way",
     "collect",
@@ -82,15 +80,6 @@ class Way:
     one_by_one: bool = False  # blocks one after the other: one transfer at a time in the cluster
     protocol: str | None = None  # of its cluster, if not the usual one
     low_latency: bool = False  # of its cluster
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """What the workers noted of one transpose."""
-
-    pairs: dict[tuple[str, str, str], int]  # reader, holder, transport, to bytes
-    tasks: list[tuple[float, float]]  # when each started and ended, since the epoch, s
-    link_gbs: list[float]  # GB (1e9 bytes) a second that each reader received while its task ran
 
 
 def place_blocks(client: Any, make: Callable[[], Any]) -> Any:
@@ -244,8 +233,8 @@ def _run_once(client: Any, row: Row, way: Way, x: Any, case: Case, last: bool) -
         row |= {"times_s": [], "wrong": None}
     else:
         row["times_s"].append(stop_s - start_s)
-        if (exchange := collect(client, y.name, since_s)) is not None:
-            _note(row, exchange, since_s, until_s)
+        if (run := collect(client, y.name, since_s)) is not None:
+            _note(row, run, since_s, until_s)
             row["least_bytes"] = least_bytes(client, x, y, case.axes)
     if last and way.checked:
         row["wrong"] = case.wrong(y)
@@ -253,24 +242,22 @@ def _run_once(client: Any, row: Row, way: Way, x: Any, case: Case, last: bool) -
     time.sleep(_SETTLE_S)
 
 
-def _note(row: Row, exchange: Exchange, since_s: float, until_s: float) -> None:
+def _note(row: Row, run: Run, since_s: float, until_s: float) -> None:
     """Note the parts of a run, by the clocks of client and workers, which are one on one host."""
-    first_s, last_s = min(t[0] for t in exchange.tasks), max(t[1] for t in exchange.tasks)
-    tasks_s = [stop - start for start, stop in exchange.tasks]
     parts_s = {
-        "before_s": first_s - since_s,
-        "exchange_s": max(tasks_s),
-        "span_s": last_s - first_s,
-        "tasks_s": sum(tasks_s),
-        "after_s": until_s - last_s,
+        "before_s": run.start_s - since_s,
+        "exchange_s": run.exchange_s,
+        "span_s": run.wall_s,
+        "tasks_s": sum(record.stop_s - record.start_s for record in run.made),
+        "after_s": until_s - run.stop_s,
     }
     for part, time_s in parts_s.items():
         row.setdefault(part, []).append(time_s)
-    row.setdefault("rates_gbs", []).extend(sorted(exchange.link_gbs)[:1])  # the slowest reader's
-    row["moved_bytes"] = sum(exchange.pairs.values())
+    row.setdefault("rates_gbs", []).extend(sorted(run.link_gbs)[:1])  # the slowest reader's
+    row["moved_bytes"] = run.moved_bytes
     row["pairs"] = [
         {"reader": reader, "holder": holder, "transport": transport, "bytes": nbytes}
-        for (reader, holder, transport), nbytes in sorted(exchange.pairs.items())
+        for (reader, holder, transport), nbytes in sorted(run.pairs.items())
     ]
 
 
@@ -316,28 +303,12 @@ def least_bytes(client: Any, x: Any, y: Any, axes: tuple[int, ...]) -> int:
     return elements * int(x.dtype.itemsize)
 
 
-def collect(client: Any, name: str, since_s: float = 0.0) -> Exchange | None:
+def collect(client: Any, name: str, since_s: float = 0.0) -> Run | None:
     """Collect what the workers noted of the array with this name; None if they did not.
 
     The same array may have been computed before: `since_s` (seconds since the epoch) says from
     when on it is meant.
     """
-
-    def noted(dask_worker: Any) -> list[tuple[float, float, list[tuple[str, str, int]]]]:
-        plugin = dask_worker.plugins.get(PLUGIN_NAME)
-        return [
-            (r.start_s, r.stop_s, [(s.holder, s.transport, s.nbytes) for s in r.stages])
-            for r in (plugin.context.records if plugin else ())
-            if r.key[0] == name and r.start_s >= since_s
-        ]
-
-    tasks = [(reader, *task) for reader, records in client.run(noted).items() for task in records]
-    pairs: Counter[tuple[str, str, str]] = Counter()
-    rates: list[float] = []
-    for reader, start_s, stop_s, stages in tasks:
-        for holder, transport, nbytes in stages:
-            pairs[reader, holder, transport] += nbytes
-        if stages:
-            rates.append(sum(nbytes for _, _, nbytes in stages) / (stop_s - start_s) / 1e9)
-    spans = [(start_s, stop_s) for _, start_s, stop_s, _ in tasks]
-    return Exchange(dict(pairs), spans, rates) if tasks else None
+    records = client.sync(fetch_records, client, name=name, since_s=since_s)
+    runs = runs_of(records)
+    return runs[0] if runs else None

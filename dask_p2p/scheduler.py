@@ -20,6 +20,8 @@ from distributed.protocol.pickle import dumps
 from dask_p2p.config import options
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.low_latency import SchedulerLatency
+from dask_p2p.monitoring.records import RECORDS_OP, RecordStore, packed, unpacked
+from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.placement import overlay_memory_check, overlay_placement
 from dask_p2p.task import PLUGIN_NAME, warn_client
 from dask_p2p.versioned import this_version, versioned
@@ -53,11 +55,13 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._set_ups: dict[str, _SetUp] = {}  # by the worker's address
         self._failed: dict[str, str] = {}  # why a worker cannot take part, by its address
         self._meetings: set[asyncio.Future[None]] = set()
+        self._records = RecordStore()
 
     async def start(self, scheduler: Any) -> None:
         """Begin. Nothing is awaited here: a second client would begin once more in the meantime."""
         self._scheduler = scheduler
         scheduler.handlers["p2p_register"] = self.register
+        scheduler.handlers[RECORDS_OP] = self.records
         if options().low_latency:
             latency = SchedulerLatency()
             scheduler.add_plugin(latency, name=latency.name, idempotent=True)
@@ -87,6 +91,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
         """Forget a worker that leaves."""
         self._failed.pop(worker, None)
+        self._records.forget(worker)
         if set_up := self._set_ups.pop(worker, None):
             set_up.task.cancel()
 
@@ -112,6 +117,49 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._meetings.add(meeting)  # the loop itself keeps only a weak reference
         meeting.add_done_callback(self._meetings.discard)
         return {"failed": dict(self._failed), "silent": silent}
+
+    async def records(
+        self, name: str | None = None, since_s: float = 0.0, n: int | None = None
+    ) -> dict[str, Any]:
+        """Ask the workers for what is new, and answer with the newest runs.
+
+        Parameters
+        ----------
+        name
+            Of an output array, to get its records only.
+        since_s
+            Seconds since the epoch; what began before is left out.
+        n
+            Runs, at most; by default all.
+
+        Returns
+        -------
+        dict
+            ``records``: what `packed` made of them; ``silent``: addresses of workers that did
+            not answer.
+        """
+        ready = [
+            worker
+            for worker, each in self._set_ups.items()
+            if each.task.done() and worker not in self._failed
+        ]
+        answered = await asyncio.gather(*map(self._fetch, ready))
+        wanted = [r for r in self._records if name in (None, r.name) and r.start_s >= since_s]
+        if n is not None:
+            wanted = [record for run in runs_of(wanted)[:n] for record in run.records]
+        silent = [worker for worker, there in zip(ready, answered, strict=True) if not there]
+        return {"records": packed(wanted), "silent": silent}
+
+    async def _fetch(self, worker: str) -> bool:
+        """Bring a worker's new records here; return whether it answered."""
+        call = getattr(self._scheduler.rpc(worker), RECORDS_OP)
+        try:
+            answer = await asyncio.wait_for(call(since=self._records.next(worker)), ANSWER_S)
+        except (OSError, TimeoutError):
+            return worker not in self._scheduler.workers  # one that left has nothing to tell
+        if answer is not None:  # as of a worker whose plugin was taken off
+            self._records.add(worker, answer["first"], unpacked(answer["records"]))
+        return True
 
     def _is_registered(self) -> bool:
         return self._scheduler.plugins.get(PLUGIN_NAME) is self

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeVar
 
 from dask_p2p.config import Options
 from dask_p2p.errors import (
@@ -17,25 +18,17 @@ from dask_p2p.errors import (
     UnsuitableError,
 )
 from dask_p2p.layout import box_size
+from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import BlockPlan, Piece, stage_order
 from dask_p2p.retry import GRACE_S
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.router import BlockRef, Route
-from dask_p2p.versioned import versioned
 
-__all__ = ["Incoming", "OpenRead", "RemoteSource", "RemoteSources", "Stage"]
+__all__ = ["Incoming", "OpenRead", "RemoteSource", "RemoteSources"]
 
-
-@versioned()
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What came from one remote block."""
-
-    holder: str
-    transport: str
-    nbytes: int
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -70,6 +63,27 @@ class OpenRead:
     sources: list[RemoteSource]
     reading: Reading
     slot_bytes: int  # of the largest part, if it is to come through local memory
+    begun_s: float  # by the performance counter
+    last_s: float  # when the thread last had something of it
+    waited_s: float = 0.0
+
+    def timed(self, wait: Callable[..., _T], *args: Any) -> _T:
+        """Call something that waits for the holder."""
+        start_s = perf_counter()
+        try:
+            return wait(*args)
+        finally:
+            self.last_s = perf_counter()
+            self.waited_s += self.last_s - start_s
+
+    def regions(self) -> Iterator[Incoming]:
+        """Ask for one region after another. None is kept here: the next one takes its room."""
+        regions = iter(self.reading)
+        try:
+            while True:
+                yield Incoming(self, self.timed(next, regions))
+        except StopIteration:
+            return
 
 
 @dataclass(slots=True)
@@ -104,12 +118,15 @@ class RemoteSources:
     ----------
     stages : list of Stage
         What came from where, in the order in which it was confirmed.
+    wasted_bytes : int
+        What came, and had to be read again.
     """
 
     def __init__(
         self, plan: BlockPlan, dtype: Any, options: Options, context: WorkerContext | None
     ) -> None:
         self.stages: list[Stage] = []
+        self.wasted_bytes = 0
         self._plan = plan
         self._dtype = dtype
         self._options = options
@@ -169,11 +186,12 @@ class RemoteSources:
         """
         route = sources[0].route
         self._check_reachable(route)
+        begun_s = perf_counter()
         requests = [self._request(source, route.holder, kind) for source in sources]
         reading = route.transport.read(requests, self._options)
         largest = max(box_size(box) for request in requests for box in request.boxes)
         slot_bytes = min(reading.part_bytes or 0, largest * self._dtype.itemsize)
-        read = OpenRead(route.transport, sources, reading, slot_bytes)
+        read = OpenRead(route.transport, sources, reading, slot_bytes, begun_s, begun_s)
         for source in sources:
             source.reading = reading
             source.missing = source.size
@@ -196,7 +214,8 @@ class RemoteSources:
         route = incoming.source.route
         self._check_reachable(route)
         try:
-            return incoming.region.pending.result(self._options.request_timeout_s + GRACE_S)
+            limit_s = self._options.request_timeout_s + GRACE_S
+            return incoming.read.timed(incoming.region.pending.result, limit_s)
         except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
             raise TransferError(
                 f"no answer of {route.holder} in time, and the worker's event loop did not respond"
@@ -220,13 +239,18 @@ class RemoteSources:
     def note_failure(self, sources: Sequence[RemoteSource], error: Exception) -> None:
         """Note that sources do not come by their current route."""
         for source in sources:
-            source.error = error
-            source.reading = None
+            self._fail(source, error)
             holder, transport = source.route.holder, source.route.transport.name
             if isinstance(error, UnreachableError):
                 self._unreachable[holder, None] = str(error)
             elif isinstance(error, SilentError):
                 self._unreachable[holder, transport] = str(error)
+
+    def _fail(self, source: RemoteSource, error: Exception) -> None:
+        if source.reading is not None:
+            self.wasted_bytes += (source.size - source.missing) * self._dtype.itemsize
+        source.error = error
+        source.reading = None
 
     def _check_reachable(self, route: Route) -> None:
         """Raise if the holder did not answer about another block: the time would add up."""
@@ -286,10 +310,11 @@ class RemoteSources:
                 self._confirm(read, sources)
             except TransferError as exc:
                 for source in sources:
-                    source.error = exc
+                    self._fail(source, exc)
                 wrong += self.failed(sources)
             else:
-                self.stages += [self._stage(source) for source in sources]
+                if sources:
+                    self.stages.append(self._stage(read, sources))
             finally:
                 read.reading.close()
         return wrong
@@ -303,9 +328,11 @@ class RemoteSources:
                 name = source.route.transport.name
                 raise TransferError(f"{name}: {source.ref.key!r} came only in part")
 
-    def _stage(self, source: RemoteSource) -> Stage:
-        nbytes = source.size * self._dtype.itemsize
-        return Stage(source.route.holder, source.route.transport.name, nbytes)
+    def _stage(self, read: OpenRead, sources: list[RemoteSource]) -> Stage:
+        nbytes = sum(source.size for source in sources) * self._dtype.itemsize
+        wire_s = None if read.transport.in_place else read.last_s - read.begun_s
+        holder = sources[0].route.holder
+        return Stage(holder, read.transport.name, nbytes, read.waited_s, wire_s)
 
     def close(self) -> None:
         """End all reads, and so all leases, also where closing one fails. Idempotent."""

@@ -12,7 +12,6 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,9 +23,9 @@ from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError
 from dask_p2p.layout import Index
+from dask_p2p.monitoring.records import Fallback, Record
 from dask_p2p.plans import Plan
 from dask_p2p.retry import AttemptLog, pause_s
-from dask_p2p.sources import Stage
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import check_readable
@@ -35,7 +34,6 @@ __all__ = [
     "PLUGIN_NAME",
     "AssembleTask",
     "Blocks",
-    "Record",
     "plugin_runtime",
     "warn_client",
     "whereabouts",
@@ -46,19 +44,10 @@ logger = logging.getLogger(__name__)
 #: Name under which the worker plugin is registered.
 PLUGIN_NAME = "dask-p2p"
 
+_REASON_CHARS = 500  # that a record keeps of why something failed
 _TAKEN_OFF = "the worker's plugin was taken off while the task waited"
 _warned: WeakSet[Any] = WeakSet()  # workers that have said that they lack the plugin
 _unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers that lost it
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A task that succeeded: when it ran, and what it read from where."""
-
-    key: Any
-    start_s: float  # since the epoch
-    stop_s: float
-    stages: tuple[Stage, ...]
 
 
 class Blocks(GraphNode):  # type: ignore[misc]
@@ -189,6 +178,7 @@ def assemble_block(
     try:
         block = assembly.run()
     except TransferError as exc:
+        runtime.record(_record(key, start_s, plan, assembly, error=str(exc)))
         _try_again(key, exc, runtime, output.options)
     except DeviceLostError as exc:
         from distributed import Reschedule
@@ -197,12 +187,42 @@ def assemble_block(
             raise
         raise Reschedule() from exc  # to another worker: this one leaves
     result = _finished(block, index, output)
-    runtime.record_success(Record(key, start_s, time.time(), tuple(assembly.stages)))
+    runtime.record(_record(key, start_s, plan, assembly, result))
     return result
 
 
 def _finished(block: Any, index: Index, output: OutputSpec) -> Any:
     return block if output.post is None else output.post(block, index)
+
+
+def _record(
+    key: Any, start_s: float, plan: Plan, assembly: Assembly, block: Any = None, error: str = ""
+) -> Record:
+    """Note an attempt that has ended, on a worker with the plugin."""
+    output, context = assembly.output, assembly.context
+    assert context is not None
+    order = output.options.order(output.kind)
+    chunks = getattr(output.post, "chunks", plan.chunks)  # those of a plan may have rims
+    return Record(
+        key=key,
+        start_s=start_s,
+        stop_s=time.time(),
+        stages=tuple(assembly.stages),
+        worker=context.address,
+        shape=tuple(getattr(block, "shape", ())),
+        dtype=str(getattr(block, "dtype", "")),
+        nbytes=int(getattr(block, "nbytes", 0)),
+        array_shape=tuple(map(sum, chunks)),
+        blocks=tuple(map(len, chunks)),
+        axes=assembly.plan.axes,
+        wasted_bytes=assembly.wasted_bytes,
+        fallbacks=tuple(
+            Fallback(stage.holder, name, failure.text[:_REASON_CHARS])
+            for stage in assembly.stages
+            for name, failure in context.router.given_up(stage.holder, stage.transport, order)
+        ),
+        error=error[:_REASON_CHARS],
+    )
 
 
 _assemble = assemble_block  # as tasks of the first version name it

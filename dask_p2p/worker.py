@@ -24,6 +24,7 @@ from dask_p2p.backends import worker_backend
 from dask_p2p.backends.device import raise_if_lost
 from dask_p2p.config import Options, options
 from dask_p2p.low_latency import shorten_worker
+from dask_p2p.monitoring.records import RECORDS_OP
 from dask_p2p.plans import stage_order
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, plugin_runtime
 from dask_p2p.transports import make_transports
@@ -76,6 +77,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             context.warn(_REFUSAL.format(refusal))
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
+        worker.handlers[RECORDS_OP] = context.new_records
         # In a new dict: a heartbeat that goes through the old one just now, and waits for a metric,
         # would close the worker if that had changed in the meantime.
         worker.metrics = {**worker.metrics, _METRIC: lambda worker: self.leased_bytes}
@@ -130,6 +132,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         worker.metrics = {name: of for name, of in worker.metrics.items() if name != _METRIC}
         async with AsyncExitStack() as ending:  # each, whatever becomes of the others
             ending.callback(self._context.close)
+            ending.callback(worker.handlers.pop, RECORDS_OP, None)
             for transport in self._transports.values():
                 for op in transport.handlers():
                     ending.callback(worker.handlers.pop, op, None)

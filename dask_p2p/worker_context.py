@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 from asyncio import AbstractEventLoop
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
@@ -22,9 +22,10 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning
+from dask_p2p.monitoring.records import Record, RecordLog, packed
 from dask_p2p.retry import AttemptLog
 from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
-from dask_p2p.task import Record, warn_client
+from dask_p2p.task import warn_client
 from dask_p2p.transports.probe import Probes, is_probe, probe_key
 from dask_p2p.transports.router import BlockRef, Router
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_RECORDS = 1000  # of tasks that are kept
+_RECORDS = 10_000  # of attempts that are kept, and their stages
 _SERVING_THREADS = 2  # that pack regions for other workers
 _LOOKS = 10  # for a block that is being spilled, or brought back
 _KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them was read
@@ -56,7 +57,7 @@ class DaskWorkerContext(AttemptLog):
     def __init__(self, worker: Worker, options: Options) -> None:
         super().__init__(worker.address)
         self.router = Router({}, self.warn)
-        self.records: deque[Record] = deque(maxlen=_RECORDS)
+        self.records = RecordLog(_RECORDS)
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
         self.folder: str = worker.local_directory
@@ -166,9 +167,15 @@ class DaskWorkerContext(AttemptLog):
                     ref = BlockRef(probe_key(kind), (holder,))
                     self.router.routes(ref, kind, np.dtype("u1"), self._options.order(kind))
 
-    def record_success(self, record: Record) -> None:
-        self.forget_attempts(record.key)
+    def record(self, record: Record) -> None:
+        if not record.error:
+            self.forget_attempts(record.key)
         self.records.append(record)
+
+    def new_records(self, since: int = 0) -> dict[str, Any]:
+        """Answer the scheduler, which has all records before this number."""
+        first, records = self.records.since(since)
+        return {"first": first, "records": packed(records)}
 
     # --- threads, and the end ---
 

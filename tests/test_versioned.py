@@ -12,7 +12,6 @@ from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import Options, options
 from dask_p2p.errors import InputError, VersionError
 from dask_p2p.plans import Piece, redistribution
-from dask_p2p.sources import Stage
 from dask_p2p.transports.comm import CommOptions
 from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import FORMAT, Unreadable, check_readable, versioned
@@ -27,7 +26,6 @@ VALUES = [
     PLAN.block((0, 0)),
     Piece(0, ((0, 1),), ((0, 1),)),
     BlockRef("x", ("a", "b")),
-    Stage("a", "comm", 3),
 ]
 
 

@@ -27,9 +27,10 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.graph import planned_array
+from dask_p2p.monitoring.records import Record
 from dask_p2p.plans import redistribution
 from dask_p2p.registration import workers_of
-from dask_p2p.task import PLUGIN_NAME, AssembleTask, Blocks, Record
+from dask_p2p.task import PLUGIN_NAME, AssembleTask, Blocks
 from dask_p2p.transports.registry import classes
 from dask_p2p.transports.router import BlockRef
 from dask_p2p.worker import P2PPlugin, by_reference
@@ -217,12 +218,14 @@ def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
     assert list(runtime._failed) == [7, 8, 9]
     assert runtime.record_failure(7, "again").count == 2
     assert list(runtime._failed) == [8, 9, 7]
-    runtime.record_success(Record(7, 0.0, 1.0, ()))
+    runtime.record(Record(9, 0.0, 1.0, error="why"))
+    assert list(runtime._failed) == [8, 9, 7], "it has not ended"
+    runtime.record(Record(7, 0.0, 1.0))
     runtime.forget_attempts(8)
     assert list(runtime._failed) == [9]
-    for key in range(2000):
-        runtime.record_success(Record(key, 0.0, 1.0, ()))
-    assert [record.key for record in runtime.records] == [*range(1000, 2000)]
+    for key in range(12_000):
+        runtime.record(Record(key, 0.0, 1.0))
+    assert [record.key for record in runtime.records] == [*range(2000, 12_000)]
     assert runtime._failed == {}
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError
+from dask_p2p.monitoring.records import Record
 from dask_p2p.retry import Attempts
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class WorkerContext(Protocol):
     def forget_attempts(self, key: Any) -> None:
         """See `AttemptLog`."""
 
-    def record_success(self, record: Any) -> None:
-        """Note that a task ended well: its `task.Record`."""
+    def record(self, record: Record) -> None:
+        """Note that an attempt at a task ended, well or not."""
 
     def on_device_lost(self, error: DeviceLostError) -> bool:
         """Have the worker leave because its GPU no longer works; return whether it does."""

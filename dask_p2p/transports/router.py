@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
@@ -151,6 +152,16 @@ class Router:
     def failure(self, holder: str, transport: str) -> Obstacle | None:
         """Why a transport is not used any more for a holder; None if it did not fail."""
         return self._broken.get((holder, transport))
+
+    def given_up(
+        self, holder: str, used: str, order: tuple[str, ...]
+    ) -> list[tuple[str, Obstacle]]:
+        """Return the transports that come before the one that was used, and why they failed."""
+        if not self._broken:
+            return []
+        better = takewhile(lambda name: name != used, self._order(holder, order))
+        failures = ((name, self.failure(holder, name)) for name in better)
+        return [(name, failure) for name, failure in failures if failure is not None]
 
     def on_worker_left(self, holder: str) -> None:
         """Drop what was learnt about a worker that has left."""

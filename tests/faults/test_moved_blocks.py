@@ -60,7 +60,7 @@ def read_from(client, reader):
     """Which workers the reader's last task had its remote blocks from."""
 
     def stages(dask_worker):
-        record = dask_worker.plugins[PLUGIN_NAME].context.records[-1]
+        *_, record = dask_worker.plugins[PLUGIN_NAME].context.records
         return [stage.holder for stage in record.stages]
 
     return client.run(stages, workers=[reader])[reader]

@@ -1,0 +1,1 @@
+"""What happened: one record for each attempt at a task, and what is drawn from them."""

@@ -1,0 +1,202 @@
+"""Records: what each attempt at a task leaves behind, and where they are kept.
+
+A worker keeps its newest records, and sends nothing by itself: that would cost each task a message,
+and the scheduler the time to read it, also where nobody looks. Whoever looks asks for what is new
+(`RecordLog.since`). The scheduler does so for `last_runs`; a live page may do the same twice a
+second, in one answer of each worker however many tasks ended.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from dask.utils import key_split
+
+__all__ = [
+    "RECORDS_OP",
+    "Fallback",
+    "Record",
+    "RecordLog",
+    "RecordStore",
+    "Stage",
+    "packed",
+    "unpacked",
+]
+
+#: By which a scheduler asks workers for their records, and a client the scheduler.
+RECORDS_OP = "p2p_records"
+
+_SCHEDULER_RECORDS = 40_000  # that a scheduler keeps, and their stages
+
+
+class Stage(NamedTuple):
+    """What came from one holder, by one transport."""
+
+    holder: str
+    transport: str
+    nbytes: int
+    #: Seconds that the task's thread stood still for it: until blocks could be read, and for
+    #: regions that had not arrived, or that this thread itself copies.
+    waited_s: float = 0.0
+    #: From asking until the last region was here. None where copy engines bring regions: they do
+    #: so behind the task's back.
+    wire_s: float | None = None
+
+
+class Fallback(NamedTuple):
+    """A better transport than the one that was used, which had failed for this holder."""
+
+    holder: str
+    transport: str  # that failed, in this task or before
+    reason: str
+
+
+class Record(NamedTuple):
+    """An attempt at a task: when it ran, what it read from where, and what came of it."""
+
+    key: Any
+    start_s: float  # since the epoch
+    stop_s: float
+    stages: tuple[Stage, ...] = ()
+    worker: str = ""
+    shape: tuple[int, ...] = ()  # of the block; empty if the attempt failed
+    dtype: str = ""
+    nbytes: int = 0
+    array_shape: tuple[int, ...] = ()  # of the whole output
+    blocks: tuple[int, ...] = ()  # of the whole output, along each axis
+    axes: tuple[int, ...] = ()  # output axis i is input axis axes[i]
+    wasted_bytes: int = 0  # that came, and had to be read again
+    fallbacks: tuple[Fallback, ...] = ()
+    error: str = ""  # why the attempt failed; empty if it did not
+
+    @property
+    def name(self) -> str:
+        """Of the output array."""
+        return str(self.key[0])
+
+    @property
+    def operation(self) -> str:
+        """What Dask calls such tasks: the prefix of the key."""
+        return str(key_split(self.key))
+
+
+_KINDS = (("record", Record), ("stage", Stage))
+_STAGES = Record._fields.index("stages")
+
+
+def packed(records: Iterable[Record]) -> bytes:
+    """Return what travels of records: plain values, with the names of the fields once for all."""
+    rows = [
+        (*record[:_STAGES], [tuple(stage) for stage in record.stages], *record[_STAGES + 1 :])
+        for record in records
+    ]
+    return pickle.dumps({"record": Record._fields, "stage": Stage._fields, "rows": rows})
+
+
+def unpacked(data: bytes) -> list[Record]:
+    """Return the records in what `packed` made, perhaps in another version of the package.
+
+    Fields that this version does not know are dropped, and those that are missing have defaults.
+    """
+    sent = pickle.loads(data)
+    record_of, stage_of = (_reader(cls, sent[name]) for name, cls in _KINDS)
+    return [_shared(record_of(row), stage_of) for row in sent["rows"]]
+
+
+def _reader(cls: Any, names: tuple[str, ...]) -> Callable[[Any], Any]:
+    if names == cls._fields:
+        return cls._make  # type: ignore[no-any-return]
+    known = set(cls._fields)
+    return lambda row: cls(**{n: v for n, v in zip(names, row, strict=True) if n in known})
+
+
+def _shared(record: Record, stage_of: Callable[[Any], Stage]) -> Record:
+    """Return a record that shares with others what is equal, which is most of it."""
+    return record._replace(
+        key=(_same(record.name), *record.key[1:]),
+        stages=tuple(stage_of((_same(row[0]), _same(row[1]), *row[2:])) for row in record.stages),
+        worker=_same(record.worker),
+        shape=_same(record.shape),
+        dtype=_same(record.dtype),
+        array_shape=_same(record.array_shape),
+        blocks=_same(record.blocks),
+        axes=_same(record.axes),
+    )
+
+
+@lru_cache(4096)
+def _same(value: Any) -> Any:
+    return value
+
+
+class RecordLog:
+    """The newest records. Any thread may call it.
+
+    Parameters
+    ----------
+    size
+        Records and their stages that are kept, in all.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._kept: deque[Record] = deque()
+        self._weight = 0
+        self._count = 0  # of all records there ever were
+        self._lock = threading.Lock()
+
+    def append(self, record: Record) -> None:
+        """Keep a record, in the place of the oldest if there are too many."""
+        with self._lock:
+            self._kept.append(record)
+            self._count += 1
+            self._weight += 1 + len(record.stages)
+            while self._weight > self._size and len(self._kept) > 1:
+                self._weight -= 1 + len(self._kept.popleft().stages)
+
+    def since(self, number: int) -> tuple[int, list[Record]]:
+        """Return the records from this number on, as far as they are kept.
+
+        Returns
+        -------
+        int
+            Number of the first one that is returned; the first that there ever was has number 0.
+        list of Record
+        """
+        with self._lock:
+            gone = self._count - len(self._kept)
+            first = min(max(number, gone), self._count)
+            return first, list(self._kept)[first - gone :]
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.since(0)[1])
+
+
+class RecordStore(RecordLog):
+    """The newest records of all workers, each once. They stay when their worker leaves."""
+
+    def __init__(self, size: int = _SCHEDULER_RECORDS) -> None:
+        super().__init__(size)
+        self._next: dict[str, int] = {}  # number of the first record that is not here, by worker
+
+    def next(self, worker: str) -> int:
+        """Return from which number on a worker's records are wanted."""
+        return self._next.get(worker, 0)
+
+    def add(self, worker: str, first: int, records: list[Record]) -> None:
+        """Keep what a worker has sent, but for what is here: two may have asked at once."""
+        for record in records[max(0, self.next(worker) - first) :]:
+            self.append(record)
+        self._next[worker] = max(self.next(worker), first + len(records))
+
+    def forget(self, worker: str) -> None:
+        """Forget which records there are of a worker that has left."""
+        self._next.pop(worker, None)

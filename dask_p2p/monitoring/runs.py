@@ -1,0 +1,330 @@
+"""`last_runs`: what the last runs moved, by which transports, in what time."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from operator import index
+from typing import Any
+
+from dask.utils import format_bytes, format_time
+
+from dask_p2p.errors import InputError, P2PWarning
+from dask_p2p.monitoring.records import RECORDS_OP, Fallback, Record, unpacked
+
+__all__ = ["Run", "Runs", "fetch_records", "last_runs", "runs_of"]
+
+
+# Of a run, in the order of a table's columns.
+_FIGURES = (
+    "operation",
+    "name",
+    "shape",
+    "dtype",
+    "blocks",
+    "axes",
+    "moved_bytes",
+    "least_bytes",
+    "start_s",
+    "exchange_s",
+    "wall_s",
+    "gbs",
+    "transports",
+    "attempts",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of an operation: an output array that was computed once, or a part of it.
+
+    Times are of the workers' clocks.
+
+    Parameters
+    ----------
+    records : tuple of Record
+        Of the attempts at its blocks, in the order in which they began. At least one.
+    """
+
+    records: tuple[Record, ...]
+
+    @cached_property
+    def made(self) -> tuple[Record, ...]:
+        """The attempts that made a block."""
+        return tuple(record for record in self.records if not record.error)
+
+    @property
+    def name(self) -> str:
+        """Of the output array."""
+        return self.records[0].name
+
+    @property
+    def operation(self) -> str:
+        """Prefix of the name: ``p2p-transpose``, ``p2p-rechunk``, ``p2p-overlap``."""
+        return self.records[0].operation
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the output array."""
+        return self.records[0].array_shape
+
+    @property
+    def dtype(self) -> str:
+        """Of the output array; empty if no block was made."""
+        return self.made[0].dtype if self.made else ""
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks of the output array along each axis. Those of this run are `made`."""
+        return self.records[0].blocks
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Output axis ``i`` is input axis ``axes[i]``."""
+        return self.records[0].axes
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Addresses of those that took part as readers."""
+        return tuple(sorted({record.worker for record in self.records}))
+
+    @cached_property
+    def pairs(self) -> dict[tuple[str, str, str], int]:
+        """Bytes that are in place, by reader, holder and transport."""
+        pairs: Counter[tuple[str, str, str]] = Counter()
+        for record in self.made:
+            for stage in record.stages:
+                pairs[record.worker, stage.holder, stage.transport] += stage.nbytes
+        return dict(pairs)
+
+    @property
+    def transports(self) -> dict[str, int]:
+        """Pairs of reader and holder that used a transport, by its name."""
+        return dict(Counter(transport for _, _, transport in self.pairs).most_common())
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that had to move, given where each block was made and where its inputs lay."""
+        return sum(self.pairs.values())
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that did move: `least_bytes`, and what had to be read again after a failure."""
+        return self.least_bytes + sum(record.wasted_bytes for record in self.records)
+
+    @property
+    def start_s(self) -> float:
+        """When the first task started, in seconds since the epoch."""
+        return self.records[0].start_s
+
+    @property
+    def stop_s(self) -> float:
+        """When the last task ended, in seconds since the epoch."""
+        return max(record.stop_s for record in self.records)
+
+    @property
+    def wall_s(self) -> float:
+        """From the start of the first task to the end of the last one."""
+        return self.stop_s - self.start_s
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds that the longest task took."""
+        return max(record.stop_s - record.start_s for record in self.made or self.records)
+
+    @property
+    def gbs(self) -> float:
+        """GB (1e9 bytes) that moved a second, from the first start to the last end."""
+        return self.moved_bytes / self.wall_s / 1e9 if self.wall_s > 0 else 0.0
+
+    @property
+    def link_gbs(self) -> list[float]:
+        """GB (1e9 bytes) a second that came to each task that read from other workers."""
+        return [
+            sum(stage.nbytes for stage in record.stages) / (record.stop_s - record.start_s) / 1e9
+            for record in self.made
+            if record.stages and record.stop_s > record.start_s
+        ]
+
+    @property
+    def attempts(self) -> int:
+        """Attempts at its tasks. Without failures there is one for each block."""
+        return len(self.records)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why attempts failed, each reason once."""
+        return tuple(dict.fromkeys(record.error for record in self.records if record.error))
+
+    @cached_property
+    def fallbacks(self) -> dict[tuple[str, str, str], str]:
+        """Why a better transport was not used, by reader, holder and transport."""
+        found: list[tuple[str, Fallback]] = [
+            (record.worker, Fallback(*fallback))
+            for record in self.records
+            for fallback in record.fallbacks
+        ]
+        return {(reader, f.holder, f.transport): f.reason for reader, f in found}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures by name, each a plain value; ``_bytes`` and ``_s`` are units."""
+        return {
+            **{name: getattr(self, name) for name in _FIGURES},
+            "made": len(self.made),
+            "fallbacks": len(self.fallbacks),
+        }
+
+
+class Runs(tuple[Run, ...]):
+    """Runs, the newest first. A notebook shows them as a table."""
+
+    __slots__ = ()
+
+    def to_pandas(self) -> Any:
+        """Return a `pandas.DataFrame`: a row for each run, as `Run.summary` names its columns.
+
+        Raises
+        ------
+        InputError
+            If pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            raise InputError(
+                "expected the package pandas, which is not installed: pip install pandas"
+            ) from None
+        rows = [run.summary() for run in self]
+        for row, run in zip(rows, self, strict=True):
+            row["start"] = pd.Timestamp(run.start_s, unit="s", tz="UTC")
+        return pd.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no runs"
+        rows = [tuple(_cells(self[0])), *(tuple(_cells(run).values()) for run in self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])],
+            ).rstrip()
+            for row in rows
+        )
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<p>no runs</p>"
+        head = "".join(f"<th>{escape(name)}</th>" for name in _cells(self[0]))
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in _cells(run).values())}</tr>"
+            for run in self
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _cells(run: Run) -> dict[str, str]:
+    """Return a row of the table, by column."""
+    done = f"{len(run.made)} of {' x '.join(map(str, run.blocks)) or 1}"
+    return {
+        "operation": run.operation,
+        "shape": " x ".join(map(str, run.shape)) or "one value",
+        "dtype": run.dtype,
+        "blocks": done,
+        "axes": ",".join(map(str, run.axes)),
+        "moved": format_bytes(run.moved_bytes),
+        "least": format_bytes(run.least_bytes),
+        "exchange": format_time(run.exchange_s),
+        "wall": format_time(run.wall_s),
+        "GB/s": f"{run.gbs:.3g}",
+        "transports": ", ".join(f"{name} {pairs}" for name, pairs in run.transports.items()) or "-",
+        "attempts": str(run.attempts),
+        "fallbacks": str(len(run.fallbacks)),
+    }
+
+
+def runs_of(records: Iterable[Record]) -> Runs:
+    """Group records by run.
+
+    A run has the records of one array. It ends where a block that it has made is made again.
+    """
+    open_: dict[str, list[Record]] = {}
+    made: dict[str, set[Any]] = {}
+    groups: list[list[Record]] = []
+    for record in sorted(records, key=lambda record: record.start_s):
+        if record.name not in open_ or record.key in made[record.name]:
+            open_[record.name], made[record.name] = [], set()
+            groups.append(open_[record.name])
+        open_[record.name].append(record)
+        if not record.error:
+            made[record.name].add(record.key)
+    return Runs(Run(tuple(group)) for group in reversed(groups))
+
+
+def last_runs(client: Any = None, n: int = 10) -> Any:
+    """Tell of the last runs what they moved, by which transports, and in what time.
+
+    A run is one call of `transpose`, `rechunk` or `map_overlap`, computed once. Workers keep what
+    they noted of about their last thousand tasks, the scheduler of about ten thousand, as far as it
+    was asked for it while their workers were there.
+
+    Parameters
+    ----------
+    client : distributed.Client, optional
+        By default the current one.
+    n : int, optional
+        How many runs, at most.
+
+    Returns
+    -------
+    Runs or awaitable
+        The newest first; something to await if the client is asynchronous. Empty for a cluster
+        that lacks the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
+        ``axes``, ``moved_bytes``, ``least_bytes``, ``exchange_s``, ``wall_s``, ``gbs``, ``pairs``,
+        ``transports``, ``attempts``, ``failures`` and ``fallbacks``.
+
+    Raises
+    ------
+    InputError
+        If `n` is no positive number.
+    ValueError
+        If there is no client.
+    """
+    from distributed import default_client
+
+    try:
+        number = index(n)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise InputError(f"expected a number of runs, at least 1, got n={n!r}.")
+    client = default_client(client)
+    return client.sync(_last_runs, client, number)
+
+
+async def _last_runs(client: Any, n: int) -> Runs:
+    return runs_of(await fetch_records(client, n=n))
+
+
+async def fetch_records(client: Any, **wanted: Any) -> list[Record]:
+    """Return records of a cluster, none where the scheduler lacks its plugin.
+
+    Parameters
+    ----------
+    client : distributed.Client
+    **wanted
+        Which ones: parameters of the scheduler plugin's ``records``.
+    """
+    answer = await getattr(client.scheduler, RECORDS_OP)(**wanted)
+    if answer is None:  # Dask's answer to what it does not know
+        return []
+    if answer["silent"]:
+        text = (
+            f"no answer of {', '.join(sorted(answer['silent']))} in time: what these workers did "
+            f"lately is missing. Ask again when they answer, or close them."
+        )
+        warnings.warn(text, P2PWarning, stacklevel=2)
+    return unpacked(answer["records"])

@@ -1,0 +1,250 @@
+"""`last_runs` on clusters: the figures are those of the placement."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.errors import InputError, TransferError
+from dask_p2p.monitoring.runs import fetch_records
+from dask_p2p.registration import workers_of
+from dask_p2p.task import PLUGIN_NAME
+from tests.support import indexed
+
+BY_MESSAGES = {"p2p.transports.order": ["comm"]}
+
+
+@pytest.fixture
+def x(client):
+    """Four row slabs of 16 x 64, one on each worker."""
+    workers = sorted(workers_of(client))
+    slabs = [
+        client.persist(da.from_array(slab, chunks=(16, 64)), workers=[worker])
+        for slab, worker in zip(np.split(indexed((64, 64), float), 4), workers, strict=True)
+    ]
+    x = client.persist(da.concatenate(slabs))
+    wait(x)
+    return x
+
+
+def made(client, y):
+    """Compute an array where it falls, and return its run and the workers of its blocks."""
+    y = client.persist(y)
+    wait(y)
+    readers = {key: who[0] for key, who in client.who_has(y).items()}
+    run = dask_p2p.last_runs(client, n=1)[0]
+    assert run.name == y.name
+    return run, readers
+
+
+def holder_of(client, x, row):
+    return client.who_has(x)[x.name, row, 0][0]
+
+
+def test_a_transpose(client, x):
+    before_s = time.time()
+    run, readers = made(client, dask_p2p.transpose(x))
+    holders = [holder_of(client, x, row) for row in range(4)]
+    tile_bytes = 16 * 16 * 8
+    expected = {}
+    for reader in readers.values():
+        for holder in holders:
+            if holder != reader:
+                expected[reader, holder] = expected.get((reader, holder), 0) + tile_bytes
+    assert {pair[:2]: nbytes for pair, nbytes in run.pairs.items()} == expected
+    assert run.least_bytes == run.moved_bytes == sum(expected.values()) == 12 * tile_bytes
+    assert (run.operation, run.shape, run.dtype) == ("p2p-transpose", (64, 64), "float64")
+    assert (run.blocks, run.axes, len(run.made), run.attempts) == ((4, 1), (1, 0), 4, 4)
+    assert (run.failures, run.fallbacks) == ((), {})
+    assert before_s <= run.start_s <= run.stop_s <= time.time()
+    assert 0 < run.exchange_s <= run.wall_s
+    assert run.gbs == pytest.approx(run.moved_bytes / run.wall_s / 1e9)
+    assert run.transports == {"cma": 12}
+    for record in run.made:
+        assert (record.worker, record.shape) == (readers[record.key], (16, 64))
+        assert (record.nbytes, record.dtype) == (16 * 64 * 8, "float64")
+        for stage in record.stages:
+            assert 0 < stage.waited_s <= stage.wire_s <= record.stop_s - record.start_s + 0.01
+
+
+def test_a_rechunk(client, x):
+    run, readers = made(client, dask_p2p.rechunk(x, (32, 64)))
+    expected = 0
+    for row in range(2):
+        reader = readers[run.name, row, 0]
+        halves = [holder_of(client, x, 2 * row + half) for half in (0, 1)]
+        expected += sum(16 * 64 * 8 for holder in halves if holder != reader)
+    assert run.moved_bytes == run.least_bytes == expected > 0
+    assert (run.operation, run.blocks, run.axes) == ("p2p-rechunk", (2, 1), (0, 1))
+
+
+def test_rims(client, x):
+    y = dask_p2p.map_overlap(lambda block: block * 1.0, x, {0: 1}, "periodic")
+    run, readers = made(client, y)
+    expected = 0
+    for row in range(4):
+        for beside in (row - 1, row + 1):
+            if holder_of(client, x, beside % 4) != readers[run.name, row, 0]:
+                expected += 64 * 8
+    assert run.moved_bytes == expected == 8 * 64 * 8
+    assert (run.operation, run.shape, run.blocks) == ("p2p-overlap", (64, 64), (4, 1))
+    assert {record.shape for record in run.made} == {(16, 64)}, "without the rims"
+
+
+def test_each_computation_is_a_run_and_the_newest_comes_first(client, x):
+    y = dask_p2p.transpose(x)
+    for _ in range(2):
+        y.compute()
+    dask_p2p.rechunk(x, (64, 16)).compute()
+    runs = dask_p2p.last_runs(client, n=3)
+    assert [run.operation for run in runs] == ["p2p-rechunk", "p2p-transpose", "p2p-transpose"]
+    assert [run.attempts for run in runs] == [4, 4, 4]
+    assert runs[1].start_s > runs[2].stop_s
+    records = client.sync(fetch_records, client, name=y.name, since_s=runs[1].start_s)
+    assert {record.key for record in records} == {record.key for record in runs[1].made}
+    assert len(records) == 4
+
+
+def refuse(how_often, dask_worker):
+    """Answer so many requests for regions with an error."""
+    good = dask_worker.handlers["p2p_comm_read"]
+    left = [how_often]
+
+    async def answer(**request):
+        if left[0]:
+            left[0] -= 1
+            return {"status": "error", "message": "on purpose"}
+        dask_worker.handlers["p2p_comm_read"] = good
+        return await good(**request)
+
+    dask_worker.handlers["p2p_comm_read"] = answer
+
+
+def test_failed_attempts_are_counted(client, x):
+    holder = holder_of(client, x, 3)
+    reader = holder_of(client, x, 0)
+    with dask.config.set(BY_MESSAGES | {"p2p.timeouts.backoff": "1 ms"}):
+        y = dask_p2p.transpose(x)[:16]
+    client.run(refuse, 2, workers=[holder])
+    wait(client.compute(y, workers=[reader]))
+    run = dask_p2p.last_runs(client, n=1)[0]
+    assert (run.attempts, len(run.made), run.blocks) == (3, 1, (4, 1))
+    (reason,) = run.failures
+    assert holder in reason
+    assert "on purpose" in reason
+    assert run.least_bytes == 3 * 16 * 16 * 8
+    # What the others sent came in vain, as far as it had come by then.
+    assert run.least_bytes <= run.moved_bytes <= 3 * run.least_bytes
+    assert run.fallbacks == {}
+
+
+def test_a_task_that_never_ends_well_is_there_too(client, x):
+    holder, reader = holder_of(client, x, 3), holder_of(client, x, 0)
+    with dask.config.set(BY_MESSAGES | {"p2p.attempts": 2, "p2p.timeouts.backoff": "1 ms"}):
+        y = dask_p2p.transpose(x)[:16]
+    client.run(refuse, 2, workers=[holder])
+    with pytest.raises(TransferError):
+        client.compute(y, workers=[reader]).result(timeout=30)
+    run = dask_p2p.last_runs(client, n=1)[0]
+    assert (run.attempts, run.made, run.dtype) == (2, (), "")
+    assert "0 of 4 x 1" in repr(dask_p2p.last_runs(client, n=1))
+
+
+def fall_back(holder, dask_worker):
+    from dask_p2p.transports.router import Route
+
+    router = dask_worker.plugins[PLUGIN_NAME].context.router
+    error = TransferError(f"cma: {holder} on purpose", reason="on purpose")
+    router.report_failure(Route(holder, router.transports["cma"]), error, last=False)
+
+
+def recover(holder, dask_worker):
+    dask_worker.plugins[PLUGIN_NAME].context.router._broken.pop((holder, "cma"))
+
+
+def test_pairs_that_fell_back_stand_out(client, x):
+    holder, reader = holder_of(client, x, 1), holder_of(client, x, 0)
+    dask_p2p.transpose(x).compute()  # they have met
+    client.run(fall_back, holder, workers=[reader])
+    try:
+        y = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
+        wait(y)
+    finally:
+        client.run(recover, holder, workers=[reader])
+    run = dask_p2p.last_runs(client, n=1)[0]
+    assert run.transports == {"cma": 2, "comm": 1}
+    assert run.pairs[reader, holder, "comm"] == 16 * 16 * 8
+    assert list(run.fallbacks) == [(reader, holder, "cma")]
+    assert "on purpose" in run.fallbacks[reader, holder, "cma"]
+
+
+class Kept(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def listen(dask_worker):
+    dask_worker.heard = Kept()
+    dask_worker.heard.setLevel(logging.DEBUG + 1)
+    logging.getLogger("dask_p2p").addHandler(dask_worker.heard)
+
+
+def heard(dask_worker):
+    logging.getLogger("dask_p2p").removeHandler(dask_worker.heard)
+    return dask_worker.heard.texts
+
+
+def test_a_healthy_run_says_nothing(client, x):
+    dask_p2p.register(client)
+    client.run(listen)
+    dask_p2p.transpose(x).compute()
+    dask_p2p.last_runs(client)
+    assert set(map(tuple, client.run(heard).values())) == {()}
+
+
+def test_wrong_numbers(client):
+    for n in (0, -1, 1.5, "all", None):
+        with pytest.raises(InputError, match=r"at least 1, got n="):
+            dask_p2p.last_runs(client, n=n)
+
+
+def test_without_a_client():
+    with pytest.raises(ValueError, match=r"(?i)client"):
+        dask_p2p.last_runs()
+
+
+def test_async_clients_and_clusters_without_the_plugin():
+    from distributed import Client, LocalCluster
+
+    async def main():
+        async with (
+            LocalCluster(
+                n_workers=2,
+                threads_per_worker=1,
+                processes=False,
+                asynchronous=True,
+                dashboard_address=None,
+            ) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            assert await dask_p2p.last_runs(client) == ()
+            await dask_p2p.register(client)
+            assert await dask_p2p.last_runs(client) == ()
+            y = dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6)))
+            await client.compute(y)
+            (run,) = await dask_p2p.last_runs(client)
+            assert (run.shape, run.attempts) == ((6, 8), 4)
+
+    asyncio.run(main())

@@ -1,0 +1,185 @@
+"""Records and where they are kept, without a cluster."""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+
+import pytest
+
+from dask_p2p.errors import InputError
+from dask_p2p.monitoring.records import (
+    Fallback,
+    Record,
+    RecordLog,
+    RecordStore,
+    Stage,
+    packed,
+    unpacked,
+)
+from dask_p2p.monitoring.runs import Runs, runs_of
+
+
+def record(i, start_s=0.0, stages=(), **values):
+    values = {"worker": "a", "array_shape": (4, 2), "blocks": (2, 1), "axes": (1, 0)} | values
+    name = values.pop("name", "p2p-transpose-0123456789abcdef0123456789abcdef")
+    return Record((name, i, 0), start_s, start_s + 1, stages, **values)
+
+
+def test_a_log_is_bounded_in_records_and_their_stages():
+    log = RecordLog(10)
+    for i in range(100):
+        log.append(record(i))
+    assert [kept.key[1] for kept in log] == [*range(90, 100)]
+    log.append(record(100, stages=(Stage("b", "comm", 1),) * 4))
+    assert [kept.key[1] for kept in log] == [*range(95, 101)]
+    log.append(record(101, stages=(Stage("b", "comm", 1),) * 100))
+    assert len(log) == 1, "the newest one is there in any case"
+
+
+def test_only_what_is_new_is_given():
+    log = RecordLog(3)
+    assert log.since(0) == (0, [])
+    for i in range(5):
+        log.append(record(i))
+    assert log.since(0) == (2, [record(2), record(3), record(4)])
+    assert log.since(4) == (4, [record(4)])
+    assert log.since(5) == log.since(9) == (5, [])
+
+
+def test_a_store_has_each_record_once():
+    store = RecordStore()
+    store.add("a", 0, [record(0), record(1)])
+    store.add("a", 0, [record(0), record(1), record(2)])  # asked for by two at once
+    store.add("b", 7, [record(3)])  # some were lost before
+    assert [kept.key[1] for kept in store] == [0, 1, 2, 3]
+    assert (store.next("a"), store.next("b")) == (3, 8)
+    store.forget("a")  # another one may come with its address
+    store.add("a", 0, [record(4)])
+    assert [kept.key[1] for kept in store] == [0, 1, 2, 3, 4]
+
+
+def three_stages(i):
+    return tuple(
+        Stage(f"tcp://10.0.0.{h}:40000", "comm", 10**6 + i + h, 0.1 + i + h, 0.2 + i + h)
+        for h in range(3)
+    )
+
+
+def test_ten_thousand_tasks_take_at_most_ten_megabytes():
+    import tracemalloc
+
+    store = RecordStore()
+    tracemalloc.start()
+    try:
+        for first in range(0, 12_000, 1000):
+            batch = packed(record(i, i, three_stages(i)) for i in range(first, first + 1000))
+            store.add("a", first, unpacked(batch))
+        del batch
+        assert len(store) == 10_000
+        assert tracemalloc.get_traced_memory()[0] <= 10e6
+    finally:
+        tracemalloc.stop()
+
+
+FULL = record(
+    7,
+    stages=(Stage("b", "cma", 1, 0.5, 0.7), Stage("c", "ipc", 2)),
+    fallbacks=(Fallback("c", "cma", "why"),),
+    error="why",
+)
+
+
+def test_records_travel():
+    (again,) = unpacked(packed([FULL]))
+    assert again == FULL
+    assert type(again.stages[0]) is Stage
+    assert again.stages[1].wire_s is None
+    assert unpacked(packed([])) == []
+
+
+def test_records_of_another_version():
+    sent = pickle.loads(packed([FULL]))
+    sent["record"] = ("later", *sent["record"][:4])
+    sent["stage"] = (*sent["stage"][:3], "later")
+    row = sent["rows"][0]
+    sent["rows"] = [("?", *row[:3], [(*stage[:3], "?") for stage in row[3]])]
+    (again,) = unpacked(pickle.dumps(sent))
+    assert again == Record(*FULL[:3], (Stage("b", "cma", 1), Stage("c", "ipc", 2)))
+
+
+def test_the_figures_of_a_run():
+    stages = (Stage("b", "cma", 100), Stage("c", "comm", 50))
+    fallback = Fallback("c", "cma", "not permitted")
+    run, *others = runs_of(
+        [
+            record(1, 3.0, stages, fallbacks=(fallback,), wasted_bytes=7, dtype="f4"),
+            record(0, 1.0, stages[:1], dtype="f4"),
+            record(1, 2.0, error="b is deaf", wasted_bytes=20),
+        ]
+    )
+    assert not others
+    assert (run.operation, run.shape, run.dtype, run.blocks, run.axes) == (
+        "p2p-transpose",
+        (4, 2),
+        "f4",
+        (2, 1),
+        (1, 0),
+    )
+    assert run.pairs == {("a", "b", "cma"): 200, ("a", "c", "comm"): 50}
+    assert (run.least_bytes, run.moved_bytes) == (250, 277)
+    assert (run.start_s, run.stop_s, run.wall_s, run.exchange_s) == (1.0, 4.0, 3.0, 1.0)
+    assert run.gbs == pytest.approx(277 / 3 / 1e9)
+    assert run.transports == {"cma": 1, "comm": 1}
+    assert (len(run.made), run.attempts, run.failures) == (2, 3, ("b is deaf",))
+    assert run.fallbacks == {("a", "c", "cma"): "not permitted"}
+
+
+def test_runs_end_where_a_block_is_made_again():
+    runs = runs_of(
+        [
+            record(0, 1.0),
+            record(1, 1.5, error="why"),
+            record(1, 2.0),
+            record(0, 1.2, name="p2p-rechunk-x"),
+            record(1, 5.0),
+            record(0, 5.1),
+        ]
+    )
+    assert [(run.start_s, run.attempts) for run in runs] == [(5.0, 2), (1.2, 1), (1.0, 3)]
+    assert runs_of([]) == ()
+
+
+def test_tables():
+    runs = runs_of([record(0, 1.0, (Stage("b", "cma", 2000),), dtype="<f4>"), record(0, 3.0)])
+    newest, oldest = repr(runs).splitlines()[1:]
+    for text in ("p2p-transpose", "4 x 2", "1 of 2 x 1", "1,0", "1.95 kiB", "cma 1"):
+        assert text in oldest
+    assert " - " in newest
+    assert len({len(line) for line in repr(runs).splitlines()}) == 1
+    html = runs._repr_html_()
+    assert html.count("<tr>") == 3
+    assert "&lt;f4&gt;" in html
+    assert repr(Runs()) == "no runs"
+    assert "no runs" in Runs()._repr_html_()
+
+
+def test_a_data_frame():
+    pandas = pytest.importorskip("pandas")
+    frame = runs_of([record(0, 1.0, (Stage("b", "cma", 2000),)), record(0, 3.0)]).to_pandas()
+    assert list(frame["moved_bytes"]) == [0, 2000]
+    assert frame["start"][1] == pandas.Timestamp(1, unit="s", tz="UTC")
+    assert list(Runs().to_pandas()) == []
+
+
+def test_without_pandas(monkeypatch):
+    original = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "pandas":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InputError, match="pip install pandas"):
+        Runs().to_pandas()
