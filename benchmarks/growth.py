@@ -2,8 +2,8 @@
 
 ``python benchmarks/growth.py simulate`` prints what a transpose of 10,000 slabs on 1,000 workers
 costs Dask's scheduler in one pass, in groups, and in two and three passes through intermediate
-grids (which this package does not make). ``python benchmarks/growth.py measure`` transposes an array
-in 64 to 1,000 slabs on 4 workers, with and without groups and by Dask's own ways.
+grids. ``python benchmarks/growth.py measure`` transposes an array in 64 to 1,000 slabs on 4
+workers, with and without groups and by Dask's own ways.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""Dask's own tests of `rechunk`, as they are installed, with this package's in its place.
+
+What fails, and why, `dask_suites` says. Those of distributed are in neither its wheel nor its
+source distribution; with a checkout of the release that is installed::
+
+    git clone --branch 2026.7.1 https://github.com/dask/distributed /tmp/distributed
+    DISTRIBUTED_SOURCE=/tmp/distributed pytest tests/ops/test_dask_suites.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.ops.dask_suites import DASK, DISTRIBUTED, DISTRIBUTED_SOURCE
+from tests.support import import_path
+
+
+def passed_and_failed(folder, *arguments, source=None):
+    """Numbers of tests that passed, and that failed as they were expected to."""
+    env = {**os.environ, "PYTHONPATH": import_path()}
+    env.pop("DISTRIBUTED_SOURCE", None)
+    if source is not None:
+        env["DISTRIBUTED_SOURCE"] = source
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.ops.dask_suites", *arguments]
+    # Without the options of this project, and of the checkout.
+    command += ["-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed, failed = (re.search(rf"(\d+) {word}", done.stdout) for word in ("passed", "xfailed"))
+    return int(passed[1]), int(failed[1])
+
+
+def test_those_of_dask(tmp_path):
+    passed, failed = passed_and_failed(str(tmp_path), "--pyargs", "dask.array.tests.test_rechunk")
+    assert passed >= 81
+    assert failed == len(DASK)
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(DISTRIBUTED_SOURCE is None, reason="needs DISTRIBUTED_SOURCE, a checkout")
+def test_those_of_distributed(tmp_path):
+    source = os.path.abspath(DISTRIBUTED_SOURCE)
+    tests = os.path.join(source, "distributed", "shuffle", "tests", "test_rechunk.py")
+    passed, failed = passed_and_failed(
+        str(tmp_path), "--import-mode=importlib", tests, source=source
+    )
+    assert passed >= 93
+    assert failed == len(DISTRIBUTED)
