@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 import weakref
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
@@ -180,8 +181,15 @@ class Segments(Buffers):
         return segment
 
     def _put_back(self, size_bytes: int, memory: Segment) -> None:
-        if not memory.is_lost:
-            super()._put_back(size_bytes, memory)
+        if memory.is_lost:
+            return
+        # A reading has segments of one size. Those of other sizes are for readings with other
+        # options or smaller arrays: they must not keep this one out, which takes long to make.
+        for other in [key for key in list(self._idle) if key[1] != size_bytes]:
+            with suppress(IndexError):  # another thread has taken the last one
+                while self.idle_bytes + size_bytes > self.idle_limit_bytes:
+                    self._idle[other].pop()
+        super()._put_back(size_bytes, memory)
 
 
 class DeviceCopy:

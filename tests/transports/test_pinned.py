@@ -581,3 +581,16 @@ class TestPinnedOnGpus(Pinned):
             self.read(setup, key, array, WHOLE)
         setup.cupy.fails = False
         self.read(setup, key, array, WHOLE)
+
+
+def test_segments_of_another_size_make_room():
+    """Those of an earlier reading would have each one of this reading made anew."""
+    segments = Segments("numpy", 4 * 2**16)
+    for size_bytes in (2**17, 2**16, 2**18):
+        lent = [segments.lend(size_bytes) for _ in range(2**18 // size_bytes)]
+        inodes = {segment.name.inode for segment, _ in lent}
+        del lent
+        assert segments.idle_bytes == 2**18
+        again = [segments.lend(size_bytes) for _ in inodes]
+        assert {segment.name.inode for segment, _ in again} == inodes, "none was made anew"
+        del again
