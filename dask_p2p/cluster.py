@@ -97,45 +97,45 @@ def local_cluster(n_workers: int | None = None, *, gpus: bool | None = None, **k
     InputError
         If there are fewer GPUs than workers are asked for, or none at all.
     """
-    found = usable_gpus() if gpus is not False else []
+    usable = usable_gpus() if gpus is not False else []
     if gpus is None:
-        gpus = len(found) > 1
+        gpus = len(usable) > 1
     if gpus:
-        return _gpu_cluster(n_workers, found, kwargs)
+        return _gpu_cluster(n_workers, usable, kwargs)
     from distributed import LocalCluster
 
-    chosen: dict[str, Any] = {
+    options: dict[str, Any] = {
         "n_workers": 4 if n_workers is None else n_workers,
         "threads_per_worker": 1,
         "processes": True,
         "protocol": "tcp://",
         "dashboard_address": ":0",
     }
-    return LocalCluster(**{**chosen, **kwargs})
+    return LocalCluster(**{**options, **kwargs})
 
 
-def _gpu_cluster(n_workers: int | None, found: list[str], kwargs: dict[str, Any]) -> Any:
-    wanted = len(found) if n_workers is None else n_workers
-    if not found or wanted > len(found):
+def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any]) -> Any:
+    wanted = len(usable) if n_workers is None else n_workers
+    if not usable or wanted > len(usable):
         raise InputError(
-            f"expected {max(wanted, 1)} usable GPU(s), found {len(found)}. Install "
+            f"expected {max(wanted, 1)} usable GPU(s), found {len(usable)}. Install "
             f"dask-p2p[cuda13], look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use CPU workers "
             f"with gpus=False."
         )
     from dask_cuda import LocalCUDACluster
 
-    chosen: dict[str, Any] = {
-        "CUDA_VISIBLE_DEVICES": found[:wanted],
+    options: dict[str, Any] = {
+        "CUDA_VISIBLE_DEVICES": usable[:wanted],
         "n_workers": wanted,
         "threads_per_worker": 1,
         "protocol": "tcp",
         "dashboard_address": ":0",
     }
     if not kwargs.get("rmm_async") and not kwargs.get("rmm_managed_memory"):
-        free_bytes = min(free_gpu_bytes(found[:wanted]))
-        chosen["rmm_pool_size"] = round_down(int(_POOL_FRACTION * free_bytes))
-        chosen["rmm_allocator_external_lib_list"] = ["cupy"]
-    return LocalCUDACluster(**{**chosen, **kwargs})
+        free_bytes = min(free_gpu_bytes(usable[:wanted]))
+        options["rmm_pool_size"] = round_down(int(_POOL_FRACTION * free_bytes))
+        options["rmm_allocator_external_lib_list"] = ["cupy"]
+    return LocalCUDACluster(**{**options, **kwargs})
 
 
 def free_gpu_bytes(names: Iterable[str]) -> list[int]:

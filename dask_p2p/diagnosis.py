@@ -134,7 +134,7 @@ def _measure_links(client: Any, workers: list[Status]) -> list[Link]:
 
 
 def find_problems(
-    workers: Iterable[Status], links: Iterable[Link], here: Mapping[str, str | None]
+    workers: Iterable[Status], links: Iterable[Link], client_versions: Mapping[str, str | None]
 ) -> list[Problem]:
     """Name the known causes of slow or unwanted transfers.
 
@@ -142,41 +142,45 @@ def find_problems(
     ----------
     workers, links
         What was found.
-    here
+    client_versions
         Versions that the client has.
     """
     causes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for worker in workers:
-        for what, cure in _problems_of(worker, here):
-            causes[what, cure].append(worker.address)
+        for text, cure in _problems_of(worker, client_versions):
+            causes[text, cure].append(worker.address)
     for link in links:
         if link.error is not None:
-            what = f"no transport brings blocks from {link.holder}: {link.error}"
+            text = f"no transport brings blocks from {link.holder}: {link.error}"
             cure = "See whether the two workers can connect to each other"
-            causes[what, cure].append(link.reader)
+            causes[text, cure].append(link.reader)
         if link.quicker is not None:
-            what = f"{link.quicker} is more than {FAR} times as fast as {link.transport}"
-            causes[what, "Name it first in p2p.transports.order"].append(link.reader)
+            text = f"{link.quicker} is more than {FAR} times as fast as {link.transport}"
+            causes[text, "Name it first in p2p.transports.order"].append(link.reader)
         for transport, obstacle in link.obstacles.items():
             if obstacle.code not in _EXPECTED:
-                what = f"{transport} is not used: {obstacle.text}"
-                causes[what, obstacle.remedy].append(link.reader)
+                text = f"{transport} is not used: {obstacle.text}"
+                causes[text, obstacle.remedy].append(link.reader)
     return [Problem(tuple(dict.fromkeys(addresses)), *cause) for cause, addresses in causes.items()]
 
 
-def _problems_of(worker: Status, here: Mapping[str, str | None]) -> Iterable[tuple[str, str]]:
+def _problems_of(
+    worker: Status, client_versions: Mapping[str, str | None]
+) -> Iterable[tuple[str, str]]:
     if not worker.had_plugin:
         yield (
             "the worker plugin was missing; it has been registered now",
             "Call dask_p2p.register(client), or start workers with --preload dask_p2p.preload",
         )
-    other = {
-        name: (theirs, here.get(name))
+    different = {
+        name: (theirs, client_versions.get(name))
         for name, theirs in worker.versions.items()
-        if theirs is not None and here.get(name) is not None and theirs != here[name]
+        if theirs is not None
+        and client_versions.get(name) is not None
+        and theirs != client_versions[name]
     }
-    if other:
-        texts = ", ".join(f"{n} {theirs}, here {ours}" for n, (theirs, ours) in other.items())
+    if different:
+        texts = ", ".join(f"{n} {theirs}, here {ours}" for n, (theirs, ours) in different.items())
         yield f"versions differ from the client's: {texts}", "Install the same everywhere"
     if worker.mig:
         yield (

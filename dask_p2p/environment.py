@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
 
 
 def on_gpu() -> bool:
-    """Tell whether this process is a worker that computes on a GPU, without loading anything.
+    """Return whether this process is a worker that computes on a GPU, without loading anything.
 
     It has loaded CuPy, or dask-cuda made it; the latter may load CuPy with the first block only.
     """
@@ -83,17 +83,17 @@ def link_gbs(uuid: bytes) -> float | None:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of what figures depend on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    result: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
+            result[name] = None
     installed = {(d.metadata["Name"] or "").lower(): d.version for d in distributions()}
     for name in _CUDA_PACKAGES:
         pattern = re.compile(rf"{name}(-cu(da)?\d+x?)?")
-        found[name] = next((v for n, v in installed.items() if pattern.fullmatch(n)), None)
-    return found
+        result[name] = next((v for n, v in installed.items() if pattern.fullmatch(n)), None)
+    return result
 
 
 def commit() -> str | None:
@@ -101,17 +101,17 @@ def commit() -> str | None:
 
     None if it is installed elsewhere, even into somebody else's checkout, or there is no git.
     """
-    here = os.path.abspath(__file__)
-    git = ["git", "-C", os.path.dirname(here)]
+    path = os.path.abspath(__file__)
+    git = ["git", "-C", os.path.dirname(path)]
     try:
         tracked = subprocess.run(
-            [*git, "ls-files", "--error-unmatch", os.path.basename(here)],
+            [*git, "ls-files", "--error-unmatch", os.path.basename(path)],
             capture_output=True,
             check=False,
         )
         if tracked.returncode:
             return None
-        done = subprocess.run(
+        described = subprocess.run(
             [*git, "describe", "--always", "--abbrev=40", "--dirty"],
             capture_output=True,
             text=True,
@@ -119,7 +119,7 @@ def commit() -> str | None:
         )
     except OSError:
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return described.stdout.strip() or None if described.returncode == 0 else None
 
 
 def cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""Every error that this package raises by its own decision.
+"""Every error class of this package.
 
 ::
 
@@ -14,13 +14,13 @@
     │   │   └── UnreachableError        a holder does not answer, or cannot be reached
     │   ├── SilentError                 nothing came from a holder in time
     │   └── UnsuitableError             another transport brings the block better
-    ├── DeviceLostError                 a worker's GPU works no more; the worker leaves
+    ├── DeviceLostError                 a worker's GPU no longer works; the worker leaves
     ├── MemoryLimitError (MemoryError)  a block needs more memory than there is
     ├── ConfigError (ValueError)        an option has a value that it cannot have
     ├── RegistrationError               the scheduler or a worker cannot take part
     └── FileError (OSError)             a file cannot be read or written as asked
 
-Each message says what was expected, what came, and what to do.
+Each message says what was expected, what was found, and what to do.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class ChunksError(InputError, TypeError):
 
 
 class UnsupportedArrayError(InputError):
-    """The array is of a kind whose values plain copies of its bytes would not keep."""
+    """The array is of a kind whose values are not kept by copying bytes."""
 
 
 class VersionError(InputError):
-    """What another version of the package has written, and this one cannot read."""
+    """Another version of the package wrote what this one cannot read."""
 
 
 class BlockMismatchError(P2PError):
@@ -106,7 +106,7 @@ class TransferError(P2PError):
     message : str
         Names the block and the worker.
     reason : str, optional
-        The same without them, where other blocks and workers have the same trouble.
+        The same without these names, so that equal failures of other blocks are warned of once.
     obstacle : Obstacle, optional
         What keeps the transport from working, if that is known.
     """

@@ -85,10 +85,10 @@ def _measure_link(
 
 
 def _why_not(context: DaskWorkerContext, holder: str, kind: str, transport: str) -> Obstacle | None:
-    why: Obstacle | None = context.router.transports[transport].obstacle(
+    obstacle: Obstacle | None = context.router.transports[transport].obstacle(
         holder, kind, np.dtype("u1")
     )
-    return why or context.router.failure(holder, transport)
+    return obstacle or context.router.failure(holder, transport)
 
 
 def _measure(
@@ -158,5 +158,5 @@ def _bring_probe(
 
 
 def clear_probes(dask_worker: Any) -> None:
-    """Let go of the blocks that were measured."""
+    """Drop the blocks that were measured."""
     dask_worker.plugins[PLUGIN_NAME].clear_probes()

@@ -7,7 +7,7 @@ cluster does, so a user has to ask for it: the client, the scheduler and each wo
 their own configuration.
 
 A worker has several threads in a transfer: one a task, one a reader, the event loop. A thread that
-has to wait for Python's lock gets it after 5 ms, or whenever it is let go of; with low latency that
+has to wait for Python's lock gets it after 5 ms, or whenever it is released; with low latency that
 is 0.5 ms too. Messages of UCX, each of which needs two threads at either end, gain by it.
 
 The intervals are no public setting of Dask. They are attributes of the streams, and are set as

@@ -310,9 +310,9 @@ def least_bytes(client: Any, x: Any, y: Any, axes: tuple[int, ...]) -> int:
     readers = client.who_has(y)
     elements = 0
     for index, block in block_plans(redistribution(x.chunks, axes, y.chunks)):
-        here = set(readers[y.name, *index])
-        there = [set(holders[x.name, *source.block]) for source in block.sources]
-        elements += sum(box_size(p.src) for p in block.pieces if not here & there[p.source])
+        reader = set(readers[y.name, *index])
+        holders_of = [set(holders[x.name, *source.block]) for source in block.sources]
+        elements += sum(box_size(p.src) for p in block.pieces if not reader & holders_of[p.source])
     return elements * int(x.dtype.itemsize)
 
 
@@ -331,7 +331,7 @@ def collect(client: Any, name: str, since_s: float = 0.0) -> Exchange | None:
             if r.key[0] == name and r.start_s >= since_s
         ]
 
-    tasks = [(reader, *task) for reader, kept in client.run(noted).items() for task in kept]
+    tasks = [(reader, *task) for reader, records in client.run(noted).items() for task in records]
     pairs: Counter[tuple[str, str, str]] = Counter()
     rates: list[float] = []
     for reader, start_s, stop_s, stages in tasks:

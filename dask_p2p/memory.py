@@ -46,37 +46,37 @@ class Need:
         """All of it."""
         return self.output_bytes + self.staging_bytes + self.input_bytes
 
-    def too_large(self, there_bytes: int, where: str) -> MemoryLimitError:
+    def too_large(self, limit_bytes: int, where: str) -> MemoryLimitError:
         """Return the error for what can never fit.
 
         Parameters
         ----------
-        there_bytes
+        limit_bytes
             All memory that there is, whatever it is used for now.
         where
             Whose memory.
         """
         return self._error(
-            f"expected a block that fits into the {_bytes(there_bytes)} of {where}, got one",
-            self.total_bytes - there_bytes,
+            f"expected a block that fits into the {_bytes(limit_bytes)} of {where}, got one",
+            self.total_bytes - limit_bytes,
         )
 
-    def error(self, said: str, where: str) -> MemoryLimitError:
+    def error(self, cause: str, where: str) -> MemoryLimitError:
         """Return the error for an allocation that failed.
 
         Parameters
         ----------
-        said
+        cause
             By the allocator.
         where
             Whose memory.
         """
-        return self._error(f"out of memory on {where} ({said}) while assembling a block", None)
+        return self._error(f"out of memory on {where} ({cause}) while assembling a block", None)
 
-    def _error(self, what: str, missing_bytes: int | None) -> MemoryLimitError:
+    def _error(self, head: str, missing_bytes: int | None) -> MemoryLimitError:
         missing = "" if missing_bytes is None else f"; {_bytes(missing_bytes)} are missing"
         return MemoryLimitError(
-            f"{what} that needs {_bytes(self.total_bytes)}: {_bytes(self.output_bytes)} for "
+            f"{head} that needs {_bytes(self.total_bytes)}: {_bytes(self.output_bytes)} for "
             f"itself, {_bytes(self.staging_bytes)} for regions on their way, "
             f"{_bytes(self.input_bytes)} for the blocks here that it is made of{missing}. "
             f"{_CURE} (now {_bytes(self.staging_limit_bytes)}).",
@@ -86,7 +86,7 @@ class Need:
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Tell whether an allocation failed: of NumPy, CuPy and RMM, or of CUDA itself."""
+    """Return whether an allocation failed: of NumPy, CuPy and RMM, or of CUDA itself."""
     # CuPy's OutOfMemoryError and RMM's std::bad_alloc are Python's MemoryError.
     return isinstance(exc, MemoryError) or (
         type(exc).__name__ in ("CUDARuntimeError", "CUDADriverError")

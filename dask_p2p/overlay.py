@@ -1,8 +1,7 @@
-"""Methods of Dask's scheduler that decide otherwise for some tasks.
+"""Methods of Dask's scheduler that are replaced for some tasks.
 
-What this package would have decided otherwise are private methods of Dask's scheduler. An `Overlay`
-takes the place of such a method, as an attribute of the scheduler itself, and passes everything on
-that it does not decide.
+They are private methods of Dask's scheduler. An `Overlay` takes the place of such a method, as an
+attribute of the scheduler itself, and passes on everything that it does not decide.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ __all__ = ["Overlay", "has_method"]
 
 
 def has_method(scheduler: Any, name: str, parameters: Sequence[str]) -> bool:
-    """Tell whether a scheduler has a method with these parameters; another Dask may not."""
+    """Return whether a scheduler has a method with these parameters; another Dask may not."""
     method = getattr(type(scheduler), name, None)
     return method is not None and [*inspect.signature(method).parameters] == ["self", *parameters]
 
 
 class Overlay:
-    """Takes the place of one method of a scheduler, until it is not wanted any more.
+    """Takes the place of one method of a scheduler, until it is no longer wanted.
 
     Parameters
     ----------

@@ -1,15 +1,14 @@
-"""What Dask's scheduler decides otherwise for this package's tasks.
+"""How Dask's scheduler treats this package's tasks differently.
 
 Memory
-    Dask refuses a task whose whole dependencies are larger than the memory of its worker. Of this
-    package's tasks only regions move there, and each checks by itself, on its worker, that they fit
+    Dask refuses a task whose whole dependencies are larger than the memory of its worker. For this
+    package's tasks only regions move, and each task checks on its worker that they fit
     (`dask_p2p.memory`).
 Place
     Dask places a task by the bytes of its whole dependencies, and weighs them against the time that
-    others take. A block with rims would often go where only a rim is. Here the worker comes first
-    that holds most of the *regions* that are read, then the one that has least to do. Among
-    workers that hold about as much, as in a transpose, only the latter counts: so its tasks are
-    spread evenly.
+    other tasks take. A block with rims would often go where only a rim is. Here the worker that
+    holds most of the *regions* comes first, then the one that has least to do. In a transpose all
+    workers hold about as much, so only the latter counts, and tasks are spread evenly.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ __all__ = ["held_elements", "overlay_memory_check", "overlay_placement"]
 _MEMORY_CHECK = "_add_to_processing"
 _PLACE = "decide_worker_non_rootish"
 _ROOTISH = "is_rootish"
-# Workers that hold less than the best one by no more than this share of what is read are as good:
-# slabs differ by a row, and a transpose must not send all tasks to the holder of the longest one.
+# A worker counts as good as the best one if it holds less by at most this share of what is read.
+# Slabs differ by a row, and a transpose must not send all tasks to the holder of the longest one.
 _TOLERANCE = 0.1
 _MOST_SOURCES = 4096  # of a task that is ranked; one that reads from more reads from everywhere
 

@@ -18,7 +18,14 @@ from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
 from dask_p2p.task import assemble_block, whereabouts
 from dask_p2p.versioned import this_version
 
-__all__ = ["ask_later", "assemble", "register", "register_if_possible", "workers_of"]
+__all__ = [
+    "ask_later",
+    "assemble",
+    "cluster_size",
+    "register",
+    "register_if_possible",
+    "workers_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +154,9 @@ async def _give_plugin(scheduler: Any) -> None:
             plugin=dumps(plugin), name=plugin.name, idempotent=True
         )
     except (ImportError, AttributeError) as exc:  # it cannot read the plugin
-        there = await installed_version(scheduler.run_function)
+        remote = await installed_version(scheduler.run_function)
         raise RegistrationError(
-            f"expected {this_version()} on the scheduler, got {there} ({exc}). Install the same "
+            f"expected {this_version()} on the scheduler, got {remote} ({exc}). Install the same "
             f"version on clients, scheduler and workers."
         ) from exc
 
@@ -181,3 +188,21 @@ def workers_of(client: Any) -> dict[str, dict[str, Any]]:
 async def _workers_of(client: Any) -> dict[str, dict[str, Any]]:
     workers: dict[str, dict[str, Any]] = (await client.scheduler.identity(n_workers=-1))["workers"]
     return workers
+
+
+def cluster_size() -> tuple[int, int] | None:
+    """Return the workers of the current cluster, and the most threads of one; None without any."""
+    if "distributed" not in sys.modules:
+        return None
+    from distributed import default_client
+
+    try:
+        client = default_client()
+    except ValueError:
+        return None
+    if client.asynchronous or client.status != "running":
+        return None
+    workers = workers_of(client)
+    if not workers:
+        return None
+    return len(workers), max(worker["nthreads"] for worker in workers.values())

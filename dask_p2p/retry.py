@@ -31,7 +31,7 @@ __all__ = [
 
 #: How long to wait for a worker that is met for the first time.
 MEET_S = 10.0
-#: Transports keep their deadlines themselves; this much later something is wrong with them.
+#: Transports keep their own deadlines. A region that is later than this by so much is given up.
 GRACE_S = 10.0
 #: How often a holder that answers is asked to publish a block that is gone again by then.
 PUBLISH_REQUESTS = 3
@@ -48,7 +48,7 @@ def pause_s(options: Options, attempt: int) -> float:
 
 
 def worst_case_s(options: Options, holders: int = 1, unmet: int = 0) -> float:
-    """Return after what time a task ends in an error at the latest, on one worker.
+    """Return the longest time until a task ends in an error, on one worker.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class AttemptLog:
         self._lock = threading.Lock()
 
     def record_failure(self, key: Any, cause: str) -> Attempts:
-        """Take note of a failed attempt at this task; return what is known of all there were."""
+        """Note a failed attempt at this task; return what is known of all there were."""
         with self._lock:
             attempts = self._failed.pop(key, None) or Attempts()
             attempts.add(cause)
@@ -118,6 +118,6 @@ class AttemptLog:
             return attempts
 
     def forget_attempts(self, key: Any) -> None:
-        """Forget the attempts at this task: if it is wanted again, it gets as many anew."""
+        """Forget the attempts at this task: if it is wanted again, it gets as many again."""
         with self._lock:
             self._failed.pop(key, None)

@@ -1,7 +1,7 @@
-"""The scheduler plugin: sees to it that every worker takes part.
+"""The scheduler plugin: makes every worker take part.
 
-It puts the worker plugin on the workers that are there, and on those that join later. It waits for
-none of them: a worker that stands still has it as soon as it goes on.
+It puts the worker plugin on all workers, and on those that join later. It waits for none of them: a
+worker that hangs gets the plugin as soon as it continues.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._meetings: set[asyncio.Future[None]] = set()
 
     async def start(self, scheduler: Any) -> None:
-        """Begin. Nothing is awaited here: a second client would begin once more meanwhile."""
+        """Begin. Nothing is awaited here: a second client would begin once more in the meantime."""
         self._scheduler = scheduler
         scheduler.handlers["p2p_register"] = self.register
         if options().low_latency:

@@ -1,8 +1,8 @@
-"""Blocks in a worker's store, looked at without moving them.
+"""Blocks in a worker's store, read without moving them.
 
-Dask's own way to a block that is spilled, ``worker.data[key]``, brings it back into memory, and
-spills others for it. When two threads do so at the same time, one of them is told that there is no
-such key. So threads that serve peers read the levels of a store one by one, and leave them alone.
+``worker.data[key]`` brings a spilled block back into memory, and spills others for it. When two
+threads do that at the same time, one of them gets a `KeyError`. So threads that serve peers read
+the levels of a store one by one, and change none of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def find_in_memory(data: Any, key: Any) -> Any:
 
 
 def is_spilled(data: Any, key: Any) -> bool:
-    """Tell whether a block is there, but not in memory of its own kind."""
+    """Return whether a block is there, but not in memory of its own kind."""
     if isinstance(data, SpillBuffer):
         return key not in data.memory and key in data.disk  # to look it up would make it recent
     try:

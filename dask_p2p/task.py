@@ -20,12 +20,13 @@ from dask.base import tokenize
 from dask.task_spec import GraphNode, Task
 from dask.utils import format_bytes
 
-from dask_p2p.assemble import Assembly, OutputSpec, Stage
+from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError
 from dask_p2p.layout import Index
 from dask_p2p.plans import Plan
 from dask_p2p.retry import AttemptLog, pause_s
+from dask_p2p.sources import Stage
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import check_readable
@@ -52,7 +53,7 @@ _unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A task that ended well: when, and what came from where."""
+    """A task that succeeded: when it ran, and what it read from where."""
 
     key: Any
     start_s: float  # since the epoch
@@ -210,7 +211,7 @@ _assemble = assemble_block  # as tasks of the first version name it
 def _try_again(
     key: Any, error: TransferError, log: WorkerContext | AttemptLog, options: Options
 ) -> NoReturn:
-    """Give the task back to the scheduler, which knows by now who died or what moved.
+    """Return the task to the scheduler, which knows by now which workers left and what moved.
 
     `Reschedule` itself is neither counted nor bounded in Dask: the count is kept here.
     """
@@ -246,7 +247,7 @@ def plugin_runtime(worker: Any) -> WorkerContext | None:
 
 
 def _warn_of_whole_blocks(worker: Any, keys: list[Any]) -> None:
-    """Tell the user, once for each worker, what a task has moved for want of the plugin."""
+    """Warn the user, once for each worker, what a task has moved because the plugin is missing."""
     if worker in _warned:
         return
     wanted = set(keys)

@@ -77,7 +77,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
         # In a new dict: a heartbeat that goes through the old one just now, and waits for a metric,
-        # would close the worker if that had changed meanwhile.
+        # would close the worker if that had changed in the meantime.
         worker.metrics = {**worker.metrics, _METRIC: lambda worker: self.leased_bytes}
         self._warming = asyncio.ensure_future(self._warm_up())
         handlers = worker.stream_handlers
@@ -119,7 +119,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         return sum(transport.leased_bytes for transport in self._transports.values())
 
     def clear_probes(self) -> None:
-        """Let go of the blocks by which links were measured."""
+        """Drop the blocks by which links were measured."""
         for key in self._context.probes.clear():
             for transport in self._transports.values():
                 transport.on_released(key)
@@ -199,7 +199,7 @@ def by_reference(
 
 
 async def set_up(plugin: P2PPlugin, dask_worker: Worker) -> None:
-    """Put the plugin on a worker; one that is there already, and works, stays."""
+    """Put the plugin on a worker; one that is already there, and works, stays."""
     if plugin_runtime(dask_worker) is None:
         await dask_worker.plugin_add(plugin, catch_errors=False)
 

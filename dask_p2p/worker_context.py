@@ -88,11 +88,11 @@ class DaskWorkerContext(AttemptLog):
         raise KeyError(key)
 
     def is_on_disk(self, key: Any) -> bool:
-        """Tell whether a block is spilled, so that `block` would have to read it."""
+        """Return whether a block is spilled, so that `block` would have to read it."""
         return is_spilled(self._worker.data, key)
 
     def _keep_a_while(self, key: Any, block: Any) -> Any:
-        """Keep a block that was read, whose other regions are about to be asked for."""
+        """Keep a block that was read for a while: its other regions will be asked for soon."""
         self._from_disk[key] = block
         while len(self._from_disk) > _SERVING_THREADS:
             with suppress(KeyError, StopIteration):  # another thread was quicker
@@ -135,13 +135,13 @@ class DaskWorkerContext(AttemptLog):
         return reply
 
     def on_worker_left(self, address: str) -> None:
-        """Give up calls to a worker that has left; connecting to it would be tried for long."""
+        """Cancel calls to a worker that has left: it would take long until connecting fails."""
         self._gone.add(address)
         for call in self._calls.pop(address, ()):
             call.cancel()
 
     def on_workers_named(self, addresses: Iterable[str]) -> None:
-        """Take note that the scheduler names these workers as holders, again perhaps."""
+        """Note that the scheduler names these workers as holders: they are in the cluster."""
         self._gone.difference_update(addresses)
 
     # --- for tasks ---
@@ -184,10 +184,10 @@ class DaskWorkerContext(AttemptLog):
             raise
 
     def on_device_lost(self, error: DeviceLostError) -> bool:
-        """Have the worker leave, so that Dask does its work elsewhere; return whether it does.
+        """Make the worker leave, so that Dask does its work elsewhere; return whether it will.
 
-        It does not where it shares its process with others, perhaps with the user's own code. Its
-        nanny, if it has one, starts a new process, which can use the GPU again. From any thread.
+        A worker that shares its process with others, perhaps with the user's own code, does not
+        leave. A nanny starts a new process, which can use the GPU again. Any thread may call this.
         """
         if self._worker.address.startswith("inproc"):
             return False
@@ -213,7 +213,7 @@ def _with_device(function: Callable[..., _T], *args: Any) -> _T:
 
 
 async def _end_process(worker: Worker) -> None:
-    """Close a worker, and end its process soon: with a lost GPU much of closing hangs or fails."""
+    """Close a worker, and end its process soon: closing often hangs or fails with a lost GPU."""
     try:
         closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")
         await asyncio.wait_for(closing, _LEAVE_S)

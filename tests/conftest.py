@@ -119,7 +119,7 @@ def _light_clusters():
 
     close = Nanny.close
 
-    async def close_patiently(self, timeout=20, reason="nanny-close"):
+    async def close_patiently(self, timeout=10, reason="nanny-close"):
         """Dask's five seconds would make an error of each process that a busy machine ends late."""
         return await close(self, timeout, reason)
 

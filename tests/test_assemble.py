@@ -309,7 +309,7 @@ def test_an_answer_that_nobody_gives_in_time(quick, slow, peers, log, monkeypatc
         "request",
         lambda self, *args: Future() if self.transport is quick else request(self, *args),
     )
-    monkeypatch.setattr("dask_p2p.assemble.GRACE_S", 0.0)
+    monkeypatch.setattr("dask_p2p.sources.GRACE_S", 0.0)
     check(assembly(peers, request_timeout_s=0.05).run())
     assert opened(log)[-2:] == [("slow", "c"), ("slow", "a")]
     for holder in "ac":

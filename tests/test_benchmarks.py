@@ -13,7 +13,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import chart
+from benchmarks import chart, growth
 from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals import copy_engines, mpi_fft, torch_nccl
 from benchmarks.rivals.common import MODULI, Case, row, time_forms
@@ -286,3 +286,12 @@ class TestRivals:
         assert rivals.why(" \n") == "it ended without a word"
         options = Namespace(dtype="int8", gpus=2)
         assert [made["size"] for made in rivals.failed("JAX", options, [8, 16], "x")] == [8, 16]
+
+
+def test_what_growth_is_simulated_to_cost():
+    one_pass, groups, two, three = growth.simulated(1000, 4)
+    assert one_pass.edges == 1000**2
+    assert groups.edges < 70_000
+    assert groups.tasks < 1070
+    assert (one_pass.moved, groups.moved, two.moved, three.moved) == (0.75, 0.75, 1.5, 2.25)
+    assert three.edges < two.edges < one_pass.edges

@@ -32,7 +32,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-class Trouble(threading.Thread):
+class FaultInjector(threading.Thread):
     """Kills, terminates and halts processes, now and then, as long as it is entered."""
 
     def __init__(self, choose: random.Random, pids: list[int]) -> None:
@@ -130,7 +130,7 @@ def test_a_run_with_kills(seed):
         x = client.persist(x)
         if choose.random() < 0.7:
             wait(x)
-        trouble = Trouble(choose, list(client.run(os.getpid).values()))
+        trouble = FaultInjector(choose, list(client.run(os.getpid).values()))
         started_s = time.monotonic()
         with trouble:
             y = client.persist(dask_p2p.transpose(x, axes, chunks=to))

@@ -65,7 +65,7 @@ def test_defaults():
     chosen = options()
     assert chosen.mode == "async"
     assert chosen.checksum is False
-    assert chosen.order("cupy") == ("ipc", "ucx", "comm")
+    assert chosen.order("cupy") == ("ipc", "ucx", "pinned", "comm")
     assert chosen.order("numpy") == ("cma", "comm")
     assert CommOptions.of(chosen).part_bytes == 16 * 2**20
     assert chosen.backoff_s == pytest.approx(0.05)
@@ -79,7 +79,7 @@ def test_comm_is_always_the_last_resort():
 def test_who_wants_checksums_has_them():
     with dask.config.set({"p2p.checksum": True}):
         assert options().order("numpy") == ("comm",)
-        assert options().order("cupy") == ("ipc", "ucx", "comm")
+        assert options().order("cupy") == ("ipc", "ucx", "pinned", "comm")
         with dask.config.set({"p2p.transports.order": ["cma"]}):
             assert options().order("numpy") == ("cma", "comm")
 
@@ -91,8 +91,8 @@ def test_who_wants_checksums_has_them():
         ("attempts", 0, "at least 1"),
         ("attempts", True, "at least 1"),
         ("checksum", "crc32", "true or false"),
-        ("transports.order", ["ipc", "pigeon"], "out of ipc, cma, ucx, comm"),
-        ("transports.order", "ipc", "out of ipc, cma, ucx, comm"),
+        ("transports.order", ["ipc", "pigeon"], "out of ipc, cma, ucx, pinned, comm"),
+        ("transports.order", "ipc", "out of ipc, cma, ucx, pinned, comm"),
         ("transports.order", None, "expected auto, or a list"),
         ("transports.order", [], "at least one name"),
         ("transports.ucx.allow-unencrypted", "perhaps", "true or false"),

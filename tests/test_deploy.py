@@ -17,7 +17,7 @@ import dask_p2p
 
 if __name__ == "__main__":
     y = dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6)))
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
+    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster:
         with Client(cluster) as client:
             print(set(client.run(lambda dask_worker: "dask-p2p" in dask_worker.plugins).values()))
             assert client.compute(y).result().shape == (6, 8)

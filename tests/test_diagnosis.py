@@ -10,8 +10,10 @@ from distributed import Client, LocalCluster
 import dask_p2p
 from dask_p2p.diagnosis import Link, Report, Status, find_problems
 from dask_p2p.errors import InputError, Obstacle
+from dask_p2p.link_speed import FAR
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.transports.probe import most_probe_bytes
 from tests.support import given_up, persisted, used
 
 VERSIONS = {"dask": "1", "cupy": "14", "ucxx": None}
@@ -93,16 +95,37 @@ def test_a_pair_that_nothing_joins():
     assert "TransferError: no answer" in str(Report([GOOD], [link], [problem]))
 
 
-def test_a_cluster(client):
-    dask_p2p.register(client)
-    report = dask_p2p.check(client)
-    addresses = sorted(workers_of(client))
+def measure_little():
+    """Measure small blocks, and find no transport quicker than the first one."""
+    from dask_p2p import link_speed
+
+    link_speed.FAR, link_speed.most_probe_bytes = 1e9, lambda *_: 2**20
+
+
+def measure_well():
+    from dask_p2p import link_speed
+
+    link_speed.FAR, link_speed.most_probe_bytes = FAR, most_probe_bytes
+
+
+@pytest.fixture
+def calm(client):
+    """A client of workers whose measurements a busy machine does not change."""
+    client.run(measure_little)
+    yield client
+    client.run(measure_well)
+
+
+def test_a_cluster(calm):
+    dask_p2p.register(calm)
+    report = dask_p2p.check(calm)
+    addresses = sorted(workers_of(calm))
     assert [worker.address for worker in report.workers] == addresses
     assert {(link.reader, link.holder) for link in report.links} == {
         (a, b) for a in addresses for b in addresses if a != b
     }
     for link in report.links:
-        assert link.transport == "cma", given_up(client)
+        assert link.transport == "cma", given_up(calm)
         assert link.error is None
         assert link.gbs > 0
         assert 0 < link.latency_s < 10
@@ -114,17 +137,17 @@ def leased_bytes(client):
     return client.run(lambda dask_worker: dask_worker.plugins[PLUGIN_NAME].leased_bytes)
 
 
-def test_nothing_is_left_afterwards(client):
-    dask_p2p.check(client)
-    assert set(leased_bytes(client).values()) == {0}
+def test_nothing_is_left_afterwards(calm):
+    dask_p2p.check(calm)
+    assert set(leased_bytes(calm).values()) == {0}
 
 
-def test_the_transport_is_what_a_task_would_use(client):
-    dask_p2p.register(client)
+def test_the_transport_is_what_a_task_would_use(calm):
+    dask_p2p.register(calm)
     with dask.config.set({"p2p.transports.order": ["ucx"]}):
         report = dask_p2p.check()
     assert {link.transport for link in report.links} == {"ucx"}
-    assert {link.transport for link in dask_p2p.check(client).links} == {"cma"}, given_up(client)
+    assert {link.transport for link in dask_p2p.check(calm).links} == {"cma"}, given_up(calm)
 
 
 def test_a_plugin_that_was_missing():

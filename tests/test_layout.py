@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p import layout
 from dask_p2p.layout import (
     block_indices,
     block_shape,
@@ -19,12 +17,6 @@ from dask_p2p.layout import (
     split_box,
     split_evenly,
 )
-
-
-def test_examples_in_docstrings():
-    results = doctest.testmod(layout)
-    assert results.attempted >= 4
-    assert results.failed == 0
 
 
 @given(st.integers(0, 1000), st.integers(1, 50))

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from distributed.core import error_message
 
+from dask_p2p import assemble
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
+from dask_p2p.transports import registry
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.replies import ask
 from tests.test_assemble import FakePeers, FakeTransport, assembly, check
@@ -76,8 +78,19 @@ def quick(log):
     return FakeTransport("quick", log, part_bytes=24, ahead=2)
 
 
+class Quick(FakeTransport):
+    name = "quick"
+
+    @classmethod
+    def staging_bytes(cls, options, kind, largest_bytes, remote_bytes, item_bytes):
+        return remote_bytes
+
+
 @pytest.fixture
-def peers(quick, log):
+def peers(quick, log, monkeypatch):
+    monkeypatch.setitem(registry.classes, "quick", Quick)
+    # It keeps what it said of the same options for a name that it did not know.
+    monkeypatch.setattr(assemble, "staging_bytes", registry.staging_bytes.__wrapped__)
     return FakePeers(quick, FakeTransport("slow", log))
 
 

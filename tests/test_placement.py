@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from types import SimpleNamespace
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -12,9 +15,10 @@ from distributed import Client, wait
 import dask_p2p
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.overlay import Overlay
-from dask_p2p.placement import overlay_memory_check
+from dask_p2p.placement import held_elements, overlay_memory_check, overlay_placement
+from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
-from tests.support import result_of
+from tests.support import indexed, result_of
 
 MEBIBYTE = 2**20
 
@@ -93,3 +97,112 @@ def test_an_array_larger_than_one_workers_memory():
     limit_bytes = 400 * MEBIBYTE
     with dask_p2p.local_cluster(6, memory_limit=limit_bytes) as cluster, Client(cluster) as client:
         _transposed(client, (7200, 7400), 6, limit_bytes)
+
+
+# --- placement ---
+
+
+def placed(client, shape, chunks, worker_of):
+    """A persisted array whose blocks lie where `worker_of` an index says, by number."""
+    addresses = sorted(workers_of(client))
+    with dask.annotate(workers=lambda key: addresses[worker_of(key[1:])], allow_other_workers=True):
+        x = da.from_array(indexed(shape, float), chunks=chunks)
+    x = client.persist(x, optimize_graph=False)
+    wait(x)
+    return x
+
+
+def shares(client, x, lazy, y):
+    """Which share of what is read of `x` moved, which had to, and the blocks of each worker."""
+    wait(y)
+    holders, readers = client.who_has(x), client.who_has(y)
+    blocks, moved, least, read = Counter(), 0, 0, 0
+    for key, task in lazy.dask.layers[lazy.name].items():
+        held = held_elements(task, holders)
+        elements = sum(task.plan.source_elements(task.index))
+        (reader,) = readers[key]
+        blocks[reader] += 1
+        read += elements
+        moved += elements - held[reader]
+        least += elements - max(held.values())
+    return moved / read, least / read, sorted(blocks.values())
+
+
+def by_rows(blocks):
+    return lambda index: index[0] * 4 // blocks
+
+
+CASES = {
+    "blocks with rims": (
+        ((64, 64), (16, 16), by_rows(4)),
+        lambda x: dask_p2p.map_overlap(np.negative, x, 1),
+    ),
+    "a grid to slabs": (((64, 64), (16, 16), by_rows(4)), lambda x: dask_p2p.rechunk(x, (16, -1))),
+    "small blocks to slabs": (
+        ((64, 64), (4, 4), by_rows(16)),
+        lambda x: dask_p2p.rechunk(x, (8, -1)),
+    ),
+    "shifted slabs": (
+        ((800, 8), (100, 8), by_rows(8)),
+        lambda x: dask_p2p.rechunk(x, ((101, *(100,) * 6, 99), (8,))),
+    ),
+    "few blocks to many": (((400, 8), (100, 8), by_rows(4)), lambda x: dask_p2p.rechunk(x, (6, 8))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_more_moves_than_must(client, case):
+    dask_p2p.register(client)
+    (shape, chunks, worker_of), operation = CASES[case]
+    x = placed(client, shape, chunks, worker_of)
+    lazy = operation(x)
+    y = client.persist(lazy)
+    moved, least, blocks = shares(client, x, lazy, y)
+    assert moved <= least * 1.01
+    assert len(blocks) == 4
+    values = operation(da.from_array(indexed(shape, float), chunks=chunks))
+    np.testing.assert_array_equal(y.compute(), values.compute(scheduler="sync"))
+
+
+def test_a_transpose_is_spread_evenly(client):
+    """Though the first worker holds a few rows more than the others."""
+    dask_p2p.register(client)
+    x = placed(client, (403, 16), ((53, *(50,) * 7), (16,)), by_rows(8))
+    lazy = dask_p2p.transpose(x)
+    y = client.persist(lazy)
+    moved, _, blocks = shares(client, x, lazy, y)
+    assert blocks == [2, 2, 2, 2]
+    assert moved < 0.76
+    np.testing.assert_array_equal(y.compute(), indexed((403, 16), float).T)
+
+
+def test_restrictions_hold(client):
+    dask_p2p.register(client)
+    addresses = sorted(workers_of(client))
+    x = placed(client, (64, 8), (16, 8), by_rows(4))
+    y = client.persist(dask_p2p.rechunk(x, (8, 8)), workers=[addresses[1]])
+    wait(y)
+    assert {holder for holders in client.who_has(y).values() for holder in holders} == {
+        addresses[1]
+    }
+
+
+def test_work_is_stolen_from_who_holds_everything(client):
+    dask_p2p.register(client)
+
+    def slow(block):
+        time.sleep(0.2)
+        return -block
+
+    x = placed(client, (320, 8), (10, 8), lambda index: 0)
+    lazy = dask_p2p.map_overlap(slow, x, 1, meta=np.empty((0, 0)))
+    y = client.persist(lazy)
+    *_, blocks = shares(client, x, lazy, y)
+    assert len(blocks) > 1
+    np.testing.assert_array_equal(y.compute(), -indexed((320, 8), float))
+
+
+def test_a_dask_that_places_otherwise_is_left_alone():
+    scheduler = Scheduler()
+    assert overlay_placement(scheduler, lambda: True) == []
+    assert set(vars(scheduler)) == {"worker_plugins"}

@@ -263,7 +263,7 @@ def worker_process(address, *args):
     }
     command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard"]
     process = subprocess.Popen(
-        [*command, "--nthreads", "1", *args], env=env, stderr=subprocess.DEVNULL
+        [*command, "--nthreads", "1", "--no-nanny", *args], env=env, stderr=subprocess.DEVNULL
     )
     try:
         yield

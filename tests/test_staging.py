@@ -135,7 +135,7 @@ def test_comm(workers, monkeypatch, limit_bytes, mode):
         make(CommTransport, holder, options())
         network[holder].blocks = BLOCKS
     meter = Meter()
-    pull = comm_module._CommReading._pull
+    pull = comm_module.CommReading._pull
 
     async def metered(self, parts):
         meter.add(sum(box_size(part.box) for part in parts) * ITEM)
@@ -144,7 +144,7 @@ def test_comm(workers, monkeypatch, limit_bytes, mode):
             meter.until_gone(region, region.nbytes)
         return regions
 
-    monkeypatch.setattr(comm_module._CommReading, "_pull", metered)
+    monkeypatch.setattr(comm_module.CommReading, "_pull", metered)
     assemble(chosen, "abc", comm=reader)
     assert 0 < meter.peak_bytes <= max(limit_bytes, ITEM)
 
@@ -201,7 +201,7 @@ def test_ipc(workers, monkeypatch, limit_bytes):
             slots_bytes.append(slot_bytes)
         return src
 
-    monkeypatch.setattr(HostQueue, "bring_near", metered)
+    monkeypatch.setattr(HostQueue, "prefetch", metered)
     assemble(chosen, "abc", quick=make(InPlace, "reader", chosen))
     assert SLOTS * max(slots_bytes, default=0) <= limit_bytes
     assert bool(slots_bytes) == (limit_bytes > 100), "that is put to use"

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from dask_p2p import versioned as module
-from dask_p2p.assemble import OutputSpec, Stage
+from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import Options, options
 from dask_p2p.errors import InputError, VersionError
 from dask_p2p.plans import Piece, redistribution
+from dask_p2p.sources import Stage
 from dask_p2p.transports.comm import CommOptions
 from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import FORMAT, Unreadable, check_readable, versioned

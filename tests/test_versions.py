@@ -84,7 +84,7 @@ def worker_process(address, path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([path, ROOT])}
     command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard"]
     process = subprocess.Popen(
-        [*command, "--nthreads", "1"], env=env, cwd=path, stderr=subprocess.DEVNULL
+        [*command, "--nthreads", "1", "--no-nanny"], env=env, cwd=path, stderr=subprocess.DEVNULL
     )
     try:
         yield

@@ -178,7 +178,7 @@ def test_what_blocks_does_not_block_the_event_loop():
 @pytest.mark.parametrize(
     ("kind", "order", "expected"),
     [
-        ("cupy", "auto", ["ipc", "ucx", "comm"]),
+        ("cupy", "auto", ["ipc", "ucx", "pinned", "comm"]),
         ("numpy", "auto", ["cma", "comm"]),
         ("cupy", ["comm"], ["comm"]),
         ("numpy", ["comm"], ["comm"]),

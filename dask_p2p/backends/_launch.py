@@ -205,7 +205,7 @@ def _plan(
 
 
 def _is_one_run(geometry: Geometry) -> bool:
-    """Tell whether the items follow each other without a gap in both arrays."""
+    """Return whether the items follow each other without a gap in both arrays."""
     word = geometry.word_bytes
     return not geometry.axes or (len(geometry.axes) == 1 and geometry.axes[0][1:] == (word, word))
 

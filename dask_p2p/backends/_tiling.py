@@ -84,7 +84,7 @@ def _cells_tiling(geometry: Geometry) -> Tiling | None:
 
 
 def _is_dense(inner: Sequence[Axis], word: int) -> bool:
-    """Tell whether axes together are one run of words, in either array."""
+    """Return whether axes together are one run of words, in either array."""
     for which in (1, 2):
         stride = word
         for axis in sorted(inner, key=lambda axis: axis[which]):
@@ -115,7 +115,7 @@ def _plane_tiling(geometry: Geometry) -> Tiling:
 
 
 def _takes_vectors(word: int, k: Axis, i: Axis, outer: Sequence[Axis]) -> bool:
-    """Tell whether all rows start at the same place within 16 bytes, in either array."""
+    """Return whether all rows start at the same place within 16 bytes, in either array."""
     strides = [k.dst_stride_bytes, i.src_stride_bytes]
     for axis in outer:
         strides += axis[1:]

@@ -129,7 +129,7 @@ class Backend(ABC):
 
     @abstractmethod
     def is_in_use(self) -> bool:
-        """Tell whether this process computes with the library, without loading it."""
+        """Return whether this process computes with the library, without loading it."""
 
     @abstractmethod
     def memory_below(self, wanted_bytes: int, worker_limit_bytes: int | None) -> int | None:
@@ -176,7 +176,7 @@ class Queue(Protocol):
         """Return a new C-ordered array of the queue's kind for others, its values undefined."""
 
     def scratch(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Return the same for the package's own use: let go of it when all is done with it."""
+        """Return the same for the package's own use: drop it when all work with it is done."""
 
     def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
         """Wait until others have written these blocks; see `dask_p2p.backends.device`."""
@@ -190,13 +190,13 @@ class Queue(Protocol):
     def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
         """Do the same with an array of any backend that is nobody else's.
 
-        The caller can let go of it at once: it is kept until it has been read.
+        The caller can drop it at once: it is kept until it has been read.
         """
 
-    def bring_near(self, src: Any, slot_bytes: int) -> Any:
+    def prefetch(self, src: Any, slot_bytes: int) -> Any:
         """Begin to bring a part of a block that lies in another GPU's memory.
 
-        It is put into place by `permute_from_peer`, which takes what is returned here. Of `SLOTS`
+        It is put into place by `permute_prefetched`, which takes what is returned here. Of `SLOTS`
         parts one has to be put into place before the next can be brought.
 
         Parameters
@@ -208,8 +208,8 @@ class Queue(Protocol):
             place.
         """
 
-    def permute_from_peer(self, dst: Any, near: Any, axes: Sequence[int]) -> None:
-        """Do ``dst[...] = part.transpose(axes)`` with a part from `bring_near`."""
+    def permute_prefetched(self, dst: Any, part: Any, axes: Sequence[int]) -> None:
+        """Do ``dst[...] = part.transpose(axes)`` with a part from `prefetch`."""
 
     def pack(self, dst: Any, src: Any) -> Callable[[], None]:
         """Queue a copy of a region into a C-ordered array; return a function that waits for it."""

@@ -61,9 +61,9 @@ def permute_into(
     device_id = dst.data.device_id
     is_current = cupy.cuda.runtime.getDevice() == device_id
     with nullcontext() if is_current else cupy.cuda.Device(device_id):
-        chosen = cupy.cuda.get_current_stream() if stream is None else stream
+        on_stream = cupy.cuda.get_current_stream() if stream is None else stream
         for launch in launches:
-            _run(launch, device_id, chosen, low_occupancy)
+            _run(launch, device_id, on_stream, low_occupancy)
 
 
 def _run(launch: Launch, device_id: int, stream: Any, low_occupancy: bool) -> None:

@@ -81,9 +81,9 @@ def uuid(device: int) -> bytes:
 
         error, number = driver.cuDeviceGet(device)
         if error == driver.CUresult.CUDA_SUCCESS:
-            error, found = driver.cuDeviceGetUuid(number)
+            error, result = driver.cuDeviceGetUuid(number)
             if error == driver.CUresult.CUDA_SUCCESS:
-                return bytes(found.bytes)
+                return bytes(result.bytes)
     with suppress(Exception):
         import cupy
         import pynvml
@@ -96,7 +96,7 @@ def uuid(device: int) -> bytes:
 
 
 def is_shareable(address: int) -> bool:
-    """Tell whether CUDA IPC can share memory with other processes, as far as can be told.
+    """Return whether CUDA IPC can share memory with other processes, as far as can be told.
 
     It cannot if the memory is managed, or of `cudaMallocAsync`.
     """
@@ -106,7 +106,7 @@ def is_shareable(address: int) -> bool:
 
 
 def is_managed(address: int) -> bool:
-    """Tell whether memory is managed: its pages are where they were touched last."""
+    """Return whether memory is managed: its pages are where they were touched last."""
     with suppress(TransferError):
         return bool(_attribute(_driver(), "IS_MANAGED", address))
     return False
@@ -256,7 +256,7 @@ def wait_until_written(blocks: Iterable[Any], *, any_stream: bool = True) -> Non
 
 
 def mark_written(block: Any) -> None:
-    """Take note that a block need not be waited for."""
+    """Note that a block need not be waited for."""
     number = id(block)
     _written[number] = ref(block, partial(_forget_written, number))
 
@@ -267,7 +267,7 @@ def _is_written(block: Any) -> bool:
 
 
 def _forget_written(number: int, dead: ref[Any]) -> None:
-    if _written.get(number) is dead:  # not one that took its place meanwhile
+    if _written.get(number) is dead:  # not one that took its place in the meantime
         del _written[number]
 
 

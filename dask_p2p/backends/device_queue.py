@@ -24,7 +24,7 @@ _FIRST = -1  # a stream's priority: lower numbers go first
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 
-class _Near(NamedTuple):
+class _Prefetched(NamedTuple):
     """A part of a peer's block, in a slot or where it is."""
 
     array: Any
@@ -76,7 +76,7 @@ class DeviceQueue:
         self._in_place = False  # because there is no memory for slots
         self._unread = BeingRead(MOST_UNREAD)
         self._private = device_module.private_stream()
-        self._made: list[Any] = []  # by `empty`, since the last `synchronize`
+        self._allocated: list[Any] = []  # by `empty`, since the last `synchronize`
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         # On the null stream: a block outlives this queue, and a pool keeps the memory of a
@@ -97,7 +97,7 @@ class DeviceQueue:
                     array.data.ptr, array.nbytes, self._device, stream.ptr
                 )
         device_module.order_after_null_stream(self._all)
-        self._made.append(array)
+        self._allocated.append(array)
         return array
 
     def scratch(self, shape: Sequence[int], dtype: Any) -> Any:
@@ -124,13 +124,13 @@ class DeviceQueue:
     def _permute_from_device(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
         """Do it where another GPU of this process holds `src`; these need not reach each other."""
         with src.device:
-            there: Queue = self._backend.queue()
-            packed = there.scratch(src.shape, src.dtype)
-            there.pack(packed, src)()
-            there.synchronize()
-        near = self.scratch(src.shape, src.dtype)
+            remote: Queue = self._backend.queue()
+            packed = remote.scratch(src.shape, src.dtype)
+            remote.pack(packed, src)()
+            remote.synchronize()
+        local = self.scratch(src.shape, src.dtype)
         self._cupy.cuda.runtime.memcpyPeerAsync(
-            near.data.ptr,
+            local.data.ptr,
             self._device,
             packed.data.ptr,
             src.device.id,
@@ -138,41 +138,41 @@ class DeviceQueue:
             self._stream.ptr,
         )
         self._stream.synchronize()
-        self.permute_and_drop(dst, near, axes)
+        self.permute_and_drop(dst, local, axes)
 
     def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
         if isinstance(src, np.ndarray):
-            near = self.scratch(src.shape, src.dtype)
-            near.set(src, stream=self._stream)
-            src = near
+            local = self.scratch(src.shape, src.dtype)
+            local.set(src, stream=self._stream)
+            src = local
         else:  # of Dask, which makes what it receives on the null stream
             device_module.order_after_null_stream([self._stream])
         self._permute_on(self._stream, dst, src, axes)
-        # Its memory may be another's as soon as it is let go of: not before the kernel has read it.
+        # Its memory may be another's as soon as it is dropped: not before the kernel has read it.
         read = self._cupy.cuda.Event(disable_timing=True)
         read.record(self._stream)
         self._unread.add(src, read)
 
-    def bring_near(self, src: Any, slot_bytes: int) -> _Near:
+    def prefetch(self, src: Any, slot_bytes: int) -> _Prefetched:
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
         slot = None
         if pitch is not None and src.nbytes <= slot_bytes:
             slot = self._next_slot(slot_bytes)
         if pitch is None or slot is None:
-            return _Near(src, None)
-        near = self._cupy.ndarray(src.shape, src.dtype, slot.memory.data)
-        self._copy(near, src, pitch)
+            return _Prefetched(src, None)
+        copy = self._cupy.ndarray(src.shape, src.dtype, slot.memory.data)
+        self._copy(copy, src, pitch)
         slot.full.record(self._copies)
-        return _Near(near, slot)
+        return _Prefetched(copy, slot)
 
-    def permute_from_peer(self, dst: Any, near: _Near, axes: Sequence[int]) -> None:
-        if near.slot is None:
-            self._permute_on(self._stream, dst, near.array, axes)
+    def permute_prefetched(self, dst: Any, part: _Prefetched, axes: Sequence[int]) -> None:
+        if part.slot is None:
+            self._permute_on(self._stream, dst, part.array, axes)
             return
-        self._emptying.wait_event(near.slot.full)
-        self._permute_on(self._emptying, dst, near.array, axes)
-        near.slot.free.record(self._emptying)
-        near.slot.is_used = True
+        self._emptying.wait_event(part.slot.full)
+        self._permute_on(self._emptying, dst, part.array, axes)
+        part.slot.free.record(self._emptying)
+        part.slot.is_used = True
 
     def pack(self, dst: Any, src: Any) -> Callable[[], None]:
         # By a copy engine too: beside UCX's copies it takes less from them than a kernel does.
@@ -207,8 +207,8 @@ class DeviceQueue:
                 self._kept_slots.keep(self._device, list(self._slots))
                 self._slots.clear()
         self._unread.clear()
-        while self._made:
-            device_module.mark_written(self._made.pop())
+        while self._allocated:
+            device_module.mark_written(self._allocated.pop())
 
     def _next_slot(self, slot_bytes: int) -> Slot | None:
         """Return a slot that can be filled after what the copies' stream waits for.

@@ -33,11 +33,11 @@ class HostQueue:
     def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
         self.permute(dst, src if isinstance(src, np.ndarray) else src.get(), axes)
 
-    def bring_near(self, src: Any, slot_bytes: int) -> Any:
+    def prefetch(self, src: Any, slot_bytes: int) -> Any:
         return src
 
-    def permute_from_peer(self, dst: Any, near: Any, axes: Sequence[int]) -> None:
-        self.permute(dst, near, axes)
+    def permute_prefetched(self, dst: Any, part: Any, axes: Sequence[int]) -> None:
+        self.permute(dst, part, axes)
 
     def pack(self, dst: Any, src: Any) -> Callable[[], None]:
         self.permute(dst, src, range(src.ndim))

@@ -100,5 +100,5 @@ class BeingRead:
             del oldest
 
     def clear(self) -> None:
-        """Let go of all of them; only when everything is done."""
+        """Drop all of them; only when everything is done."""
         self._kept.clear()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_p2p.cli._options import Site, check_fits, start
+from dask_p2p.cli._options import ClusterSpec, check_fits, start
 from dask_p2p.layout import split_evenly
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ _STAGING = {
 }
 
 
-def default_side(site: Site, itemsize: int) -> int:
+def default_side(spec: ClusterSpec, itemsize: int) -> int:
     """Rows of the default matrix: fewer if memory is scarce."""
-    fits = isqrt(site.memory_bytes // _MEMORY_SHARE // itemsize)
-    return max(site.workers, min(_GPU_SIDE if site.gpus else _CPU_SIDE, fits))
+    fits = isqrt(spec.memory_bytes // _MEMORY_SHARE // itemsize)
+    return max(spec.workers, min(_GPU_SIDE if spec.gpus else _CPU_SIDE, fits))
 
 
 def rows_of(matrix_bytes: int, itemsize: int) -> int:
@@ -58,23 +58,25 @@ def rows_of(matrix_bytes: int, itemsize: int) -> int:
     return rows - rows % 1024 if rows > 1024 else rows
 
 
-def slabs(site: Site, shape: tuple[int, ...], dtype: Any, axes: tuple[int, ...], hint: str) -> Case:
+def slabs(
+    spec: ClusterSpec, shape: tuple[int, ...], dtype: Any, axes: tuple[int, ...], hint: str
+) -> Case:
     """Return an array in one slab a worker, if it fits into the memory that is free."""
     from dask_p2p.measure import Case
 
-    check_fits(site, shape, dtype, axes, hint)
+    check_fits(spec, shape, dtype, axes, hint)
     rest = ((length,) for length in shape[1:])
-    return Case(shape, (split_evenly(shape[0], site.workers), *rest), axes, dtype, site.kind)
+    return Case(shape, (split_evenly(shape[0], spec.workers), *rest), axes, dtype, spec.kind)
 
 
-def cliffs(site: Site, even: Case) -> list[Case]:
+def hard_cases(spec: ClusterSpec, even: Case) -> list[Case]:
     """Return arrays of as many bytes that could be slower by the byte than an even matrix."""
-    elements, workers = prod(even.shape), site.workers
+    elements, workers = prod(even.shape), spec.workers
     size = isqrt(elements)
     side = max(1, round(elements ** (1 / 3)))
     side -= side % 64 if side > 64 else 0
-    box = slabs(site, (side, side, elements // side**2), even.dtype, (2, 1, 0), "--cases")
-    matrix = slabs(site, (size, size), even.dtype, (1, 0), "--cases")
+    box = slabs(spec, (side, side, elements // side**2), even.dtype, (2, 1, 0), "--cases")
+    matrix = slabs(spec, (size, size), even.dtype, (1, 0), "--cases")
     if size < 8 * workers:
         raise click.BadParameter(
             f"{size} rows cannot be cut into several and uneven blocks for {workers} workers; ask "
@@ -108,41 +110,44 @@ def split_unevenly(length: int, parts: int) -> tuple[int, ...]:
 
 
 def ways_on(
-    site: Site, modes: Sequence[str] = ("async",), rivals: bool = False, variants: bool = False
+    spec: ClusterSpec,
+    modes: Sequence[str] = ("async",),
+    rivals: bool = False,
+    variants: bool = False,
 ) -> dict[str, Way]:
     """Return ways to transpose by name: ours, Dask's floor, ours with other options, Dask's own."""
     from dask_p2p.measure import Way, dask_rechunk, no_op, p2p_with
 
-    made = {
+    ways = {
         OURS if mode == "async" else OURS_SYNC: Way(
             p2p_with({"p2p.mode": mode}), required=True, one_by_one=mode == "sync"
         )
         for mode in modes
     }
-    made[NO_OP] = Way(no_op, required=True, checked=False)
-    other = "ucx" if site.gpus else "comm"
+    ways[NO_OP] = Way(no_op, required=True, checked=False)
+    other = "ucx" if spec.gpus else "comm"
     if variants:
-        made[f"{OURS}, {other}"] = Way(p2p_with({"p2p.transports.order": [other]}))
-    if variants and site.gpus:
+        ways[f"{OURS}, {other}"] = Way(p2p_with({"p2p.transports.order": [other]}))
+    if variants and spec.gpus:
         for name, size in _STAGING.items():
-            made[f"{OURS}, {name}"] = Way(p2p_with({"p2p.transports.ipc.staging-bytes": size}))
-    if variants and site.scheduler is None:
+            ways[f"{OURS}, {name}"] = Way(p2p_with({"p2p.transports.ipc.staging-bytes": size}))
+    if variants and spec.scheduler is None:
         for name in (OURS, NO_OP):
-            if name in made:
-                way = replace(made[name], required=False, low_latency=True)
-                made[f"{name}, low latency"] = way
+            if name in ways:
+                way = replace(ways[name], required=False, low_latency=True)
+                ways[f"{name}, low latency"] = way
     # On GPUs Dask's own way is quickest over UCX, and its p2p rechunk fails: it cannot put CuPy
     # blocks through host memory.
-    over_ucx = site.gpus and site.scheduler is None and find_spec("distributed_ucxx") is not None
-    for method in ("tasks",) if site.gpus else ("tasks", "p2p"):
+    over_ucx = spec.gpus and spec.scheduler is None and find_spec("distributed_ucxx") is not None
+    for method in ("tasks",) if spec.gpus else ("tasks", "p2p"):
         if rivals:
             protocol = "ucx" if over_ucx else None
-            made[f"dask {method}"] = Way(dask_rechunk(method), apart=True, protocol=protocol)
-    return made
+            ways[f"dask {method}"] = Way(dask_rechunk(method), apart=True, protocol=protocol)
+    return ways
 
 
 def measure_on(
-    site: Site,
+    spec: ClusterSpec,
     ways: Mapping[str, Way],
     measured: Measured,
     repeats: int,
@@ -153,7 +158,7 @@ def measure_on(
 
     Parameters
     ----------
-    site : Site
+    spec : ClusterSpec
     ways : mapping of str to Way
     measured : dict of Case to list of dict
         Gets the rows. Cases of other names than the usual are measured with required ways only.
@@ -168,37 +173,39 @@ def measure_on(
 
     plans: dict[tuple[str | None, bool], list[tuple[Case, dict[str, Way]]]] = {}
     for place in dict.fromkeys((way.protocol, way.low_latency) for way in ways.values()):
-        here = {n: way for n, way in ways.items() if (way.protocol, way.low_latency) == place}
-        few = {name: way for name, way in here.items() if way.required}
-        plans[place] = [(case, here if case.name == EVEN else few) for case in measured]
-    steps = (repeats + 1) * sum(len(chosen) for plan in plans.values() for _, chosen in plan)
+        on_this = {n: way for n, way in ways.items() if (way.protocol, way.low_latency) == place}
+        few = {name: way for name, way in on_this.items() if way.required}
+        plans[place] = [(case, on_this if case.name == EVEN else few) for case in measured]
+    steps = (repeats + 1) * sum(
+        len(cluster_ways) for plan in plans.values() for _, cluster_ways in plan
+    )
     step = None
     with ExitStack() as bar:
         for place, plan in plans.items():
-            with _cluster(site, *place) as client:
+            with _cluster(spec, *place) as client:
                 if step is None:
                     started(client)
                     step = bar.enter_context(progress(steps, "transposing"))
-                for case, chosen in plan:
-                    measured[case] += compare(client, chosen, case, repeats, step)
+                for case, cluster_ways in plan:
+                    measured[case] += compare(client, cluster_ways, case, repeats, step)
                     keep()
 
 
 @contextmanager
-def _cluster(site: Site, protocol: str | None, low_latency: bool) -> Iterator[Any]:
+def _cluster(spec: ClusterSpec, protocol: str | None, low_latency: bool) -> Iterator[Any]:
     import dask
 
     changes = {"p2p.low-latency": True} if low_latency else {}
     options = {} if protocol is None else {"protocol": protocol}
-    with dask.config.set(changes), start(site, **options) as client:
+    with dask.config.set(changes), start(spec, **options) as client:
         yield client
 
 
-def add_rivals(site: Site, measured: Measured, repeats: int, timeout_s: int) -> str | None:
+def add_rivals(spec: ClusterSpec, measured: Measured, repeats: int, timeout_s: int) -> str | None:
     """Measure square matrices without Dask, too; say what is left out, and why."""
     from dask_p2p.measure import EVEN
 
-    if site.scheduler is not None:
+    if spec.scheduler is not None:
         return "What needs no Dask is left out: it is for clusters that are started here."
     if not (_ROOT / "benchmarks" / "rivals").is_dir():
         return (
@@ -209,19 +216,19 @@ def add_rivals(site: Site, measured: Measured, repeats: int, timeout_s: int) -> 
     squares = [case for case in even if case.axes == (1, 0) and len({*case.shape}) == 1]
     for dtype in dict.fromkeys(case.dtype for case in squares):
         cases = {case.shape[0]: case for case in squares if case.dtype == dtype}
-        for row in _without_dask(site, str(dtype), cases, repeats, timeout_s):
+        for row in _without_dask(spec, str(dtype), cases, repeats, timeout_s):
             case = cases[row["size"]]
             measured[case].append({**row, "case": EVEN, "shape": [*case.shape], "axes": [1, 0]})
     return None if squares == even else "What needs no Dask transposes square matrices only."
 
 
 def _without_dask(
-    site: Site, dtype: str, sizes: Iterable[int], repeats: int, timeout_s: int
+    spec: ClusterSpec, dtype: str, sizes: Iterable[int], repeats: int, timeout_s: int
 ) -> list[Row]:
     """Run what needs no Dask in processes of their own; a failure is a row."""
-    command = [sys.executable, "-m", "benchmarks.rivals", "--gpus", str(site.workers)]
+    command = [sys.executable, "-m", "benchmarks.rivals", "--gpus", str(spec.workers)]
     command += ["--dtype", dtype, "--repeats", str(repeats), "--timeout", str(timeout_s)]
-    command += [] if site.gpus else ["--cpu", "--only", "mpi4py_fft"]
+    command += [] if spec.gpus else ["--cpu", "--only", "mpi4py_fft"]
     command += [word for size in sizes for word in ("--size", str(size))]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")

@@ -29,13 +29,13 @@ def _reader(read: Callable[[str], Any], right: Callable[[Any], bool], what: str)
 
     def convert(value: str) -> Any:
         try:
-            made = read(value)
-            refused = not right(made)
+            result = read(value)
+            refused = not right(result)
         except (ValueError, OverflowError):
             refused = True
         if refused:
             raise click.BadParameter(f"{value!r}: give {what}")
-        return made
+        return result
 
     return convert
 
@@ -106,14 +106,14 @@ def order_of_axes(axes: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ClusterSpec:
     """Where a command is to run."""
 
     workers: int
     gpus: tuple[str, ...]  # one for each worker; none for CPU workers
     note: str | None  # what a user should know of the choice
     memory_bytes: int  # that is free, all workers together
-    scheduler: str | None = None  # address of a cluster that is there already
+    scheduler: str | None = None  # address of a cluster that is already there
 
     @property
     def kind(self) -> str:
@@ -121,36 +121,36 @@ class Site:
         return "cupy" if self.gpus else "numpy"
 
 
-def choose_site(workers: int | None, cpu: bool, scheduler: str | None = None) -> Site:
+def choose_cluster(workers: int | None, cpu: bool, scheduler: str | None = None) -> ClusterSpec:
     """Choose the cluster that is there, or GPUs where there is more than one, or CPU workers."""
     if scheduler is not None:
         if workers or cpu:
             raise click.UsageError("--workers and --cpu are for a cluster that is started here")
-        return _running_site(scheduler)
+        return _running_cluster(scheduler)
     import psutil
 
     from dask_p2p.cluster import free_gpu_bytes, usable_gpus
 
-    found = [] if cpu else usable_gpus()
-    if len(found) > 1:
-        chosen = tuple(found[: workers or len(found)])
-        if workers is not None and workers > len(found):
+    usable = [] if cpu else usable_gpus()
+    if len(usable) > 1:
+        gpus = tuple(usable[: workers or len(usable)])
+        if workers is not None and workers > len(usable):
             raise click.BadParameter(
-                f"there are {len(found)} usable GPUs for {workers} workers; ask for fewer, or "
+                f"there are {len(usable)} usable GPUs for {workers} workers; ask for fewer, or "
                 "give --cpu",
                 param_hint="--workers",
             )
-        return Site(len(chosen), chosen, None, len(chosen) * min(free_gpu_bytes(chosen)))
+        return ClusterSpec(len(gpus), gpus, None, len(gpus) * min(free_gpu_bytes(gpus)))
     note = None
-    if found:
+    if usable:
         note = (
             "There is one usable GPU only, and nothing to move between GPUs: these are CPU workers."
         )
     free_bytes = int(psutil.virtual_memory().available)
-    return Site(workers or _CPU_WORKERS, (), note, free_bytes)
+    return ClusterSpec(workers or _CPU_WORKERS, (), note, free_bytes)
 
 
-def _running_site(scheduler: str) -> Site:
+def _running_cluster(scheduler: str) -> ClusterSpec:
     """Find out what a cluster has. Its arrays are on GPUs if all of its workers are."""
     from dask_p2p.environment import on_gpu
     from dask_p2p.files.execute import usable_memory_bytes, worker_count
@@ -159,9 +159,11 @@ def _running_site(scheduler: str) -> Site:
         workers = worker_count(client)
         on_gpus = client.run(on_gpu)
         if not all(on_gpus.values()):
-            return Site(workers, (), None, usable_memory_bytes(client), scheduler)
+            return ClusterSpec(workers, (), None, usable_memory_bytes(client), scheduler)
         free_bytes = client.run(_free_device_bytes)
-        return Site(workers, (*on_gpus,), None, workers * min(free_bytes.values()), scheduler)
+        return ClusterSpec(
+            workers, (*on_gpus,), None, workers * min(free_bytes.values()), scheduler
+        )
 
 
 def _free_device_bytes() -> int:
@@ -171,30 +173,30 @@ def _free_device_bytes() -> int:
 
 
 def check_fits(
-    site: Site, shape: tuple[int, ...], dtype: Any, axes: tuple[int, ...], hint: str
+    spec: ClusterSpec, shape: tuple[int, ...], dtype: Any, axes: tuple[int, ...], hint: str
 ) -> None:
     """Refuse arrays that this place cannot hold, or cannot cut into a slab for each worker."""
     from dask.utils import format_bytes
 
     needed_bytes = int(_MEMORY_FACTOR * prod(shape) * dtype.itemsize)
-    if needed_bytes > site.memory_bytes:
+    if needed_bytes > spec.memory_bytes:
         raise click.BadParameter(
             f"the array and its transpose need {format_bytes(needed_bytes)} with what is on its "
-            f"way, and {format_bytes(site.memory_bytes)} are free",
+            f"way, and {format_bytes(spec.memory_bytes)} are free",
             param_hint=hint,
         )
-    if axes and min(shape[0], shape[axes[0]]) < site.workers:
+    if axes and min(shape[0], shape[axes[0]]) < spec.workers:
         raise click.BadParameter(
-            f"{' x '.join(map(str, shape))} cannot be cut into {site.workers} slabs, before and "
+            f"{' x '.join(map(str, shape))} cannot be cut into {spec.workers} slabs, before and "
             "after, of at least one row",
             param_hint=hint,
         )
-    if site.gpus and (dtype.char in "gG" or not dtype.isnative):
+    if spec.gpus and (dtype.char in "gG" or not dtype.isnative):
         raise click.BadParameter(f"CuPy has no dtype {dtype}", param_hint="--dtype")
 
 
 @contextlib.contextmanager
-def start(site: Site, **options: Any) -> Iterator[Any]:
+def start(spec: ClusterSpec, **options: Any) -> Iterator[Any]:
     """Start the cluster, with options of `local_cluster`, or connect to the one that is there.
 
     Gives a client of it. What was started ends with the block.
@@ -203,15 +205,15 @@ def start(site: Site, **options: Any) -> Iterator[Any]:
 
     from dask_p2p.cluster import local_cluster
 
-    if site.scheduler is not None:
-        with connect(site.scheduler) as client, client.as_current():
+    if spec.scheduler is not None:
+        with connect(spec.scheduler) as client, client.as_current():
             yield client
         return
     # What a task meets comes back as the command's own error, in one line. What would be logged
     # besides are heartbeats that the cluster's end cuts off, and each of Dask's own P2P runs.
     with (
         local_cluster(
-            site.workers, gpus=bool(site.gpus), silence_logs=logging.CRITICAL, **options
+            spec.workers, gpus=bool(spec.gpus), silence_logs=logging.CRITICAL, **options
         ) as cluster,
         Client(cluster) as client,
     ):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dask_p2p.cli._measuring import Measured
-    from dask_p2p.cli._options import Site
+    from dask_p2p.cli._options import ClusterSpec
     from dask_p2p.measure import Row
 
 _FILE_COLUMNS = 120
@@ -36,26 +36,26 @@ def output(*, to_stderr: bool = False) -> Console:
 
 def table(*columns: str, title: str | None = None) -> Table:
     """Return a table of numbers: the first column is of names, the others are set right."""
-    made = Table(title=title, title_justify="left", title_style="bold")
+    result = Table(title=title, title_justify="left", title_style="bold")
     for place, name in enumerate(columns):
-        made.add_column(name, justify="right" if place else "left", overflow="fold")
-    return made
+        result.add_column(name, justify="right" if place else "left", overflow="fold")
+    return result
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> Table:
+def summary(rows: Iterable[tuple[str, str]]) -> Table:
     """Return a borderless table of names and what they are."""
-    made = Table.grid(padding=(0, 2))
-    made.add_column(no_wrap=True, style="bold")
-    made.add_column(overflow="fold")
+    result = Table.grid(padding=(0, 2))
+    result.add_column(no_wrap=True, style="bold")
+    result.add_column(overflow="fold")
     for name, value in rows:
-        made.add_row(name, value)
-    return made
+        result.add_row(name, value)
+    return result
 
 
-def counted(count: int, noun: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """Put a number before a noun.
 
-    >>> counted(1, "stage"), counted(2, "stage")
+    >>> pluralize(1, "stage"), pluralize(2, "stage")
     ('1 stage', '2 stages')
     """
     return f"{count} {noun}{'' if count == 1 else 's'}"
@@ -83,17 +83,17 @@ def shapes_text(shapes: Iterable[Sequence[int]]) -> str:
     return ", ".join(texts) or "none"
 
 
-def devices_text(site: Site, names: Sequence[str]) -> str:
+def devices_text(spec: ClusterSpec, names: Sequence[str]) -> str:
     """Write which workers there are, and on what, by the names of GPUs or processors."""
     models = Counter(names)
     listed = ", ".join(f"{count} x {name}" for name, count in models.items())
-    if site.scheduler is not None:
-        return f"{counted(site.workers, 'worker')} of {site.scheduler}: {listed}"
-    if site.gpus:
-        return f"{counted(site.workers, 'worker')}, one a GPU: {listed}"
+    if spec.scheduler is not None:
+        return f"{pluralize(spec.workers, 'worker')} of {spec.scheduler}: {listed}"
+    if spec.gpus:
+        return f"{pluralize(spec.workers, 'worker')}, one a GPU: {listed}"
     return (
-        f"{counted(site.workers, 'one-thread worker')} over TCP on {', '.join(models)}, "
-        f"{counted(os.cpu_count() or 1, 'core')}"
+        f"{pluralize(spec.workers, 'one-thread worker')} over TCP on {', '.join(models)}, "
+        f"{pluralize(os.cpu_count() or 1, 'core')}"
     )
 
 
@@ -139,13 +139,13 @@ def ways_table(rows: Sequence[Row], columns: int, title: str | None = None) -> T
     cells = {name: [text(row) for row in measured] for name, text in figures.items()}
     dropped = ("best", "before", "after") if columns < _WIDE_COLUMNS else ()
     cells = {name: texts for name, texts in cells.items() if any(texts) and name not in dropped}
-    made = table("times in ms", *cells, title=title)
-    made.box, made.collapse_padding = SIMPLE_HEAD, True
-    for column in made.columns[1:]:
+    result = table("times in ms", *cells, title=title)
+    result.box, result.collapse_padding = SIMPLE_HEAD, True
+    for column in result.columns[1:]:
         column.no_wrap = True  # a figure in two lines is read as two
     for place, row in enumerate(measured):
-        made.add_row(row["way"], *(texts[place] for texts in cells.values()))
-    return made
+        result.add_row(row["way"], *(texts[place] for texts in cells.values()))
+    return result
 
 
 def _gbs(rate_gbs: float) -> str:
@@ -165,12 +165,12 @@ def moved_lines(rows: Sequence[Row]) -> list[str]:
         if "pairs" in row:
             moved, least = format_bytes(row["moved_bytes"]), format_bytes(row["least_bytes"])
             used = Counter(pair["transport"] for pair in row["pairs"]).most_common()
-            by = "; ".join(f"{name} for {counted(count, 'pair')}" for name, count in used)
+            by = "; ".join(f"{name} for {pluralize(count, 'pair')}" for name, count in used)
             lines.append(f"{row['way']}: moved {moved}, least possible {least}; {by or 'no pair'}")
     return lines
 
 
-def judge(console: Console, measured: Measured) -> None:
+def report_correctness(console: Console, measured: Measured) -> None:
     """Say which ways failed, and whether all elements are right.
 
     Raises

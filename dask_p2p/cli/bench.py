@@ -21,7 +21,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -36,9 +37,9 @@ from dask_p2p.cli._options import (
     DTYPE,
     SHAPE,
     SIZE_BYTES,
-    Site,
+    ClusterSpec,
     axes_option,
-    choose_site,
+    choose_cluster,
     cpu_option,
     one_line_errors,
     order_of_axes,
@@ -148,88 +149,131 @@ def bench(
     target: str | None,
 ) -> None:
     """Measure transposes of arrays that lie in slabs on the workers, and check them."""
-    from dask_p2p.cli._tables import devices_text, facts, judge, output
-    from dask_p2p.cluster import device_names
+    from dask_p2p.cli._tables import output, report_correctness
 
     console = output(to_stderr=target == "-")
     with one_line_errors():
-        site = choose_site(workers, cpu, scheduler)
-        if site.note:
-            console.print(site.note)
+        spec = choose_cluster(workers, cpu, scheduler)
         shapes = [*shapes, *((size, size) for size in sizes)]
-        even = [
-            measuring.slabs(site, shape, dtype, order_of_axes(axes, shape), "--shape")
-            for dtype in dict.fromkeys(dtypes)
-            for shape in _shapes(site, dtype, shapes, all_bytes)
-        ]
-        more = {case: measuring.cliffs(site, case) if with_cases else [] for case in even}
-        measured: Measured = {case: [] for one in even for case in (one, *more[one])}
+        even = _even_cases(spec, shapes, all_bytes, dtypes, axes)
+        extra = {case: measuring.hard_cases(spec, case) if with_cases else [] for case in even}
+        measured: Measured = {case: [] for one in even for case in (one, *extra[one])}
         # Alternating from the slower to the quicker, as the article lists them.
         modes = ("sync", "async") if mode == "both" else (mode,)
-        report = _report(site, repeats, commit)
-
-        def started(client: Any) -> None:
-            report["devices"] = names = device_names(client, site.kind)
-            head = [("devices", devices_text(site, names)), ("mode", " and ".join(modes))]
-            console.print(facts([*head, ("runs", f"{repeats} of each way after a first one")]))
-
-        def keep() -> None:
-            report["rows"] = [row for rows in measured.values() for row in rows]
-            if target not in (None, "-"):
-                Path(target).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-
-        ways = measuring.ways_on(site, modes, rivals, variants)
-        measuring.measure_on(site, ways, measured, repeats, started, keep)
-        if rivals and (note := measuring.add_rivals(site, measured, repeats, timeout_s)):
+        report = _Report(spec, repeats, commit, measured, target)
+        ways = measuring.ways_on(spec, modes, rivals, variants)
+        started = partial(_show_head, console, report, modes)
+        measuring.measure_on(spec, ways, measured, repeats, started, report.save)
+        if rivals and (note := measuring.add_rivals(spec, measured, repeats, timeout_s)):
             console.print(note)
-        for one, others in more.items():
-            for case in others:
-                _compare_with_even(measured[case], measured[one])
-        keep()
+        _compare_with_even(measured, extra)
+        report.save()
         _show(console, measured)
         if target == "-":
-            sys.stdout.write(json.dumps(report, indent=1) + "\n")
-        judge(console, measured)
+            sys.stdout.write(report.json())
+        report_correctness(console, measured)
+
+
+def _even_cases(
+    spec: ClusterSpec,
+    shapes: Sequence[tuple[int, ...]],
+    all_bytes: Sequence[int],
+    dtypes: Sequence[Any],
+    axes: tuple[int, ...] | None,
+) -> list[Case]:
+    """Return the arrays that the options ask for, in even slabs."""
+    return [
+        measuring.slabs(spec, shape, dtype, order_of_axes(axes, shape), "--shape")
+        for dtype in dict.fromkeys(dtypes)
+        for shape in _shapes(spec, dtype, shapes, all_bytes)
+    ]
 
 
 def _shapes(
-    site: Site, dtype: Any, shapes: Sequence[tuple[int, ...]], all_bytes: Sequence[int]
+    spec: ClusterSpec, dtype: Any, shapes: Sequence[tuple[int, ...]], all_bytes: Sequence[int]
 ) -> list[tuple[int, ...]]:
     """Return what the options ask for, smallest first; or one square matrix that fits."""
     sides = [measuring.rows_of(size_bytes, dtype.itemsize) for size_bytes in all_bytes]
-    asked = {*shapes, *((side, side) for side in sides)}
-    side = measuring.default_side(site, dtype.itemsize)
-    return sorted(asked, key=prod) or [(side, side)]
+    wanted = {*shapes, *((side, side) for side in sides)}
+    side = measuring.default_side(spec, dtype.itemsize)
+    return sorted(wanted, key=prod) or [(side, side)]
 
 
-def _report(site: Site, repeats: int, commit: str | None) -> dict[str, Any]:
-    """Return with what is measured, for JSON."""
-    import dask
+class _Report:
+    """All that was measured, for JSON.
 
-    from dask_p2p.environment import environment
+    Parameters
+    ----------
+    spec, repeats, commit
+        What it was measured on, how often, and the commit, if it was given.
+    measured
+        Rows by case. They are added while the report is there.
+    target
+        Path of the file; None or "-" for no file.
+    """
 
-    report = {"started": time.time(), **environment(), "kind": site.kind, "workers": site.workers}
-    report |= {"repeats": repeats, "p2p_config": dask.config.get("p2p")}
-    return report if commit is None else {**report, "commit": commit}
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        repeats: int,
+        commit: str | None,
+        measured: Measured,
+        target: str | None,
+    ) -> None:
+        import dask
+
+        from dask_p2p.environment import environment
+
+        self.spec, self.repeats = spec, repeats
+        self.devices: list[str] = []
+        self._measured, self._target = measured, target
+        self._head = {"started": time.time(), **environment()}
+        self._head |= {"kind": spec.kind, "workers": spec.workers, "repeats": repeats}
+        self._head |= {"p2p_config": dask.config.get("p2p")}
+        if commit is not None:
+            self._head["commit"] = commit
+
+    def json(self) -> str:
+        """Return the report as it is now."""
+        rows = [row for rows in self._measured.values() for row in rows]
+        return json.dumps({**self._head, "devices": self.devices, "rows": rows}, indent=1) + "\n"
+
+    def save(self) -> None:
+        """Write the file, if one is wanted: in between too, since measuring takes long."""
+        if self._target not in (None, "-"):
+            Path(self._target).write_text(self.json(), "utf-8")
 
 
-def _compare_with_even(rows: Sequence[Row], even_rows: Sequence[Row]) -> None:
-    """Add how long an array takes, by the byte, over one in even slabs."""
-    even_of = {row["way"]: row for row in even_rows if "span_s" in row}
-    for row in rows:
-        if "span_s" in row and (even := even_of.get(row["way"])):
-            bytes_ratio = even["matrix_bytes"] / row["matrix_bytes"]
-            row["median_to_even"] = row["median_s"] / even["median_s"] * bytes_ratio
-            # From the first task's start to the last one's end: a worker may have several.
-            row["span_to_even"] = median(row["span_s"]) / median(even["span_s"]) * bytes_ratio
+def _show_head(console: Console, report: _Report, modes: Sequence[str], client: Any) -> None:
+    """Print what will be measured on which devices, and add these to the report."""
+    from dask_p2p.cli._tables import devices_text, summary
+    from dask_p2p.cluster import device_names
+
+    if report.spec.note:
+        console.print(report.spec.note)
+    report.devices = device_names(client, report.spec.kind)
+    head = [("devices", devices_text(report.spec, report.devices)), ("mode", " and ".join(modes))]
+    console.print(summary([*head, ("runs", f"{report.repeats} of each way after a first one")]))
+
+
+def _compare_with_even(measured: Measured, extra: Mapping[Case, Sequence[Case]]) -> None:
+    """Add how long each of the other arrays takes, by the byte, over the one in even slabs."""
+    for one, others in extra.items():
+        even_of = {row["way"]: row for row in measured[one] if "span_s" in row}
+        for row in (row for case in others for row in measured[case]):
+            if "span_s" in row and (even := even_of.get(row["way"])):
+                bytes_ratio = even["matrix_bytes"] / row["matrix_bytes"]
+                row["median_to_even"] = row["median_s"] / even["median_s"] * bytes_ratio
+                # From the first task's start to the last one's end: a worker may have several.
+                row["span_to_even"] = median(row["span_s"]) / median(even["span_s"]) * bytes_ratio
 
 
 def _show(console: Console, measured: Measured) -> None:
-    from dask_p2p.cli._tables import array_text, facts, moved_lines, ways_table
+    from dask_p2p.cli._tables import array_text, moved_lines, summary, ways_table
 
     for case, rows in measured.items():
         if len(measured) == 1:
-            console.print(facts(_facts(case)))
+            console.print(summary(_summary_rows(case)))
         title = f"{array_text(case.shape, case.dtype)}, {case.name}" if len(measured) > 1 else None
         for part in (ways_table(rows, console.width, title), *moved_lines(rows)):
             console.print(part)
@@ -246,17 +290,17 @@ def _modes_text(sync: Row, async_: Row) -> str:
     return text + " (medians)."
 
 
-def _facts(case: Case) -> list[tuple[str, str]]:
+def _summary_rows(case: Case) -> list[tuple[str, str]]:
     """Return the fields that the article's program prints before its result."""
     from dask_p2p.cli._tables import array_text, shapes_text
     from dask_p2p.cli.plan import readers, slab_plan
 
-    made = slab_plan(case.shape, case.axes, len(case.chunks[0]))
-    tiles = (tile for part in readers(made) for tile in part.tiles.elements())
+    plan = slab_plan(case.shape, case.axes, len(case.chunks[0]))
+    tiles = (tile for part in readers(plan) for tile in part.tiles.elements())
     axes = ", ".join(map(str, case.axes))
     return [
         ("array", f"{array_text(case.shape, case.dtype)}, axes {axes}"),
         ("local input slab", shapes_text(product(*case.chunks))),
-        ("local output slab", shapes_text(product(*made.chunks))),
+        ("local output slab", shapes_text(product(*plan.chunks))),
         ("tile", shapes_text(tiles)),
     ]

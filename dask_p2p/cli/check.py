@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dask_p2p.cli._options import (
-    choose_site,
+    choose_cluster,
     cpu_option,
     one_line_errors,
     scheduler_option,
@@ -45,7 +45,7 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
     from dask_p2p.registration import register
 
     console = output()
-    with one_line_errors(), start(choose_site(workers, cpu, scheduler)) as client:
+    with one_line_errors(), start(choose_cluster(workers, cpu, scheduler)) as client:
         if scheduler is None:
             register(client)
         report = diagnosis.check(client)

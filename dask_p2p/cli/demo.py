@@ -11,8 +11,8 @@ from dask_p2p.cli import _measuring as measuring
 from dask_p2p.cli._options import (
     COUNT,
     DTYPE,
-    Site,
-    choose_site,
+    ClusterSpec,
+    choose_cluster,
     cpu_option,
     one_line_errors,
     workers_option,
@@ -52,37 +52,37 @@ def demo(size: int | None, dtype: Any, workers: int | None, cpu: bool) -> None:
     """
     import numpy as np
 
-    from dask_p2p.cli._tables import judge, moved_lines, output, ways_table
+    from dask_p2p.cli._tables import moved_lines, output, report_correctness, ways_table
 
     console = output()
     with one_line_errors():
-        site = choose_site(workers, cpu)
-        dtype = dtype or np.dtype("float32" if site.gpus else "float64")
-        side = size or measuring.default_side(site, dtype.itemsize)
-        case = measuring.slabs(site, (side, side), dtype, (1, 0), "--size")
-        if site.note:
-            console.print(site.note)
+        spec = choose_cluster(workers, cpu)
+        dtype = dtype or np.dtype("float32" if spec.gpus else "float64")
+        side = size or measuring.default_side(spec, dtype.itemsize)
+        case = measuring.slabs(spec, (side, side), dtype, (1, 0), "--size")
+        if spec.note:
+            console.print(spec.note)
         console.print("Starting a cluster ...")
         measured: Measured = {case: []}
         measuring.measure_on(
-            site,
-            measuring.ways_on(site, rivals=True),
+            spec,
+            measuring.ways_on(spec, rivals=True),
             measured,
             _REPEATS,
-            lambda client: _introduce(console, site, case, client),
+            lambda client: _introduce(console, spec, case, client),
         )
         for part in ("", ways_table(measured[case], console.width), *moved_lines(measured[case])):
             console.print(part)
-        judge(console, measured)
+        report_correctness(console, measured)
 
 
-def _introduce(console: Console, site: Site, case: Case, client: Any) -> None:
+def _introduce(console: Console, spec: ClusterSpec, case: Case, client: Any) -> None:
     """Say in words what is there, and what is about to happen."""
-    from dask_p2p.cli._tables import array_text, counted, devices_text, shapes_text
+    from dask_p2p.cli._tables import array_text, devices_text, pluralize, shapes_text
     from dask_p2p.cluster import device_names
 
     tiles = shapes_text(product(case.chunks[0], case.chunks[0]))
-    console.print(f"Started {devices_text(site, device_names(client, site.kind))}.")
+    console.print(f"Started {devices_text(spec, device_names(client, spec.kind))}.")
     console.print(f"Dashboard: {client.dashboard_link or 'none'}, while this runs.")
     console.print(
         f"The matrix, {array_text(case.shape, case.dtype)}, is made of values that say where they "
@@ -90,12 +90,12 @@ def _introduce(console: Console, site: Site, case: Case, client: Any) -> None:
         "its transpose."
     )
     console.print(
-        f"Each slab is cut into {counted(site.workers, 'tile')}: {tiles}. In stage 0 each worker "
+        f"Each slab is cut into {pluralize(spec.workers, 'tile')}: {tiles}. In stage 0 each worker "
         "transposes the tile that it has and needs itself"
         + (
-            f"; in each of the {counted(site.workers - 1, 'stage')} after that it takes one tile "
+            f"; in each of the {pluralize(spec.workers - 1, 'stage')} after that it takes one tile "
             "from one other worker, each from another."
-            if site.workers > 1
+            if spec.workers > 1
             else ", and that is all."
         )
     )

@@ -57,17 +57,17 @@ def slab_plan(shape: tuple[int, ...], axes: tuple[int, ...], workers: int) -> Gr
 def readers(plan: GridPlan) -> Iterator[Reader]:
     """Yield each worker's part, if worker r holds input slab r and makes output block r."""
     width = len(str(len(plan.src_chunks[0])))
-    for here, (_, block) in enumerate(block_plans(plan)):
+    for worker, (_, block) in enumerate(block_plans(plan)):
         holder_of = [source.block[0] for source in block.sources]
         tiles: Counter[tuple[int, ...]] = Counter()
-        elements: Counter[bool] = Counter()  # by whether they are here already
+        elements: Counter[bool] = Counter()  # by whether they are already here
         for piece in block.pieces:
             tiles[box_shape(piece.src)] += 1
-            elements[holder_of[piece.source] == here] += box_size(piece.src)
+            elements[holder_of[piece.source] == worker] += box_size(piece.src)
         # Ranks are places among sorted names: written with leading zeros they sort as numbers do.
         names = [f"{holder:0{width}}" for holder in holder_of]
-        order: list[int | None] = [*map(int, stage_order(names, f"{here:0{width}}"))]
-        if here not in holder_of:
+        order: list[int | None] = [*map(int, stage_order(names, f"{worker:0{width}}"))]
+        if worker not in holder_of:
             order.insert(0, None)
         yield Reader(tuple(order), tiles, elements[False], elements[True])
 
@@ -88,35 +88,35 @@ def plan(shape: tuple[int, ...], workers: int, axes: tuple[int, ...] | None, dty
     result with fewer rows than workers is cut along its other axes too.
     No cluster and no GPU are needed.
     """
-    from dask_p2p.cli._tables import facts, output
+    from dask_p2p.cli._tables import output, summary
 
     order = order_of_axes(axes, shape)
-    made = slab_plan(shape, order, workers)
-    parts = list(readers(made))
+    transposed = slab_plan(shape, order, workers)
+    parts = list(readers(transposed))
     console = output()
-    console.print(facts(_facts(made, parts, shape, dtype)))
+    console.print(summary(_summary_rows(transposed, parts, shape, dtype)))
     console.print()
     console.print(_stages(parts, dtype.itemsize))
 
 
-def _facts(
-    made: GridPlan, parts: Sequence[Reader], shape: tuple[int, ...], dtype: Any
+def _summary_rows(
+    plan: GridPlan, parts: Sequence[Reader], shape: tuple[int, ...], dtype: Any
 ) -> list[tuple[str, str]]:
     from dask.utils import format_bytes
 
     from dask_p2p.cli._tables import shape_text, shapes_text
 
-    out_shape = tuple(shape[axis] for axis in made.axes)
+    out_shape = tuple(shape[axis] for axis in plan.axes)
     tiles = sum((part.tiles for part in parts), Counter[tuple[int, ...]]())
     stages = max(len(part.holders) for part in parts)
     size_bytes = prod(shape) * dtype.itemsize
     moved_bytes = sum(part.received_elements for part in parts) * dtype.itemsize
     return [
         ("array", f"{shape_text(shape)} {dtype}, {format_bytes(size_bytes)}"),
-        ("result", f"{shape_text(out_shape)}, axes {', '.join(map(str, made.axes))}"),
-        ("workers", str(len(made.src_chunks[0]))),
-        ("input slabs", shapes_text(product(*made.src_chunks))),
-        ("output slabs", shapes_text(product(*made.chunks))),
+        ("result", f"{shape_text(out_shape)}, axes {', '.join(map(str, plan.axes))}"),
+        ("workers", str(len(plan.src_chunks[0]))),
+        ("input slabs", shapes_text(product(*plan.src_chunks))),
+        ("output slabs", shapes_text(product(*plan.chunks))),
         ("tiles", shapes_text(tiles.elements())),
         ("stages", f"{stages}; nothing moves in stage 0"),
         ("moved", f"{format_bytes(moved_bytes)} of {format_bytes(size_bytes)}"),
@@ -131,7 +131,7 @@ def _stages(parts: Sequence[Reader], itemsize: int) -> Table:
 
     stages = _abbreviated(max(len(part.holders) for part in parts))
     heads = ["..." if stage is None else str(stage) for stage in stages]
-    made = table(
+    result = table(
         "reader",
         *[f"stage {heads[0]}", *heads[1:]],
         *("receives", "keeps", "in all"),
@@ -139,7 +139,7 @@ def _stages(parts: Sequence[Reader], itemsize: int) -> Table:
     )
     for reader in _abbreviated(len(parts)):
         if reader is None:
-            made.add_row(*["..."] * len(made.columns))
+            result.add_row(*["..."] * len(result.columns))
             continue
         part = parts[reader]
         sizes = (
@@ -148,8 +148,8 @@ def _stages(parts: Sequence[Reader], itemsize: int) -> Table:
             part.received_elements + part.kept_elements,
         )
         cells = [_holder(part.holders, stage) for stage in stages]
-        made.add_row(str(reader), *cells, *(format_bytes(n * itemsize) for n in sizes))
-    return made
+        result.add_row(str(reader), *cells, *(format_bytes(n * itemsize) for n in sizes))
+    return result
 
 
 def _holder(holders: Sequence[int | None], stage: int | None) -> str:

@@ -197,7 +197,7 @@ def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _ctrl_c_later() -> Iterator[None]:
-    """Hold Ctrl-C back, for ever in processes and threads that start inside.
+    """Hold Ctrl-C back, forever in processes and threads that start inside.
 
     A terminal sends it to the workers too, whose tracebacks nobody wants: they end with the job.
     """

@@ -1,6 +1,6 @@
-"""A job carried out on a cluster: band by band each worker reads, exchanges and writes its slab.
+"""Runs a job on a cluster: band by band, each worker reads, exchanges and writes its slab.
 
-The data never pass through the client: its graph names files and boxes.
+The data never pass through the client. Its graph names files and boxes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def transpose_file(
     progress: Callable[[int], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Summary:
-    """Carry out a job on a cluster, in passes that fit into memory.
+    """Run a job on a cluster, in passes that fit into memory.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def transpose_file(
     progress : callable
         Called with the bytes of each slab that is written.
     stopped : callable
-        Asked again and again whether to give up.
+        Called repeatedly; returns whether to give up.
 
     Returns
     -------
@@ -133,7 +133,7 @@ def transpose_file(
 
 
 def worker_count(client: Any) -> int:
-    """Count the workers, of which there must be one at least.
+    """Return the number of workers; there must be at least one.
 
     Raises
     ------
@@ -151,16 +151,16 @@ def worker_count(client: Any) -> int:
 
 
 def default_memory_bytes(client: Any) -> int:
-    """Share of the memory that the workers may use."""
+    """Return the memory that a job uses by default: a share of what the workers may use."""
     return max(1, int(_MEMORY_SHARE * usable_memory_bytes(client)))
 
 
 def usable_memory_bytes(client: Any) -> int:
     """Sum of the workers' memory limits, or of what their hosts have free if that is less."""
     limits_bytes: dict[str, float] = {}
-    asked: dict[str, str] = {}  # one worker of each host
+    worker_of: dict[str, str] = {}  # one worker of each host
     for address, worker in workers_of(client).items():
-        host = asked.setdefault(worker["host"], address)
+        host = worker_of.setdefault(worker["host"], address)
         limits_bytes[host] = limits_bytes.get(host, 0) + (worker["memory_limit"] or math.inf)
     free_bytes = client.run(_available_bytes, workers=list(limits_bytes))
     return int(sum(min(limit, free_bytes[host]) for host, limit in limits_bytes.items()))
@@ -173,25 +173,25 @@ def _available_bytes() -> int:
 
 
 def _check_memory(job: Job, memory_bytes: int, usable_bytes: int) -> None:
-    """Refuse an amount of memory that there is not, or with which the work would not end."""
-    given = f"{format_bytes(memory_bytes)} of memory"
+    """Refuse more memory than there is, and so little that the work would take forever."""
+    text = f"{format_bytes(memory_bytes)} of memory"
     if memory_bytes > usable_bytes:
         raise InputError(
-            f"{given} are more than the workers may use, {format_bytes(usable_bytes)} together; "
+            f"{text} are more than the workers may use, {format_bytes(usable_bytes)} together; "
             "give less, or leave it out"
         )
     enough = range(1, 2 * job.size_bytes)
     few = bisect_left(enough, True, key=lambda size: _pass_count(job, size) <= _MOST_PASSES)
     if memory_bytes <= few:
         raise InputError(
-            f"{given} are too little for {job.source_name}, which they would cut into "
+            f"{text} are too little for {job.source_name}, which they would cut into "
             f"{_pass_count(job, memory_bytes)} passes; give at least "
             f"{few + 1} bytes ({format_bytes(few + 1)}) for {_MOST_PASSES} passes, or leave it out"
         )
 
 
 def _steps(job: Job, memory_bytes: int) -> tuple[int, ...]:
-    """Extents of the bands of the output; each is in memory as input and as output."""
+    """Return the extents of a band; it is in memory twice, as input and as output."""
     prefer = [job.source.chunks[axis] for axis in job.stored_axes]
     return tile_steps(job.shape, memory_bytes // (2 * job.dtype.itemsize), job.unit, prefer)
 
@@ -247,7 +247,7 @@ def _run_pass(
     progress: Callable[[int], None],
     stopped: Callable[[], bool],
 ) -> None:
-    """Write one band and wait for the end of it: after an exception, for the end of all writing."""
+    """Write one band, and wait until it is written; after an exception, until writing has ended."""
     from distributed import futures_of, wait
 
     futures = futures_of(client.persist(written))
@@ -262,6 +262,6 @@ def _run_pass(
             progress(int(future.result().sum()))
     except BaseException:
         client.cancel(futures, force=True)
-        with contextlib.suppress(Exception):  # the first trouble is the one to tell
+        with contextlib.suppress(Exception):  # the first error is the one to report
             client.run(stop_writers, str(path))
         raise

@@ -1,4 +1,4 @@
-"""File trouble in words: one line that says what failed, where, why, and what to do."""
+"""Errors of files as one line: what failed, where, why, and what to do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def one_line(exc: BaseException) -> str:
 
 @contextlib.contextmanager
 def file_errors(doing: str, path: str) -> Iterator[None]:
-    """Turn whatever goes wrong inside into a `FileError` of one line: cannot ``doing`` ..."""
+    """Turn any error inside into a `FileError` of one line: cannot ``doing`` ..."""
     try:
         yield
     except FileError:
@@ -52,7 +52,7 @@ def file_errors(doing: str, path: str) -> Iterator[None]:
 
 
 def on_worker(doing: str, path: str, action: Callable[[], T]) -> T:
-    """Do it, and turn what goes wrong into a `FileError` that names this host too.
+    """Call `action`, and turn any error into a `FileError` that names this host too.
 
     The error has no cause or context: Dask would send them along, but cannot send all exceptions.
     """
@@ -74,7 +74,7 @@ def _file_error(what: str, exc: Exception, advice: dict[int, str]) -> FileError:
 
 
 def no_space(path: str, needed: str, free_bytes: int, folder: Path) -> FileError:
-    """Error of an output that does not fit on the disk of its folder."""
+    """Return the error for an output that does not fit on the disk of its folder."""
     free = format_bytes(free_bytes)
     return FileError(
         f"cannot write {path}: it needs {needed}, and only {free} are free in {folder}; {_FREE}"

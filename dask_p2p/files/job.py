@@ -1,4 +1,4 @@
-"""A request to transpose one file into another, checked as far as it can be without workers."""
+"""A request to transpose one file into another, checked as far as possible without workers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Job:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def create(self, path: Path) -> NpyArray | ZarrArray:
-        """Make the output, empty, under a name for the time being, if the disk has the space."""
+        """Create the empty output under a temporary name, if the disk has the space."""
         if self.chunks is None:
             return create_npy(path, self.target_name, self.shape, self.dtype)
         like = self.source if isinstance(self.source, ZarrArray) else None
@@ -110,7 +110,7 @@ def prepare(
     chunks: Chunks = None,
     force: bool = False,
 ) -> Job:
-    """Check a request as far as it can be without workers.
+    """Check a request as far as possible without workers.
 
     Parameters
     ----------
@@ -150,10 +150,10 @@ def prepare(
 def _normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     order = normal_axes(axes, ndim)
     if order is None:
-        given = ",".join(map(str, axes or ()))
+        text = ",".join(map(str, axes or ()))
         wanted = ",".join(map(str, range(ndim))) or "none"
         raise AxesError(
-            f"axes {given} do not fit an array of {ndim} dimensions: give each of {wanted} once"
+            f"axes {text} do not fit an array of {ndim} dimensions: give each of {wanted} once"
         )
     return order
 
@@ -161,14 +161,14 @@ def _normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 def _chunk_extents(job: Job, chunks: Chunks) -> tuple[int, ...]:
     if chunks is None and isinstance(job.source, ZarrArray):
         return tuple(job.source.chunks[axis] for axis in job.axes)
-    given = "auto" if chunks is None else chunks
-    sizes = given if isinstance(given, tuple) else (given,)
+    wanted = "auto" if chunks is None else chunks
+    sizes = wanted if isinstance(wanted, tuple) else (wanted,)
     if any(isinstance(size, int) and size < 1 and size != -1 for size in sizes):
         raise ChunksError(f"chunks {chunks} are impossible: give sizes from 1 on, or -1 for all")
     if not job.size_bytes:
         return tuple(max(1, extent) for extent in job.shape)
     try:
-        normal = normalize_chunks(given, job.shape, limit=_ZARR_CHUNK_BYTES, dtype=job.dtype)
+        normal = normalize_chunks(wanted, job.shape, limit=_ZARR_CHUNK_BYTES, dtype=job.dtype)
     except (TypeError, ValueError) as exc:
         raise ChunksError(
             f"chunks {chunks} do not fit the output's shape {job.shape}: give one size, or one "

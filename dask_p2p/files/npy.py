@@ -80,7 +80,7 @@ class NpyArray:
                 part[...] = window
             else:
                 window[...] = part
-                mapped.flush()  # else nobody would notice a disk that fails now
+                mapped.flush()  # else a disk that fails now would go unnoticed
 
     def _check_unchanged(self) -> None:
         now = _state(self.path)
@@ -153,10 +153,10 @@ def _header(path: str, file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[
 
 
 def create_npy(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NpyArray:
-    """Make a new file with its header, and reserve the space for all of its data.
+    """Create a file with its header, and reserve the space for all of its data.
 
-    So a full disk is found before the work, and not while a map is written to, which would kill
-    the process.
+    So a full disk is found before the work starts. While a map is written to, it would kill the
+    process.
 
     Raises
     ------
@@ -166,8 +166,8 @@ def create_npy(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[An
     with file_errors("write", name), warnings.catch_warnings():
         # A field name beyond Latin-1 needs version 3.0, which very old NumPy cannot read.
         warnings.filterwarnings("ignore", message="Stored array in format 3.0")
-        made = npy_format.open_memmap(path, "w+", dtype, shape)
-        size_bytes = made.offset + made.nbytes
+        memmap = npy_format.open_memmap(path, "w+", dtype, shape)
+        size_bytes = memmap.offset + memmap.nbytes
         os.truncate(path, size_bytes)  # an empty array would have a byte too many
         _reserve(path, name, size_bytes)
     return NpyArray(str(path), name, shape, dtype)

@@ -1,7 +1,7 @@
-"""The output's name: nothing stands under it before all of it is written.
+"""The output's name: it appears only when the whole output is written.
 
-The work goes to a hidden name beside the final one, ``.out.npy.1a2b3c4d.partial``: in the same
-folder, so that the last step is a rename, which happens whole or not at all.
+Until then the output has a hidden name beside the final one, ``.out.npy.1a2b3c4d.partial``. It is
+in the same folder, so that the last step is a rename, which is atomic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_output(name: str, source: str, *, force: bool) -> Path:
     Raises
     ------
     FileError
-        If the output has no kind, no folder, is the input, or is there without ``force``.
+        If the output has no known suffix or no folder, is the input, or exists without ``force``.
     """
     if Path(name).suffix not in (".npy", ".zarr"):
         raise FileError(f"cannot tell the kind of {name}: end it in .npy or .zarr")
@@ -59,7 +59,7 @@ def _present(name: str) -> FileError:
 
 
 def _check_replaceable(name: str, final: Path) -> None:
-    """Let ``--force`` remove what a run like this one can have made, and nothing else."""
+    """Let ``--force`` remove only what such a run may have written."""
     if final.is_dir() and not (
         final.suffix == ".zarr" and (holds_zarr(final) or not any(final.iterdir()))
     ):
@@ -80,7 +80,7 @@ def partial(final: Path, name: str, *, force: bool) -> Iterator[Path]:
     Raises
     ------
     FileError
-        If ``final`` came to be meanwhile, without ``force``, or the renaming fails.
+        If ``final`` was created in the meantime, without ``force``, or the renaming fails.
     """
     # A name may have 255 bytes: leave room for what is put around it.
     stem = os.fsdecode(os.fsencode(final.name)[-200:])
@@ -98,7 +98,7 @@ def partial(final: Path, name: str, *, force: bool) -> Iterator[Path]:
 
 
 def _fsync(path: Path) -> None:
-    """Wait until the disk has it, and so keeps it through a crash."""
+    """Wait until a file is on disk, so that it survives a crash."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -123,7 +123,7 @@ def _publish(path: Path, final: Path, name: str, *, force: bool) -> None:
 
 
 def _claim(path: Path, final: Path) -> None:
-    """Rename unless the name is taken, which a rename alone would not notice."""
+    """Rename, but fail if the name is taken: a plain rename would replace it."""
     if path.is_dir():
         os.mkdir(final)  # a folder may be renamed over an empty one
     else:
@@ -150,7 +150,7 @@ def _swap(path: Path, final: Path) -> None:
     _remove(old, f"{final} is written, but the old one is left as {old}")
 
 
-def _remove(path: Path, trouble: str) -> None:
+def _remove(path: Path, message: str) -> None:
     """Remove a file or folder; a worker that is lost may write into it for a while."""
     reason = ""
     for _ in range(_REMOVE_TRIES):
@@ -161,4 +161,4 @@ def _remove(path: Path, trouble: str) -> None:
         if not os.path.lexists(path):
             return
         time.sleep(_REMOVE_PAUSE_S)
-    warnings.warn(f"{trouble}: {reason}; remove it", P2PWarning, stacklevel=2)
+    warnings.warn(f"{message}: {reason}; remove it", P2PWarning, stacklevel=2)

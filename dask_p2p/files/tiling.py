@@ -1,8 +1,8 @@
-"""Which part of the file moves in which pass, and how a pass is shared among workers.
+"""Which part of the file moves in which pass, and how workers share a pass.
 
-A file may be larger than the memory of all workers, so the output is made *band* by band. A band
-is a box of the output; the box of the input that holds the same elements is read, exchanged, and
-written, and forgotten before the next band begins::
+A file may be larger than the memory of all workers, so the output is written *band* by band. A band
+is a box of the output. The box of the input with the same elements is read, exchanged, written and
+dropped before the next band begins::
 
     output (8, 4), two passes, two workers        input (4, 8), axes (1, 0)
 
@@ -11,8 +11,8 @@ written, and forgotten before the next band begins::
       band 1  | worker 0 writes   |                 worker 1 reads |        |        |
               | worker 1 writes   |                 (rows 2, 3)    |        |        |
 
-Everything here is integers: no files, no arrays, no Dask. A *unit* is the size along an axis that
-is not to be cut: the extent of a Zarr chunk, which must have one writer only.
+Everything here is integers: no files, no arrays, no Dask. A *unit* is a size along an axis that
+must not be cut: the extent of a Zarr chunk, which may have only one writer.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def slabs(box: Box, unit: Sequence[int], parts: int) -> tuple[tuple[int, ...], .
     early axis leaves the runs of bytes long.
     """
     units = [-(-stop // u) - start // u for (start, stop), u in zip(box, unit, strict=True)]
-    chosen = max(range(len(box)), key=lambda axis: min(units[axis], parts), default=0)
+    cut_axis = max(range(len(box)), key=lambda axis: min(units[axis], parts), default=0)
     return tuple(
-        _cut(*side, unit[axis], min(parts, units[axis]) if axis == chosen else 1)
+        _cut(*side, unit[axis], min(parts, units[axis]) if axis == cut_axis else 1)
         for axis, side in enumerate(box)
     )
 

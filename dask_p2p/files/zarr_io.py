@@ -49,13 +49,13 @@ def _zarr() -> Any:
     try:
         import zarr
     except ImportError:
-        found = "none"
+        installed = "none"
     else:
-        found = zarr.__version__
-        if int(found.split(".")[0]) >= 3:
+        installed = zarr.__version__
+        if int(installed.split(".")[0]) >= 3:
             return zarr
     raise FileError(
-        f"Zarr files need the package zarr, version 3 or later, and {found} is here: "
+        f"Zarr files need the package zarr, version 3 or later, and {installed} is here: "
         "pip install 'zarr>=3'"
     )
 
@@ -99,13 +99,13 @@ class ZarrArray:
         on_worker("write", self.name, lambda: self._write(place, block))
 
     def _read(self, place: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        found = self.opened()
-        if (found.shape, found.dtype) != (self.shape, self.dtype):
+        array = self.opened()
+        if (array.shape, array.dtype) != (self.shape, self.dtype):
             raise FileError(
                 f"{self.path} changed while it was read: it was {self.shape} of {self.dtype} and "
-                f"is {found.shape} of {found.dtype}; let nothing write to it, and run again"
+                f"is {array.shape} of {array.dtype}; let nothing write to it, and run again"
             )
-        return np.asarray(found[place], self.dtype)
+        return np.asarray(array[place], self.dtype)
 
     def _write(self, place: tuple[slice, ...], block: np.ndarray[Any, Any]) -> None:
         with _writing(self.path):  # to open the store makes its folder
@@ -172,9 +172,9 @@ def open_zarr(path: str) -> ZarrArray:
             ".npy file or a Zarr array"
         )
     with file_errors("read", path), _quiet_zarr() as zarr:
-        found = zarr.open(path, mode="r")
-        if isinstance(found, zarr.Group):
-            members = found.members(max_depth=None)
+        opened = zarr.open(path, mode="r")
+        if isinstance(opened, zarr.Group):
+            members = opened.members(max_depth=None)
             names = sorted(name for name, item in members if isinstance(item, zarr.Array))
             listed = ", ".join(f"{path}/{name}" for name in names)
             raise FileError(
@@ -182,14 +182,14 @@ def open_zarr(path: str) -> ZarrArray:
                 + (f"give one of its arrays: {listed}" if names else "there are no arrays in it")
             )
         # Reading a chunk must not unpickle it, and so perhaps run code.
-        codecs = [*(found.filters or ()), *(found.compressors or ())]
+        codecs = [*(opened.filters or ()), *(opened.compressors or ())]
         pickled = any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs)
-        if found.dtype.hasobject or pickled:
+        if opened.dtype.hasobject or pickled:
             raise FileError(
-                f"{path} holds Python objects or texts of any length ({found.dtype}), which have "
+                f"{path} holds Python objects or texts of any length ({opened.dtype}), which have "
                 "no fixed size; save it with a dtype of plain values"
             )
-    return ZarrArray(path, path, found.shape, found.dtype, found.shards or found.chunks)
+    return ZarrArray(path, path, opened.shape, opened.dtype, opened.shards or opened.chunks)
 
 
 def create_zarr(
@@ -283,7 +283,7 @@ def _copy_group(zarr: Any, group: Any, array: Any, target: Path) -> None:
     version, folder = group.metadata.zarr_format, Path(array.store.root)
     zarr.create_group(target, zarr_format=version, attributes=dict(group.attrs))
     dimensions = _dimensions(array)
-    texts = [found.attrs.get(_COORDINATES) for found in (array, group)]
+    texts = [node.attrs.get(_COORDINATES) for node in (array, group)]
     named = dimensions.union(*(text.split() for text in texts if isinstance(text, str)))
     for name in named - {folder.name}:
         coordinate = group.get(name)  # an axis need not have one

@@ -63,7 +63,7 @@ def check_array(x: Any) -> None:
 
 
 def has_unknown_chunks(x: Any) -> bool:
-    """Tell whether an array has unknown chunk sizes along any axis."""
+    """Return whether an array has unknown chunk sizes along any axis."""
     return any(size != size for sizes in x.chunks for size in sizes)  # nan
 
 

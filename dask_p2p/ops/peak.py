@@ -14,9 +14,9 @@ from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.layout import Chunks, block_indices, block_shape
 from dask_p2p.ops.arguments import checked_chunks
+from dask_p2p.ops.rechunk import planned
 from dask_p2p.ops.transpose import transposed
-from dask_p2p.plans import redistribution
-from dask_p2p.registration import workers_of
+from dask_p2p.registration import cluster_size
 from dask_p2p.transports.registry import idle_bytes, packed_bytes, staging_bytes
 
 __all__ = ["MemoryEstimate", "estimate"]
@@ -96,25 +96,28 @@ def estimate(
     """
     order, wanted = transposed(x, axes, chunks)
     before = tuple(x.chunks[axis] for axis in order)
-    plan = redistribution(x.chunks, order, checked_chunks(wanted, before, x.dtype))
+    options = checked_options()
+    steps = planned(x.chunks, order, checked_chunks(wanted, before, x.dtype), options)
+    plans = [plan for plan, _ in steps]
     threads = 1
     if workers is None:
-        workers, threads = _cluster() or (max(map(len, x.chunks), default=1), 1)
+        workers, threads = cluster_size() or (max(map(len, x.chunks), default=1), 1)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise InputError(f"expected a number of workers, at least 1, got workers={workers!r}.")
-    chosen = checked_options()
     kind = backend_for(x._meta).name
     item_bytes = x.dtype.itemsize
-    input_bytes, _ = _even_share(plan.src_chunks, workers, item_bytes)
-    output_bytes, output_blocks = _even_share(plan.chunks, workers, item_bytes)
+    input_bytes, _ = _even_share(x.chunks, workers, item_bytes)
+    shares = [_even_share(plan.chunks, workers, item_bytes) for plan in plans]
+    output_bytes = sum(share_bytes for share_bytes, _ in shares)  # what is between the two, too
     staged_bytes = packed = 0
     if workers > 1:
-        tasks = min(threads, output_blocks)
-        largest_block, _ = _even_share(plan.chunks, sys.maxsize, item_bytes)
-        largest_piece = plan.largest_piece * item_bytes
-        staged_bytes = tasks * staging_bytes(chosen, kind, largest_piece, largest_block, item_bytes)
-        packed = packed_bytes(chosen, kind, (workers - 1) * threads, input_bytes)
-        staged_bytes += min(idle_bytes(chosen, kind), staged_bytes + packed)
+        for plan, (_, blocks) in zip(plans, shares, strict=True):
+            largest_block, _ = _even_share(plan.chunks, sys.maxsize, item_bytes)
+            largest_piece = plan.largest_piece * item_bytes
+            task_bytes = staging_bytes(options, kind, largest_piece, largest_block, item_bytes)
+            staged_bytes = max(staged_bytes, min(threads, blocks) * task_bytes)
+        packed = packed_bytes(options, kind, (workers - 1) * threads, input_bytes)
+        staged_bytes += min(idle_bytes(options, kind), staged_bytes + packed)
     return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed)
 
 
@@ -123,21 +126,3 @@ def _even_share(chunks: Chunks, workers: int, item_bytes: int) -> tuple[int, int
     sizes = [prod(block_shape(chunks, index)) for index in block_indices(chunks)]
     share = -(-len(sizes) // workers)
     return sum(nlargest(share, sizes)) * item_bytes, share
-
-
-def _cluster() -> tuple[int, int] | None:
-    """Return the workers of the current cluster, and the most threads of one; None without any."""
-    if "distributed" not in sys.modules:
-        return None
-    from distributed import default_client
-
-    try:
-        client = default_client()
-    except ValueError:
-        return None
-    if client.asynchronous or client.status != "running":
-        return None
-    workers = workers_of(client)
-    if not workers:
-        return None
-    return len(workers), max(worker["nthreads"] for worker in workers.values())

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
-from dask_p2p.config import checked_options
+import dask.array as da
+
+from dask_p2p.config import Options, checked_options
 from dask_p2p.graph import planned_array
+from dask_p2p.layout import Chunks
 from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, has_unknown_chunks
 from dask_p2p.ops.unknown import rechunk_unknown
-from dask_p2p.plans import redistribution
-from dask_p2p.registration import register_if_possible
+from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
+from dask_p2p.registration import cluster_size, register_if_possible
 
-__all__ = ["rechunk"]
+__all__ = ["planned", "rechunk"]
 
 
 def rechunk(
@@ -25,7 +29,7 @@ def rechunk(
 ) -> Any:
     """Cut a Dask array into other blocks, moving only the regions of blocks that must move.
 
-    One layer, one task for each block of the result. A block that is there already, as it is, is
+    One layer, one task for each block of the result. A block that is already there, as it is, is
     handed on and not copied.
 
     Parameters
@@ -85,4 +89,33 @@ def rechunk(
         return x
     register_if_possible()
     prefix = "p2p-transpose" if is_permuted else "p2p-rechunk"
-    return planned_array(prefix, x, redistribution(x.chunks, order, after), checked_options())
+    options = checked_options()
+    for plan, grid in planned(x.chunks, order, after, options):
+        x = planned_array(prefix, x, plan, options)
+        if plan.chunks != grid:
+            x = da.rechunk(x, grid, method="tasks")  # which only cuts: views, on the same worker
+    return x
+
+
+def planned(
+    before: Chunks, axes: tuple[int, ...], after: Chunks, options: Options
+) -> list[tuple[GridPlan, Chunks]]:
+    """Return the plans by which an array is cut anew, one after the other.
+
+    With each come the chunks that are cut from its blocks, which are larger if there are very many.
+    """
+
+    def threads() -> int:
+        return prod(cluster_size() or (1,))
+
+    direct = redistribution(before, axes, after)
+    groups = grouped(direct, options.groups, threads)
+    between = grid_between(direct, options.passes, groups)
+    if between is None:
+        return [(groups, after)]
+    first = redistribution(before, axes, between)
+    second = redistribution(between, range(len(axes)), after)
+    return [
+        (grouped(first, options.groups, threads), between),
+        (grouped(second, options.groups, threads), after),
+    ]

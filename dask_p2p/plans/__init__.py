@@ -1,13 +1,14 @@
 """Plans: each output block assembled from regions of input blocks. Pure, no arrays, no I/O.
 
 `base` says what a plan is, `grid` has those whose axes are independent of each other, `halo` the
-rims of blocks, `slabs` the default chunks of a transpose.
+rims of blocks, `groups` what large graphs need, `slabs` the default chunks of a transpose.
 """
 
 from __future__ import annotations
 
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Plan, Source, block_plans, stage_order
 from dask_p2p.plans.grid import GridPlan, redistribution
+from dask_p2p.plans.groups import grid_between, grouped
 from dask_p2p.plans.halo import halo_plan
 from dask_p2p.plans.slabs import slab_chunks
 
@@ -19,6 +20,8 @@ __all__ = [
     "Plan",
     "Source",
     "block_plans",
+    "grid_between",
+    "grouped",
     "halo_plan",
     "redistribution",
     "slab_chunks",

@@ -116,14 +116,14 @@ def segments_of_range(
     if start == stop:
         return []
     shift = at - start
-    found = []
+    segments = []
     for block in range(*block_range(src_bounds, start, stop)):
         base = src_bounds[block]
         lo, hi = max(start, base), min(stop, src_bounds[block + 1])
         if lo < hi:
             src, dst = (lo - base, hi - base), (lo + shift, hi + shift)
-            found.append(Segment(block, src, dst, is_rim))
-    return found
+            segments.append(Segment(block, src, dst, is_rim))
+    return segments
 
 
 @versioned()  # without what is cached: each task carries a plan, and reads one block of it
@@ -176,11 +176,11 @@ class GridPlan:
     def _all_sources(self, index: Index) -> tuple[Source, ...]:
         blocks = tuple(m.blocks(i) for m, i in zip(self.mappings, index, strict=True))
         # Blocks of one row of the grid read the same: a transpose of slabs has a single list.
-        found = self._sources.get(blocks)
-        if found is None:
-            found = tuple(Source(0, numbers) for numbers in self._in_order(product(*blocks)))
-            self._sources[blocks] = found
-        return found
+        sources = self._sources.get(blocks)
+        if sources is None:
+            sources = tuple(Source(0, numbers) for numbers in self._in_order(product(*blocks)))
+            self._sources[blocks] = sources
+        return sources
 
     def source_elements(self, index: Index) -> tuple[int, ...]:
         """Return how many elements the output block reads of each of its sources."""

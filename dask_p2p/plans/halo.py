@@ -88,7 +88,7 @@ class Halo:
     def segments(self, number: int) -> list[Segment]:
         before, own, after = self._reach(number)
         length, base = self._bounds[-1], before[0]
-        found: list[Segment] = []
+        segments: list[Segment] = []
         for (start, stop), is_rim in ((before, True), (own, False), (after, True)):
             for lo, hi in (
                 (start, min(stop, 0)),
@@ -98,10 +98,10 @@ class Halo:
                 if lo >= hi:
                     continue
                 if 0 <= lo < length:
-                    found += segments_of_range(self._bounds, lo, hi, lo - base, is_rim)
+                    segments += segments_of_range(self._bounds, lo, hi, lo - base, is_rim)
                 else:
-                    found += self._beyond(lo, hi, lo - base)
-        return found
+                    segments += self._beyond(lo, hi, lo - base)
+        return segments
 
     def _beyond(self, start: int, stop: int, at: int) -> list[Segment]:
         """Return the segments of a range that lies beyond one end of the array."""
@@ -111,16 +111,16 @@ class Halo:
             return segments_of_range(self._bounds, start + shift, stop + shift, at, is_rim=True)
         if self.boundary not in ("reflect", "nearest"):
             return [Segment(None, (0, 0), (at, at + stop - start), True, self.boundary)]
-        found = []
+        segments = []
         for position in range(start, stop):
             if self.boundary == "nearest":
                 mirrored = 0 if position < 0 else length - 1
             else:
                 mirrored = -1 - position if position < 0 else 2 * length - 1 - position
-            found += segments_of_range(
+            segments += segments_of_range(
                 self._bounds, mirrored, mirrored + 1, at + position - start, is_rim=True
             )
-        return found
+        return segments
 
 
 def halo_plan(

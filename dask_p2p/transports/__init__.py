@@ -12,6 +12,7 @@ from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.pinned import PinnedTransport
 from dask_p2p.transports.registry import classes, register
 from dask_p2p.transports.ucx import UcxTransport
 
@@ -21,6 +22,7 @@ register(
     IpcTransport,
     CmaTransport,
     UcxTransport,
+    PinnedTransport,
     CommTransport,
 )
 

@@ -15,7 +15,7 @@ Who may touch what, when
     An array is read-only. If it lies in the holder's memory (`Transport.in_place`) it is valid
     until its `Reading` is closed, and the holder's block is *leased* until then: it stays where it
     is even if Dask spills, cancels or releases it. Close only after all kernels that read are
-    synchronised. Otherwise it is the reader's own: let go of it when it has been read.
+    synchronised. Otherwise it is the reader's own: drop it when it has been read.
 Failure
     `BlockUnavailableError` if the holder lacks a block or is silent, `BlockMismatchError` if a
     block is not of the declared kind, `TransferError` for anything else. A block that fails does
@@ -179,13 +179,13 @@ class Transport(ABC):
         return 0
 
     def publish(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
-        """Take note that these blocks of this worker are about to be read by others."""
+        """Note that these blocks of this worker are about to be read by others."""
 
     def on_released(self, key: Any) -> None:  # noqa: B027  # optional
-        """Take note that Dask gave up a block of this worker. Called on the event loop."""
+        """Note that Dask gave up a block of this worker. Called on the event loop."""
 
     def on_worker_left(self, holder: str) -> None:  # noqa: B027  # optional
-        """Take note that a worker has left. Called on the event loop."""
+        """Note that a worker has left. Called on the event loop."""
 
     def offload(self, function: Callable[..., Any], *args: Any) -> None:
         """Have a thread run a blocking function, and go on. Called on the event loop."""

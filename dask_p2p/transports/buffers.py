@@ -84,7 +84,7 @@ class Buffers:
         return _allocate(self.kind, size_bytes)
 
     def clear(self) -> None:
-        """Let go of what is not in use."""
+        """Drop what is not in use."""
         self._idle.clear()
 
     def _put_back(self, size_bytes: int, memory: Any) -> None:

@@ -68,7 +68,7 @@ class CmaTransport(SameHostTransport):
     @classmethod
     def rank(cls, kind: str, options: Options) -> float:
         # Between processes of one host with two cores and NumPy blocks Dask's own TCP takes twice
-        # as long. Who wants checksums has them, though cma has none.
+        # as long. Where checksums are asked for, cma is not used: it has none.
         return 10 if kind == "numpy" and not options.checksum else NOT_IN_AUTO
 
     @classmethod
@@ -191,7 +191,7 @@ class _CmaBlock(LeasedBlock):
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A region that is read when it is wanted, by who wants it: there is nobody else to do it."""
+    """A region that is read by the thread that waits for it, when it waits."""
 
     read: Callable[[Box], Any]
     box: Box

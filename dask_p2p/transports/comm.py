@@ -1,9 +1,9 @@
 """``comm``: regions over Dask's own connections, between any two workers.
 
-A reader asks a holder by one RPC for several parts at a time, of whatever blocks. The holder cuts
-each out of its block, packs it into one piece of memory and sends them as the answer; Dask's
-serialisation and protocol (tcp, tls, ucx, inproc) do the rest. GPU regions are sent from device
-memory where the protocol can (ucx), else through host memory.
+A reader asks a holder by one RPC for several parts at a time, of any of its blocks. The holder
+packs each part into contiguous memory, and sends all of them as the reply. Dask's serialisation and
+protocol (tcp, tls, ucx, inproc) do the rest. GPU regions are sent from device memory where the
+protocol can (ucx), else through host memory.
 
 With ``p2p.checksum`` the answer holds checksums too, of the packed bytes.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from dask_p2p.transports.requests import (
     no_more,
 )
 
-__all__ = ["CommOptions", "CommTransport"]
+__all__ = ["Answer", "CommOptions", "CommReading", "CommTransport"]
 
 _OP = "p2p_comm_read"
 _MOST_PARTS = 256  # in one answer: each is a frame of its own
@@ -100,7 +101,7 @@ class CommTransport(Transport):
     def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
         self._closed = False
-        self._opened: set[_CommReading] = set()  # by task threads
+        self._opened: set[CommReading] = set()  # by task threads
         self._serving = 0  # requests; changed on the event loop only
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -110,11 +111,11 @@ class CommTransport(Transport):
         return None
 
     def probe(self, holder: str, kind: str) -> None:
-        """Nothing to prove: it is the last resort, and what Dask itself uses all the time."""
+        """Do nothing: there is nothing to prove, since Dask itself uses these connections."""
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         flow = self.flow_for(requests, options)
-        reading = _CommReading(self.host, requests, flow, options, self._opened.discard)
+        reading = CommReading(self.host, requests, flow, options, self._opened.discard)
         self._opened.add(reading)
         return reading
 
@@ -155,7 +156,7 @@ class CommTransport(Transport):
     async def _packed(
         self, blocks: Sequence[tuple[Any, Any]], parts: Sequence[tuple[int, Box]], checksum: bool
     ) -> list[dict[str, Any]]:
-        """Return answers for the first parts, as many as there is room for, but one at least."""
+        """Return answers for the first parts: as many as there is room for, but at least one."""
         deadline_s = time.monotonic() + self.options.request_timeout_s
         while True:
             answers = await self.host.offload(self._pack_some, blocks, parts, checksum)
@@ -168,7 +169,7 @@ class CommTransport(Transport):
     def _pack_some(
         self, blocks: Sequence[tuple[Any, Any]], parts: Sequence[tuple[int, Box]], checksum: bool
     ) -> list[dict[str, Any]]:
-        """Pack parts for which there is room now; say of a block that fails why it does."""
+        """Pack the parts for which there is room now; for a block that fails, the error."""
         answers: list[dict[str, Any]] = []
         for number, box in parts:
             key, shape = blocks[number]
@@ -215,14 +216,20 @@ class CommTransport(Transport):
         return packed
 
 
-class _CommReading(Reading):
+class CommReading(Reading):
+    """Regions that are asked for, and answered, several at a time."""
+
+    name: ClassVar[str] = CommTransport.name
+    op: ClassVar[str] = _OP
+    align_bytes: ClassVar[int] = 1  # of each region in an answer
+
     def __init__(
         self,
         host: WorkerContext,
         requests: Sequence[Request],
         flow: FlowControl,
         options: Options,
-        closed: Callable[[_CommReading], None],
+        closed: Callable[[CommReading], None],
     ) -> None:
         super().__init__(requests, flow)
         self._host = host
@@ -235,24 +242,26 @@ class _CommReading(Reading):
 
     @property
     def under_way(self) -> int:
-        """Calls that are not answered yet."""
+        """Number of calls that have no answer yet."""
         return len(self._calls)
 
     def __iter__(self) -> Iterator[Region]:
+        last: deque[int] = deque(maxlen=self._answers_ahead)  # parts of the last answers
         for parts in self._batches():
             future = asyncio.run_coroutine_threadsafe(self._pull(parts), self._host.loop)
             self._calls.add(future)
             future.add_done_callback(self._calls.discard)
-            self.ahead = self._answers_ahead * len(parts)
+            last.append(len(parts))
+            self.ahead = sum(last)
             for number, part in enumerate(parts):
-                yield Region(part, _Answer(future, number))
+                yield Region(part, Answer(future, number))
 
     def _batches(self) -> Iterator[list[Part]]:
-        """Put parts together that weigh as much as one may."""
+        """Group small parts, up to the size of one part."""
         batch: list[Part] = []
         batch_bytes = 0
         for part in self.parts():
-            nbytes = box_size(part.box) * self.requests[part.request].dtype.itemsize
+            nbytes = self._aligned_bytes(part)
             is_full = self.part_bytes is not None and batch_bytes + nbytes > self.part_bytes
             if batch and (is_full or len(batch) == _MOST_PARTS):
                 yield batch
@@ -261,6 +270,10 @@ class _CommReading(Reading):
             batch_bytes += nbytes
         if batch:
             yield batch
+
+    def _aligned_bytes(self, part: Part) -> int:
+        nbytes: int = box_size(part.box) * self.requests[part.request].dtype.itemsize
+        return -(-nbytes // self.align_bytes) * self.align_bytes
 
     def close(self) -> None:
         for future in list(self._calls):
@@ -275,44 +288,52 @@ class _CommReading(Reading):
             regions += [await self._region(*pair) for pair in zip(left, answers, strict=False)]
         return regions
 
-    async def _ask(self, parts: Sequence[Part]) -> Sequence[Any]:
+    async def _ask(self, parts: Sequence[Part], **extra: Any) -> Sequence[Any]:
         first, named = self.requests[parts[0].request], self.named(parts)
         others = len(named["blocks"]) - 1
         about = f"block {first.key!r}" + (f" and {others} others" if others else "")
-        extra = {"checksum": True} if self._with_sum else {}
-        asking = ask(self._host, first.holder, _OP, self._timeout_s, about, **named, **extra)
-        reply = check_reply(await asking, first, "comm")
+        extra |= {"checksum": True} if self._with_sum else {}
+        asking = ask(self._host, first.holder, self.op, self._timeout_s, about, **named, **extra)
+        reply = check_reply(await asking, first, self.name)
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
-            raise TransferError(f"comm: {first.holder} did not answer about any part: {reply}")
+            message = f"{first.holder} did not answer about any part: {reply}"
+            raise TransferError(f"{self.name}: {message}")
         result: Sequence[Any] = answers
         return result
 
     async def _region(self, part: Part, answer: Any) -> Any:
         request, box = self.requests[part.request], part.box
         try:
-            region: Any = check_reply(answer, request, "comm").get("data")
+            region: Any = check_reply(answer, request, self.name).get("data")
             shape = getattr(region, "shape", type(region).__name__)
             if shape != box_shape(box):
-                raise TransferError(
-                    f"comm: {request.holder} sent {shape} instead of {box_shape(box)} of {request}"
-                )
+                came = f"{shape} instead of {box_shape(box)} of {request}"
+                raise TransferError(f"{self.name}: {request.holder} sent {came}")
             if region.dtype != request.dtype:
                 raise mismatch(request, request.dtype, region.dtype)
             if self._with_sum:
                 sent = answer.get("checksum")
-                await self._host.offload(_check, request, region, box, sent)
+                await self._host.offload(_check, self.name, request, region, box, sent)
         except (TransferError, BlockMismatchError) as exc:
             return exc
         return region
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class Answer:
     """One of the parts that a call is about."""
 
     call: Future[list[Any]]
     number: int
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has come, and well."""
+        call = self.call
+        if not call.done() or call.cancelled() or call.exception() is not None:
+            return False
+        return not isinstance(call.result()[self.number], Exception)
 
     def result(self, timeout_s: float | None = None, /) -> Any:
         """Wait for the answer, and return the region."""
@@ -324,14 +345,14 @@ class _Answer:
         return region
 
 
-def _check(request: Request, region: Any, box: Box, sent: Any) -> None:
+def _check(name: str, request: Request, region: Any, box: Box, sent: Any) -> None:
     """Raise `TransferError` unless the region is what the holder sent, by its checksum."""
     try:
-        name, remote = sent
-        algorithm = algorithm_of(name)
+        sum_name, remote = sent
+        algorithm = algorithm_of(sum_name)
     except (TypeError, ValueError):
         raise TransferError(
-            f"comm: {request.holder} sent no checksum of {box} of {request}, but {sent!r:.100}"
+            f"{name}: {request.holder} sent no checksum of {box} of {request}, but {sent!r:.100}"
         ) from None
     local = region_sum(request.key, box, region, algorithm)
-    check_sum("comm", request, box, local, remote, algorithm)
+    check_sum(name, request, box, local, remote, algorithm)

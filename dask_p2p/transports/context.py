@@ -40,7 +40,7 @@ class WorkerContext(Protocol):
         """
 
     def is_on_disk(self, key: Any) -> bool:
-        """Tell whether a block is spilled, so that `block` would have to read it."""
+        """Return whether a block is spilled, so that `block` would have to read it."""
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         """Call the handler `op` of the worker at `address`; `OSError` if it cannot be reached."""
@@ -53,7 +53,7 @@ class WorkerContext(Protocol):
     # --- for tasks ---
 
     def publish(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
-        """Take note that other workers are about to read these blocks of this kind."""
+        """Note that other workers are about to read these blocks of this kind."""
 
     def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
         """Return all memory for blocks of this kind if that is less than wanted; else None."""
@@ -65,7 +65,7 @@ class WorkerContext(Protocol):
         """See `AttemptLog`."""
 
     def record_success(self, record: Any) -> None:
-        """Take note that a task ended well: its `task.Record`."""
+        """Note that a task ended well: its `task.Record`."""
 
     def on_device_lost(self, error: DeviceLostError) -> bool:
-        """Have the worker leave because its GPU works no more; return whether it does."""
+        """Have the worker leave because its GPU no longer works; return whether it does."""

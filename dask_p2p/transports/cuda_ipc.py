@@ -43,7 +43,7 @@ _NOT_SHAREABLE = Obstacle(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a block lies, in words that another process understands."""
+    """Where a block lies, described for another process."""
 
     gpu: str  # UUID in hex
     handle: str  # of the whole allocation, in hex
@@ -68,7 +68,7 @@ def gpu_uuid() -> str:
 
 
 def peer_obstacle(gpu: str) -> Obstacle | None:
-    """Say why this process' GPU cannot read the memory of the GPU with this UUID."""
+    """Return why this process' GPU cannot read the memory of the GPU with this UUID."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -146,11 +146,11 @@ class Mapping:
     unused_since_s: float = 0.0  # monotonic
 
     def release(self) -> None:
-        """Say that one user is done, its kernels included."""
+        """Note that one user is done, its kernels included."""
         self.owner._release(self)
 
     def overlaps(self, process: str, place: Place) -> bool:
-        """Tell whether it maps addresses of an allocation of a process."""
+        """Return whether it maps addresses of an allocation of a process."""
         mine = self.place
         return self.process == process and (
             mine.base < place.base + place.nbytes and place.base < mine.base + mine.nbytes
@@ -158,7 +158,7 @@ class Mapping:
 
 
 class Mappings:
-    """Mapped allocations: opened once each, closed when they are of no use any more.
+    """Mapped allocations: each is opened once, and closed when it is no longer used.
 
     What is mapped stays taken on its GPU though its owner has freed it. So a mapping is closed
 
@@ -242,7 +242,7 @@ class Mappings:
             raise TransferError(f"ipc: the memory cannot be mapped: {exc}") from exc
 
     def retire(self, process: str | None) -> None:
-        """Take note that a process has left (None: all), so that its mappings can be closed."""
+        """Note that a process has left (None: all), so that its mappings can be closed."""
         with self._lock:
             for pair in [pair for pair in self._open if process in (None, pair[0])]:
                 self._retired.append(self._open.pop(pair))

@@ -36,7 +36,7 @@ class Peer:
 
     @classmethod
     def parse(cls, fields: Any) -> Peer:
-        """Read what a worker says of itself; `ValueError` or `TypeError` if it is no such thing."""
+        """Read a worker's description of itself; `ValueError` or `TypeError` if it is malformed."""
         peer = cls(**fields)
         for name in ("boot_id", "pid_namespace", "folder", "memory"):
             checked_text(name, getattr(peer, name))
@@ -54,7 +54,7 @@ class Descriptor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
     dtype: str
-    place: Mapping[str, Any]  # where it is, in the transport's own words
+    place: Mapping[str, Any]  # where it is, as the transport describes it
 
     def text(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -91,7 +91,7 @@ def kernel_and_namespace() -> tuple[str, str]:
 
 
 def apart(local: Peer, remote: Peer) -> Obstacle | None:
-    """Say what sets two processes so far apart that neither can read the other's memory."""
+    """Return what keeps two processes from reading each other's memory; None if nothing does."""
     if local.boot_id != remote.boot_id:
         return Obstacle("other-host", "they run on different hosts")
     if local.pid_namespace != remote.pid_namespace:

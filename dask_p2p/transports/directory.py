@@ -2,9 +2,9 @@
 
 A holder *publishes* a descriptor of a block in its table (`dask_p2p.transports.table`), and keeps
 the block referenced. A reader *takes* a lease on it without asking anybody: it finds the
-descriptor's slot in the table, and locks it. The kernel ends the lease when the reader lets go, or
-dies. To give a block up, the holder first withdraws the descriptor and then looks at the lock: as
-long as it is there somebody reads, and the block stays where it is::
+descriptor's slot in the table, and locks it. The kernel ends the lease when the reader releases the
+lock, or dies. To give up a block, the holder first withdraws the descriptor and then checks the
+lock. While the slot is locked somebody reads, and the block stays where it is::
 
     holder                                   reader
     publish: write descriptor, keep block    take: find slot, lock it (shared),
@@ -13,10 +13,10 @@ long as it is there somebody reads, and the block stays where it is::
       slot is free   -> drop block
       slot is locked -> keep block, look again later
 
-A reader that locks after the withdrawal does not find the key any more; one that locked before is
-seen by the holder. So no reader has a valid lease on a dropped block. A holder that is killed
-leaves its table behind; while it lives it keeps the first byte locked, by which readers tell that
-somebody stands by what the table says. Open files grow with the workers, never with the blocks.
+A reader that locks after the withdrawal no longer finds the key. One that locked before is seen by
+the holder. So no reader has a valid lease on a dropped block. A holder that is killed leaves its
+table behind. While it lives it keeps the first byte locked, so that readers can check that the
+owner of the table is alive. The number of open files grows with the workers, never with the blocks.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class DescriptorDirectory:
             self.close()
             self.folder = ""
             logger.warning("descriptors cannot be published in %s: %s", parent, exc)
-            # In the same words on all workers that have the same trouble.
+            # The same text on all workers, so that the user sees one warning.
             reason = getattr(exc, "strerror", None) or exc
             self.refusal = f"its folder for descriptors cannot be set up: {reason}"
 
     def token(self, key: Any) -> PublishToken:
-        """Return a token for a block that is about to be looked up, and published then.
+        """Return a token for a block that is about to be looked up and then published.
 
         Between the two it may be released by another thread, which does not wait for it.
         """
@@ -147,7 +147,7 @@ class DescriptorDirectory:
                 self._withdraw(replaced)
 
     def touch(self, key: Any, owner: Any) -> bool:
-        """Prolong the descriptor of a block; False if there is none, or one of an earlier block."""
+        """Keep a block's descriptor for longer; False if there is none, or an earlier block's."""
         with self._lock:
             entry = self._published.get(key)
             if entry is None or entry.owner is not owner:
@@ -156,7 +156,7 @@ class DescriptorDirectory:
             return True
 
     def withdraw(self, key: Any) -> None:
-        """Take an entry down; the block is dropped as soon as no lease is left."""
+        """Withdraw an entry; its block is dropped as soon as no lease is left."""
         with self._lock:
             for token in self._tokens:
                 token.cancelled |= token.key == key
@@ -164,7 +164,7 @@ class DescriptorDirectory:
         del dropped  # freeing a GPU's memory may wait for it: nobody should wait for that lock
 
     def expire(self, ttl_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
-        """Retract what is older, or spilled; drop what nobody reads; return how many are left."""
+        """Withdraw what is older, or spilled; drop what nobody reads; return how many are left."""
         with self._lock:
             oldest_s = time.monotonic() - ttl_s
             due = [
@@ -172,24 +172,24 @@ class DescriptorDirectory:
             ]
             dropped = [self._withdraw(self._published.pop(key)) for key in due], self._withdrawn
             self._withdrawn = [entry for entry in self._withdrawn if self._is_kept(entry)]
-            left = len(self)
+            remaining = len(self)
         del dropped
-        return left
+        return remaining
 
     def close(self) -> int:
-        """Retract everything, refuse further publishes; return how many leases are left."""
+        """Withdraw everything, refuse further publishes; return how many leases are left."""
         with self._lock:
             self.refusal = self.refusal or "the directory is closed"
-        left = self.expire(float("-inf"))
+        remaining = self.expire(float("-inf"))
         with self._lock:
             # Not before the last reader is done, who would think that the holder was killed.
-            if not left and self.folder:
+            if not remaining and self.folder:
                 for remove, name in (os.unlink, FILE), (os.rmdir, ""):
-                    with suppress(OSError):  # removed already, together with the parent
+                    with suppress(OSError):  # already removed, together with the parent
                         remove(os.path.join(self.folder, name))
                 if self._file is not None:
                     self._file.close()
-        return left
+        return remaining
 
     def linger(self) -> None:
         """Close, in a thread of its own, as soon as the last reader is done."""
@@ -217,7 +217,7 @@ class DescriptorDirectory:
         return entry
 
     def _is_kept(self, entry: _Published) -> bool:
-        """Withdraw a descriptor; tell whether its block must stay, since somebody may read it."""
+        """Withdraw a descriptor; return whether its block must stay, since somebody may read it."""
         try:
             return self._file is not None and self._file.withdraw(entry.byte)
         except (OSError, MemoryError):  # nobody knows: it is tried again
@@ -238,7 +238,7 @@ class Lease:
         return self._view is not None
 
     def holder_lives(self) -> bool:
-        """Whether the process lives that published the block. It opens no file."""
+        """Return whether the process that published the block is alive. It opens no file."""
         if self._view is None:
             raise OSError(errno.EBADF, "the lease has ended")
         return self._view.is_locked(OWNER)

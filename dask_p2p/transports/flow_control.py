@@ -1,19 +1,20 @@
 """How a reader asks for regions, and how much memory that takes. Pure arithmetic.
 
-What an assembling task holds beside its inputs and its output are the parts of regions that are on
-their way. It stays below `Options.staging_limit_bytes`, since parts are cut to what then fits. Here
-is what transports share; each says itself what it holds.
+Besides its inputs and its output, a task holds parts of regions that are on their way. These stay
+below `Options.staging_limit_bytes`: parts are cut to fit. This module has what transports share.
+Each transport states what it holds itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dask_p2p.backends import MOST_UNREAD, backend_named
 from dask_p2p.transports.buffers import buffer_bytes
 
-__all__ = ["FlowControl", "PackingLimits", "part_that_fits", "parts_held"]
+__all__ = ["FlowControl", "PackingLimits", "buffered_flow", "part_that_fits", "parts_held"]
 
 _MOST_SMALL = 16  # parts in flight, of those smaller than they might be
 
@@ -28,8 +29,8 @@ class FlowControl:
     def for_regions(self, largest_bytes: int) -> FlowControl:
         """Return the same for regions of at most so many bytes.
 
-        If they are smaller than a part, more of them are on their way, as many as weigh no more:
-        an answer takes its time, however small it is.
+        Of regions that are smaller than a part, more are in flight, up to the same size in all: an
+        answer takes its time, however small it is.
         """
         if not self.part_bytes or not self.parts_in_flight:
             return self
@@ -54,6 +55,29 @@ def part_that_fits(part_bytes: int, most_bytes: int) -> int:
     if buffer_bytes(part_bytes) > most_bytes:
         return 1 << (most_bytes.bit_length() - 1)
     return part_bytes
+
+
+def buffered_flow(
+    part_bytes: int, in_flight: int, left_bytes: int, held: Callable[[int], int]
+) -> FlowControl:
+    """Return parts of a size, or the largest for which there is room.
+
+    Parameters
+    ----------
+    part_bytes
+        As configured. Each goes through buffers, whose sizes are powers of two.
+    in_flight
+        As configured; one after another if there is no room for that many of the smallest.
+    left_bytes
+        What all may take.
+    held
+        Returns how many there are at a time with so many in flight.
+    """
+    smallest_bytes = buffer_bytes(1)
+    if left_bytes // held(in_flight) < smallest_bytes:
+        in_flight = 0
+    most_bytes = max(smallest_bytes, left_bytes // held(in_flight))
+    return FlowControl(part_that_fits(part_bytes, most_bytes), in_flight)
 
 
 def parts_held(in_flight: int, kind: str) -> int:

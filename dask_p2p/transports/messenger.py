@@ -35,7 +35,7 @@ _MOST_BEHIND = 1000  # endpoints that another process had, and this one has not
 
 @cache  # the search goes through folders, and each source of a block would wait for it
 def ucxx_obstacle() -> Obstacle | None:
-    """Say why ucxx cannot be used in this process; None if it can, as far as is known."""
+    """Return why ucxx cannot be used in this process; None if nothing is known to prevent it."""
     from importlib.util import find_spec
 
     if find_spec("ucxx") is None:
@@ -113,7 +113,7 @@ class Messenger:
     """
 
     def __init__(self, device: int | None) -> None:
-        # UCX would complain in each worker's log about variables that ucxx itself sets.
+        # Otherwise UCX warns in each worker's log about variables that ucxx itself sets.
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         try:
             import ucxx
@@ -127,8 +127,8 @@ class Messenger:
             raise TransferError(f"UCX does not start: {type(exc).__name__}: {exc}") from exc
         if device is not None:
             self._worker.set_progress_thread_start_callback(lambda: _use_device(device))
-        # Looking all the time finds the end of a copy at once. On a machine without a GPU the
-        # processor that looks would be missing where messages are copied.
+        # Polling finds the end of a copy at once. On a machine without a GPU the core that polls
+        # would be missing where messages are copied.
         self._poll = device is not None
         self._driven = False
         self._endpoints: dict[bytes, Any] = {}
@@ -156,7 +156,7 @@ class Messenger:
             return self._noted(Message(request, array, tag, self.end))
 
     def end(self, message: Message) -> None:
-        """End a message to here that will not come.
+        """Cancel a message that will not arrive.
 
         UCX cannot take back a single request for one. It gets an empty message, from ourselves.
         """
@@ -176,7 +176,7 @@ class Messenger:
         _close([endpoint])
 
     def closed(self, address: bytes) -> int:
-        """Return which of the endpoints to an address was the last to be closed: 1 is the first."""
+        """Return the number of the endpoint to an address that was closed last; the first is 1."""
         with self._lock:  # all but the one that there is, if there is one
             return self._made[address] - (address in self._endpoints)
 
@@ -231,7 +231,7 @@ class Messenger:
             return not self._driven
 
     def close(self) -> None:
-        """Give up everything. Blocks for the time that it takes UCX to say goodbye."""
+        """Close all endpoints. This blocks until UCX has closed them."""
         with self._lock:
             if self._closed:
                 return
@@ -243,8 +243,8 @@ class Messenger:
                 self._worker.stop_progress_thread()
             nothing = self._lib.UCXXTagMask(0)
             if self.under_way or self._worker.tag_probe(self._lib.UCXXTag(0), nothing).matched:
-                # ucxx's destructor receives what nobody took; it would wait for senders that are
-                # gone, for ever. Let it never run.
+                # ucxx's destructor receives messages that nobody received. It would wait forever
+                # for senders that have left, so it must never run.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._worker))
 
     def _endpoint(self, address: bytes) -> Any:
@@ -276,7 +276,7 @@ class Messenger:
 
 
 def _close(endpoints: Iterable[Any]) -> None:
-    """Close endpoints. This may take a second each, so nobody should hold a lock meanwhile."""
+    """Close endpoints, each of which may take a second. Call it without holding a lock."""
     for endpoint in endpoints:
         if endpoint is not None:
             endpoint.close_blocking(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)

@@ -1,7 +1,7 @@
-"""Probe blocks: known bytes that every worker can be asked for, to prove that a transport works.
+"""Probe blocks: known bytes that every worker can provide, to prove that a transport works.
 
 A probe block has a key of its own kind, and is made when it is first asked for. What it holds
-follows from its size, so that whoever reads it can tell whether it came unharmed.
+follows from its size, so that whoever reads it can return whether it came unharmed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Key = tuple[str, str, int]
 
 
 def probe_key(kind: str, nbytes: int = PROBE_BYTES) -> _Key:
-    """Return the key of a probe block: a 1-D array of so many bytes."""
+    """Return the key of a probe block: a 1-D array of this many bytes."""
     return (_NAME, kind, nbytes)
 
 
@@ -44,7 +44,7 @@ def most_probe_bytes(kind: str, memory_bytes: int | None) -> int:
 
 
 def is_probe(key: Any) -> bool:
-    """Tell whether this is the key of a probe block."""
+    """Return whether this is the key of a probe block."""
     return isinstance(key, (tuple, list)) and len(key) == 3 and key[0] == _NAME
 
 
@@ -80,7 +80,7 @@ class Probes:
             return self._blocks[key]
 
     def clear(self) -> list[_Key]:
-        """Let go of all of them; return their keys."""
+        """Drop all of them; return their keys."""
         with self._lock:
             keys = list(self._blocks)
             self._blocks.clear()
@@ -116,9 +116,9 @@ def check_probe(region: Any, start: int = 0) -> None:
     """
     if not isinstance(region, np.ndarray):
         queue = backend_for(region).queue()
-        near = queue.scratch(region.shape, region.dtype)
-        queue.permute(near, region[::-1], (0,))  # as it is, it would be a copy engine's
-        region = queue.to_host(near)[::-1]
+        reversed_copy = queue.scratch(region.shape, region.dtype)
+        queue.permute(reversed_copy, region[::-1], (0,))  # as it is, it would be a copy engine's
+        region = queue.to_host(reversed_copy)[::-1]
     wrong = int((region != _pattern(start + region.shape[0])[start:]).sum())
     if wrong:
         raise TransferError(f"{wrong} of {region.shape[0]} bytes of a probe came changed")

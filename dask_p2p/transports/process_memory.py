@@ -45,7 +45,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Runs:
-    """Return where the elements of a region are.
+    """Return where the elements of a region lie.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ def _libc() -> Any:
 
 @cache
 def is_there() -> bool:
-    """Tell whether this system has cross-memory attach: Linux does."""
+    """Return whether this system has cross-memory attach: Linux does."""
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "process_vm_readv")
 
 

@@ -47,7 +47,7 @@ class Pending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A region that is here already."""
+    """A region that is already here."""
 
     region: Any
 
@@ -68,7 +68,7 @@ class Failed:
 
 
 class Part(NamedTuple):
-    """A part of what is wanted, small enough to be asked for at once."""
+    """A part of what is requested, small enough to be asked for at once."""
 
     request: int  # number among the requests
     piece: int  # number of the box, among those of the request
@@ -129,7 +129,7 @@ class Reading(ABC):
         }
 
     def parts(self, *, is_tapered: bool = False) -> Iterator[Part]:
-        """Cut what is wanted into parts, but for what was dropped.
+        """Cut what is requested into parts, but for what was dropped.
 
         They are made as late as may be: a region can have hundreds of parts, and the first should
         soon be here.

@@ -1,8 +1,8 @@
-"""Asking holders, and answering readers: what goes wrong on one side, said on the other.
+"""Asking holders, and answering readers: errors on one side are reported on the other.
 
-A holder's answer is plain text and numbers. It says ``"status"``: ``"ok"``, ``"missing"``,
-``"mismatch"``, ``"unsuitable"`` or ``"error"``, and with the last three a ``"message"``; with an
-error the ``"obstacle"`` too, where that is known.
+A holder's answer is plain text and numbers. Its ``"status"`` is ``"ok"``, ``"missing"``,
+``"mismatch"``, ``"unsuitable"`` or ``"error"``. The last three come with a ``"message"``, and an
+error with the ``"obstacle"`` too, where that is known.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def ask(
 
 
 def _retrieve_error(task: asyncio.Future[Any]) -> None:
-    """Keep asyncio from logging an error, since whoever asked may have given up by now."""
+    """Keep asyncio from logging an error that nobody waits for any longer."""
     if not task.cancelled():
         task.exception()
 
@@ -143,7 +143,7 @@ def refuse(exc: Exception) -> dict[str, Any]:
 
 
 def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
-    """Return a holder's reply if it is a good one; else raise what it says."""
+    """Return a holder's reply if its status is "ok"; else raise the error that it reports."""
     status = reply.get("status") if isinstance(reply, dict) else None
     if status == "ok":
         return dict(reply)
@@ -159,7 +159,7 @@ def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
 
 
 def _obstacle_of(reply: Any) -> Obstacle | None:
-    """Return the obstacle that a holder names, if it is one."""
+    """Return the obstacle that a holder reports, if it is a valid one."""
     parts: Any = reply.get("obstacle") if isinstance(reply, dict) else None
     if type(parts) not in (list, tuple) or any(type(part) is not str for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""What a request may hold: checked before anything is done with it.
+"""What a request may hold. It is checked before anything is done with it.
 
 Dask's protocol has turned the message into Python values by then. What is checked here is that
 they are the plain ones that readers send, so that nothing else (text for numbers, numbers that
@@ -17,6 +17,7 @@ __all__ = [
     "checked_blocks",
     "checked_box",
     "checked_integer",
+    "checked_integers",
     "checked_key",
     "checked_parts",
     "checked_seconds",
@@ -112,6 +113,13 @@ def checked_integer(name: str, value: Any, least: int, most: int) -> int:
     if not least <= value <= most:
         raise MalformedRequestError(f"{name}: expected {least} to {most}")
     return value
+
+
+def checked_integers(name: str, values: Any, most: int) -> list[int]:
+    """Return some integers, none of them negative."""
+    if type(values) not in (tuple, list) or len(values) > _MOST_PARTS:
+        raise MalformedRequestError(f"{name}: expected at most {_MOST_PARTS} integers")
+    return [checked_integer(name, value, 0, most) for value in values]
 
 
 def checked_seconds(name: str, value: Any) -> float:

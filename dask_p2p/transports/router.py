@@ -110,7 +110,7 @@ class Router:
         return (route.holder, route.transport.name) in self._broken
 
     def _works(self, route: Route, kind: str) -> bool:
-        """Tell whether a route works: the first time by trying it."""
+        """Return whether a route works: the first time by trying it."""
         proof = (route.holder, route.transport.name, kind)
         if proof not in self._proved:
             with self._lock:

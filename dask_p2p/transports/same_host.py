@@ -2,10 +2,11 @@
 
 A holder publishes descriptors of its blocks in a directory (`dask_p2p.transports.directory`). A
 reader of the same host takes a lease on a block, and reads what it wants, as its transport can. The
-holder has nothing to do with that.
+holder takes no part in that.
 
 Descriptors need not be asked for: a worker that runs an assembling task publishes its own blocks
-first, since the others are about to read them. Who finds no descriptor asks the holder to publish.
+first, since the others are about to read them. Whoever finds no descriptor asks the holder to
+publish.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
 """A table of descriptors in a file: its holder writes it, readers map it and lock what they lease.
 
-It is a hash table of equally long buckets. A bucket begins with an index, an entry a slot, which is
-the digest of a key, or zeros; the descriptors follow. There are levels of 1, 2, 4, ... buckets, and
-on each level one bucket in which a key may be. Where all of them are full another level is added:
-nothing ever moves. A slot is known, and locked, by the byte at which its entry is.
+It is a hash table of buckets of equal length. A bucket begins with an index that has one entry for
+each slot: the digest of a key, or zeros. The descriptors follow. There are levels of 1, 2, 4, ...
+buckets, and on each level a key can be in one bucket only. When all of these are full, another
+level is added: nothing ever moves. A slot is identified, and locked, by the byte at which its entry
+is.
 
-A descriptor is written before its entry, and its slot used again when its entry is gone and nobody
-has locked it. So who locks a slot, and then finds the digest there, reads a whole descriptor. The
-holder writes the file and does not map it: a full disk is an error then, and not a signal.
+A descriptor is written before its entry. Its slot is reused when the entry is cleared and nobody
+has locked it. So a reader that locks a slot and then finds the digest there reads a whole
+descriptor. The holder writes the file and does not map it: so a full disk is an error, and not a
+signal.
 
-Locks are those of the open file (``F_OFD_SETLK``, see fcntl(2)), not of the process: two tables
-within one process are as far apart as those of two. A forked child would share and keep them; so it
-closes the files first of all.
+Locks belong to the open file (``F_OFD_SETLK``, see fcntl(2)), not to the process. So two tables
+within one process behave as those of two processes. A forked child would share and keep the locks,
+so it closes the files first.
 """
 
 from __future__ import annotations
@@ -91,14 +93,14 @@ class Table(LockFile):
             self._grow()
 
     def publish(self, slot: int, digest: bytes, text: bytes) -> None:
-        """Fill a slot. If that fails readers may find it all the same."""
+        """Fill a slot. Readers may find it even if this fails."""
         if len(text) > TEXT_BYTES:
             raise ValueError(f"a descriptor has at most {TEXT_BYTES} bytes, and this {len(text)}")
         self._write(len(text).to_bytes(_LENGTH_BYTES) + text, _text_at(slot))
         self._write(digest, slot)
 
     def withdraw(self, slot: int) -> bool:
-        """Have nobody find a slot any more; tell whether it is locked still, or free by now."""
+        """Clear a slot, so that no reader finds it; return whether it is still locked."""
         self._write(bytes(_ENTRY_BYTES), slot)
         if not (is_locked := self.is_locked(slot)):
             self._used.discard(slot)
@@ -134,7 +136,7 @@ class View(LockFile):
         return None
 
     def text(self, slot: int, digest: bytes) -> bytes | None:
-        """Return the descriptor in a locked slot; None if the holder does not stand by it."""
+        """Return the descriptor in a locked slot; None if its owner has died or withdrew it."""
         content, start = self.content, _text_at(slot)
         if content[slot : slot + _ENTRY_BYTES] != digest or not self.is_locked(OWNER):
             return None
@@ -150,7 +152,7 @@ class View(LockFile):
 
     def end(self, slot: int) -> None:
         """End a lease; unlock the slot after the last one."""
-        if not self.close.alive:  # in a child, where the mutex may be taken for ever
+        if not self.close.alive:  # in a child, where the mutex may be taken forever
             return
         with self._mutex:
             self._leases[slot] -= 1
@@ -160,7 +162,7 @@ class View(LockFile):
 
 
 def digest_of(key: Any) -> bytes:
-    """Return by what a key's descriptor is found."""
+    """Return the digest by which a key's descriptor is found."""
     return blake2b(repr(key).encode(), digest_size=_ENTRY_BYTES).digest()
 
 

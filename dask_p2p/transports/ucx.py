@@ -1,9 +1,9 @@
-"""``ucx``: packed regions over UCX: NVLink, InfiniBand, shared memory or TCP, whatever is there.
+"""``ucx``: packed regions over UCX: by NVLink, InfiniBand, shared memory or TCP, as UCX chooses.
 
-A reader asks for all that it needs of a holder by one RPC of Dask, and names a tag. The holder
-packs part after part into buffers, and sends each under a tag of its own, from its UCX endpoint to
-the reader's. UCX moves a message when the reader is ready for it, and a holder has only a few
-packed ones waiting::
+A reader asks for everything that it needs of a holder by one Dask RPC, and names a tag. The holder
+packs the parts into buffers one after another. It sends each under a tag of its own, from its UCX
+endpoint to the reader's. UCX moves a message when the reader is ready for it. A holder has only a
+few packed messages waiting::
 
     reader                                     holder
       --- RPC: keys, boxes, tag -------------->  pack part 0
@@ -12,11 +12,11 @@ packed ones waiting::
     ...
       <-- reply: bytes sent --------------------  all have arrived
 
-So control and errors go over Dask's connections, encrypted where those are, and data over the
-quickest link. What Dask's own messages go over does not matter.
+So control and errors go over Dask's connections, encrypted where those are. Data go over the
+fastest link, whatever Dask's own messages use.
 
-With ``p2p.checksum`` that reply holds the checksums of all messages too. A reader makes its own as
-messages come, and compares in the end.
+With ``p2p.checksum`` the reply also holds the checksums of all messages. A reader computes its own
+as messages arrive, and compares them at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.checksums import algorithm_of
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.flow_control import FlowControl, PackingLimits, part_that_fits, parts_held
+from dask_p2p.transports.flow_control import FlowControl, PackingLimits, buffered_flow, parts_held
 from dask_p2p.transports.messenger import Messenger, ucxx_obstacle
 from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.registry import left_bytes
@@ -112,12 +112,8 @@ class UcxTransport(Transport):
         """
         own = UcxOptions.of(options)
         part_bytes = own.part_bytes if backend_named(kind).on_device else own.host_part_bytes
-        smallest_bytes, left = buffer_bytes(1), left_bytes(options, kind)
-        in_flight = own.parts_in_flight
-        if left // parts_held(in_flight, kind) < smallest_bytes:
-            in_flight = 0
-        most_bytes = max(smallest_bytes, left // parts_held(in_flight, kind))
-        return FlowControl(part_that_fits(part_bytes, most_bytes), in_flight)
+        left = left_bytes(options, kind)
+        return buffered_flow(part_bytes, own.parts_in_flight, left, lambda n: parts_held(n, kind))
 
     @classmethod
     def packing(cls, options: Options, kind: str) -> PackingLimits:
@@ -167,7 +163,7 @@ class UcxTransport(Transport):
     # --- both sides ---
 
     def messenger(self) -> Messenger:
-        """Return this process' messenger, started when it is first needed; not for event loops."""
+        """Return this process' messenger, started when it is first needed. Not for event loops."""
         with self._lock:
             if self._closed:
                 raise TransferError("ucx: the worker is closing")

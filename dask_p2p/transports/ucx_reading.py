@@ -1,4 +1,4 @@
-"""The reader's side of ``ucx``: messages that are waited for, and what the holder says of them."""
+"""The reader's side of ``ucx``: messages to wait for, and the holder's reply about them."""
 
 from __future__ import annotations
 
@@ -66,23 +66,23 @@ class UcxReading(Reading):
     async def _ask(self, closed: int) -> None:
         """Have the holder send all messages; of a block that fails it sends none, or no more."""
         messages = [part for part in self.all_parts if box_size(part.box)]
-        done = 0
-        while left := messages[done : done + _MOST_MESSAGES]:
-            reply = await self._ask_for(left, self.tag + done, closed)
-            sent = _sent_before_failure(reply, len(left))
-            failed = left[sent or 0].request
+        answered = 0
+        while rest := messages[answered : answered + _MOST_MESSAGES]:
+            reply = await self._ask_for(rest, self.tag + answered, closed)
+            sent = _sent_before_failure(reply, len(rest))
+            failed = rest[sent or 0].request
             about = self.requests[failed]
             try:
                 check_reply(reply, about, "ucx")
-                sent = len(left)
+                sent = len(rest)
             except (TransferError, BlockMismatchError) as exc:
                 if sent is None:
                     raise
                 self._refused[failed] = exc
-            self._note_sent(reply, left[:sent], done, about)
-            done += sent
-            while done < len(messages) and messages[done].request in self._refused:
-                done += 1
+            self._note_sent(reply, rest[:sent], answered, about)
+            answered += sent
+            while answered < len(messages) and messages[answered].request in self._refused:
+                answered += 1
 
     async def _ask_for(self, parts: Sequence[Part], tag: int, closed: int) -> Any:
         first, options = self.requests[parts[0].request], self._options
@@ -99,7 +99,7 @@ class UcxReading(Reading):
     def _note_sent(
         self, reply: dict[str, Any], parts: Sequence[Part], first: int, about: Request
     ) -> None:
-        """Check what the holder says to have sent, from this message on."""
+        """Check what the holder reports as sent, from this message on."""
         expected = sum(box_size(part.box) for part in parts) * about.dtype.itemsize
         if reply.get("nbytes") != expected:
             raise TransferError(
@@ -129,7 +129,7 @@ class UcxReading(Reading):
             number += is_message
 
     def wait(self, message: Message, part: Part) -> None:
-        """Wait for a message, or for the holder's word that there will be none."""
+        """Wait for a message, or for the holder's reply that there will be none."""
         request = self.requests[part.request]
         try:
             message.result(self._options.request_timeout_s, partial(self._check_answer, part))
@@ -145,7 +145,7 @@ class UcxReading(Reading):
             self._pending.remove(message)
 
     def note(self, number: int, part: Part, region: Any) -> None:
-        """Make the checksum of a region that is here, to be compared in the end."""
+        """Compute the checksum of a region that has arrived, to be compared at the end."""
         if self._algorithm is not None:
             key = self.requests[part.request].key
             self._local_sums[number] = part, region_sum(key, part.box, region, self._algorithm)
@@ -174,7 +174,7 @@ class UcxReading(Reading):
         self._pending.clear()
 
     def _answered(self) -> BaseException | None:
-        """Return the holder's error, if it has said one."""
+        """Return the holder's error, if it has reported one."""
         asking = self._asking
         if asking is None or not asking.done() or asking.cancelled():
             return None

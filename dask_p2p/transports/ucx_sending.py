@@ -70,7 +70,7 @@ class Sending:
     def run(
         self, blocks: Sequence[tuple[Any, tuple[int, ...]]], parts: Sequence[tuple[int, Box]]
     ) -> dict[str, Any]:
-        """Send all parts, up to the first block that fails; return what is to be said of that."""
+        """Send all parts, up to the first block that fails; return the reply."""
         try:
             for number, group in groupby(parts, key=itemgetter(0)):
                 key, shape = blocks[number]
@@ -108,7 +108,7 @@ class Sending:
                 self._send_packed(1)  # one is packed while another is sent
             self._send_packed(0)
         finally:
-            queue.synchronize()  # only then may buffers be used again
+            queue.synchronize()  # only then may buffers be reused
 
     def _send_packed(self, left: int) -> None:
         while len(self._packed) > left:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 import weakref
 
 import numpy as np
@@ -8,17 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.backends import pitch as module
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pitch import Pitch, engine_pitch, pitched
 from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
 from tests.transports.loopback import wait_until
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(module).failed == 0
 
 
 @st.composite
@@ -90,7 +84,7 @@ def test_the_host_queue_is_done_when_it_returns():
     for do in (
         queue.permute,
         lambda *args: queue.permute(*args, concurrent=True),
-        lambda dst, src, axes: queue.permute_from_peer(dst, queue.bring_near(src, 100), axes),
+        lambda dst, src, axes: queue.permute_prefetched(dst, queue.prefetch(src, 100), axes),
         queue.permute_and_drop,
     ):
         dst = queue.empty((3, 2), src.dtype)
@@ -126,7 +120,7 @@ def test_the_device_queue(shape, slot_bytes):
     results = []
     for _ in range(10):  # more than there are slots
         dst = queue.empty(shape[::-1], "f4")
-        queue.permute_from_peer(dst, queue.bring_near(src, slot_bytes), axes)
+        queue.permute_prefetched(dst, queue.prefetch(src, slot_bytes), axes)
         results.append(dst)
         dst = queue.empty(shape[::-1], "f4")
         queue.permute(dst, src, axes, concurrent=True)
@@ -171,7 +165,7 @@ def test_rows_that_are_further_apart_than_copy_engines_go():
     queue = CUPY.queue(beside_copies=True)
     queue.wait_until_written([block], any_stream=True)
     dst, packed = queue.empty((1000, 2), "f4"), queue.scratch((2, 1000), "f4")
-    queue.permute_from_peer(dst, queue.bring_near(region, 2**20), (1, 0))
+    queue.permute_prefetched(dst, queue.prefetch(region, 2**20), (1, 0))
     queue.pack(packed, region)()
     queue.synchronize()
     np.testing.assert_array_equal(dst.get(), region.get().T)

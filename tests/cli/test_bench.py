@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+from dataclasses import replace
 
 import dask
 import numpy as np
@@ -14,7 +15,7 @@ from rich.console import Console
 from dask_p2p import measure
 from dask_p2p.cli import _measuring, _options, _tables, p2p
 from dask_p2p.cli import bench as command
-from dask_p2p.cli._options import Site
+from dask_p2p.cli._options import ClusterSpec
 from dask_p2p.measure import Case
 
 CASE = Case((8, 6), ((2,) * 4, (6,)), (1, 0), np.dtype("f4"))
@@ -150,16 +151,17 @@ def test_times_by_the_byte():
     even = [{"way": "dask_p2p", "matrix_bytes": 16, "median_s": 1.0, "span_s": [0.5]}]
     made = {"way": "dask_p2p", "matrix_bytes": 8, "median_s": 1.0, "span_s": [0.5, 0.75, 1.0]}
     others = [{"way": "dask_p2p", "failed": "x"}, {**made, "way": "not measured"}]
-    command._compare_with_even([made, *others], even)
+    other = replace(CASE, name="other")
+    command._compare_with_even({CASE: even, other: [made, *others]}, {CASE: [other]})
     assert (made["median_to_even"], made["span_to_even"]) == (2.0, 3.0)
     assert not any("median_to_even" in row for row in others)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_cases_are_as_large_as_the_even_matrix(workers):
-    site = Site(workers, (), None, 2**40)
-    even = _measuring.slabs(site, (1536, 1536), np.dtype("f4"), (1, 0), "--shape")
-    for case in _measuring.cliffs(site, even):
+    spec = ClusterSpec(workers, (), None, 2**40)
+    even = _measuring.slabs(spec, (1536, 1536), np.dtype("f4"), (1, 0), "--shape")
+    for case in _measuring.hard_cases(spec, even):
         assert tuple(map(sum, case.chunks)) == case.shape
         assert case.size_bytes == pytest.approx(even.size_bytes, rel=0.01)
         assert sorted(case.axes) == list(range(len(case.shape)))
@@ -237,7 +239,7 @@ def test_wrong_usage(bench, args, words):
 
 
 def test_trouble_with_a_cluster_is_one_line(monkeypatch):
-    def fail(site):
+    def fail(spec):
         raise OSError("no more\nprocesses")
 
     monkeypatch.setattr(_measuring, "start", fail)
@@ -246,11 +248,11 @@ def test_trouble_with_a_cluster_is_one_line(monkeypatch):
 
 
 def test_fields_on_gpus():
-    site = Site(4, ("0", "1", "2", "3"), None, 2**40)
-    case = _measuring.slabs(site, (768, 1024), np.dtype("f4"), (1, 0), "--shape")
-    found = dict(command._facts(case))
+    spec = ClusterSpec(4, ("0", "1", "2", "3"), None, 2**40)
+    case = _measuring.slabs(spec, (768, 1024), np.dtype("f4"), (1, 0), "--shape")
+    found = dict(command._summary_rows(case))
     assert found["tile"] == "16 of 192 x 256"
-    assert _tables.devices_text(site, ["H200"] * 4) == "4 workers, one a GPU: 4 x H200"
+    assert _tables.devices_text(spec, ["H200"] * 4) == "4 workers, one a GPU: 4 x H200"
 
 
 def test_transports_of_pairs():
@@ -281,7 +283,7 @@ def test_the_limit_and_what_failed():
     assert "JAX" not in text
     narrow = _tables.ways_table(rows, 80)
     assert [str(column.header) for column in narrow.columns][2:4] == ["median", "exchange"]
-    _tables.judge(console, {CASE: rows})
+    _tables.report_correctness(console, {CASE: rows})
     assert "JAX failed: jax is not installed" in console.export_text()
 
 
@@ -303,34 +305,34 @@ def test_the_same_options_mean_the_same(monkeypatch):
 def test_rivals_and_low_latency_have_clusters_of_their_own(monkeypatch, client):
     started = []
 
-    def start(site, **options):
+    def start(spec, **options):
         started.append((options, dask.config.get("p2p.low-latency")))
         return contextlib.nullcontext(client)
 
     monkeypatch.setattr(_measuring, "start", start)
     monkeypatch.setattr(_measuring, "find_spec", lambda name: True)
-    site = Site(2, ("0", "1"), None, 2**40)
-    ways = _measuring.ways_on(site, rivals=True, variants=True)
+    spec = ClusterSpec(2, ("0", "1"), None, 2**40)
+    ways = _measuring.ways_on(spec, rivals=True, variants=True)
     assert "dask p2p" not in ways
     assert {"dask_p2p, ucx", "dask_p2p, kernels read in place"} < set(ways)
     chosen = ("dask_p2p", "dask_p2p, low latency", "dask tasks")
     measured = {CASE: []}
     ways = {name: ways[name] for name in chosen}
-    _measuring.measure_on(site, ways, measured, 1, lambda client: None)
+    _measuring.measure_on(spec, ways, measured, 1, lambda client: None)
     assert started == [({}, False), ({}, True), ({"protocol": "ucx"}, False)]
     assert [row["way"] for row in measured[CASE]] == [*chosen]
-    on_cpus = _measuring.ways_on(Site(4, (), None, 2**40), rivals=True)
+    on_cpus = _measuring.ways_on(ClusterSpec(4, (), None, 2**40), rivals=True)
     assert {"dask tasks", "dask p2p"} < set(on_cpus)
-    there = Site(4, (), None, 2**40, "tcp://1.2.3.4:5")
+    there = ClusterSpec(4, (), None, 2**40, "tcp://1.2.3.4:5")
     assert not any(way.low_latency for way in _measuring.ways_on(there, variants=True).values())
 
 
 @pytest.mark.parametrize(("dtype", "way"), [("int8", "mpi4py-fft"), (">f4", "rivals")])
 def test_rivals_that_cannot_run_are_rows(capfd, dtype, way):
-    site = Site(3, (), None, 2**40)
-    case = _measuring.slabs(site, (10, 10), np.dtype(dtype), (1, 0), "--shape")
+    spec = ClusterSpec(3, (), None, 2**40)
+    case = _measuring.slabs(spec, (10, 10), np.dtype(dtype), (1, 0), "--shape")
     measured = {case: []}
-    assert _measuring.add_rivals(site, measured, 1, 60) is None
+    assert _measuring.add_rivals(spec, measured, 1, 60) is None
     (row,) = measured[case]
     assert (row["way"], row["shape"], row["case"]) == (way, [10, 10], measure.EVEN)
     reasons = ("not installed", "no multiple of 3", "benchmarks.rivals ended with 2")
@@ -340,7 +342,7 @@ def test_rivals_that_cannot_run_are_rows(capfd, dtype, way):
 def test_rivals_without_dask_get_square_matrices(bench, monkeypatch):
     asked = []
 
-    def without_dask(site, dtype, sizes, repeats, timeout_s):
+    def without_dask(spec, dtype, sizes, repeats, timeout_s):
         asked.append((dtype, [*sizes], repeats, timeout_s))
         return [{"way": "JAX", "size": 20, "failed": "jax is not installed"}]
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from dask_p2p import measure
 from dask_p2p.cli import _measuring, _options, p2p
-from dask_p2p.cli._options import Site
+from dask_p2p.cli._options import ClusterSpec
 
 GIB = 2**30
 
@@ -88,25 +88,27 @@ def test_wrong_usage(demo, args, words):
 
 
 def test_the_default_matrix_fits():
-    assert _measuring.default_side(Site(4, (), None, 64 * GIB), 8) == 6000
-    assert _measuring.default_side(Site(2, ("0", "1"), None, 280 * GIB), 4) == 32768
-    assert _measuring.default_side(Site(2, ("0", "1"), None, 16 * GIB), 4) == 23170
-    assert _measuring.default_side(Site(4, (), None, GIB), 8) == 4096
-    assert _measuring.default_side(Site(4, (), None, 8), 8) == 4
+    assert _measuring.default_side(ClusterSpec(4, (), None, 64 * GIB), 8) == 6000
+    assert _measuring.default_side(ClusterSpec(2, ("0", "1"), None, 280 * GIB), 4) == 32768
+    assert _measuring.default_side(ClusterSpec(2, ("0", "1"), None, 16 * GIB), 4) == 23170
+    assert _measuring.default_side(ClusterSpec(4, (), None, GIB), 8) == 4096
+    assert _measuring.default_side(ClusterSpec(4, (), None, 8), 8) == 4
 
 
 def test_gpus_are_chosen_where_there_is_more_than_one(monkeypatch):
     found = ["0", "1", "2"]
     monkeypatch.setattr("dask_p2p.cluster.usable_gpus", lambda: found)
     monkeypatch.setattr("dask_p2p.cluster.free_gpu_bytes", lambda names: [GIB] * len(names))
-    assert _options.choose_site(None, cpu=False) == Site(3, ("0", "1", "2"), None, 3 * GIB)
-    assert _options.choose_site(2, cpu=False).gpus == ("0", "1")
-    assert _options.choose_site(2, cpu=False).kind == "cupy"
-    assert _options.choose_site(9, cpu=True).gpus == ()
+    assert _options.choose_cluster(None, cpu=False) == ClusterSpec(
+        3, ("0", "1", "2"), None, 3 * GIB
+    )
+    assert _options.choose_cluster(2, cpu=False).gpus == ("0", "1")
+    assert _options.choose_cluster(2, cpu=False).kind == "cupy"
+    assert _options.choose_cluster(9, cpu=True).gpus == ()
     found[1:] = []
-    site = _options.choose_site(None, cpu=False)
-    assert (site.workers, site.kind) == (4, "numpy")
-    assert site.note.startswith("There is one usable GPU only")
+    spec = _options.choose_cluster(None, cpu=False)
+    assert (spec.workers, spec.kind) == (4, "numpy")
+    assert spec.note.startswith("There is one usable GPU only")
 
 
 def test_more_workers_than_gpus(monkeypatch):

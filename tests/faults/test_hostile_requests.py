@@ -28,8 +28,10 @@ from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.ipc import IpcTransport
+from dask_p2p.transports.pinned import PinnedTransport
 from dask_p2p.transports.replies import find_block, refuse
 from dask_p2p.transports.same_host import DirectoryOptions
+from dask_p2p.transports.segments import Segment
 from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.worker import P2PPlugin
 from tests.support import with_section
@@ -43,6 +45,7 @@ EXAMPLES = {
     "p2p_comm_read": MOST_EXAMPLES,
     "p2p_post": MOST_EXAMPLES // 2,  # of ipc, and of cma
     "p2p_ucx_send": MOST_EXAMPLES,
+    "p2p_pinned_read": MOST_EXAMPLES // 2,
     "p2p_peer": MOST_EXAMPLES // 4,  # of ipc, of cma, and of ucx
 }
 
@@ -226,9 +229,9 @@ def holder(tmp_path_factory):
     host = LoopbackHost("holder", loop.loop, {}, tmp_path_factory.mktemp("holder"))
     host.blocks = dict(BLOCKS)
     chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
-    classes = (CommTransport, IpcTransport, CmaTransport, UcxTransport)
-    comm, ipc, cma, ucx = (make(host, chosen) for make in classes)
-    handlers = {**comm.handlers(), **ipc.handlers(), **cma.handlers(), **ucx.handlers()}
+    classes = (CommTransport, IpcTransport, CmaTransport, UcxTransport, PinnedTransport)
+    transports = _, ipc, cma, ucx, pinned = [make(host, chosen) for make in classes]
+    handlers = {op: of for transport in transports for op, of in transport.handlers().items()}
     directories = {transport.name: transport._directory for transport in (ipc, cma)}
 
     async def address_of(reader):
@@ -267,7 +270,7 @@ def holder(tmp_path_factory):
         patch.setattr(ucx_module.Sending, "run", send)
         Bomb.went_off.clear()
         yield SimpleNamespace(host=host, ask=ask, directories=directories, loop=loop)
-    for transport in (ipc, cma):
+    for transport in (ipc, cma, pinned):
         loop.run(transport.close())
     host.close()
     loop.close()
@@ -297,7 +300,7 @@ def with_checksum(request, choices):
 @pytest.mark.usefixtures("unchanged")
 def test_arguments_with_the_names_of_handlers_own(holder):
     ops = [f"p2p_{name}" for name in ("comm_read", "cma_peer", "cma_post", "ipc_peer", "ipc_post")]
-    for op in (*ops, "p2p_ucx_peer", "p2p_ucx_send"):
+    for op in (*ops, "p2p_ucx_peer", "p2p_ucx_send", "p2p_pinned_read"):
         for reply in holder.ask(op, [{"self": 1}, {"unknown": 1}, {"kwargs": {}}]):
             assert is_refusal(reply)
 
@@ -386,6 +389,28 @@ def test_sends(holder, asked):
             assert reply["status"] == "ok"
         else:
             assert is_refusal(reply)
+
+
+@pytest.mark.usefixtures("unchanged")
+@settings(max_examples=EXAMPLES["p2p_pinned_read"])
+@given(asked=some(requests()), data=st.data())
+def test_reads_into_memory(holder, asked, data):
+    segment, sent = Segment.make(4096), []
+    for request in asked:
+        rest = {"memory": tuple(segment.name), "places": [64], "inodes": [], "reader": "tcp://a:1"}
+        rest["dtype"] = "float64 <f8"
+        for field in data.draw(st.lists(st.sampled_from(sorted(rest)), max_size=1)):
+            rest[field] = data.draw(garbage)
+        sent.append({**wire(request), **rest})
+    for request, reply in zip(sent, holder.ask("p2p_pinned_read", sent), strict=True):
+        if reply == {"status": "ok", "parts": []}:
+            assert len(request["parts"]) == len(request["places"]) == 0
+        elif not is_refusal(reply):
+            (answer,), (part,), (block,) = reply["parts"], request["parts"], request["blocks"]
+            assert answer["status"] == "ok"
+            assert ("checksum" in answer) == request.get("checksum", False)
+            assert BLOCKS[block[0]].dtype == float
+            assert all(type(number) is int for pair in part[1] for number in pair)
 
 
 @pytest.mark.usefixtures("unchanged")

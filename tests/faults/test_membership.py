@@ -120,7 +120,7 @@ def test_adaptive_scaling():
     with cluster_of(4) as client:
         y = client.persist(dask_p2p.transpose(source(SHAPE, (6, 48))))
         wait(y)
-        client.cluster.adapt(
+        adaptive = client.cluster.adapt(
             minimum=1, maximum=4, interval="100 ms", wait_count=1, target_duration="50 ms"
         )
         wait_until(lambda: len(client.cluster.workers) == len(addresses(client)) == 1, BOUND_S)
@@ -131,3 +131,4 @@ def test_adaptive_scaling():
         check(client, z)
         wait_until(lambda: len(client.cluster.workers) == len(addresses(client)) == 1, BOUND_S)
         check(client, z)
+        adaptive.stop()  # or it would go on while the cluster closes

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import dask.array as da
@@ -12,14 +11,9 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, ChunksError, InputError
-from dask_p2p.ops import overlap as module
 
 X = np.random.default_rng(0).random((12, 10))
 BOUNDARIES = ["none", "periodic", "reflect", "nearest", 7.5]
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(module).failed == 0
 
 
 def star(block):

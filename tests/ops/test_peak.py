@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import doctest
-
 import dask
 import dask.array as da
 import pytest
 
 import dask_p2p
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
-from dask_p2p.ops import peak as module
 
 MIB = 2**20
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
-from dask_p2p.ops import rechunk as module
 
 X = np.arange(4 * 6 * 5).reshape(4, 6, 5)
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize(
@@ -121,3 +116,39 @@ def test_wrong_input(chunks, axes, error):
 def test_no_dask_array():
     with pytest.raises(UnsupportedArrayError, match="expected a Dask array, got numpy"):
         dask_p2p.rechunk(X, 2)
+
+
+@pytest.mark.parametrize("axes", [None, (2, 0, 1)])
+def test_blocks_of_groups_are_those_that_were_asked_for(axes):
+    x = da.from_array(X, chunks=(4, 2, 5))
+    shape = X.transpose(axes or (0, 1, 2)).shape
+    after = ((1,) * shape[0], (shape[1],), (shape[2],))
+    with dask.config.set({"p2p.groups": 2}):
+        y = dask_p2p.rechunk(x, after, axes=axes)
+    assert y.chunks == after
+    assert_eq(y, X.transpose(axes or (0, 1, 2)), scheduler="sync")
+    (layer,) = (layer for name, layer in y.dask.layers.items() if name.startswith("p2p-"))
+    assert len(layer) == 2
+
+
+def test_a_large_graph_has_few_edges():
+    x = da.zeros((1000, 1000), chunks=(2, 1000))
+    y = dask_p2p.transpose(x, chunks=(2, 1000))
+    assert y.chunks == ((2,) * 500, (1000,))
+    edges = sum(len(dependencies) for dependencies in y.dask.get_all_dependencies().values())
+    assert edges < 40_000
+    output_bytes = dask_p2p.estimate(x, chunks=(2, 1000), workers=4).output_bytes
+    assert x.nbytes / 4 <= output_bytes < x.nbytes / 3  # whole groups
+
+
+@pytest.mark.parametrize(("axes", "after"), [(None, (4, 1, 5)), ((2, 0, 1), (1, 4, 6))])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_through_a_grid_between(axes, after, groups):
+    x = da.from_array(X, chunks=(1, 6, 5))
+    with dask.config.set({"p2p.passes": 2, "p2p.groups": groups}):
+        y = dask_p2p.rechunk(x, after, axes=axes)
+        estimate = dask_p2p.estimate(x, axes or (0, 1, 2), chunks=after, workers=2)
+    assert tuple(sizes[0] for sizes in y.chunks) == after
+    assert_eq(y, X.transpose(axes or (0, 1, 2)), scheduler="sync")
+    assert len([name for name in y.dask.layers if name.startswith("p2p-")]) == 2
+    assert estimate.output_bytes >= x.nbytes, "half of what is between, and half of the result"

@@ -159,11 +159,11 @@ class Queue:
     def permute_and_drop(self, dst, src, axes):
         self.permute(dst, src, axes)
 
-    def bring_near(self, src, slot_bytes):
+    def prefetch(self, src, slot_bytes):
         return src
 
-    def permute_from_peer(self, dst, near, axes):
-        self.permute(dst, near, axes)
+    def permute_prefetched(self, dst, part, axes):
+        self.permute(dst, part, axes)
 
     def pack(self, dst, src):
         self.permute(dst, src, range(src.ndim))

@@ -488,7 +488,7 @@ def _post_and_lease_many(parent, count, connection):
 
 
 def test_open_files_do_not_grow_with_the_blocks(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
     in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # which is quicker
     with tempfile.TemporaryDirectory(dir=in_memory) as folder:
@@ -575,7 +575,7 @@ def test_a_forked_child_keeps_no_lease(directory):
 
 def _started(function, *args):
     """A process that runs a function, and what it sends first; it gets a connection to send by."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
     process = context.Process(target=function, args=(*args, there))
     process.start()
@@ -686,7 +686,7 @@ def _hold(folder, taken):
 
 
 def test_a_killed_readers_lease_ends(directory):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     taken = context.Event()
     directory.publish("key", Block(), b"text")
     reader = context.Process(target=_hold, args=(directory.folder, taken))
@@ -724,7 +724,7 @@ def _read_for(seconds, folder, freed, connection):
 
 def test_what_others_have_leased_is_never_freed(directory):
     """Slots are written, withdrawn and used again while two processes look for them."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     freed = context.RawArray("b", 10**6)
     here, there = context.Pipe()
     args = (1.0, directory.folder, freed, there)

@@ -21,6 +21,7 @@ from dask_p2p.transports.cma import CmaOptions
 from dask_p2p.transports.comm import CommOptions
 from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.ipc import IpcOptions
+from dask_p2p.transports.pinned import PinnedOptions, PinnedTransport
 from dask_p2p.transports.registry import classes, idle_bytes, packed_bytes, staging_bytes
 from dask_p2p.transports.ucx import UcxOptions
 from tests.support import with_section
@@ -45,6 +46,7 @@ def test_defaults_are_not_cut():
     assert ipc_flow(chosen).part_bytes == 128 * MIB
     assert ucx_flow(chosen, "cupy").part_bytes == 256 * MIB
     assert ucx_flow(chosen, "numpy").part_bytes == 16 * MIB
+    assert PinnedTransport.flow_control(chosen, "cupy") == FlowControl(32 * MIB, 6)
     assert comm_flow(chosen, "cupy").part_bytes == 16 * MIB
     assert comm_flow(chosen, "numpy").part_bytes == 16 * MIB
     assert cma_flow(chosen) == FlowControl(2 * MIB, 0), "one after another"
@@ -54,7 +56,7 @@ def test_defaults_are_not_cut():
     limit_bytes=st.integers(16 * KIB, 4 * GIB),
     part_bytes=st.integers(1, 8 * GIB),
     in_flight=st.integers(1, 4),
-    order=st.sampled_from([None, ("comm",), ("ipc", "comm"), ("ucx", "comm"), ("cma", "comm")]),
+    order=st.sampled_from([None, *((name, "comm") for name in classes)]),
     kind=st.sampled_from(KINDS),
 )
 def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_flight, order, kind):
@@ -64,6 +66,7 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
     chosen = with_section(chosen, UcxOptions, **parts, host_part_bytes=part_bytes)
     chosen = with_section(chosen, IpcOptions, staging_bytes=part_bytes)
     chosen = with_section(chosen, CmaOptions, part_bytes=part_bytes)
+    chosen = with_section(chosen, PinnedOptions, part_bytes=part_bytes)
     unread = MOST_UNREAD if kind == "cupy" else 0
     slots = SLOTS * (ipc_flow(chosen).part_bytes or 0)
     if kind != "cupy" or "ipc" not in chosen.order(kind):
@@ -73,6 +76,9 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
     assert slots + (in_flight + 1 + on_device) * comm.part_bytes <= limit_bytes
     in_flight = ucx.parts_in_flight
     assert slots + (in_flight + 1 + unread) * buffer_bytes(ucx.part_bytes) <= limit_bytes
+    pinned = PinnedTransport.flow_control(chosen, kind)
+    held = pinned.parts_in_flight + 1 + (unread + 2 if kind == "cupy" else 0)
+    assert slots + held * buffer_bytes(pinned.part_bytes) <= limit_bytes
     assert buffer_bytes(cma_flow(chosen).part_bytes) <= limit_bytes
     assert cma_flow(chosen).part_bytes <= min(part_bytes, GIB)
     assert comm.part_bytes <= part_bytes

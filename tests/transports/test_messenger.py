@@ -252,7 +252,7 @@ def answer(connection):
 
 @pytest.fixture
 def other_process():
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     connection, theirs = context.Pipe()
     process = context.Process(target=answer, args=(theirs,), daemon=True)
     process.start()
@@ -279,7 +279,7 @@ def take_nothing(connection):
 def test_closing_does_not_wait_for_a_sender_that_is_stopped(other_process, how):
     sender, theirs = other_process
     theirs.recv_bytes()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     connection, end = context.Pipe()
     process = context.Process(target=take_nothing, args=(end,), daemon=True)
     process.start()

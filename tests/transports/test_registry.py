@@ -45,7 +45,7 @@ def pigeon(monkeypatch):
 
 def test_it_can_be_named_and_comes_where_it_ranks(pigeon):
     assert options().order("numpy") == ("pigeon", "cma", "comm")
-    assert options().order("cupy") == ("ipc", "ucx", "comm")
+    assert options().order("cupy") == ("ipc", "ucx", "pinned", "comm")
     with dask.config.set({"p2p.transports.order": ["pigeon"]}):
         assert options().order("cupy") == ("pigeon", "comm")
 
@@ -53,7 +53,7 @@ def test_it_can_be_named_and_comes_where_it_ranks(pigeon):
 def test_who_is_not_registered_cannot_be_named():
     with (
         dask.config.set({"p2p.transports.order": ["pigeon"]}),
-        pytest.raises(ConfigError, match="out of ipc, cma, ucx, comm"),
+        pytest.raises(ConfigError, match="out of ipc, cma, ucx, pinned, comm"),
     ):
         options()
 

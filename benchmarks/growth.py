@@ -1,0 +1,155 @@
+"""What graphs of many blocks cost: simulated without data, or measured.
+
+``python benchmarks/growth.py simulate`` prints what a transpose of 10,000 slabs on 1,000 workers
+costs Dask's scheduler in one pass, in groups, and in two and three passes through intermediate
+grids. ``python benchmarks/growth.py measure`` transposes an array in 64 to 1,000 slabs on 4
+workers, with and without groups and by Dask's own ways.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import click
+
+# Of Dask 2026.7.1 on one core, where nothing else runs: `benchmarks/README.md`, "Growth".
+EDGE_S = 35e-6
+EDGE_BYTES = 1000
+TASK_S = 500e-6
+TASK_BYTES = 3000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one way through a graph costs."""
+
+    way: str
+    tasks: int
+    edges: int
+    scheduler_s: float
+    scheduler_bytes: int
+    moved: float  # times that the array moves between workers
+    stages: int  # holders that a task reads from, one after another, over all layers
+
+
+def cost(way: str, tasks: int, edges: int, moved: float, stages: int) -> Cost:
+    """Return the cost of a graph of so many tasks and edges."""
+    seconds = tasks * TASK_S + edges * EDGE_S
+    return Cost(way, tasks, edges, seconds, tasks * TASK_BYTES + edges * EDGE_BYTES, moved, stages)
+
+
+def simulated(blocks: int, workers: int) -> list[Cost]:
+    """Return the costs of a transpose of so many slabs, by each way."""
+    from dask_p2p.plans import grouped, redistribution
+
+    sizes = (1,) * blocks
+    plan = redistribution((sizes, (blocks,)), (1, 0), (sizes, (blocks,)))
+    groups = len(grouped(plan, None, lambda: workers).chunks[0])
+    elsewhere = 1 - 1 / workers
+    costs = [
+        cost("one pass", blocks, blocks**2, elsewhere, workers),
+        cost(f"{groups} groups", groups + blocks, groups * blocks + blocks, elsewhere, workers),
+    ]
+    for passes in (2, 3):
+        # Through grids in which each task reads from the blocks of one row of the one before.
+        each = ceil(blocks ** (1 / passes))
+        tasks, edges = passes * blocks, passes * blocks * each
+        way = f"{passes} passes of {each}"
+        costs.append(cost(way, tasks, edges, passes * elsewhere, passes * min(each, workers)))
+    return costs
+
+
+def measured(client: Any, blocks: int, side: int, way: str) -> dict[str, Any]:
+    """Transpose a square array in so many slabs; return what that took."""
+    import dask
+    import dask.array as da
+    from distributed import wait
+
+    import dask_p2p
+
+    x = client.persist(da.random.random((side, side), chunks=(ceil(side / blocks), side)))
+    wait(x)
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    if way in ("auto", "one pass"):
+        with dask.config.set({"p2p.groups": "auto" if way == "auto" else 0}):
+            y = dask_p2p.transpose(x, chunks=x.chunks)
+    else:
+        y = x.T.rechunk(x.chunks, method=way)
+    y = client.persist(y)
+    wait(y)
+    wall_s = time.perf_counter() - started_s
+    # The scheduler of a local cluster runs in this process.
+    return {
+        "blocks": blocks,
+        "way": way,
+        "wall_s": wall_s,
+        "client_and_scheduler_s": time.process_time() - cpu_s,
+    }
+
+
+@click.group()
+def main() -> None:
+    """Tell what graphs of many blocks cost."""
+
+
+@main.command()
+@click.option("--blocks", default=10_000, show_default=True)
+@click.option("--workers", default=1_000, show_default=True)
+@click.option("--json", "path", type=click.Path(path_type=Path))
+def simulate(blocks: int, workers: int, path: Path | None) -> None:
+    """Count tasks and edges, without data and without a cluster."""
+    costs = simulated(blocks, workers)
+    print(f"{blocks} slabs -> {blocks} slabs on {workers} workers")
+    for found in costs:
+        print(
+            f"{found.way:>18}: {found.tasks:>7,} tasks, {found.edges:>11,} edges, scheduler "
+            f"{found.scheduler_s:8.1f} s, {found.scheduler_bytes / 1e9:7.2f} GB; moved "
+            f"{found.moved:.2f} times, in {found.stages} stages"
+        )
+    write(path, {"blocks": blocks, "workers": workers, "rows": [asdict(found) for found in costs]})
+
+
+@main.command()
+@click.option("--blocks", multiple=True, type=int, default=(64, 128, 256, 512, 1000))
+@click.option("--side", default=4000, show_default=True, help="Of the square array of float64.")
+@click.option("--way", multiple=True, default=("auto", "one pass", "tasks", "p2p"))
+@click.option("--repeats", default=3, show_default=True, help="Runs after the first one.")
+@click.option("--json", "path", type=click.Path(path_type=Path))
+def measure(
+    blocks: tuple[int, ...], side: int, way: tuple[str, ...], repeats: int, path: Path | None
+) -> None:
+    """Transpose an array in more and more slabs; the ways take turns."""
+    from distributed import Client
+
+    import dask_p2p
+
+    rows = []
+    for count in blocks:
+        for repeat in range(repeats + 1):
+            for name in way:
+                with dask_p2p.local_cluster(4) as cluster, Client(cluster) as client:
+                    dask_p2p.register(client)
+                    row = measured(client, count, side, name)
+                if repeat:
+                    rows.append(row)
+                    print(
+                        f"{count:>5} {name:>9}: wall {row['wall_s']:6.2f} s, client and scheduler "
+                        f"{row['client_and_scheduler_s']:5.2f} s",
+                        flush=True,
+                    )
+    write(path, {"side": side, "rows": rows})
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """Write a result, if somebody wants it."""
+    if path is not None:
+        path.write_text(json.dumps({"started": time.time(), **result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

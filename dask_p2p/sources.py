@@ -1,0 +1,314 @@
+"""The remote blocks of one assembly: in which order they come, by which route, and what failed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from dask_p2p.config import Options
+from dask_p2p.errors import (
+    BlockUnavailableError,
+    SilentError,
+    TransferError,
+    UnreachableError,
+    UnsuitableError,
+)
+from dask_p2p.layout import box_size
+from dask_p2p.plans import BlockPlan, Piece, stage_order
+from dask_p2p.retry import GRACE_S
+from dask_p2p.transports.base import Transport
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.reading import Reading, Region, Request
+from dask_p2p.transports.router import BlockRef, Route
+from dask_p2p.versioned import versioned
+
+__all__ = ["Incoming", "OpenRead", "RemoteSource", "RemoteSources", "Stage"]
+
+
+@versioned()
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What came from one remote block."""
+
+    holder: str
+    transport: str
+    nbytes: int
+
+
+@dataclass(slots=True)
+class RemoteSource:
+    """A remote block, its pieces, and the routes to it that are left."""
+
+    slot: int  # number among the plan's sources
+    ref: BlockRef
+    pieces: list[Piece]
+    routes: list[Route]
+    causes: list[str] = field(default_factory=list)  # of the routes that failed
+    error: Exception | None = None  # of the current route
+    reading: Reading | None = None  # that brings it, and has not failed
+    missing: int = 0  # elements that have not been put into place
+
+    @property
+    def route(self) -> Route:
+        """The current one."""
+        return self.routes[0]
+
+    @property
+    def size(self) -> int:
+        """Elements that are read of it."""
+        return sum(box_size(piece.src) for piece in self.pieces)
+
+
+@dataclass(slots=True)
+class OpenRead:
+    """What is being read of one holder."""
+
+    transport: Transport
+    sources: list[RemoteSource]
+    reading: Reading
+    slot_bytes: int  # of the largest part, if it is to come through local memory
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A region on its way."""
+
+    read: OpenRead
+    region: Region
+    prefetched: Any = None  # by the queue, which copies it here; None if it comes by messages
+
+    @property
+    def source(self) -> RemoteSource:
+        """The block that it is a region of."""
+        return self.read.sources[self.region.part.request]
+
+
+class RemoteSources:
+    """The remote blocks of one assembly.
+
+    Parameters
+    ----------
+    plan
+        The pieces of the output block.
+    dtype : numpy.dtype
+        Of the input blocks.
+    options
+        Of the task.
+    context
+        The worker's; needed where there are remote blocks.
+
+    Attributes
+    ----------
+    stages : list of Stage
+        What came from where, in the order in which it was confirmed.
+    """
+
+    def __init__(
+        self, plan: BlockPlan, dtype: Any, options: Options, context: WorkerContext | None
+    ) -> None:
+        self.stages: list[Stage] = []
+        self._plan = plan
+        self._dtype = dtype
+        self._options = options
+        self._context = context
+        self._open: list[OpenRead] = []
+        # Holders, by this transport or by all (None), and why: none is waited for twice.
+        self._unreachable: dict[tuple[str, str | None], str] = {}
+
+    def in_stage_order(
+        self, refs: Mapping[int, BlockRef], kind: str, *, has_local: bool
+    ) -> list[RemoteSource]:
+        """Return the remote sources in the order in which they should be read.
+
+        Parameters
+        ----------
+        refs
+            References to the blocks, by their number among the plan's sources.
+        kind
+            Of the array that is wanted here: "numpy" or "cupy".
+        has_local
+            Whether this worker holds some of the other sources.
+        """
+        if not refs:
+            return []
+        assert self._context is not None, "references are only made on workers with the plugin"
+        own_address = self._context.address
+        pieces: defaultdict[int, list[Piece]] = defaultdict(list)
+        for piece in self._plan.pieces:
+            pieces[piece.source].append(piece)
+        order = self._options.order(kind)
+        # The same for all blocks of a worker.
+        known: dict[tuple[str, ...], tuple[tuple[str, ...], list[Route]]] = {}
+        sources = []
+        for slot, ref in refs.items():
+            if ref.holders not in known:
+                # Of several replicas readers take different ones first: each those after its place.
+                nearest = tuple(stage_order(ref.holders, own_address))
+                nearest_ref = BlockRef(ref.key, nearest)
+                routes = self._context.router.routes(nearest_ref, kind, self._dtype, order)
+                known[ref.holders] = nearest, routes
+            nearest, routes = known[ref.holders]
+            sources.append(RemoteSource(slot, BlockRef(ref.key, nearest), pieces[slot], [*routes]))
+        # A worker that has blocks of its own is one of the holders, and its place among them
+        # is what makes the workers read from each other in step.
+        holders = [source.ref.holders[0] for source in sources]
+        stages = stage_order([*holders, *([own_address] if has_local else [])], own_address)
+        place = {holder: stage for stage, holder in enumerate(stages)}
+        return sorted(sources, key=lambda source: place[source.ref.holders[0]])
+
+    def begin(self, sources: list[RemoteSource], kind: str) -> OpenRead:
+        """Begin to read sources that have their route in common.
+
+        Raises
+        ------
+        TransferError
+            If nothing of them will come.
+        """
+        route = sources[0].route
+        self._check_reachable(route)
+        requests = [self._request(source, route.holder, kind) for source in sources]
+        reading = route.transport.read(requests, self._options)
+        largest = max(box_size(box) for request in requests for box in request.boxes)
+        slot_bytes = min(reading.part_bytes or 0, largest * self._dtype.itemsize)
+        read = OpenRead(route.transport, sources, reading, slot_bytes)
+        for source in sources:
+            source.reading = reading
+            source.missing = source.size
+        self._open.append(read)
+        return read
+
+    def _request(self, source: RemoteSource, holder: str, kind: str) -> Request:
+        shape = self._plan.source_shapes[source.slot]
+        boxes = [piece.src for piece in source.pieces]
+        return Request(source.ref.key, holder, shape, self._dtype, kind, boxes)
+
+    def wait_for(self, incoming: Incoming) -> Any:
+        """Return a region's array as soon as it has arrived.
+
+        Raises
+        ------
+        TransferError
+            If it will not come.
+        """
+        route = incoming.source.route
+        self._check_reachable(route)
+        try:
+            return incoming.region.pending.result(self._options.request_timeout_s + GRACE_S)
+        except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
+            raise TransferError(
+                f"no answer of {route.holder} in time, and the worker's event loop did not respond"
+            ) from None
+
+    def fail(self, incoming: Incoming, error: Exception) -> None:
+        """Note that a source does not come by its current route, and drop what came of it."""
+        read = incoming.read
+        read.reading.drop(incoming.region.part.request)
+        self.note_failure([incoming.source], error)
+        if isinstance(error, (UnreachableError, SilentError)):
+            for number, source in enumerate(read.sources):  # nothing more comes from there
+                read.reading.drop(number)
+                if source.missing:
+                    self.note_failure([source], error)
+        if read.transport.in_place:
+            return  # kernels that are queued may read there still
+        if all(source.error is not None for source in read.sources):
+            read.reading.close()
+
+    def note_failure(self, sources: Sequence[RemoteSource], error: Exception) -> None:
+        """Note that sources do not come by their current route."""
+        for source in sources:
+            source.error = error
+            source.reading = None
+            holder, transport = source.route.holder, source.route.transport.name
+            if isinstance(error, UnreachableError):
+                self._unreachable[holder, None] = str(error)
+            elif isinstance(error, SilentError):
+                self._unreachable[holder, transport] = str(error)
+
+    def _check_reachable(self, route: Route) -> None:
+        """Raise if the holder did not answer about another block: the time would add up."""
+        holder, transport = route.holder, route.transport.name
+        if (why := self._unreachable.get((holder, None))) is not None:
+            raise UnreachableError(why)
+        if (why := self._unreachable.get((holder, transport))) is not None:
+            raise SilentError(why)
+
+    def failed(self, sources: Sequence[RemoteSource]) -> list[RemoteSource]:
+        """Return those of the sources that failed, each to be read by its next route.
+
+        Raises
+        ------
+        TransferError
+            If a source has no route left.
+        """
+        failed = [source for source in sources if source.error is not None]
+        for source in failed:
+            self._next_route(source)
+        return failed
+
+    def _next_route(self, source: RemoteSource) -> None:
+        """Give up the route that failed; raise if none is left."""
+        assert self._context is not None
+        assert source.error is not None
+        route, error = source.routes.pop(0), source.error
+        source.error = None
+        message, name = str(error), route.transport.name
+        source.causes.append(message if message.startswith(f"{name}: ") else f"{name}: {message}")
+        if isinstance(error, BlockUnavailableError):
+            # The holder answers, it just lacks the block: no other transport would find it.
+            source.routes = [other for other in source.routes if other.holder != route.holder]
+        elif not isinstance(error, UnsuitableError):
+            last = not any(other.holder == route.holder for other in source.routes)
+            self._context.router.report_failure(route, error, last)
+        if not source.routes:
+            causes = "; ".join(source.causes)
+            failure = type(error) if len(source.causes) == 1 else TransferError
+            raise failure(f"block {source.ref.key!r} could not be brought here: {causes}")
+
+    def unconfirmed(self) -> list[RemoteSource]:
+        """End all reads. Return the sources that may be wrong, each to be read by its next route.
+
+        Call only when all kernels are synchronised.
+
+        Raises
+        ------
+        TransferError
+            If a source has no route left.
+        """
+        wrong: list[RemoteSource] = []
+        while self._open:
+            read = self._open.pop(0)
+            sources = [source for source in read.sources if source.reading is read.reading]
+            try:
+                self._confirm(read, sources)
+            except TransferError as exc:
+                for source in sources:
+                    source.error = exc
+                wrong += self.failed(sources)
+            else:
+                self.stages += [self._stage(source) for source in sources]
+            finally:
+                read.reading.close()
+        return wrong
+
+    def _confirm(self, read: OpenRead, sources: list[RemoteSource]) -> None:
+        """Raise if what came of these sources may be wrong, or is not all."""
+        if sources:
+            read.reading.confirm()
+        for source in sources:
+            if source.missing:
+                name = source.route.transport.name
+                raise TransferError(f"{name}: {source.ref.key!r} came only in part")
+
+    def _stage(self, source: RemoteSource) -> Stage:
+        nbytes = source.size * self._dtype.itemsize
+        return Stage(source.route.holder, source.route.transport.name, nbytes)
+
+    def close(self) -> None:
+        """End all reads, and so all leases, also where closing one fails. Idempotent."""
+        with ExitStack() as leases:
+            for read in self._open:
+                leases.callback(read.reading.close)

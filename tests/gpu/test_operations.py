@@ -1,0 +1,70 @@
+"""Rechunks and halo exchanges of CuPy blocks: the values are those of NumPy."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from tests.gpu.support import on_gpu
+from tests.support import persisted
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+X = np.random.default_rng(0).random((120, 90))
+
+
+def on_host(y):
+    """The values of CuPy blocks: only those have get()."""
+    return y.map_blocks(lambda block: block.get(), meta=np.empty((0,) * y.ndim)).compute()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "ucx", "pinned", "comm"])
+@pytest.mark.parametrize(
+    ("before", "after", "axes"),
+    [
+        ((30, 90), (120, 23), None),
+        ((30, 45), (30, 90), None),
+        ((7, 90), ((8, *(7,) * 16), 90), None),
+        ((30, 45), (17, 31), (1, 0)),
+    ],
+)
+def test_rechunk(client, transport, before, after, axes):
+    x = persisted(client, on_gpu(X, before))
+    with dask.config.set({"p2p.transports.order": [transport]}):
+        y = persisted(client, dask_p2p.rechunk(x, after, axes=axes))
+    np.testing.assert_array_equal(on_host(y), X.transpose(axes or (0, 1)))
+
+
+def star(block):
+    out = block.copy()
+    out[1:-1] += block[2:] - 2 * block[:-2]
+    out[:, 1:-1] += 3 * block[:, 2:] - 4 * block[:, :-2]
+    return out
+
+
+@pytest.mark.parametrize("boundary", ["none", "periodic", "reflect", "nearest", 7.5], ids=str)
+@pytest.mark.parametrize("corners", [True, False])
+def test_map_overlap(client, boundary, corners):
+    x = persisted(client, on_gpu(X, (30, 45)))
+    y = persisted(client, dask_p2p.map_overlap(star, x, 2, boundary, corners=corners))
+    expected = da.map_overlap(star, da.from_array(X, chunks=(30, 45)), depth=2, boundary=boundary)
+    np.testing.assert_array_equal(on_host(y), expected.compute(scheduler="sync"))
+
+
+def test_a_block_that_stays_is_handed_on(client):
+    x = persisted(client, on_gpu(X, (30, 90)))
+    y = persisted(client, dask_p2p.rechunk(x, ((30, 60, 30), (90,))))
+
+    def same(a, b, dask_worker):
+        blocks = [dask_worker.data.get(key) for key in (a, b)]
+        return None if blocks[0] is None or blocks[1] is None else blocks[0] is blocks[1]
+
+    found = set(client.run(same, (x.name, 0, 0), (y.name, 0, 0)).values())
+    assert found == {True, None}

@@ -1,0 +1,114 @@
+"""``pinned`` between GPUs: right values, of blocks that CUDA IPC cannot share too, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client
+
+import dask_p2p
+from dask_p2p.indexed import count_wrong, indexed_array
+from tests.faults.support import BOUND_S, addresses
+from tests.gpu.support import POOL, on_gpu
+from tests.gpu.test_transposes import CASES
+from tests.support import persisted, used
+from tests.transports.loopback import wait_until
+from tests.transports.test_pinned_cluster import mapped_segments, own_segments
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+SHAPE = (3000, 2000)
+
+
+@pytest.fixture(autouse=True)
+def _by_pinned():
+    with dask.config.set({"p2p.transports.order": ["pinned"]}):
+        yield
+
+
+def assert_right(client, y, dtype=None):
+    wrong = client.compute(count_wrong(y, SHAPE, (1, 0), kind="cupy", dtype=dtype))
+    assert int(wrong.result(timeout=BOUND_S)) == 0
+
+
+@pytest.mark.parametrize(("shape", "chunks", "axes", "to"), CASES)
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_equals_numpy(client, shape, chunks, axes, to, mode):
+    x = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape)
+    a = persisted(client, on_gpu(x, chunks))
+    with dask.config.set({"p2p.mode": mode}):
+        y = persisted(client, dask_p2p.transpose(a, axes, chunks=to))
+    got = y.map_blocks(lambda b: b.get(), meta=np.empty((0,) * y.ndim)).compute()
+    np.testing.assert_array_equal(got, np.transpose(x, axes))
+    assert used(client, y) <= {"pinned"}
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "float16", "float32", "int64", "complex64", "complex128"]
+)
+@pytest.mark.parametrize("checksum", [False, True])
+def test_every_item_size(client, dtype, checksum):
+    a = persisted(client, indexed_array(SHAPE, (700, 2000), dtype, kind="cupy"))
+    with dask.config.set({"p2p.checksum": checksum, "p2p.transports.pinned.part-bytes": "1 MiB"}):
+        y = persisted(client, dask_p2p.transpose(a))
+    assert_right(client, y, np.dtype(dtype))
+    assert used(client, y) == {"pinned"}
+
+
+def test_on_and_on_in_small_parts(client):
+    a = persisted(client, indexed_array(SHAPE, (300, 2000), "f4", kind="cupy"))
+    with dask.config.set({"p2p.transports.pinned.part-bytes": "256 kiB"}):
+        for _ in range(20):
+            y = persisted(client, dask_p2p.transpose(a))
+            assert_right(client, y)
+            assert used(client, y) == {"pinned"}
+            del y
+
+
+@pytest.mark.parametrize("setting", ["rmm_async", "rmm_managed_memory"])
+def test_an_allocator_that_ipc_cannot_share(setting):
+    options = {setting: True, "rmm_allocator_external_lib_list": ["cupy"]}
+    with dask_p2p.local_cluster(2, gpus=True, **options) as cluster, Client(cluster) as client:
+        a = persisted(client, indexed_array(SHAPE, (700, 2000), "f4", kind="cupy"))
+        for _ in range(3):
+            y = persisted(client, dask_p2p.transpose(a))
+            assert_right(client, y)
+            assert used(client, y) == {"pinned"}
+            del y
+
+
+def test_numpy_blocks_of_gpu_workers(client):
+    x = np.arange(401 * 299.0).reshape(401, 299)
+    y = persisted(client, dask_p2p.transpose(da.from_array(x, chunks=(101, 299))))
+    np.testing.assert_array_equal(y.compute(), x.T)
+    assert used(client, y) == {"pinned"}
+
+
+def test_a_killed_worker_leaves_nothing():
+    with (
+        dask.config.set({"distributed.scheduler.work-stealing": False}),
+        dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        workers = addresses(client)
+        a = persisted(client, indexed_array(SHAPE, (700, 2000), "f4", kind="cupy"))
+        y = persisted(client, dask_p2p.transpose(a))
+        assert used(client, y) == {"pinned"}
+        of_victim = client.run(own_segments, "cupy", workers=workers[1:])[workers[1]]
+        assert of_victim & client.run(mapped_segments)[workers[0]]
+        (pid,) = client.run(os.getpid, workers=workers[1:]).values()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: workers[1] not in addresses(client), BOUND_S)
+        assert_right(client, y)  # what was lost is made again
+        wait_until(
+            lambda: not of_victim & client.run(mapped_segments, workers=workers[:1])[workers[0]]
+        )

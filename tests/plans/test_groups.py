@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from dask_p2p.layout import block_indices
+from dask_p2p.plans import grid_between, grouped, redistribution
+from dask_p2p.plans.groups import LEAST_GROUPS, MOST_EDGES, MOST_GROUPED_EDGES
+
+
+def edges(plan):
+    return sum(len(plan.sources(index)) for index in block_indices(plan.chunks))
+
+
+def slabs(blocks):
+    """A transpose of so many slabs."""
+    return redistribution(((2,) * blocks, (2 * blocks,)), (1, 0), ((2,) * blocks, (2 * blocks,)))
+
+
+def never():
+    raise AssertionError("nobody needs to know")
+
+
+def test_small_graphs_are_left_alone_and_no_cluster_is_asked():
+    plan = slabs(141)
+    assert edges(plan) <= MOST_EDGES
+    assert grouped(plan, None, never) is plan
+    assert grouped(slabs(200), 0, never).chunks == slabs(200).chunks
+
+
+@pytest.mark.parametrize("threads", [4, 100])
+def test_large_ones_have_groups_for_all_threads(threads):
+    plan = slabs(1000)
+    large = grouped(plan, None, lambda: threads)
+    groups = len(large.chunks[0])
+    assert groups <= max(LEAST_GROUPS, 2 * threads) <= groups * 1.1
+    assert edges(large) == 1000 * groups
+    assert large.src_chunks == plan.src_chunks
+    bounds = set()
+    end = 0
+    for size in large.chunks[0]:
+        end += size
+        bounds.add(end)
+    assert all(bound % 2 == 0 for bound in bounds), "groups are made of whole blocks"
+
+
+def test_a_number_that_is_asked_for():
+    assert len(grouped(slabs(9), 3, never).chunks[0]) == 3
+    assert len(grouped(slabs(10), 4, never).chunks[0]) == 4
+    assert grouped(slabs(9), 9, never).chunks == slabs(9).chunks
+
+
+def test_the_axis_that_saves_most_is_taken():
+    plan = redistribution(((1,) * 64, (64,)), (0, 1), ((4,) * 16, (4,) * 16))
+    assert [len(sizes) for sizes in grouped(plan, 16, never).chunks] == [16, 1]
+
+
+def test_no_groups_where_they_save_nothing():
+    """Each block reads one other: an edge is an edge."""
+    plan = redistribution(((1,) * 30_000,), (0,), ((1,) * 30_000,))
+    assert edges(plan) > MOST_EDGES
+    assert grouped(plan, None, lambda: 4) is plan
+    assert grouped(plan, 10, never) is plan
+
+
+def test_a_grid_between_rows_and_columns():
+    plan = slabs(100)
+    assert grid_between(plan, 1, plan) is None
+    assert grid_between(plan, None, plan) is None
+    between = grid_between(plan, 2, plan)
+    assert between == ((20,) * 10, (20,) * 10)
+    first = redistribution(plan.src_chunks, plan.axes, between)
+    second = redistribution(between, (0, 1), plan.chunks)
+    assert edges(first) == edges(second) == 100 * 10
+
+
+def test_very_large_graphs_go_through_a_grid():
+    plan = slabs(5000)
+    few = grouped(plan, None, lambda: 4)
+    assert grid_between(plan, None, few) is None
+    many = grouped(plan, None, lambda: 500)
+    assert 5000 * len(many.chunks[0]) > MOST_GROUPED_EDGES
+    assert [len(sizes) for sizes in grid_between(plan, None, many)] == [70, 70]
+
+
+def test_no_grid_between_where_it_is_one_of_the_two():
+    plan = redistribution(((2,) * 4, (8,)), (0, 1), ((8,), (8,)))
+    assert grid_between(plan, 2, plan) is not None
+    plan = redistribution(((4, 4), (8,)), (0, 1), ((4, 4), (8,)))
+    assert grid_between(plan, 2, plan) is None
