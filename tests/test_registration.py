@@ -236,9 +236,9 @@ def test_the_plugin_is_taken_off_while_tasks_wait(bare):
 def _waiting(dask_worker):
     """Count the tasks with references that wait for a thread."""
     return sum(
-        any(isinstance(arg, task_module.BlockRef) for arg in getattr(ts.run_spec, "args", ()))
+        any(isinstance(item, task_module.BlockRef) for item in ts.run_spec.blocks.items)
         for ts in dask_worker.state.tasks.values()
-        if ts.state == "ready"
+        if ts.state == "ready" and isinstance(ts.run_spec, task_module.AssembleTask)
     )
 
 
