@@ -179,6 +179,24 @@ def test_an_asynchronous_client_registers_meanwhile(bare):
     asyncio.run(main())
 
 
+def test_no_warning_for_an_asynchronous_client_that_is_closed_meanwhile(monkeypatch):
+    class Gone:
+        status = "running"
+        scheduler = None
+
+    async def fail(scheduler):
+        raise OSError("Stream is closed")
+
+    monkeypatch.setattr(module, "_ask", fail)
+    with pytest.warns(P2PWarning, match="Stream is closed"):
+        asyncio.run(module._register_later(Gone()))
+    closed = Gone()
+    closed.status = "closing"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(module._register_later(closed))
+
+
 def _lack_package(dask_worker):
     """Make this process one where the package is not installed."""
 
