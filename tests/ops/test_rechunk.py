@@ -90,6 +90,7 @@ def test_unknown_sizes_are_fine_along_axes_that_stay():
     np.testing.assert_array_equal(got.compute(scheduler="sync"), X[0][X[0][:, 0] > 6])
     turned = dask_p2p.rechunk(rows, {0: 5}, axes=(1, 0))
     np.testing.assert_array_equal(turned.compute(scheduler="sync"), X[0][X[0][:, 0] > 6].T)
+    assert dask_p2p.rechunk(rows, rows.chunks) is rows
     for chunks in ({0: 2}, -1, (2, 5)):
         with pytest.raises(ChunksError, match=r"(?s)known chunk sizes.*compute_chunk_sizes"):
             dask_p2p.rechunk(rows, chunks)
