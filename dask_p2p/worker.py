@@ -155,7 +155,8 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             looking.exception()  # the host has seen to it
 
     def _on_compute_task(self, **message: Any) -> None:
-        if isinstance(message.get("run_spec"), AssembleTask):
+        task = message.get("run_spec")
+        if isinstance(task, AssembleTask) and task.is_readable:
             for holders in message["who_has"].values():
                 self._context.on_workers_named(holders)
             message = by_reference(message, self._worker.data.__contains__, self._worker.address)
