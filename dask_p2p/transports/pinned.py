@@ -1,4 +1,4 @@
-"""``pinned``: packed regions through memory of the host that reader and holder have in common.
+"""``pinned``: packed regions through host memory that reader and holder share.
 
 For GPUs without peer access to each other, and for allocators whose memory CUDA IPC cannot share
 (``cudaMallocAsync``, managed memory). It is ``comm``, but for the data: a reader names, beside the

@@ -1,4 +1,4 @@
-"""Memory that processes of one host have in common, pinned for their GPUs.
+"""Memory that processes of one host share, pinned for their GPUs.
 
 It is a file without a name (``memfd_create``), which is there as long as somebody has it open. So
 nothing is left behind, whoever is killed, and no limit of ``/dev/shm`` counts. Another process
