@@ -119,7 +119,7 @@ def test_the_part_that_is_flipped_is_named(link):
     rows = [((i, i + 1), (0, 40)) for i in range(10)]
     counter = iter(range(10))
     link.change = lambda array: flipped(array, 5) if next(counter) == 7 else array
-    with pytest.raises(TransferError, match=r"\(\((\d), \d+\), \(0, 40\)\) of block .* came chan"):
+    with pytest.raises(TransferError, match=r"\(\((\d), \d+\), \(0, 40\)\) of block .* arrived"):
         read(link, True, rows)
 
 
