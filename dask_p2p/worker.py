@@ -1,4 +1,4 @@
-"""The worker plugin: references in place of copies, and the other side of every transport.
+"""The worker plugin: references in place of copies, and the holder's side of every transport.
 
 By default a Dask worker copies every dependency of a task to itself before the task runs. The
 plugin rewrites the scheduler's ``compute-task`` message for `AssembleTask` before the worker's

@@ -7,13 +7,13 @@ cheap tasks on its worker hand them out, there are n² / g + n edges, and nothin
     one task a block    n² edges              grouped    n² / g edges        n edges
     sources ========> blocks                  sources ==========> groups ----------> blocks
 
-That takes one more task a block, some 0.5 ms each, and the latency of one more layer; and blocks of
-one group go to the same worker. So it is done above `MOST_EDGES`, and there are at least
-`LEAST_GROUPS` groups, and two for each thread of a larger cluster.
+That costs one more task a block, about 0.5 ms each, and the latency of one more layer. Blocks of
+one group go to the same worker. So it is done only above `MOST_EDGES`, with at least `LEAST_GROUPS`
+groups, and two for each thread of a larger cluster.
 
-On a very large cluster that is not enough. There the array goes through a grid between the two, in
-which each task reads √n blocks: 2 n √n edges, but everything moves twice. So that is done above
-`MOST_GROUPED_EDGES` only::
+On a very large cluster that is not enough. There the array goes through an intermediate grid, in
+which each task reads √n blocks: 2 n √n edges, but everything moves twice. So that is done only
+above `MOST_GROUPED_EDGES`::
 
     rows --> √n x √n boxes --> columns
 """

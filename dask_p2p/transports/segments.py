@@ -1,10 +1,10 @@
-"""Memory that processes of one host have in common, pinned for their GPUs.
+"""Memory that processes of one host share, pinned for their GPUs.
 
-It is a file without a name (``memfd_create``), which is there as long as somebody has it open. So
-nothing is left behind, whoever is killed, and no limit of ``/dev/shm`` counts. Another process
-opens it as a file of the first one, ``/proc/PID/fd``, where the kernel sees to it that both are of
-one user. It has all of its pages from the start, and cannot be made shorter: nobody gets a
-``SIGBUS``.
+It is a file without a name (``memfd_create``), which exists as long as a process has it open. So
+nothing is left behind when a process is killed, and the limits of ``/dev/shm`` do not apply.
+Another process opens it as a file of the first one, ``/proc/PID/fd``: the kernel allows that only
+to the same user. The file has all of its pages from the start, and cannot be made shorter, so no
+process gets a ``SIGBUS``.
 """
 
 from __future__ import annotations

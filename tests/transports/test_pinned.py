@@ -123,7 +123,7 @@ class Pinned(Conformance):
         setup.reader.probe("holder", setup.kind)
         original = setup.host.probes.block
         setup.host.probes.block = lambda key: original(key) ^ 1
-        with pytest.raises(TransferError, match="65536 of 65536 bytes of a probe came changed"):
+        with pytest.raises(TransferError, match="65536 of 65536 bytes of a probe arrived changed"):
             setup.reader.probe("holder", setup.kind)
 
     @pytest.mark.parametrize("why", ["it takes too long", "the reading is closed"])
@@ -264,7 +264,7 @@ class TestPinnedWithSums(Pinned):
 
         module.region_sum = flip
         try:
-            with pytest.raises(TransferError, match=r"pinned: .* came changed"):
+            with pytest.raises(TransferError, match=r"pinned: .* arrived changed"):
                 self.read(setup, key, array, WHOLE)
         finally:
             module.region_sum = sum_of
