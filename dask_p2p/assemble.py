@@ -1,4 +1,4 @@
-"""One worker's work for one output block: what is done in which order, and what overlaps.
+"""One worker's work for one output block: in which order it is done, and what overlaps.
 
 ::
 

@@ -61,6 +61,7 @@ class Options:
     low_latency: bool
     attempts: int
     groups: int | None  # 0: none; None: as many as seem best
+    passes: int | None  # 1 or 2; None: as many as seem best
     checksum: bool
     producer_streams: str
     staging_limit_bytes: int
@@ -227,6 +228,7 @@ def options() -> Options:
         low_latency=_read("low-latency", yes_or_no),
         attempts=_read("attempts", positive_int),
         groups=_read("groups", _groups),
+        passes=_read("passes", _passes),
         checksum=_read("checksum", yes_or_no),
         producer_streams=_read("producer-streams", _one_of(PRODUCER_STREAMS)),
         staging_limit_bytes=_read("memory.staging-limit", positive_bytes),
@@ -319,6 +321,12 @@ def _groups(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError("expected auto, or a number of groups; 0 for none")
     return value
+
+
+def _passes(value: Any) -> int | None:
+    if value not in ("auto", 1, 2) or isinstance(value, bool):
+        raise ValueError("expected auto, 1 or 2")
+    return None if value == "auto" else int(value)
 
 
 def _transports(value: Any) -> tuple[str, ...] | None:

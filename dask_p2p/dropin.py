@@ -1,9 +1,10 @@
-"""`install`: code that rechunks by Dask's own methods uses this package, as it is.
+"""`install`: code that rechunks by Dask's own methods uses this package without a change.
 
-`dask.array.rechunk` chooses one of two ways, by tasks or by the peer-to-peer shuffle, and has no
-place for a third. So the function of the second one is replaced, where Dask looks it up, and not
-the layer that it made once a graph is optimised: by then Dask has merged blocks by tasks, the dtype
-is not known any more, and the optimiser of all arrays would have to be importable on the scheduler.
+`dask.array.rechunk` chooses between two methods, tasks and the peer-to-peer shuffle, and has no
+place for a third. So the function of the second method is replaced where Dask looks it up. The
+layer that it makes cannot be replaced when a graph is optimised: by then Dask has merged blocks by
+tasks, the dtype is no longer known, and the scheduler would have to import the optimiser of all
+arrays.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def install() -> ExitStack:
     """Have Dask rechunk by this package where it would use its own peer-to-peer shuffle.
 
     Code that calls ``x.rechunk(...)``, ``x.T.rechunk(...)`` or ``xarray.DataArray.chunk(...)``
-    stays as it is, and gives arrays of the same values, chunks, dtype and type of blocks. What it
-    rechunks from now on in this process is concerned, where Dask chooses its method ``p2p``: by
-    itself, with a client and from a certain size of the graph on, or because it is named. What goes
-    by tasks still does. Calling it again changes nothing.
+    stays as it is, and gives arrays of the same values, chunks, dtype and type of blocks. From now
+    on, this package does every rechunk of this process for which Dask chooses its method ``p2p``:
+    because it is named, or by itself, with a client and above a certain size of the graph. Rechunks
+    by tasks still go by tasks. Calling it again changes nothing.
 
     Returns
     -------

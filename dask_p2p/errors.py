@@ -9,7 +9,7 @@
     │   ├── UnsupportedArrayError       masked, sparse, object dtype on a GPU, ...
     │   └── VersionError                another version of the package has written it
     ├── BlockMismatchError              a block is not what the Dask array declares
-    ├── TransferError                   a region could not be brought to its reader
+    ├── TransferError                   a region could not be read
     │   ├── BlockUnavailableError       a holder no longer has, or never had, the block
     │   │   └── UnreachableError        a holder does not answer, or cannot be reached
     │   ├── SilentError                 nothing came from a holder in time
@@ -99,7 +99,7 @@ class BlockMismatchError(P2PError):
 
 
 class TransferError(P2PError):
-    """A region of a block could not be brought to its reader.
+    """A region of a block could not be read.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Arrays whose elements say where they are, to be checked element by element after a transpose."""
+"""Arrays whose elements state their own position, so that every element can be checked."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def indexed_array(shape: Sequence[int], chunks: Any, dtype: Any, kind: str = "nu
 def count_wrong(
     y: Any, shape: Sequence[int], axes: Sequence[int], kind: str = "numpy", dtype: Any = None
 ) -> Any:
-    """Count, lazily, the elements of `y` that are not those of a transposed `indexed_array`.
+    """Return the lazy number of elements of `y` that differ from a transposed `indexed_array`.
 
     Parameters
     ----------

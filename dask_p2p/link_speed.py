@@ -1,4 +1,4 @@
-"""How fast blocks come from one worker to another, and by what: runs on the workers.
+"""How fast blocks move from one worker to another, and by which transport. Runs on the workers.
 
 Every transport that may be used after the first one is measured too. One that is quicker by far is
 preferred from then on.
@@ -66,7 +66,7 @@ def _measure_link(
     try:
         first = latency_s, time_s, transport = _measure(context, holder, kind, nbytes, options)
         quicker = _quicker(context, holder, kind, nbytes, options, *first[1:])
-        # Who named an order has it.
+        # An order that the user named is kept.
         if quicker is not None and options.transports is None:
             context.router.prefer(holder, order, quicker)
             latency_s, time_s, transport = _measure(context, holder, kind, nbytes, options)

@@ -1,4 +1,4 @@
-"""Opt-in ``p2p.low-latency``: Dask's messages wait less for company.
+"""Opt-in ``p2p.low-latency``: Dask's messages wait less long to be sent together.
 
 Dask's client, scheduler and workers collect messages, and send no two batches within 10, 5 and 2 ms
 of each other. For a graph of many small tasks that saves work. For one layer whose tasks take 30 ms

@@ -1,4 +1,4 @@
-"""Running ways to transpose, timing and checking them, and collecting what the workers noted."""
+"""Runs several ways to transpose, times and checks them, and collects the workers' records."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Way:
     transpose: Transpose
     apart: bool = False  # on an array of its own: it may leave copies of blocks on other workers
     checked: bool = True  # its result is the transpose, and is compared with it
-    required: bool = False  # its failure is that of the whole measuring; that of others is a row
+    required: bool = False  # its failure ends the measurement; that of others becomes a row
     one_by_one: bool = False  # blocks one after the other: one transfer at a time in the cluster
     protocol: str | None = None  # of its cluster, if not the usual one
     low_latency: bool = False  # of its cluster
@@ -137,7 +137,7 @@ def compare(
     repeats: int,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """Time ways to transpose one array: in turn, and those that need one on arrays of their own.
+    """Time ways to transpose one array, in turn; some ways get an array of their own.
 
     What else goes on on the machine disturbs all those alike that are run in turn.
 
@@ -281,7 +281,7 @@ def _wait_for(blocks: Any) -> None:
 
 
 def least_bytes(client: Any, x: Any, y: Any, axes: tuple[int, ...]) -> int:
-    """Count the bytes that had to move for `y`, given where the blocks of both arrays lie.
+    """Return how many bytes had to move for `y`, given where the blocks of both arrays lie.
 
     Those are the elements which the worker of their block of `y` does not hold in a block of `x`.
 
@@ -304,7 +304,7 @@ def least_bytes(client: Any, x: Any, y: Any, axes: tuple[int, ...]) -> int:
 
 
 def collect(client: Any, name: str, since_s: float = 0.0) -> Run | None:
-    """Collect what the workers noted of the array with this name; None if they did not.
+    """Collect the records of the array with this name; None if there are none.
 
     The same array may have been computed before: `since_s` (seconds since the epoch) says from
     when on it is meant.

@@ -93,7 +93,9 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> list[Ove
         return []
 
     def is_placed_here(ts: Any) -> bool:
-        return isinstance(ts.run_spec, AssembleTask) and PLUGIN_NAME in scheduler.worker_plugins
+        task = ts.run_spec
+        is_ours = isinstance(task, AssembleTask) and task.is_readable
+        return is_ours and PLUGIN_NAME in scheduler.worker_plugins
 
     def is_rootish(original: Any, ts: Any) -> bool:
         # Few blocks that become many: Dask would take them for tasks that read nothing.

@@ -290,7 +290,7 @@ class RemoteSources:
         if not source.routes:
             causes = "; ".join(source.causes)
             failure = type(error) if len(source.causes) == 1 else TransferError
-            raise failure(f"block {source.ref.key!r} could not be brought here: {causes}")
+            raise failure(f"block {source.ref.key!r} could not be read: {causes}")
 
     def unconfirmed(self) -> list[RemoteSource]:
         """End all reads. Return the sources that may be wrong, each to be read by its next route.
@@ -326,7 +326,7 @@ class RemoteSources:
         for source in sources:
             if source.missing:
                 name = source.route.transport.name
-                raise TransferError(f"{name}: {source.ref.key!r} came only in part")
+                raise TransferError(f"{name}: {source.ref.key!r} arrived incomplete")
 
     def _stage(self, read: OpenRead, sources: list[RemoteSource]) -> Stage:
         nbytes = sum(source.size for source in sources) * self._dtype.itemsize

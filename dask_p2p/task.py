@@ -21,14 +21,14 @@ from dask.utils import format_bytes
 
 from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options
-from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError
+from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError, VersionError
 from dask_p2p.layout import Index
 from dask_p2p.monitoring.records import Fallback, Record
 from dask_p2p.plans import Plan
 from dask_p2p.retry import AttemptLog, pause_s
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.router import BlockRef
-from dask_p2p.versioned import check_readable
+from dask_p2p.versioned import Unreadable, check_readable, this_version
 
 __all__ = [
     "PLUGIN_NAME",
@@ -117,6 +117,12 @@ class AssembleTask(Task):  # type: ignore[misc]
         if args and isinstance(args[-1], Blocks):
             # The same object for all tasks that read the same, and so pickled once.
             self._dependencies = args[-1].dependencies  # type: ignore[misc]
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether this version of the package can read all of it; if not, it ends in an error."""
+        unreadable = any(isinstance(arg, Unreadable) for arg in self.args)
+        return not unreadable and isinstance(self.args[-1], Blocks)
 
     @property
     def plan(self) -> Plan:
@@ -225,7 +231,10 @@ def _record(
     )
 
 
-_assemble = assemble_block  # as tasks of the first version name it
+def _assemble(key: Any, plan: Any, index: Any, output: Any, *blocks: Any) -> NoReturn:
+    """Refuse a task of the first version, which names its work so."""
+    check_readable(plan, output)
+    raise VersionError(f"expected a task of {this_version()}, got {key!r} of an older version.")
 
 
 def _try_again(

@@ -24,6 +24,7 @@ __all__ = [
     "FORMAT",
     "Unreadable",
     "check_readable",
+    "of_first_version",
     "own_version",
     "read",
     "this_version",
@@ -150,19 +151,34 @@ def _read_or_replace(*written: Any) -> Any:
         return Unreadable(exc)
 
 
+def of_first_version(name: str) -> Unreadable:
+    """Return what stands for a value of the first version, which had no format."""
+    try:
+        # That version knows this error, and none that came later.
+        _refuse(f"{name} of dask_p2p 0.1 (no format)", InputError)
+    except P2PError as exc:
+        return Unreadable(exc)
+
+
 def _take_positions(self: Any, state: Any) -> None:
     """Take what the first version wrote: a bare list, in an order that only that version knows."""
     cls = type(self)
-    try:
-        if cls._p2p_defaults is None:
-            # That version knows this error, and none that came later.
-            _refuse(f"{cls.__module__}.{cls.__qualname__} of dask_p2p 0.1 (no format)", InputError)
-        own = cls._p2p_defaults()
-        values = {name: getattr(own, name) for name in _names(cls)}
-    except P2PError as exc:
-        values = dict.fromkeys(_names(cls), Unreadable(exc))
+    if cls._p2p_defaults is None:
+        unreadable = of_first_version(f"{cls.__module__}.{cls.__qualname__}")
+        values = dict.fromkeys(_names(cls), unreadable)
+    else:
+        values = _own_values(cls)
     for name, value in values.items():
         object.__setattr__(self, name, value)
+
+
+def _own_values(cls: Any) -> dict[str, Any]:
+    """Return the values of this process; it may have some that cannot be."""
+    try:
+        own = cls._p2p_defaults()
+    except P2PError as exc:
+        return dict.fromkeys(_names(cls), Unreadable(exc))
+    return {name: getattr(own, name) for name in _names(cls)}
 
 
 def _names(cls: type) -> tuple[str, ...]:

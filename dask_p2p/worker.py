@@ -1,4 +1,4 @@
-"""The worker plugin: references in place of copies, and the other side of every transport.
+"""The worker plugin: references in place of copies, and the holder's side of every transport.
 
 By default a Dask worker copies every dependency of a task to itself before the task runs. The
 plugin rewrites the scheduler's ``compute-task`` message for `AssembleTask` before the worker's
@@ -158,7 +158,8 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             looking.exception()  # the host has seen to it
 
     def _on_compute_task(self, **message: Any) -> None:
-        if isinstance(message.get("run_spec"), AssembleTask):
+        task = message.get("run_spec")
+        if isinstance(task, AssembleTask) and task.is_readable:
             for holders in message["who_has"].values():
                 self._context.on_workers_named(holders)
             message = by_reference(message, self._worker.data.__contains__, self._worker.address)

@@ -1,6 +1,6 @@
 """Accessors of xarray: ``a.p2p.transpose("y", "x")`` and ``a.p2p.chunk({"x": 1000})``.
 
-They are there once this module is imported, on arrays and datasets:
+Importing this module adds them to arrays and datasets:
 
 >>> import dask.array
 >>> import xarray

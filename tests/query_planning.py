@@ -47,6 +47,75 @@ def check_values():
     assert empty.compute().shape == (0, 3)
 
 
+def doubled(block):
+    return block * 2
+
+
+def check_rechunk_and_map_overlap():
+    array = indexed((6, 10))
+    x = da.from_array(array, chunks=(2, 10))
+    cut = dask_p2p.rechunk(x, (3, 4))
+    assert cut.chunks == ((3, 3), (4, 4, 2))
+    results = {
+        "rechunk": (cut, array),
+        "with its axes permuted": (dask_p2p.rechunk(x, (4, 3), axes=(1, 0)), array.T),
+        "of expressions": (dask_p2p.rechunk((x + 1).rechunk((6, 5)) - 1, (1, -1)), array),
+        "overlap": (dask_p2p.map_overlap(doubled, x, 1, "reflect"), array * 2),
+        "one after the other": (dask_p2p.map_overlap(doubled, cut, (1, 2), 0), array * 2),
+    }
+    for name, (y, expected) in results.items():
+        assert type(y) is da.Array
+        other, values = (x.T, array.T) if y.shape != x.shape else (x, array)
+        for text, result, wanted in (
+            ("", y, expected),
+            ("sum", y.sum(), expected.sum()),
+            ("added", y + other, expected + values),
+            ("subtracted from", (other - y)[1:], (values - expected)[1:]),
+            ("transposed", y.T, expected.T),
+        ):
+            np.testing.assert_array_equal(result.compute(), wanted, f"{name} {text}")
+    floats = dask_p2p.map_overlap(np.sqrt, x, 1)
+    assert floats.dtype == "f8"
+    np.testing.assert_array_equal(floats.compute(), np.sqrt(array))
+
+
+def check_only_what_is_needed_runs():
+    ran = []
+
+    def seen(block):
+        ran.append(block.shape)
+        return block
+
+    x = da.from_array(indexed((8, 8)), chunks=(2, 8)).map_blocks(seen, dtype="i8")
+    by_columns = dask_p2p.rechunk(x, (4, -1))
+    rims = dask_p2p.map_overlap(lambda block: block, x, 1, dtype="i8")
+    for y, blocks in ((by_columns[:2], 2), (rims[:1], 2), (rims[:3], 3), (by_columns, 4)):
+        ran.clear()
+        y.compute(scheduler="sync")
+        assert len(ran) == blocks, (y, ran)
+
+
+def check_installed(client):
+    """Where Dask's own way is not implemented."""
+    array = indexed((64, 48))
+    x = da.from_array(array, chunks=(8, -1))
+    with dask_p2p.install():
+        y = x.T.rechunk((6, -1)) + 1
+        np.testing.assert_array_equal(y.compute(), array.T + 1)
+        assert "p2p-rechunk" in client.run_on_scheduler(prefixes)
+        by_tasks = x.rechunk((-1, 6), method="tasks").optimize()
+        assert not any(key[0].startswith("p2p-") for key in by_tasks.__dask_graph__())
+    try:
+        x.rechunk((-1, 6), method="p2p").compute()
+    except NotImplementedError:
+        return
+    raise AssertionError("Dask's own way is there")
+
+
+def prefixes(dask_scheduler):
+    return set(dask_scheduler.task_prefixes)
+
+
 def check_cluster():
     array = indexed((400, 300))
     with (
@@ -61,6 +130,14 @@ def check_cluster():
         results = dask.compute(composed(x, lazy))[0]
         for name, result in results.items():
             np.testing.assert_array_equal(result, expected[name], name)
+        for operation in (
+            lambda x: dask_p2p.rechunk(x, (-1, 100)),
+            lambda x: dask_p2p.map_overlap(np.negative, x, 1),
+        ):
+            lazy = operation(x)
+            np.testing.assert_array_equal(abs(persisted(client, lazy)).compute(), array)
+            assert used(client, lazy), "whole blocks were moved in place of regions"
+        check_installed(client)
         check_files(cluster, array)
 
 
@@ -76,4 +153,6 @@ def check_files(cluster, array):
 
 if __name__ == "__main__":
     check_values()
+    check_rechunk_and_map_overlap()
+    check_only_what_is_needed_runs()
     check_cluster()

@@ -337,7 +337,7 @@ def test_replicas_are_read_by_their_nearest_readers(peers, log):
 
 def test_a_block_that_nobody_has(quick, peers):
     quick.fails["c", ("x", 2, 0)] = BlockUnavailableError("not there any more")
-    with pytest.raises(BlockUnavailableError, match=r"\('x', 2, 0\) could not be brought here"):
+    with pytest.raises(BlockUnavailableError, match=r"\('x', 2, 0\) could not be read"):
         assembly(peers).run()
     assert quick.open_now == []
 
@@ -361,7 +361,7 @@ def test_when_every_way_fails_the_error_names_each(quick, slow, peers):
         with pytest.raises(TransferError) as caught:
             assembly(peers).run()
         told.append(str(caught.value))
-    brought = "block ('x', 2, 0) could not be brought here: "
+    brought = "block ('x', 2, 0) could not be read: "
     assert told == [f"{brought}quick: c is deaf; slow: c is dumb", f"{brought}slow: c is dumb"]
     assert quick.open_now == slow.open_now == []
 

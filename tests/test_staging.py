@@ -18,11 +18,11 @@ from dask_p2p.config import options
 from dask_p2p.errors import TransferError
 from dask_p2p.layout import box_shape, box_size, box_slices
 from dask_p2p.plans import redistribution, slab_chunks
-from dask_p2p.transports import comm as comm_module
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.comm import CommTransport
+from dask_p2p.transports.comm_reading import CommReading
 from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.reading import Arrived, Reading, Region
@@ -135,7 +135,7 @@ def test_comm(workers, monkeypatch, limit_bytes, mode):
         make(CommTransport, holder, options())
         network[holder].blocks = BLOCKS
     meter = Meter()
-    pull = comm_module.CommReading._pull
+    pull = CommReading._pull
 
     async def metered(self, parts):
         meter.add(sum(box_size(part.box) for part in parts) * ITEM)
@@ -144,7 +144,7 @@ def test_comm(workers, monkeypatch, limit_bytes, mode):
             meter.until_gone(region, region.nbytes)
         return regions
 
-    monkeypatch.setattr(comm_module.CommReading, "_pull", metered)
+    monkeypatch.setattr(CommReading, "_pull", metered)
     assemble(chosen, "abc", comm=reader)
     assert 0 < meter.peak_bytes <= max(limit_bytes, ITEM)
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Protocol
 
 __all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue"]
 
-SLOTS = 3  # of a queue: one is filled, one is emptied, one waits for either
-MOST_UNREAD = 2  # arrays that came from elsewhere, and are kept for kernels that are queued
+SLOTS = 3  # of a queue: one is being filled, one is being emptied, one waits for either
+MOST_UNREAD = 2  # received arrays that are kept for kernels that are queued
 
 
 class Backend(ABC):
@@ -133,7 +133,7 @@ class Backend(ABC):
 
     @abstractmethod
     def memory_below(self, wanted_bytes: int, worker_limit_bytes: int | None) -> int | None:
-        """Return all memory that arrays can have if that is less than wanted; else None.
+        """Return the memory that arrays can have, if it is less than wanted; else None.
 
         Parameters
         ----------
@@ -188,13 +188,13 @@ class Queue(Protocol):
         """
 
     def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
-        """Do the same with an array of any backend that is nobody else's.
+        """Do the same with an array of any backend that only the caller refers to.
 
         The caller can drop it at once: it is kept until it has been read.
         """
 
     def prefetch(self, src: Any, slot_bytes: int) -> Any:
-        """Begin to bring a part of a block that lies in another GPU's memory.
+        """Begin to copy a part of a block that lies in another GPU's memory.
 
         It is put into place by `permute_prefetched`, which takes what is returned here. Of `SLOTS`
         parts one has to be put into place before the next can be brought.

@@ -78,9 +78,9 @@ class CupyBackend(Backend):
         stream = private_stream()
         with stream:
             memory = cuda.alloc(size_bytes)
-        # A pool may have given this stream memory that another one still writes to, and who writes
-        # next may follow no stream. To wait for the whole device, other regions and their kernels
-        # included, would take a fifth of an exchange's speed.
+        # A pool may have given this stream memory that another stream still writes to, and the next
+        # writer may follow no stream. Waiting for the whole device, other regions and their kernels
+        # included, would cost a fifth of an exchange's speed.
         stream.synchronize()
         if is_shareable(memory.ptr):
             return memory

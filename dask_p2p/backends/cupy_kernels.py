@@ -96,7 +96,7 @@ def _compiled(device_id: int, word_bytes: int) -> dict[str, _Loaded]:
     which = (device_id, word_bytes)
     functions = _functions.get(which)
     if functions is None:
-        with _compiling[which]:  # who needs another word size does not wait for this one
+        with _compiling[which]:  # threads that need another word size do not wait for this one
             functions = _functions.get(which)
             if functions is None:
                 functions = _functions[which] = _load(word_bytes)

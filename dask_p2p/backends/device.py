@@ -1,4 +1,4 @@
-"""What the package asks of a GPU beside kernels: which it is, what to wait for, whether it lives.
+"""What the package asks of a GPU besides kernels: which one, what to wait for, does it still work.
 
 Users' tasks may write a block on any stream of any library, and may capture CUDA graphs while other
 threads of the worker serve peers. So these rules hold for all of this package's code:
@@ -49,8 +49,8 @@ _SMALL_BYTES = 512
 _LONGEST_CAPTURE_S = 60.0
 _POLL_S = 1e-3
 _STREAM_CAPTURE_IMPLICIT = 906  # of CUDA: a blocking stream is captured
-# Errors of CUDA after which nothing works any more in this process: of a kernel that read or wrote
-# where it must not, that failed an assertion or ran too long, or of the hardware.
+# CUDA errors after which nothing on the GPU works in this process: a kernel accessed invalid
+# memory, failed an assertion or ran too long, or the hardware failed.
 _STICKY = frozenset({214, 219, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 
 _private: dict[int, Any] = {}  # device -> stream
@@ -72,7 +72,7 @@ def current_device() -> int | None:
 
 @cache
 def uuid(device: int) -> bytes:
-    """Return the UUID of a GPU, 16 bytes; none if nobody tells.
+    """Return the UUID of a GPU, 16 bytes; no bytes if it cannot be found out.
 
     CuPy's own is cut at its first zero byte, which one UUID in sixteen has.
     """
@@ -96,7 +96,7 @@ def uuid(device: int) -> bytes:
 
 
 def is_shareable(address: int) -> bool:
-    """Return whether CUDA IPC can share memory with other processes, as far as can be told.
+    """Return whether CUDA IPC can share memory with other processes, as far as is known.
 
     It cannot if the memory is managed, or of `cudaMallocAsync`.
     """
@@ -134,11 +134,11 @@ def allocation(address: int) -> tuple[int, int, int]:
 def _attribute(driver: Any, name: str, address: int) -> Any:
     """Return what the driver knows of memory; `TransferError` if it does not tell."""
     if driver is None:
-        raise TransferError(f"cuda-bindings are not there to tell {name}; install dask-p2p[cuda13]")
+        raise TransferError(f"cuda-bindings is needed for {name}; install dask-p2p[cuda13]")
     attribute = getattr(driver.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
     error, value = driver.cuPointerGetAttribute(attribute, address)
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise TransferError(f"the CUDA driver does not tell {attribute.name}: {error.name}")
+        raise TransferError(f"the CUDA driver does not report {attribute.name}: {error.name}")
     return value
 
 
@@ -204,7 +204,7 @@ def wait_for_null_stream() -> None:
 
 
 def wait_for_all_streams() -> None:
-    """Wait until the device has done all that this process has given it, on whatever stream.
+    """Wait until the device has done all work of this process, on any stream.
 
     `cudaDeviceSynchronize` would invalidate every graph that is being captured in the process.
     `cudaMalloc` and `cudaFree` do not, and "synchronize across all executing CUDA streams" as well
@@ -276,7 +276,7 @@ def _forget_written(number: int, dead: ref[Any]) -> None:
 
 @contextmanager
 def device_work() -> Iterator[None]:
-    """Put this around all that a thread of the package does with a device.
+    """Return a context for everything that a thread of the package does with a device.
 
     It may go on while another thread captures a CUDA graph, and it finds out if the device is lost.
 

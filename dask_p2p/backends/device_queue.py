@@ -92,7 +92,7 @@ class DeviceQueue:
                     raise
                 array = self._backend.empty(shape, dtype)
             if array.nbytes and device_module.is_managed(array.data.ptr):
-                # All its pages at once; kernels would have them made one by one.
+                # All its pages at once; kernels would create them one by one.
                 self._cupy.cuda.runtime.memPrefetchAsync(
                     array.data.ptr, array.nbytes, self._device, stream.ptr
                 )
@@ -231,7 +231,7 @@ class DeviceQueue:
         return slot
 
     def _new_slots(self, slot_bytes: int) -> Iterator[Slot]:
-        """Allocate all slots at once: each allocation takes as long as a part is on its way.
+        """Allocate all slots at once: one allocation takes as long as the transfer of a part.
 
         On the stream that fills them, so that there is nothing to wait for.
         """

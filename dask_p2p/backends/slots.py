@@ -18,13 +18,13 @@ class Slot:
     """Local memory for one part of a peer's block."""
 
     memory: Any
-    full: Any  # event: what was copied is there
-    free: Any  # event: what was there is not needed any more
-    is_used: bool = False  # whether `free` says anything
+    full: Any  # event: the copy is complete
+    free: Any  # event: the copy is no longer needed
+    is_used: bool = False  # whether `free` has been recorded
 
 
 class KeptSlots:
-    """Slots that queues are done with, for the next one: to allocate them delays its first copy.
+    """Slots that queues no longer use, for the next queue: allocating delays its first copy.
 
     They are given up when nobody has used any for `KEEP_S`, or when memory runs out.
     """

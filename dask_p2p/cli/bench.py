@@ -59,7 +59,7 @@ __all__ = ["bench"]
 def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """Find out before the measuring, not after, that a file cannot be written."""
     if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
-        raise click.BadParameter(f"{value!r}: there is no such folder", ctx, param)
+        raise click.BadParameter(f"{value!r}: the folder does not exist", ctx, param)
     return value
 
 

@@ -1,4 +1,4 @@
-"""``dask p2p demo``: `bench` with one matrix, Dask's own ways beside it, and words."""
+"""``dask p2p demo``: `bench` with one matrix, beside Dask's own ways, and an explanation."""
 
 from __future__ import annotations
 

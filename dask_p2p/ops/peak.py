@@ -96,25 +96,26 @@ def estimate(
     """
     order, wanted = transposed(x, axes, chunks)
     before = tuple(x.chunks[axis] for axis in order)
-    plan = planned(x, order, checked_chunks(wanted, before, x.dtype))
+    options = checked_options()
+    steps = planned(x.chunks, order, checked_chunks(wanted, before, x.dtype), options)
+    plans = [plan for plan, _ in steps]
     threads = 1
     if workers is None:
         workers, threads = cluster_size() or (max(map(len, x.chunks), default=1), 1)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise InputError(f"expected a number of workers, at least 1, got workers={workers!r}.")
-    options = checked_options()
     kind = backend_for(x._meta).name
     item_bytes = x.dtype.itemsize
-    input_bytes, _ = _even_share(plan.src_chunks, workers, item_bytes)
-    output_bytes, output_blocks = _even_share(plan.chunks, workers, item_bytes)
+    input_bytes, _ = _even_share(x.chunks, workers, item_bytes)
+    shares = [_even_share(plan.chunks, workers, item_bytes) for plan in plans]
+    output_bytes = sum(share_bytes for share_bytes, _ in shares)  # what is between the two, too
     staged_bytes = packed = 0
     if workers > 1:
-        tasks = min(threads, output_blocks)
-        largest_block, _ = _even_share(plan.chunks, sys.maxsize, item_bytes)
-        largest_piece = plan.largest_piece * item_bytes
-        staged_bytes = tasks * staging_bytes(
-            options, kind, largest_piece, largest_block, item_bytes
-        )
+        for plan, (_, blocks) in zip(plans, shares, strict=True):
+            largest_block, _ = _even_share(plan.chunks, sys.maxsize, item_bytes)
+            largest_piece = plan.largest_piece * item_bytes
+            task_bytes = staging_bytes(options, kind, largest_piece, largest_block, item_bytes)
+            staged_bytes = max(staged_bytes, min(threads, blocks) * task_bytes)
         packed = packed_bytes(options, kind, (workers - 1) * threads, input_bytes)
         staged_bytes += min(idle_bytes(options, kind), staged_bytes + packed)
     return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed)

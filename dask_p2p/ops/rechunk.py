@@ -8,12 +8,12 @@ from typing import Any
 
 import dask.array as da
 
-from dask_p2p.config import checked_options
+from dask_p2p.config import Options, checked_options
 from dask_p2p.graph import planned_array
 from dask_p2p.layout import Chunks
 from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, has_unknown_chunks
 from dask_p2p.ops.unknown import rechunk_unknown
-from dask_p2p.plans import GridPlan, grouped, redistribution
+from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
 from dask_p2p.registration import cluster_size, register_if_possible
 
 __all__ = ["planned", "rechunk"]
@@ -89,17 +89,33 @@ def rechunk(
         return x
     register_if_possible()
     prefix = "p2p-transpose" if is_permuted else "p2p-rechunk"
-    plan = planned(x, order, after)
-    y = planned_array(prefix, x, plan, checked_options())
-    if plan.chunks == after:
-        return y
-    return da.rechunk(y, after, method="tasks")  # which only cuts: views, on the same worker
+    options = checked_options()
+    for plan, grid in planned(x.chunks, order, after, options):
+        x = planned_array(prefix, x, plan, options)
+        if plan.chunks != grid:
+            x = da.rechunk(x, grid, method="tasks")  # which only cuts: views, on the same worker
+    return x
 
 
-def planned(x: Any, axes: tuple[int, ...], chunks: Chunks) -> GridPlan:
-    """Return the plan by which an array is cut anew: into larger blocks, if there are very many."""
+def planned(
+    before: Chunks, axes: tuple[int, ...], after: Chunks, options: Options
+) -> list[tuple[GridPlan, Chunks]]:
+    """Return the plans by which an array is cut anew, one after the other.
+
+    With each come the chunks that are cut from its blocks, which are larger if there are very many.
+    """
 
     def threads() -> int:
         return prod(cluster_size() or (1,))
 
-    return grouped(redistribution(x.chunks, axes, chunks), checked_options().groups, threads)
+    direct = redistribution(before, axes, after)
+    groups = grouped(direct, options.groups, threads)
+    between = grid_between(direct, options.passes, groups)
+    if between is None:
+        return [(groups, after)]
+    first = redistribution(before, axes, between)
+    second = redistribution(between, range(len(axes)), after)
+    return [
+        (grouped(first, options.groups, threads), between),
+        (grouped(second, options.groups, threads), after),
+    ]

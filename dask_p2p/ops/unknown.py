@@ -21,9 +21,11 @@ def rechunk_unknown(
     ChunksError
         If an axis of unknown chunk sizes is to be cut anew, or the chunks do not fit.
     """
+    if axes != tuple(range(x.ndim)):
+        x = da.transpose(x, axes)
     try:
         return da.rechunk(
-            da.transpose(x, axes),
+            x,
             chunks,
             balance=balance,
             block_size_limit=block_size_limit,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Plan, Source, block_plans, stage_order
 from dask_p2p.plans.grid import GridPlan, redistribution
-from dask_p2p.plans.groups import grouped
+from dask_p2p.plans.groups import grid_between, grouped
 from dask_p2p.plans.halo import halo_plan
 from dask_p2p.plans.slabs import slab_chunks
 
@@ -20,6 +20,7 @@ __all__ = [
     "Plan",
     "Source",
     "block_plans",
+    "grid_between",
     "grouped",
     "halo_plan",
     "redistribution",

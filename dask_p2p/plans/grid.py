@@ -1,4 +1,4 @@
-"""Plans of grids of blocks: what an output block reads follows from each axis by itself.
+"""Plans of grids of blocks: each axis determines by itself what an output block reads.
 
 Along one axis an output block is a row of segments, each of which lies in one block of the source.
 The pieces of the block are the product of its segments along all axes. How an axis is cut into
@@ -253,7 +253,7 @@ class GridPlan:
 
 
 def redistribution(src_chunks: Chunks, axes: Sequence[int], chunks: Chunks) -> GridPlan:
-    """Return the plan that cuts an array anew, with its axes permuted.
+    """Return the plan that cuts an array into other blocks, with its axes permuted.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Fewer edges for large graphs: neighbouring output blocks that one task assembles together.
+"""Fewer edges for large graphs: groups of blocks, and passes through an intermediate grid.
 
 Each block of a transpose of n slabs reads from all n: n² edges, of which each costs Dask's
 scheduler 25 to 43 µs and 1 KB. Where one task assembles g neighbours as one larger block, and g
@@ -7,24 +7,33 @@ cheap tasks on its worker hand them out, there are n² / g + n edges, and nothin
     one task a block    n² edges              grouped    n² / g edges        n edges
     sources ========> blocks                  sources ==========> groups ----------> blocks
 
-That takes one more task a block, some 0.5 ms each, and the latency of one more layer; and blocks of
-one group go to the same worker. So it is done above `MOST_EDGES`, and there are at least
-`LEAST_GROUPS` groups, and two for each thread of a larger cluster.
+That costs one more task a block, about 0.5 ms each, and the latency of one more layer. Blocks of
+one group go to the same worker. So it is done only above `MOST_EDGES`, with at least `LEAST_GROUPS`
+groups, and two for each thread of a larger cluster.
+
+On a very large cluster that is not enough. There the array goes through an intermediate grid, in
+which each task reads √n blocks: 2 n √n edges, but everything moves twice. So that is done only
+above `MOST_GROUPED_EDGES`::
+
+    rows --> √n x √n boxes --> columns
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil, prod
+from math import ceil, isqrt, prod
 
+from dask_p2p.layout import Chunks
 from dask_p2p.plans.grid import Cut, GridPlan
 
-__all__ = ["LEAST_GROUPS", "MOST_EDGES", "grouped"]
+__all__ = ["LEAST_GROUPS", "MOST_EDGES", "MOST_GROUPED_EDGES", "grid_between", "grouped"]
 
 #: Edges that one layer may have: some 0.7 s of the scheduler's time.
 MOST_EDGES = 20_000
 #: Tasks that there are at least, on a small cluster.
 LEAST_GROUPS = 64
+#: Edges above which an array rather moves twice: more than a minute of the scheduler's time.
+MOST_GROUPED_EDGES = 2_000_000
 _LEAST_GAIN = 2  # times as few edges in all: else the second layer is for nothing
 
 
@@ -57,6 +66,29 @@ def grouped(plan: GridPlan, groups: int | None, threads: Callable[[], int]) -> G
     return best if _edges(best) <= allowed else plan
 
 
+def grid_between(plan: GridPlan, passes: int | None, groups: GridPlan) -> Chunks | None:
+    """Return the chunks, in the output's order, through which an array goes; None if it does not.
+
+    Parameters
+    ----------
+    plan
+        A redistribution.
+    passes
+        1 or 2; None for as many as are best.
+    groups
+        What `grouped` made of the plan.
+    """
+    if passes == 1 or (passes is None and _edges(groups) <= MOST_GROUPED_EDGES):
+        return None
+    chunks = []
+    for mapping in plan.mappings:
+        finer = max(mapping.src_sizes, mapping.sizes, key=len)
+        blocks = isqrt(len(mapping.src_sizes) * len(mapping.sizes))
+        chunks.append(_joined(finer, ceil(len(finer) / max(1, blocks))))
+    before = tuple(mapping.src_sizes for mapping in plan.mappings)
+    return None if tuple(chunks) in (before, plan.chunks) else tuple(chunks)
+
+
 def _edges(plan: GridPlan) -> int:
     """Return how many blocks are read, counted for each output block."""
     return prod(
@@ -67,11 +99,11 @@ def _edges(plan: GridPlan) -> int:
 
 def _merged(plan: GridPlan, axis: int, together: int) -> GridPlan:
     """Return the plan with so many neighbours along one axis made one."""
-    mapping = plan.mappings[axis]
-    sizes = tuple(
-        sum(mapping.sizes[start : start + together])
-        for start in range(0, len(mapping.sizes), together)
-    )
     mappings = list(plan.mappings)
-    mappings[axis] = Cut(mapping.src_sizes, sizes)
+    mappings[axis] = Cut(mappings[axis].src_sizes, _joined(mappings[axis].sizes, together))
     return GridPlan(plan.axes, tuple(mappings))
+
+
+def _joined(sizes: tuple[int, ...], together: int) -> tuple[int, ...]:
+    starts = range(0, len(sizes), together)
+    return tuple(sum(sizes[start : start + together]) for start in starts)

@@ -41,7 +41,7 @@ def check_sum(
     if local != remote:
         reason = "what arrives is not what was sent, by its checksum"
         raise TransferError(
-            f"{transport}: {box} of {block} came changed: its {algorithm} is {local:#x} here, and "
-            f"was {remote:#x} where it was sent",
+            f"{transport}: {box} of {block} arrived changed: its {algorithm} is {local:#x} here, "
+            f"and was {remote:#x} where it was sent",
             f"{transport}: {reason}",
         )

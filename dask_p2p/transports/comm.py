@@ -13,9 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,16 +21,17 @@ from distributed.protocol import to_serialize
 
 from dask_p2p.backends import backend_for, backend_named, device_of
 from dask_p2p.config import Options, Section, option, positive_bytes, positive_int, section
-from dask_p2p.errors import BlockMismatchError, Obstacle, TransferError
-from dask_p2p.layout import Box, box_shape, box_size, box_slices
+from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.budget import LIMIT_REACHED
-from dask_p2p.transports.checksums import algorithm_of, check_sum, region_sum
+from dask_p2p.transports.checksums import region_sum
+from dask_p2p.transports.comm_reading import READ_OP, CommReading
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
-from dask_p2p.transports.reading import Part, Reading, Region, Request
+from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.registry import left_bytes
-from dask_p2p.transports.replies import ask, check_reply, find_block, mismatch, refuse
+from dask_p2p.transports.replies import find_block, refuse
 from dask_p2p.transports.requests import (
     checked_blocks,
     checked_parts,
@@ -40,10 +39,8 @@ from dask_p2p.transports.requests import (
     no_more,
 )
 
-__all__ = ["Answer", "CommOptions", "CommReading", "CommTransport"]
+__all__ = ["CommOptions", "CommTransport"]
 
-_OP = "p2p_comm_read"
-_MOST_PARTS = 256  # in one answer: each is a frame of its own
 _PAUSE_S = 1e-3  # while the limit is reached
 
 
@@ -105,7 +102,7 @@ class CommTransport(Transport):
         self._serving = 0  # requests; changed on the event loop only
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {_OP: self._serve}
+        return {READ_OP: self._serve}
 
     def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         return None
@@ -214,145 +211,3 @@ class CommTransport(Transport):
             reserved.close()
             raise
         return packed
-
-
-class CommReading(Reading):
-    """Regions that are asked for, and answered, several at a time."""
-
-    name: ClassVar[str] = CommTransport.name
-    op: ClassVar[str] = _OP
-    align_bytes: ClassVar[int] = 1  # of each region in an answer
-
-    def __init__(
-        self,
-        host: WorkerContext,
-        requests: Sequence[Request],
-        flow: FlowControl,
-        options: Options,
-        closed: Callable[[CommReading], None],
-    ) -> None:
-        super().__init__(requests, flow)
-        self._host = host
-        self._answers_ahead = flow.parts_in_flight
-        self._timeout_s = options.request_timeout_s
-        # Objects are pickled: their bytes are others here than there.
-        self._with_sum = options.checksum and not requests[0].dtype.hasobject
-        self._calls: set[Future[Any]] = set()
-        self._tell_closed = closed
-
-    @property
-    def under_way(self) -> int:
-        """Number of calls that have no answer yet."""
-        return len(self._calls)
-
-    def __iter__(self) -> Iterator[Region]:
-        last: deque[int] = deque(maxlen=self._answers_ahead)  # parts of the last answers
-        for parts in self._batches():
-            future = asyncio.run_coroutine_threadsafe(self._pull(parts), self._host.loop)
-            self._calls.add(future)
-            future.add_done_callback(self._calls.discard)
-            last.append(len(parts))
-            self.ahead = sum(last)
-            for number, part in enumerate(parts):
-                yield Region(part, Answer(future, number))
-
-    def _batches(self) -> Iterator[list[Part]]:
-        """Group small parts, up to the size of one part."""
-        batch: list[Part] = []
-        batch_bytes = 0
-        for part in self.parts():
-            nbytes = self._aligned_bytes(part)
-            is_full = self.part_bytes is not None and batch_bytes + nbytes > self.part_bytes
-            if batch and (is_full or len(batch) == _MOST_PARTS):
-                yield batch
-                batch, batch_bytes = [], 0
-            batch.append(part)
-            batch_bytes += nbytes
-        if batch:
-            yield batch
-
-    def _aligned_bytes(self, part: Part) -> int:
-        nbytes: int = box_size(part.box) * self.requests[part.request].dtype.itemsize
-        return -(-nbytes // self.align_bytes) * self.align_bytes
-
-    def close(self) -> None:
-        for future in list(self._calls):
-            future.cancel()
-        self._tell_closed(self)
-
-    async def _pull(self, parts: Sequence[Part]) -> list[Any]:
-        """Return, for each part, the region or the error that came in its place."""
-        regions: list[Any] = []
-        while left := parts[len(regions) :]:
-            answers = await self._ask(left)  # about the first of them
-            regions += [await self._region(*pair) for pair in zip(left, answers, strict=False)]
-        return regions
-
-    async def _ask(self, parts: Sequence[Part], **extra: Any) -> Sequence[Any]:
-        first, named = self.requests[parts[0].request], self.named(parts)
-        others = len(named["blocks"]) - 1
-        about = f"block {first.key!r}" + (f" and {others} others" if others else "")
-        extra |= {"checksum": True} if self._with_sum else {}
-        asking = ask(self._host, first.holder, self.op, self._timeout_s, about, **named, **extra)
-        reply = check_reply(await asking, first, self.name)
-        answers: Any = reply.get("parts")
-        if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
-            message = f"{first.holder} did not answer about any part: {reply}"
-            raise TransferError(f"{self.name}: {message}")
-        result: Sequence[Any] = answers
-        return result
-
-    async def _region(self, part: Part, answer: Any) -> Any:
-        request, box = self.requests[part.request], part.box
-        try:
-            region: Any = check_reply(answer, request, self.name).get("data")
-            shape = getattr(region, "shape", type(region).__name__)
-            if shape != box_shape(box):
-                came = f"{shape} instead of {box_shape(box)} of {request}"
-                raise TransferError(f"{self.name}: {request.holder} sent {came}")
-            if region.dtype != request.dtype:
-                raise mismatch(request, request.dtype, region.dtype)
-            if self._with_sum:
-                sent = answer.get("checksum")
-                await self._host.offload(_check, self.name, request, region, box, sent)
-        except (TransferError, BlockMismatchError) as exc:
-            return exc
-        return region
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One of the parts that a call is about."""
-
-    call: Future[list[Any]]
-    number: int
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it has come, and well."""
-        call = self.call
-        if not call.done() or call.cancelled() or call.exception() is not None:
-            return False
-        return not isinstance(call.result()[self.number], Exception)
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        """Wait for the answer, and return the region."""
-        answers = self.call.result(timeout_s)
-        # It is the caller's own from here on.
-        region, answers[self.number] = answers[self.number], None
-        if isinstance(region, Exception):
-            raise region
-        return region
-
-
-def _check(name: str, request: Request, region: Any, box: Box, sent: Any) -> None:
-    """Raise `TransferError` unless the region is what the holder sent, by its checksum."""
-    try:
-        sum_name, remote = sent
-        algorithm = algorithm_of(sum_name)
-    except (TypeError, ValueError):
-        raise TransferError(
-            f"{name}: {request.holder} sent no checksum of {box} of {request}, but {sent!r:.100}"
-        ) from None
-    local = region_sum(request.key, box, region, algorithm)
-    check_sum(name, request, box, local, remote, algorithm)

@@ -1,9 +1,8 @@
-"""``pinned``: packed regions through memory of the host that reader and holder have in common.
+"""``pinned``: packed regions through host memory that reader and holder share.
 
 For GPUs without peer access to each other, and for allocators whose memory CUDA IPC cannot share
-(``cudaMallocAsync``, managed memory). It is ``comm``, but for the data: a reader names, beside the
-regions that it asks for, memory of its own, and the holder packs them there instead of into its
-answer::
+(``cudaMallocAsync``, managed memory). It works like ``comm``, except for the data: a reader also
+names memory of its own, and the holder packs the regions there instead of into its answer::
 
     reader                                      holder
       --- RPC: keys, boxes, memory, places --->  maps the memory, once
@@ -11,11 +10,11 @@ answer::
       <-- answer: done -----------------------
     copies them to its device (copy engine)
 
-Both have it pinned, so that copies go at the speed of PCIe, and in both directions at the same time
-(H200: 48 GB/s each way; 28 where kernels read there themselves). NumPy blocks go through it
-unpinned, and are read there.
+Both have pinned it, so copies run at the speed of PCIe, in both directions at the same time (H200:
+48 GB/s each way, and 28 where kernels read it directly). For NumPy blocks it is not pinned, and is
+read in place.
 
-Memory whose call got no answer is not used again: the holder may still write there.
+Memory whose call got no answer is not reused: the holder may still write there.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
 from dask_p2p.layout import box_size
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
-from dask_p2p.transports.comm import Answer, CommReading
+from dask_p2p.transports.comm_reading import Answer, CommReading
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Part, Region, Request

@@ -121,4 +121,4 @@ def check_probe(region: Any, start: int = 0) -> None:
         region = queue.to_host(reversed_copy)[::-1]
     wrong = int((region != _pattern(start + region.shape[0])[start:]).sum())
     if wrong:
-        raise TransferError(f"{wrong} of {region.shape[0]} bytes of a probe came changed")
+        raise TransferError(f"{wrong} of {region.shape[0]} bytes of a probe arrived changed")

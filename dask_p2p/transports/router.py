@@ -1,4 +1,4 @@
-"""By which route a block comes: transports in order of preference, holders one after another."""
+"""Which routes lead to a block: holders one after another, each by its transports, best first."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Router:
                         with self._lock:
                             self._proved.add(proof)
                     except BlockUnavailableError:
-                        return True  # it does not answer: no word about the route
+                        return True  # it does not answer: that tells nothing about the route
                     except TransferError as exc:
                         self.report_failure(route, exc, last=False)
         return not self._is_broken(route)
@@ -150,7 +150,7 @@ class Router:
         self._warn(text)
 
     def failure(self, holder: str, transport: str) -> Obstacle | None:
-        """Why a transport is not used any more for a holder; None if it did not fail."""
+        """Return why a transport is no longer used for a holder; None if it did not fail."""
         return self._broken.get((holder, transport))
 
     def given_up(

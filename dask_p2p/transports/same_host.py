@@ -1,4 +1,4 @@
-"""What transports have in common by which a reader reads a holder's memory itself.
+"""The base of transports by which a reader reads a holder's memory itself.
 
 A holder publishes descriptors of its blocks in a directory (`dask_p2p.transports.directory`). A
 reader of the same host takes a lease on a block, and reads what it wants, as its transport can. The
@@ -149,7 +149,7 @@ class SameHostTransport(Transport):
             try:
                 known = self._peers[holder] = (peer, self._peer_obstacle(peer))
             except OSError as exc:
-                message = f"{self.name}: this worker cannot tell where it runs itself: {exc}"
+                message = f"{self.name}: this worker cannot find out where it runs: {exc}"
                 raise TransferError(message) from exc
         return known
 
@@ -191,7 +191,7 @@ class SameHostTransport(Transport):
             message = f"{self.name}: the descriptors of {block.holder} cannot be read: {exc}"
             raise TransferError(message) from exc
         if lease is None:
-            message = f"{block.holder} published {block} {PUBLISH_REQUESTS} times, and it was gone"
+            message = f"{block.holder} published and withdrew {block} {PUBLISH_REQUESTS} times"
             raise TransferError(f"{self.name}: {message}")
         return lease
 

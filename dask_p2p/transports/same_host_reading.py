@@ -47,7 +47,7 @@ class LeasedBlock(ABC):
         try:
             lives = self._lease.holder_lives()
         except OSError as exc:
-            message = f"it cannot be told whether {self._block.holder} lives: {exc}"
+            message = f"cannot find out whether {self._block.holder} is alive: {exc}"
             raise TransferError(message) from exc
         if not lives:
             raise BlockUnavailableError(f"{self._block.holder} ended while {self._block} was read")

@@ -1,10 +1,10 @@
-"""Memory that processes of one host have in common, pinned for their GPUs.
+"""Memory that processes of one host share, pinned for their GPUs.
 
-It is a file without a name (``memfd_create``), which is there as long as somebody has it open. So
-nothing is left behind, whoever is killed, and no limit of ``/dev/shm`` counts. Another process
-opens it as a file of the first one, ``/proc/PID/fd``, where the kernel sees to it that both are of
-one user. It has all of its pages from the start, and cannot be made shorter: nobody gets a
-``SIGBUS``.
+It is a file without a name (``memfd_create``), which exists as long as a process has it open. So
+nothing is left behind when a process is killed, and the limits of ``/dev/shm`` do not apply.
+Another process opens it as a file of the first one, ``/proc/PID/fd``: the kernel allows that only
+to the same user. The file has all of its pages from the start, and cannot be made shorter, so no
+process gets a ``SIGBUS``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 import weakref
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
@@ -180,8 +181,15 @@ class Segments(Buffers):
         return segment
 
     def _put_back(self, size_bytes: int, memory: Segment) -> None:
-        if not memory.is_lost:
-            super()._put_back(size_bytes, memory)
+        if memory.is_lost:
+            return
+        # A reading has segments of one size. Those of other sizes are for readings with other
+        # options or smaller arrays: they must not keep this one out, which takes long to make.
+        for other in [key for key in list(self._idle) if key[1] != size_bytes]:
+            with suppress(IndexError):  # another thread has taken the last one
+                while self.idle_bytes + size_bytes > self.idle_limit_bytes:
+                    self._idle[other].pop()
+        super()._put_back(size_bytes, memory)
 
 
 class DeviceCopy:

@@ -285,6 +285,6 @@ class UcxTransport(Transport):
             reply = await ask(self.host, reader, _PEER_OP, MEET_S, "its UCX address")
             address = reply.get("address") if isinstance(reply, dict) else None
             if not isinstance(address, bytes) or not 0 < len(address) <= _LONGEST_ADDRESS_BYTES:
-                raise TransferError(f"{reader} does not tell its UCX address: {reply!r}")
+                raise TransferError(f"{reader} did not send its UCX address: {reply!r}")
             self._addresses[reader] = address
         return address

@@ -223,7 +223,9 @@ def test_allocations(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     assert device.allocation(0x1000) == (0x800, 0x2000, 3)
     bindings.driver = Driver(RANGE_START_ADDR=0x800)
-    with pytest.raises(TransferError, match="does not tell CU_POINTER_ATTRIBUTE_RANGE_SIZE: CUDA_"):
+    with pytest.raises(
+        TransferError, match="does not report CU_POINTER_ATTRIBUTE_RANGE_SIZE: CUDA_"
+    ):
         device.allocation(0x1000)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(ImportError):

@@ -219,7 +219,7 @@ def test_wrong_elements_are_status_1(bench, monkeypatch):
         (["--shape", "7x9", "--axes", "0,1,2"], "in any order"),
         (["--mode", "fast"], "'fast' is not one of"),
         (["--repeats", "0"], "0 is not in the range"),
-        (["--json", "no/such/folder.json"], "no such folder"),
+        (["--json", "no/such/folder.json"], "the folder does not exist"),
         (["--shape", "10000000x10000000"], "are free"),
         (["--dtype", "V4"], "boolean, integer, float or complex"),
         (["--dtype", "no such"], "NumPy has no dtype of this name"),

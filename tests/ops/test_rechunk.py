@@ -90,6 +90,7 @@ def test_unknown_sizes_are_fine_along_axes_that_stay():
     np.testing.assert_array_equal(got.compute(scheduler="sync"), X[0][X[0][:, 0] > 6])
     turned = dask_p2p.rechunk(rows, {0: 5}, axes=(1, 0))
     np.testing.assert_array_equal(turned.compute(scheduler="sync"), X[0][X[0][:, 0] > 6].T)
+    assert dask_p2p.rechunk(rows, rows.chunks) is rows
     for chunks in ({0: 2}, -1, (2, 5)):
         with pytest.raises(ChunksError, match=r"(?s)known chunk sizes.*compute_chunk_sizes"):
             dask_p2p.rechunk(rows, chunks)
@@ -138,3 +139,16 @@ def test_a_large_graph_has_few_edges():
     assert edges < 40_000
     output_bytes = dask_p2p.estimate(x, chunks=(2, 1000), workers=4).output_bytes
     assert x.nbytes / 4 <= output_bytes < x.nbytes / 3  # whole groups
+
+
+@pytest.mark.parametrize(("axes", "after"), [(None, (4, 1, 5)), ((2, 0, 1), (1, 4, 6))])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_through_a_grid_between(axes, after, groups):
+    x = da.from_array(X, chunks=(1, 6, 5))
+    with dask.config.set({"p2p.passes": 2, "p2p.groups": groups}):
+        y = dask_p2p.rechunk(x, after, axes=axes)
+        estimate = dask_p2p.estimate(x, axes or (0, 1, 2), chunks=after, workers=2)
+    assert tuple(sizes[0] for sizes in y.chunks) == after
+    assert_eq(y, X.transpose(axes or (0, 1, 2)), scheduler="sync")
+    assert len([name for name in y.dask.layers if name.startswith("p2p-")]) == 2
+    assert estimate.output_bytes >= x.nbytes, "half of what is between, and half of the result"

@@ -99,7 +99,7 @@ def test_every_flipped_bit_is_found(link):
     np.testing.assert_array_equal(read(link, True)[0], REGION)
     for bit in POSITIONS:
         link.change = lambda array, bit=bit: flipped(array, bit)
-        with pytest.raises(TransferError, match="came changed") as caught:
+        with pytest.raises(TransferError, match="arrived changed") as caught:
             read(link, True)
         said = str(caught.value)
         for named in (link.name, str(BOX), f"block {KEY!r}", "holder", "crc32"):
@@ -119,7 +119,7 @@ def test_the_part_that_is_flipped_is_named(link):
     rows = [((i, i + 1), (0, 40)) for i in range(10)]
     counter = iter(range(10))
     link.change = lambda array: flipped(array, 5) if next(counter) == 7 else array
-    with pytest.raises(TransferError, match=r"\(\((\d), \d+\), \(0, 40\)\) of block .* came chan"):
+    with pytest.raises(TransferError, match=r"\(\((\d), \d+\), \(0, 40\)\) of block .* arrived"):
         read(link, True, rows)
 
 
@@ -137,7 +137,7 @@ def test_an_answer_to_another_request_is_found(link, what):
     link.holder.handlers[op] = misheard
     came = REGION + 1 if what == "block" else BLOCK[4:48, 5:38]
     np.testing.assert_array_equal(read(link, False)[0], came)
-    with pytest.raises(TransferError, match="came changed"):
+    with pytest.raises(TransferError, match="arrived changed"):
         read(link, True)
 
 

@@ -122,7 +122,7 @@ class TestIpcEmulated(Conformance):
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
-        with pytest.raises(TransferError, match=r"published block .* 3 times, and it was gone"):
+        with pytest.raises(TransferError, match=r"published and withdrew block .* 3 times"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
     @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ class Pinned(Conformance):
         setup.reader.probe("holder", setup.kind)
         original = setup.host.probes.block
         setup.host.probes.block = lambda key: original(key) ^ 1
-        with pytest.raises(TransferError, match="65536 of 65536 bytes of a probe came changed"):
+        with pytest.raises(TransferError, match="65536 of 65536 bytes of a probe arrived changed"):
             setup.reader.probe("holder", setup.kind)
 
     @pytest.mark.parametrize("why", ["it takes too long", "the reading is closed"])
@@ -264,7 +264,7 @@ class TestPinnedWithSums(Pinned):
 
         module.region_sum = flip
         try:
-            with pytest.raises(TransferError, match=r"pinned: .* came changed"):
+            with pytest.raises(TransferError, match=r"pinned: .* arrived changed"):
                 self.read(setup, key, array, WHOLE)
         finally:
             module.region_sum = sum_of
@@ -581,3 +581,16 @@ class TestPinnedOnGpus(Pinned):
             self.read(setup, key, array, WHOLE)
         setup.cupy.fails = False
         self.read(setup, key, array, WHOLE)
+
+
+def test_segments_of_another_size_make_room():
+    """Those of an earlier reading would have each one of this reading made anew."""
+    segments = Segments("numpy", 4 * 2**16)
+    for size_bytes in (2**17, 2**16, 2**18):
+        lent = [segments.lend(size_bytes) for _ in range(2**18 // size_bytes)]
+        inodes = {segment.name.inode for segment, _ in lent}
+        del lent
+        assert segments.idle_bytes == 2**18
+        again = [segments.lend(size_bytes) for _ in inodes]
+        assert {segment.name.inode for segment, _ in again} == inodes, "none was made anew"
+        del again

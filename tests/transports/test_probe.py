@@ -81,7 +81,7 @@ def test_changes_are_seen(kind, shift):
     if shift == 0:
         check_probe(good)
         return
-    with pytest.raises(TransferError, match="bytes of a probe came changed"):
+    with pytest.raises(TransferError, match="bytes of a probe arrived changed"):
         check_probe(xp.roll(good, shift))
     one = good.copy()
     one[shift] ^= 1

@@ -157,7 +157,7 @@ class TestUcx(Conformance):
         setup.reader.probe("holder", "numpy")
         original = setup.host.probes.block
         setup.host.probes.block = lambda key: original(key) ^ 1
-        with pytest.raises(TransferError, match="65536 of 65536 bytes of a probe came changed"):
+        with pytest.raises(TransferError, match="65536 of 65536 bytes of a probe arrived changed"):
             setup.reader.probe("holder", "numpy")
 
     def test_buffers_are_used_again(self, setup, block):
@@ -221,7 +221,7 @@ class TestUcx(Conformance):
 
         setup.reader.host.handlers["p2p_ucx_peer"] = answer
         key, array = block
-        with pytest.raises(TransferError, match="reader does not tell its UCX address"):
+        with pytest.raises(TransferError, match="reader did not send its UCX address"):
             self.read(setup, key, array, ((0, 1), (0, 1)))
 
     def test_an_answer_of_another_size(self, setup, block):

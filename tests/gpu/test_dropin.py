@@ -1,0 +1,74 @@
+"""Code for CuPy blocks that rechunks by Dask's own methods, as it is."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from tests.gpu.support import on_gpu
+from tests.support import persisted, result_of, used
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+X = np.random.default_rng(0).random((128, 96))
+
+PROGRAMS = {
+    "rechunk": lambda x: x.rechunk({0: -1, 1: 12}),
+    "transposed": lambda x: x.T.rechunk((12, -1)),
+    "fft": lambda x: da.fft.fft(x.rechunk((-1, 12)), axis=0),
+}
+EXPECTED = {"rechunk": X, "transposed": X.T, "fft": np.fft.fft(X, axis=0)}
+
+
+def on_host(y):
+    """The values of CuPy blocks: only those have get()."""
+    return y.map_blocks(lambda block: block.get(), meta=np.empty((0,) * y.ndim, dtype=y.dtype))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_existing_code(client, name):
+    x = persisted(client, on_gpu(X, (16, -1)))
+    with dask_p2p.install():
+        y = PROGRAMS[name](x)
+    moved = next(layer for layer in y.dask.layers if layer.startswith("p2p-rechunk-"))
+    assert moved == y.name or name == "fft"
+    y = persisted(client, y)
+    if name != "fft":
+        assert used(client, y)
+    np.testing.assert_allclose(on_host(y).compute(), EXPECTED[name], rtol=1e-12, atol=1e-12)
+
+
+def test_xarray(client):
+    xarray = pytest.importorskip("xarray")
+    x = persisted(client, on_gpu(X, (16, -1)))
+    given = xarray.DataArray(x, dims=("a", "b"), attrs={"units": "m"})
+    with dask_p2p.install():
+        cut = given.chunk({"a": -1, "b": 12})
+    assert cut.attrs == given.attrs
+    assert cut.data.name.startswith("p2p-rechunk-")
+    np.testing.assert_array_equal(on_host(cut.data).compute(), X)
+
+
+def test_unknown_sizes(client):
+    x = persisted(client, on_gpu(X, (16, -1)))
+    rows = x[x[:, 0] > 0.5]
+    with dask_p2p.install():
+        y = rows.rechunk({1: 12}, method="p2p")
+    np.testing.assert_array_equal(on_host(y).compute(), X[X[:, 0] > 0.5])
+
+
+def test_what_the_same_code_does_without(client):
+    """Once Dask's own way takes CuPy blocks, all this is of less use."""
+    x = persisted(client, on_gpu(X, (16, -1)))
+    y = on_host(PROGRAMS["rechunk"](x))
+    with dask.config.set({"distributed.p2p.storage.disk": False}):
+        future = client.compute(y)
+    with pytest.raises(Exception, match=r"(?i)p2p|shuffl|cupy|buffer"):
+        result_of(client, future)
