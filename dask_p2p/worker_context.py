@@ -56,7 +56,7 @@ class DaskWorkerContext(AttemptLog):
 
     def __init__(self, worker: Worker, options: Options) -> None:
         super().__init__(worker.address)
-        self.router = Router({}, self.warn)
+        self.router = Router({}, self.warn, worker.address)
         self.records = RecordLog(_RECORDS)
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop

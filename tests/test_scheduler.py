@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dask_p2p import scheduler as module
+from dask_p2p.monitoring.records import Record, packed, unpacked
 from dask_p2p.scheduler import P2PSchedulerPlugin
 from dask_p2p.task import PLUGIN_NAME
 
@@ -19,6 +20,7 @@ class Scheduler:
     """What the plugin needs of Dask's: workers answer what they are told to, then no more."""
 
     def __init__(self, **answers):
+        self.records = {}  # what a worker answers who is asked for them
         self.answers = {worker: list(those) for worker, those in answers.items()}
         self.workers = dict.fromkeys(answers)
         self.plugins, self.handlers, self.worker_plugins, self.events = {}, {}, {}, []
@@ -32,7 +34,15 @@ class Scheduler:
                 raise answer
             return answer
 
-        return SimpleNamespace(run=run)
+        async def p2p_records(since):
+            answer = self.records[worker]
+            if isinstance(answer, Exception):
+                raise answer
+            if answer == "still":
+                await asyncio.Event().wait()
+            return answer and {"first": since, "records": packed(answer[since:])}
+
+        return SimpleNamespace(run=run, p2p_records=p2p_records)
 
     async def broadcast(self, **request):
         pass
@@ -84,3 +94,27 @@ def test_another_dask_keeps_its_own_check_with_a_warning():
     ((topic, text),) = scheduler.events
     assert topic == "warn"
     assert "checks memory in another way" in text
+
+
+def test_records_are_fetched_once_and_outlive_their_worker():
+    scheduler = Scheduler(good=[OK], still=[OK], left=[OK], plain=[OK])
+    noted = [Record(("y", i), float(i), i + 1.0, worker="good") for i in range(3)]
+    scheduler.records = {"good": noted[:2], "still": "still", "left": OSError(), "plain": None}
+
+    async def main():
+        plugin = P2PSchedulerPlugin()
+        await plugin.start(scheduler)
+        await plugin.register()
+        del scheduler.workers["left"]
+        answers = [await plugin.records()]
+        scheduler.records["good"] = noted
+        answers += await asyncio.gather(plugin.records(), plugin.records(since_s=1.5))
+        plugin.remove_worker(scheduler, "good")
+        answers += [await plugin.records("y"), await plugin.records("z"), await plugin.records(n=1)]
+        await plugin.close()
+        return answers
+
+    answers = asyncio.run(main())
+    assert {tuple(answer["silent"]) for answer in answers} == {("still",)}
+    got = [unpacked(answer["records"]) for answer in answers]
+    assert got == [noted[:2], noted, noted[2:], noted, [], noted]

@@ -45,9 +45,17 @@ class Router:
         All transports of this worker, by name.
     warn
         Tells the user something, wherever they are. Workers that find the same say the same.
+    address
+        This worker's, for its log.
     """
 
-    def __init__(self, transports: Mapping[str, Transport], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        warn: Callable[[str], None],
+        address: str = "this worker",
+    ) -> None:
+        self._address = address
         self.transports = transports
         self._warn = warn
         self._broken: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
@@ -138,10 +146,17 @@ class Router:
             if last or (route.holder, name) in self._broken:
                 return
             message = str(error)
-            obstacle = getattr(error, "obstacle", None)
-            self._broken[route.holder, name] = obstacle or Obstacle("failed", message)
+            obstacle = getattr(error, "obstacle", None) or Obstacle("failed", message)
+            self._broken[route.holder, name] = obstacle
             # A log may keep what it is given, and the error keeps the frames that it passed.
-            logger.warning("%s from %s failed: %s", name, route.holder, message)
+            logger.warning(
+                "%s reads from %s by another transport than %s, which failed: %s. %s.",
+                self._address,
+                route.holder,
+                name,
+                message.rstrip("."),
+                obstacle.remedy,
+            )
             reason = getattr(error, "reason", str(error))
             text = f"dask_p2p: {name} fails, another transport is used instead: {reason}"
             if text in self._warned:

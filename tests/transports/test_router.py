@@ -96,6 +96,22 @@ def test_a_failure_is_reported_once_and_kept_to_its_holder(router, said):
     assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
 
 
+def test_the_log_names_the_pair_the_reason_and_the_remedy(ipc, caplog):
+    router = Router({"ipc": ipc, "comm": FakeTransport("comm", {})}, lambda text: None, "me")
+    error = TransferError("no mapping.", obstacle=Obstacle("code", "no mapping", "Do this"))
+    route, _ = found(router, ("a",))
+    for _ in range(2):
+        router.report_failure(route, error, last=False)
+    (told,) = (record for record in caplog.records if record.name.startswith("dask_p2p"))
+    assert told.levelname == "WARNING"
+    assert told.getMessage() == (
+        "me reads from a by another transport than ipc, which failed: no mapping. Do this."
+    )
+    assert router.given_up("a", "comm", ("ipc", "comm")) == [("ipc", error.obstacle)]
+    assert router.given_up("a", "ipc", ("ipc", "comm")) == []
+    assert router.given_up("b", "comm", ("ipc", "comm")) == []
+
+
 def test_the_last_way_is_always_tried_again(router, said):
     for name in ("ipc", "comm"):
         route = next(w for w in found(router, ("a",), order=(name,)) if w.holder == "a")
