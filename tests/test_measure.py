@@ -88,9 +88,9 @@ def test_least_bytes_follow_from_the_places(client):
     y = client.persist(OURS.transpose(x, CASE.axes), workers=everywhere[:1])
     wait(y)
     # One worker makes all of the result, and holds a quarter of the input.
-    assert least_bytes(client, x, y, CASE.axes) == 3 * 50 * 120 * 4
+    assert least_bytes(client, x, CASE.plan(y), y) == 3 * 50 * 120 * 4
     client.replicate(x)
-    assert least_bytes(client, x, y, CASE.axes) == 0
+    assert least_bytes(client, x, CASE.plan(y), y) == 0
 
 
 @pytest.mark.parametrize("method", ["tasks", "p2p"])

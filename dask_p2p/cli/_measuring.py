@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,6 +41,50 @@ _STAGING = {
     "96 MiB of staging": "96 MiB",
     "768 MiB of staging": "768 MiB",
 }
+
+
+def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Find out before the measuring, not after, that a file cannot be written."""
+    if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
+        raise click.BadParameter(f"{value!r}: there is no such folder", ctx, param)
+    return value
+
+
+#: Of programs that measure, and of what they write.
+commit_option = click.option(
+    "--commit", help="Of the code, where git cannot be asked.", metavar="HASH"
+)
+json_option = click.option(
+    "--json",
+    "target",
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+    callback=_target,
+    metavar="FILE",
+    help="Write all that was measured to this file; - is standard output, with nothing else on it.",
+)
+
+
+def new_report(site: Site, repeats: int, commit: str | None) -> dict[str, Any]:
+    """Return with what is measured, for JSON."""
+    import dask
+
+    from dask_p2p.environment import environment
+
+    report = {"started": time.time(), **environment(), "kind": site.kind, "workers": site.workers}
+    report |= {"repeats": repeats, "p2p_config": dask.config.get("p2p")}
+    return report if commit is None else {**report, "commit": commit}
+
+
+def write_report(
+    report: dict[str, Any], measured: Measured, target: str | None, *, at_end: bool = False
+) -> None:
+    """Write what was measured so far to a file, as JSON; to standard output only at the end."""
+    report["rows"] = [row for rows in measured.values() for row in rows]
+    text = json.dumps(report, indent=1) + "\n"
+    if target == "-" and at_end:
+        sys.stdout.write(text)
+    elif target not in (None, "-"):
+        Path(target).write_text(text, "utf-8")
 
 
 def default_side(site: Site, itemsize: int) -> int:

@@ -18,13 +18,9 @@ so they also take turns, and Dask's time between the turns is told apart.
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections.abc import Sequence
 from itertools import product
 from math import prod
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +49,6 @@ if TYPE_CHECKING:
     from dask_p2p.measure import Case, Row
 
 __all__ = ["bench"]
-
-
-def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Find out before the measuring, not after, that a file cannot be written."""
-    if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
-        raise click.BadParameter(f"{value!r}: there is no such folder", ctx, param)
-    return value
 
 
 @click.command(context_settings={"show_default": True})
@@ -120,15 +109,8 @@ def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> st
     "--cases", "with_cases", is_flag=True, help="Several and uneven blocks and boxes too."
 )
 @click.option("--variants", is_flag=True, help="This package with other options too.")
-@click.option("--commit", help="Of the code, where git cannot be asked.", metavar="HASH")
-@click.option(
-    "--json",
-    "target",
-    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
-    callback=_target,
-    metavar="FILE",
-    help="Write all that was measured to this file; - is standard output, with nothing else on it.",
-)
+@measuring.commit_option
+@measuring.json_option
 def bench(
     shapes: Sequence[tuple[int, ...]],
     sizes: Sequence[int],
@@ -166,7 +148,7 @@ def bench(
         measured: Measured = {case: [] for one in even for case in (one, *more[one])}
         # Alternating from the slower to the quicker, as the article lists them.
         modes = ("sync", "async") if mode == "both" else (mode,)
-        report = _report(site, repeats, commit)
+        report = measuring.new_report(site, repeats, commit)
 
         def started(client: Any) -> None:
             report["devices"] = names = device_names(client, site.kind)
@@ -174,9 +156,7 @@ def bench(
             console.print(facts([*head, ("runs", f"{repeats} of each way after a first one")]))
 
         def keep() -> None:
-            report["rows"] = [row for rows in measured.values() for row in rows]
-            if target not in (None, "-"):
-                Path(target).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            measuring.write_report(report, measured, target)
 
         ways = measuring.ways_on(site, modes, rivals, variants)
         measuring.measure_on(site, ways, measured, repeats, started, keep)
@@ -185,10 +165,8 @@ def bench(
         for one, others in more.items():
             for case in others:
                 _compare_with_even(measured[case], measured[one])
-        keep()
         _show(console, measured)
-        if target == "-":
-            sys.stdout.write(json.dumps(report, indent=1) + "\n")
+        measuring.write_report(report, measured, target, at_end=True)
         judge(console, measured)
 
 
@@ -200,17 +178,6 @@ def _shapes(
     asked = {*shapes, *((side, side) for side in sides)}
     side = measuring.default_side(site, dtype.itemsize)
     return sorted(asked, key=prod) or [(side, side)]
-
-
-def _report(site: Site, repeats: int, commit: str | None) -> dict[str, Any]:
-    """Return with what is measured, for JSON."""
-    import dask
-
-    from dask_p2p.environment import environment
-
-    report = {"started": time.time(), **environment(), "kind": site.kind, "workers": site.workers}
-    report |= {"repeats": repeats, "p2p_config": dask.config.get("p2p")}
-    return report if commit is None else {**report, "commit": commit}
 
 
 def _compare_with_even(rows: Sequence[Row], even_rows: Sequence[Row]) -> None:
