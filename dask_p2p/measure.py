@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ import dask
 from dask.core import flatten
 
 from dask_p2p.indexed import count_wrong, indexed_array
-from dask_p2p.layout import box_size
-from dask_p2p.monitoring.runs import Run, fetch_records, runs_of
+from dask_p2p.monitoring.runs import Run
+from dask_p2p.moved import collect, least_bytes
 from dask_p2p.ops.transpose import transpose
-from dask_p2p.plans import block_plans, redistribution, slab_chunks
+from dask_p2p.plans import Plan, redistribution, slab_chunks
 from dask_p2p.registration import workers_of
 
 __all__ = [
@@ -64,6 +65,10 @@ class Case:
         """Return the lazy array."""
         return indexed_array(self.shape, self.chunks, self.dtype, self.kind)
 
+    def plan(self, y: Any) -> Plan:
+        """Return how a result is assembled from the array."""
+        return redistribution(self.chunks, self.axes, y.chunks)
+
     def wrong(self, y: Any) -> int:
         """Count the elements of a result that are not where they belong."""
         return int(count_wrong(y, self.shape, self.axes, self.kind, self.dtype).compute())
@@ -83,7 +88,7 @@ class Way:
 
 
 def place_blocks(client: Any, make: Callable[[], Any]) -> Any:
-    """Persist a new array with as many neighbouring blocks on each worker.
+    """Persist a new array with as many neighbouring blocks on each worker, in C order.
 
     Parameters
     ----------
@@ -92,10 +97,14 @@ def place_blocks(client: Any, make: Callable[[], Any]) -> Any:
         Returns the lazy array, with the same keys each time.
     """
     addresses = sorted(workers_of(client))
-    workers, blocks = len(addresses), make().numblocks[0]
+    numblocks = make().numblocks
+    workers, blocks = len(addresses), prod(numblocks)
 
     def place(key: tuple[Any, ...]) -> str:  # sent to the scheduler, with all that it uses
-        return str(addresses[min(key[1] * workers // blocks, workers - 1)])
+        number = 0
+        for index, count in zip(key[1:], numblocks, strict=True):
+            number = number * count + index
+        return str(addresses[min(number * workers // blocks, workers - 1)])
 
     with dask.annotate(workers=place, allow_other_workers=True):
         x = make()
@@ -136,6 +145,8 @@ def compare(
     case: Case,
     repeats: int,
     progress: Callable[[], None] = lambda: None,
+    *,
+    anew: bool = False,
 ) -> list[Row]:
     """Time ways to transpose one array, in turn; some ways get an array of their own.
 
@@ -150,6 +161,9 @@ def compare(
         Timed runs of each way after its first. The result of the last one is checked.
     progress : callable, optional
         Called after each run.
+    anew : bool, optional
+        Whether to make the array anew for each run. Then all ways take turns, and the CPU time of
+        all processes is noted too.
 
     Returns
     -------
@@ -161,15 +175,23 @@ def compare(
     Exception
         Whatever a task of a required way raises.
     """
-    together = {name: way for name, way in ways.items() if not way.apart}
-    groups = [together, *({name: way} for name, way in ways.items() if way.apart)]
+    together = {name: way for name, way in ways.items() if anew or not way.apart}
+    groups = [together, *({name: way} for name, way in ways.items() if name not in together)]
     return [
-        row for group in groups if group for row in _in_turn(client, group, case, repeats, progress)
+        row
+        for group in groups
+        if group
+        for row in _in_turn(client, group, case, repeats, progress, anew)
     ]
 
 
 def _in_turn(
-    client: Any, ways: Mapping[str, Way], case: Case, repeats: int, progress: Callable[[], None]
+    client: Any,
+    ways: Mapping[str, Way],
+    case: Case,
+    repeats: int,
+    progress: Callable[[], None],
+    anew: bool,
 ) -> list[Row]:
     x = place_blocks(client, case.make)
     measured: dict[str, Row] = {name: {} for name in ways}
@@ -177,7 +199,12 @@ def _in_turn(
         for name, way in ways.items():
             try:
                 if "failed" not in measured[name]:
-                    _run_once(client, measured[name], way, x, case, last=number == repeats)
+                    if anew:
+                        x = None
+                        time.sleep(_SETTLE_S)  # the keys are the same: all blocks must go first
+                        x = place_blocks(client, case.make)
+                    last = number == repeats
+                    _run_once(client, measured[name], way, x, case, last=last, with_cpu=anew)
             except Exception as exc:
                 if way.required:
                     raise
@@ -215,8 +242,11 @@ def _short_reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
 
 
-def _run_once(client: Any, row: Row, way: Way, x: Any, case: Case, last: bool) -> None:
+def _run_once(
+    client: Any, row: Row, way: Way, x: Any, case: Case, last: bool, with_cpu: bool
+) -> None:
     """Run one way once, and note it."""
+    cpu_s = _cpu_s(client) if with_cpu else 0.0
     since_s, start_s = time.time(), time.perf_counter()
     y = way.transpose(x, case.axes)
     kept = _made_one_by_one(client, y) if way.one_by_one else None
@@ -233,13 +263,27 @@ def _run_once(client: Any, row: Row, way: Way, x: Any, case: Case, last: bool) -
         row |= {"times_s": [], "wrong": None}
     else:
         row["times_s"].append(stop_s - start_s)
+        if with_cpu:
+            row.setdefault("cpu_s", []).append(_cpu_s(client) - cpu_s)
         if (run := collect(client, y.name, since_s)) is not None:
             _note(row, run, since_s, until_s)
-            row["least_bytes"] = least_bytes(client, x, y, case.axes)
+            plan = case.plan(y)
+            row["least_bytes"] = least_bytes(client, x, plan, y)
+            row["least_anywhere_bytes"] = least_bytes(client, x, plan)
     if last and way.checked:
         row["wrong"] = case.wrong(y)
     del y  # the next run must neither find this one's result nor share memory with it
     time.sleep(_SETTLE_S)
+
+
+def _cpu_s(client: Any) -> float:
+    """Return the CPU time of all processes of a cluster and its client so far."""
+
+    def spent() -> tuple[int, float]:
+        return os.getpid(), time.process_time()
+
+    everywhere = [*client.run(spent).values(), client.run_on_scheduler(spent), spent()]
+    return sum(dict(everywhere).values())  # client and scheduler may be one process
 
 
 def _note(row: Row, run: Run, since_s: float, until_s: float) -> None:
@@ -278,37 +322,3 @@ def _wait_for(blocks: Any) -> None:
     for future in wait(blocks).done:
         if future.status != "finished":
             future.result()
-
-
-def least_bytes(client: Any, x: Any, y: Any, axes: tuple[int, ...]) -> int:
-    """Return how many bytes had to move for `y`, given where the blocks of both arrays lie.
-
-    Those are the elements which the worker of their block of `y` does not hold in a block of `x`.
-
-    Parameters
-    ----------
-    client : distributed.Client
-    x, y : dask.array.Array
-        Persisted; `y` is the transpose of `x`.
-    axes : tuple of int
-        Axis ``i`` of `y` is axis ``axes[i]`` of `x`.
-    """
-    holders = client.who_has(x)
-    readers = client.who_has(y)
-    elements = 0
-    for index, block in block_plans(redistribution(x.chunks, axes, y.chunks)):
-        reader = set(readers[y.name, *index])
-        holders_of = [set(holders[x.name, *source.block]) for source in block.sources]
-        elements += sum(box_size(p.src) for p in block.pieces if not reader & holders_of[p.source])
-    return elements * int(x.dtype.itemsize)
-
-
-def collect(client: Any, name: str, since_s: float = 0.0) -> Run | None:
-    """Collect the records of the array with this name; None if there are none.
-
-    The same array may have been computed before: `since_s` (seconds since the epoch) says from
-    when on it is meant.
-    """
-    records = client.sync(fetch_records, client, name=name, since_s=since_s)
-    runs = runs_of(records)
-    return runs[0] if runs else None

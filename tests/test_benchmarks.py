@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import chart, growth
+from benchmarks import chart, growth, redistributions
 from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals import copy_engines, mpi_fft, torch_nccl
 from benchmarks.rivals.common import MODULI, Case, row, time_forms
@@ -146,6 +147,94 @@ class TestChart:
         with pytest.raises(SystemExit):
             chart.main(["x.json", "-o", "x.gif"])
         assert ".svg or .png" in capsys.readouterr().err
+
+
+class TestRedistributions:
+    @pytest.mark.parametrize("kind", ["numpy", "cupy"])
+    def test_cases_cut_the_whole_array(self, kind):
+        cases = [*redistributions.scaled_cases(50, 4, kind), *redistributions.fixed_cases(4, kind)]
+        assert len({case.name for case in cases}) == len(cases) == (10 if kind == "numpy" else 4)
+        for case in cases:
+            after = getattr(case, "after", case.chunks)
+            for chunks in (case.chunks, after):
+                assert tuple(map(sum, chunks)) == case.shape
+                assert min(map(min, chunks)) > 0
+            assert after != case.chunks or isinstance(case, redistributions.Stencil)
+        scaled = next(redistributions.scaled_cases(50, 4, kind))
+        assert scaled.size_bytes == pytest.approx(50e6, rel=0.03)
+
+    @pytest.mark.parametrize(("shape", "depth"), [((9, 8), 1), ((6, 7, 8), 2)])
+    def test_a_star(self, shape, depth):
+        x = np.random.default_rng(1).integers(0, 100, shape)
+        whole = np.pad(x, depth, mode="wrap")
+        expected = x + sum(
+            np.roll(x, sign * step, axis)
+            for axis in range(x.ndim)
+            for step in range(1, depth + 1)
+            for sign in (1, -1)
+        )
+        assert np.array_equal(redistributions.star(whole, depth), expected)
+
+    def test_rims_that_are_wrong_are_found(self, client):
+        case = redistributions.Stencil((16, 16), ((8, 8), (8, 8)), (0, 1), np.dtype("f8"), depth=1)
+        x = case.make()
+        right = case.ways(False)["dask_p2p"].transpose(x, case.axes)
+        assert case.wrong(right) == 0
+        assert case.wrong(x) == 256
+        assert case.wrong(right.map_blocks(np.add, 1)) == 256
+
+    def test_what_is_to_be_reached(self):
+        case = next(redistributions.scaled_cases(50, 2, "cupy"))
+        rows = [
+            {"way": "dask_p2p", "median_s": 0.02, "moved_bytes": 620e6},
+            {"way": "one no-op layer", "median_s": 0.01},
+            {"way": "dask tasks", "median_s": 0.03},
+            {"way": "dask p2p", "failed": "it always does"},
+        ]
+        redistributions.judged(rows, case, 2)
+        assert rows[0]["budget_s"] == pytest.approx(0.01 + 0.001 + 0.002)
+        assert (rows[0]["faster_by"], rows[0]["reach"]) == (pytest.approx(1.5), 1.4)
+        redistributions.judged(rows[:2], case, 2)
+        assert rows[0]["faster_by"] is None
+
+    def test_what_the_program_writes(self, client, tmp_path, monkeypatch):
+        path = tmp_path / "made.json"
+        monkeypatch.setattr(redistributions, "start", lambda _: nullcontext(client))
+        monkeypatch.setattr(
+            redistributions,
+            "fixed_cases",
+            lambda *_: [
+                redistributions.Stencil(
+                    (16, 16), ((4,) * 4,) * 2, (0, 1), np.dtype("f8"), name="map_overlap"
+                )
+            ],
+        )
+        arguments = ["--megabytes", "1", "--repeats", "1", "--json", str(path)]
+        arguments += ["--case", "16 row slabs", "--case", "map_overlap"]
+        result = CliRunner().invoke(redistributions.main, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        report = json.loads(path.read_text())
+        assert (report["workers"], len(report["devices"])) == (4, 4)
+        found = {(row["case"], row["way"]): row for row in report["rows"]}
+        assert len(found) == 2 * 3 + 3
+        assert not any("failed" in figures for figures in found.values())
+        ours = {case: row for (case, way), row in found.items() if way == "dask_p2p"}
+        assert all(row["wrong"] == 0 and row["faster_by"] > 0 for row in ours.values())
+        assert all(len(row["cpu_s"]) == 1 and row["cpu_s"][0] > 0 for row in ours.values())
+        columns = ours["16 row slabs to columns"]
+        assert columns["least_anywhere_bytes"] == 3 / 4 * columns["matrix_bytes"]
+        assert ours["4 x 4 to 16 row slabs"]["least_anywhere_bytes"] == 0
+        rims = 2 * 16 * 8 * 4  # of each worker's row of blocks
+        assert ours["map_overlap"]["least_anywhere_bytes"] == rims
+        for figures in ours.values():
+            assert figures["moved_bytes"] == figures["least_bytes"]
+            assert figures["least_bytes"] >= figures["least_anywhere_bytes"]
+        assert "16 row slabs to columns" in result.output
+
+    def test_names_that_are_none(self):
+        result = CliRunner().invoke(redistributions.main, ["--case", "diagonal"])
+        assert result.exit_code == 2
+        assert "3-D pencils" in result.output
 
 
 class TestRivals:

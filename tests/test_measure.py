@@ -89,9 +89,12 @@ def test_least_bytes_follow_from_the_places(client):
     y = client.persist(OURS.transpose(x, CASE.axes), workers=everywhere[:1])
     wait(y)
     # One worker makes all of the result, and holds a quarter of the input.
-    assert least_bytes(client, x, y, CASE.axes) == 3 * 50 * 120 * 4
+    assert least_bytes(client, x, CASE.plan(y), y) == 3 * 50 * 120 * 4
+    # Wherever its blocks were made, each worker would lack three quarters of each.
+    assert least_bytes(client, x, CASE.plan(y)) == 3 / 4 * CASE.size_bytes
     client.replicate(x)
-    assert least_bytes(client, x, y, CASE.axes) == 0
+    assert least_bytes(client, x, CASE.plan(y)) == 0
+    assert least_bytes(client, x, CASE.plan(y), y) == 0
 
 
 @pytest.mark.parametrize("method", ["tasks", "p2p"])
@@ -134,6 +137,36 @@ def test_ways_are_run_in_turn_and_rivals_on_arrays_of_their_own(client):
     compare(client, ways, CASE, 1)
     assert [name for name, _ in ran] == ["one", "two", "one", "two", "rival", "rival"]
     assert len({array for name, array in ran if name != "rival"}) == 1
+
+
+def test_arrays_that_are_made_anew_for_each_run(client):
+    ran, copies = [], []
+
+    def copying(x, axes):  # as Dask's tasks may
+        copies.append(sum(map(len, client.who_has(x).values())))
+        ran.append("copying")
+        client.replicate(x)
+        return x.transpose(axes)
+
+    def other(x, axes):
+        ran.append("other")
+        return x.transpose(axes)
+
+    ways = {"copying": Way(copying, apart=True), "other": Way(other)}
+    rows = compare(client, ways, CASE, 2, anew=True)
+    assert ran == ["copying", "other"] * 3
+    assert copies == [4, 4, 4]
+    for row in rows:
+        assert (row["wrong"], len(row["cpu_s"]), len(row["times_s"])) == (0, 2, 2)
+        assert min(row["cpu_s"]) > 0
+
+
+def test_neighbours_along_all_axes_are_on_one_worker(client):
+    case = replace(CASE, chunks=((200,), (30,) * 4))
+    x = place_blocks(client, case.make)
+    who_has = client.who_has(x)
+    holders = [who_has[x.name, 0, column][0] for column in range(4)]
+    assert holders == sorted(workers_of(client))
 
 
 def test_one_block_after_the_other(client):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,6 +41,78 @@ _STAGING = {
     "96 MiB of staging": "96 MiB",
     "768 MiB of staging": "768 MiB",
 }
+
+
+def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Find out before the measuring, not after, that a file cannot be written."""
+    if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
+        raise click.BadParameter(f"{value!r}: the folder does not exist", ctx, param)
+    return value
+
+
+#: Of programs that measure, and of what they write.
+commit_option = click.option(
+    "--commit", help="Of the code, where git cannot be asked.", metavar="HASH"
+)
+json_option = click.option(
+    "--json",
+    "target",
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+    callback=_target,
+    metavar="FILE",
+    help="Write all that was measured to this file; - is standard output, with nothing else on it.",
+)
+
+
+class Report:
+    """All that was measured, for JSON.
+
+    Parameters
+    ----------
+    spec, repeats, commit
+        What it was measured on, how often, and the commit, if it was given.
+    measured
+        Rows by case. They are added while the report is there.
+    target
+        Path of the file; None or "-" for no file.
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        repeats: int,
+        commit: str | None,
+        measured: Measured,
+        target: str | None,
+    ) -> None:
+        import dask
+
+        from dask_p2p.environment import environment
+
+        self.spec, self.repeats = spec, repeats
+        self.devices: list[str] = []
+        self._measured, self._target = measured, target
+        self._head = {"started": time.time(), **environment()}
+        self._head |= {"kind": spec.kind, "workers": spec.workers, "repeats": repeats}
+        self._head |= {"p2p_config": dask.config.get("p2p")}
+        if commit is not None:
+            self._head["commit"] = commit
+
+    def json(self) -> str:
+        """Return the report as it is now."""
+        rows = [row for rows in self._measured.values() for row in rows]
+        return json.dumps({**self._head, "devices": self.devices, "rows": rows}, indent=1) + "\n"
+
+    def save(self) -> None:
+        """Write the file, if one is wanted: in between too, since measuring takes long."""
+        if self._target not in (None, "-"):
+            Path(self._target).write_text(self.json(), "utf-8")
+
+    def finish(self) -> None:
+        """Write the file for the last time, or all of it to standard output."""
+        self.save()
+        if self._target == "-":
+            sys.stdout.write(self.json())
 
 
 def default_side(spec: ClusterSpec, itemsize: int) -> int:

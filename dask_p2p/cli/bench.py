@@ -18,14 +18,10 @@ so they also take turns, and Dask's time between the turns is told apart.
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -54,13 +50,6 @@ if TYPE_CHECKING:
     from dask_p2p.measure import Case, Row
 
 __all__ = ["bench"]
-
-
-def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Find out before the measuring, not after, that a file cannot be written."""
-    if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
-        raise click.BadParameter(f"{value!r}: the folder does not exist", ctx, param)
-    return value
 
 
 @click.command(context_settings={"show_default": True})
@@ -121,15 +110,8 @@ def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> st
     "--cases", "with_cases", is_flag=True, help="Several and uneven blocks and boxes too."
 )
 @click.option("--variants", is_flag=True, help="This package with other options too.")
-@click.option("--commit", help="Of the code, where git cannot be asked.", metavar="HASH")
-@click.option(
-    "--json",
-    "target",
-    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
-    callback=_target,
-    metavar="FILE",
-    help="Write all that was measured to this file; - is standard output, with nothing else on it.",
-)
+@measuring.commit_option
+@measuring.json_option
 def bench(
     shapes: Sequence[tuple[int, ...]],
     sizes: Sequence[int],
@@ -160,17 +142,15 @@ def bench(
         measured: Measured = {case: [] for one in even for case in (one, *extra[one])}
         # Alternating from the slower to the quicker, as the article lists them.
         modes = ("sync", "async") if mode == "both" else (mode,)
-        report = _Report(spec, repeats, commit, measured, target)
+        report = measuring.Report(spec, repeats, commit, measured, target)
         ways = measuring.ways_on(spec, modes, rivals, variants)
         started = partial(_show_head, console, report, modes)
         measuring.measure_on(spec, ways, measured, repeats, started, report.save)
         if rivals and (note := measuring.add_rivals(spec, measured, repeats, timeout_s)):
             console.print(note)
         _compare_with_even(measured, extra)
-        report.save()
         _show(console, measured)
-        if target == "-":
-            sys.stdout.write(report.json())
+        report.finish()
         report_correctness(console, measured)
 
 
@@ -199,52 +179,9 @@ def _shapes(
     return sorted(wanted, key=prod) or [(side, side)]
 
 
-class _Report:
-    """All that was measured, for JSON.
-
-    Parameters
-    ----------
-    spec, repeats, commit
-        What it was measured on, how often, and the commit, if it was given.
-    measured
-        Rows by case. They are added while the report is there.
-    target
-        Path of the file; None or "-" for no file.
-    """
-
-    def __init__(
-        self,
-        spec: ClusterSpec,
-        repeats: int,
-        commit: str | None,
-        measured: Measured,
-        target: str | None,
-    ) -> None:
-        import dask
-
-        from dask_p2p.environment import environment
-
-        self.spec, self.repeats = spec, repeats
-        self.devices: list[str] = []
-        self._measured, self._target = measured, target
-        self._head = {"started": time.time(), **environment()}
-        self._head |= {"kind": spec.kind, "workers": spec.workers, "repeats": repeats}
-        self._head |= {"p2p_config": dask.config.get("p2p")}
-        if commit is not None:
-            self._head["commit"] = commit
-
-    def json(self) -> str:
-        """Return the report as it is now."""
-        rows = [row for rows in self._measured.values() for row in rows]
-        return json.dumps({**self._head, "devices": self.devices, "rows": rows}, indent=1) + "\n"
-
-    def save(self) -> None:
-        """Write the file, if one is wanted: in between too, since measuring takes long."""
-        if self._target not in (None, "-"):
-            Path(self._target).write_text(self.json(), "utf-8")
-
-
-def _show_head(console: Console, report: _Report, modes: Sequence[str], client: Any) -> None:
+def _show_head(
+    console: Console, report: measuring.Report, modes: Sequence[str], client: Any
+) -> None:
     """Print what will be measured on which devices, and add these to the report."""
     from dask_p2p.cli._tables import devices_text, summary
     from dask_p2p.cluster import device_names

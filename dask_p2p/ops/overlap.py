@@ -10,6 +10,7 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
+from dask.array.utils import meta_from_array
 
 from dask_p2p.config import checked_options
 from dask_p2p.errors import BlockMismatchError, InputError
@@ -58,9 +59,10 @@ def map_overlap(
     trim : bool, optional
         Whether to cut the rims off what `func` returns. Without, it returns blocks that have none.
     dtype : numpy.dtype, optional
-        Of the result; by default what `func` gives for a small array.
+        Of the result, whose blocks are of the type of those of `x`. By default what `func` gives
+        for an empty array, which takes a moment on GPUs.
     meta : array, optional
-        Empty array of the type and dtype of the result, in the place of `dtype`.
+        Empty array of the type and dtype of the result, if its blocks are of another type.
     corners : bool, optional
         Whether rims include the blocks that are neighbours along several axes. Stencils that are
         shaped like a star do not read those: without, they are zero, and do not move.
@@ -103,10 +105,8 @@ def map_overlap(
     chunks = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
     cut_off = widths if trim else ((0, 0),) * x.ndim
     stencil = Stencil(function, cut_off, tuple(kind != "none" for kind in beyond), chunks)
-    # As Dask finds it out: by calling the function with an empty array.
-    inferred = da.map_blocks(function, x, dtype=dtype, meta=meta)
     register_if_possible()
-    post = Post(stencil, chunks, inferred._meta)
+    post = Post(stencil, chunks, _meta(function, x, dtype, meta))
     return planned_array("p2p-overlap", x, plan, checked_options(), post)
 
 
@@ -149,6 +149,16 @@ class Stencil:
                 f"array of the block's shape, or with trim=False one without the rims."
             )
         return result[(*slices, ...)]
+
+
+def _meta(function: Callable[[Any], Any], x: Any, dtype: Any, meta: Any) -> Any:
+    """Return an empty array of the result's type and dtype: as it was given, or as Dask infers it.
+
+    Dask calls the function with an empty array. On a GPU that takes milliseconds, each time.
+    """
+    if meta is None and dtype is None:
+        meta = da.map_blocks(function, x)._meta
+    return meta_from_array(x._meta if meta is None else meta, x.ndim, dtype)
 
 
 def checked_depth(depth: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -126,6 +126,9 @@ def test_dtype_and_arguments():
     assert_eq(by_call, X > 0.5, scheduler="sync")
     assert dask_p2p.map_overlap(np.round, x, 1, dtype="f4").dtype == "f4"
     assert dask_p2p.map_overlap(np.round, x, 1, meta=np.empty((0, 0), "f4")).dtype == "f4"
+    calls = []
+    dask_p2p.map_overlap(calls.append, x, 1, dtype="f4")
+    assert calls == [], "what is known is not found out"
     empty = da.ones((0, 3), chunks=(1, 3))
     assert dask_p2p.map_overlap(np.negative, empty, 0).compute(scheduler="sync").shape == (0, 3)
 

@@ -1,0 +1,319 @@
+"""How fast arrays are cut anew, and functions mapped over blocks with rims, beside Dask's own ways.
+
+    python -m benchmarks.redistributions --repeats 5 --json FILE
+    python -m benchmarks.redistributions --case "3-D pencils" --megabytes 50
+    python -m benchmarks.redistributions --gpus --workers 2 --json FILE
+
+In one run all ways take turns, each time on a new array: Dask leaves copies of blocks on other
+workers, and a second run would find them there. Blocks lie as a user's would, as many neighbours on
+each worker. Every result is checked element by element, or against ``dask.array.map_overlap``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+
+import dask_p2p
+from dask_p2p.cli import _measuring as measuring
+from dask_p2p.cli._options import COUNT, check_fits, choose_cluster, one_line_errors, start
+from dask_p2p.cli._tables import (
+    array_text,
+    devices_text,
+    moved_lines,
+    output,
+    progress,
+    report_correctness,
+    summary,
+    table,
+    ways_table,
+)
+from dask_p2p.cluster import device_names
+from dask_p2p.layout import split_evenly
+from dask_p2p.measure import Case, Row, Way, compare, no_op
+from dask_p2p.plans import Plan, halo_plan
+
+_CPU_MEGABYTES = (50, 800)
+_GPU_MEGABYTES = (17180,)  # 16 GiB
+_CPU_BLOCKS = 16
+_LINK_GBS = 310.0  # what a GPU is to receive
+_SLACK_S = 0.002
+FUNCTION = "the function alone"
+DASK = "dask "  # the first word of Dask's own ways
+
+
+@dataclass(frozen=True, slots=True)
+class Redistribution(Case):
+    """An array, and what its blocks are to be cut into."""
+
+    after: tuple[tuple[int, ...], ...] = ()
+    reach: float = 1.0  # how many times as fast as the faster of Dask's ways
+
+    def ways(self, on_gpus: bool) -> dict[str, Way]:
+        """Return the ways to measure, by name; Dask's p2p fails on GPUs."""
+        methods = ("tasks",) if on_gpus else ("tasks", "p2p")
+        return {
+            measuring.OURS: Way(lambda x, _: dask_p2p.rechunk(x, self.after), required=True),
+            **({measuring.NO_OP: Way(no_op, checked=False)} if on_gpus else {}),
+            **{f"{DASK}{method}": Way(partial(self._dask, method)) for method in methods},
+        }
+
+    def _dask(self, method: str, x: Any, axes: Any) -> Any:
+        return x.rechunk(self.after, method=method)
+
+
+@dataclass(frozen=True, slots=True)
+class Stencil(Case):
+    """An array, periodic, and how far a star reaches from each of its elements."""
+
+    depth: int = 1
+    reach: float = 1.0
+
+    def ways(self, on_gpus: bool) -> dict[str, Way]:
+        """Return the ways to measure, by name."""
+        function = partial(star, depth=self.depth)
+        inner = tuple(tuple(n - 2 * self.depth for n in sizes) for sizes in self.chunks)
+
+        def alone(x: Any, _: Any) -> Any:
+            return x.map_blocks(function, meta=x._meta, chunks=inner)
+
+        return {
+            measuring.OURS: Way(partial(self.mapped, dask_p2p.map_overlap), required=True),
+            FUNCTION: Way(alone, checked=False),
+            f"{DASK}map_overlap": Way(self._dask, checked=False),
+        }
+
+    def mapped(self, map_overlap: Callable[..., Any], x: Any, axes: Any, **options: Any) -> Any:
+        """Return the lazy result, of one of the functions of this name."""
+        options = options or {"corners": False}
+        function = partial(star, depth=self.depth)
+        options |= {"depth": self.depth, "boundary": "periodic", "trim": False}
+        return map_overlap(function, x, meta=x._meta, **options)
+
+    def _dask(self, x: Any, axes: Any) -> Any:
+        import dask.array as da
+
+        return self.mapped(da.map_overlap, x, axes, chunks=x.chunks, allow_rechunk=False)
+
+    def plan(self, y: Any) -> Plan:
+        """Return what a star needs: its rims have no corners."""
+        ndim = len(self.shape)
+        depth = ((self.depth, self.depth),) * ndim
+        return halo_plan(self.chunks, depth, ("periodic",) * ndim, has_corners=False)
+
+    def wrong(self, y: Any) -> int:
+        """Count the elements that differ from Dask's."""
+        return int((y != self._dask(self.make(), self.axes)).sum().compute())
+
+
+_STAR = """
+    const ptrdiff_t z = i % nz + depth, y = i / nz % ny + depth, x = i / nz / ny + depth;
+    const ptrdiff_t wide = nz + 2 * depth, layer = wide * (ny + 2 * depth);
+    const ptrdiff_t at = x * layer + y * wide + z;
+    T sum = block[at];
+    for (int d = 1; d <= depth; ++d) {
+        sum += block[at - d * layer] + block[at + d * layer];
+        sum += block[at - d * wide] + block[at + d * wide];
+        sum += block[at - d] + block[at + d];
+    }
+    out = sum;
+"""
+
+
+def star(block: Any, depth: int) -> Any:
+    """Add to each element its neighbours along the axes; the result has no rims."""
+    if isinstance(block, np.ndarray):
+        inner = [slice(depth, n - depth) for n in block.shape]
+        out = block[tuple(inner)].copy()
+        for axis, length in enumerate(block.shape):
+            for start in (start for start in range(2 * depth + 1) if start != depth):
+                beside = slice(start, length - 2 * depth + start)
+                out += block[(*inner[:axis], beside, *inner[axis + 1 :])]
+        return out
+    import cupy  # blocks of three axes, in C order
+
+    kernel = cupy.ElementwiseKernel(
+        "raw T block, int64 ny, int64 nz, int32 depth", "T out", _STAR, "star"
+    )
+    out = cupy.empty([n - 2 * depth for n in block.shape], block.dtype)
+    kernel(cupy.ascontiguousarray(block), *out.shape[1:], depth, out)
+    cupy.cuda.get_current_stream().synchronize()  # so that its time counts
+    return out
+
+
+def scaled_cases(megabytes: int, workers: int, kind: str) -> Iterator[Redistribution]:
+    """Return the cases that there are of any size, of about so many bytes (1e6 each)."""
+    on_gpus = kind == "cupy"
+    dtype = np.dtype("f4" if on_gpus else "f8")
+    elements = megabytes * 10**6 // dtype.itemsize
+    side, edge = _multiple(elements ** (1 / 2), 32), _multiple(elements ** (1 / 3), 32)
+    blocks = workers if on_gpus else _CPU_BLOCKS
+
+    def case(name: str, reach: float, before: Sequence[int], after: Sequence[int]) -> Any:
+        shape = (side if len(before) == 2 else edge,) * len(before)
+        cut = tuple(map(split_evenly, shape, before))
+        to = tuple(map(split_evenly, shape, after))
+        return Redistribution(shape, cut, (0, 1, 2)[: len(shape)], dtype, kind, name, to, reach)
+
+    rows, columns = (blocks, 1), (1, blocks)
+    p = next(p for p in range(int(blocks**0.5), 0, -1) if blocks % p == 0)
+    slabs = f"{blocks} row slabs"
+    yield case(f"{slabs} to columns", 1.4 if on_gpus else 2.0, rows, columns)
+    yield case(f"4 x 4 to {slabs}", 1.0 if on_gpus else 2.0, (4, 4), rows)
+    pencils = (1, blocks // p, p), (blocks // p, 1, p)
+    yield case("3-D pencils x to y", 1.4 if on_gpus else 2.0, *pencils)
+    if on_gpus:
+        return
+    yield case("8 row slabs to 32 x 32", 2.0, (8, 1), (32, 32))
+    yield case("32 x 32 to 8 row slabs", 1.3, (32, 32), (8, 1))
+    shifted = case("row slabs shifted by 1 %", 1.3, rows, rows)
+    yield replace(shifted, after=(_shifted(shifted.chunks[0], 0.01), (side,)))
+
+
+def fixed_cases(workers: int, kind: str) -> Iterator[Redistribution | Stencil]:
+    """Return the cases of one size."""
+    f4, f8 = np.dtype("f4"), np.dtype("f8")
+    if kind == "cupy":
+        chunks = ((512,) * workers, (512,), (512,))
+        shape = (512 * workers, 512, 512)
+        yield Stencil(shape, chunks, (0, 1, 2), f4, kind, "25-point map_overlap", 4)
+        return
+    tiles = (64,) * 64
+    small = Redistribution((4096, 4096), (tiles, tiles), (0, 1), f8)
+    rows = (split_evenly(4096, _CPU_BLOCKS), (4096,))
+    yield replace(small, name="64 x 64 to row slabs", after=rows)
+    shifted = (32, *tiles[1:], 32)
+    yield replace(small, name="64 x 64 shifted", after=(shifted, shifted))
+    plane, box = (1000,) * 4, ((112,) * 2, (112,) * 2, (56,) * 4)
+    yield Stencil((4000, 4000), (plane, plane), (0, 1), f8, kind, "5-point map_overlap", 1, 3.0)
+    yield Stencil((224,) * 3, box, (0, 1, 2), f8, kind, "25-point map_overlap", 4, 3.0)
+
+
+def _multiple(length: float, of: int) -> int:
+    return max(of, round(length / of) * of)
+
+
+def _shifted(sizes: Sequence[int], share: float) -> tuple[int, ...]:
+    """Move the inner bounds of blocks by a share of the first one."""
+    shift = max(1, round(sizes[0] * share))
+    return (sizes[0] + shift, *sizes[1:-1], sizes[-1] - shift)
+
+
+def judged(rows: Sequence[Row], case: Redistribution | Stencil, workers: int) -> None:
+    """Add to the row of this package what it is to reach, and how far it is from there."""
+    ways = {row["way"]: row for row in rows if "failed" not in row}
+    ours = ways[measuring.OURS]
+    dask_s = [row["median_s"] for way, row in ways.items() if way.startswith(DASK)]
+    ours["reach"] = case.reach
+    ours["faster_by"] = min(dask_s) / ours["median_s"] if dask_s else None
+    if case.kind == "cupy":
+        link_s = ours["moved_bytes"] / workers / _LINK_GBS / 1e9
+        floor_s = ways[FUNCTION if FUNCTION in ways else measuring.NO_OP]["median_s"]
+        ours["budget_s"] = floor_s + link_s + _SLACK_S
+
+
+def _summary(measured: measuring.Measured) -> Any:
+    """Return one line for each array."""
+    made = table("case", "MB", "ms", "budget", "faster by", "reach", "CPU s", "moved", "least")
+    for case, rows in measured.items():
+        ours = next((row for row in rows if "reach" in row), None)
+        if ours is None:
+            continue
+        budget_s, faster, size = ours.get("budget_s"), ours["faster_by"], case.size_bytes
+        made.add_row(
+            case.name,
+            f"{size / 1e6:.0f}",
+            f"{ours['median_s'] * 1e3:.1f}",
+            f"{budget_s * 1e3:.1f}" if budget_s else "",
+            f"{faster:.2f}" if faster else "",
+            f"{ours['reach']:g}",
+            " / ".join(f"{median(row['cpu_s']):.2f}" for row in rows if "cpu_s" in row),
+            f"{ours['moved_bytes'] / size:.2%}",
+            f"{ours['least_anywhere_bytes'] / size:.2%}",
+        )
+    return made
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--case", "wanted", multiple=True, help="Part of a name; repeatable.  [default: all]")
+@click.option(
+    "--megabytes", type=COUNT, multiple=True, help="Of 1e6 bytes.  [default: 50, 800; GPUs: 17180]"
+)
+@click.option("--repeats", type=COUNT, default=5, help="Timed runs of each way, after a first one.")
+@click.option("--gpus", is_flag=True, help="On GPUs, in place of four CPU workers.")
+@click.option("--workers", type=COUNT, help="[default: one for each GPU, else 4]")
+@measuring.commit_option
+@measuring.json_option
+def main(
+    wanted: Sequence[str],
+    megabytes: Sequence[int],
+    repeats: int,
+    gpus: bool,
+    workers: int | None,
+    commit: str | None,
+    target: str | None,
+) -> None:
+    """Measure rechunk and map_overlap beside Dask's own, and check them."""
+    console = output(to_stderr=target == "-")
+    with one_line_errors():
+        spec = choose_cluster(workers, cpu=not gpus)
+        if gpus and not spec.gpus:
+            raise click.BadParameter("there are no two usable GPUs", param_hint="--gpus")
+        sizes = megabytes or (_GPU_MEGABYTES if gpus else _CPU_MEGABYTES)
+        every = [case for size in sizes for case in scaled_cases(size, spec.workers, spec.kind)]
+        every += fixed_cases(spec.workers, spec.kind)
+        cases = [case for case in every if not wanted or any(part in case.name for part in wanted)]
+        if not cases:
+            names = ", ".join(dict.fromkeys(case.name for case in every))
+            raise click.BadParameter(f"none is named so; there are {names}", param_hint="--case")
+        for case in cases:
+            check_fits(spec, case.shape, case.dtype, (), "--megabytes")
+        measured: measuring.Measured = {case: [] for case in cases}
+        report = measuring.Report(spec, repeats, commit, measured, target)
+        _measure(spec, measured, repeats, report, console)
+        for case, rows in measured.items():
+            title = f"{case.name}, {array_text(case.shape, case.dtype)}"
+            for part in (ways_table(rows, console.width, title), *moved_lines(rows)):
+                console.print(part)
+        console.print(_summary(measured))
+        report.finish()
+        report_correctness(console, measured)
+
+
+def _measure(
+    spec: Any, measured: Any, repeats: int, report: measuring.Report, console: Any
+) -> None:
+    """Measure all cases, on one cluster; Dask's ways on GPUs on another, over UCX."""
+    over_ucx = spec.gpus and find_spec("distributed_ucxx") is not None
+    ways = {case: case.ways(bool(spec.gpus)) for case in measured}
+    steps = (repeats + 1) * sum(map(len, ways.values()))
+    with ExitStack() as bar:
+        step = None
+        for protocol in (None, "ucx") if over_ucx else (None,):
+            with start(spec, **({"protocol": protocol} if protocol else {})) as client:
+                if step is None:
+                    report.devices = names = device_names(client, spec.kind)
+                    console.print(summary([("devices", devices_text(spec, names))]))
+                    step = bar.enter_context(progress(steps, "measuring"))
+                for case, rows in measured.items():
+                    here = {
+                        name: way
+                        for name, way in ways[case].items()
+                        if not over_ucx or name.startswith(DASK) == (protocol == "ucx")
+                    }
+                    rows += compare(client, here, case, repeats, step, anew=True)
+                    report.save()
+    for case, rows in measured.items():
+        judged(rows, case, spec.workers)
+
+
+if __name__ == "__main__":
+    main()
