@@ -79,6 +79,16 @@ def check_rechunk_and_map_overlap():
     np.testing.assert_array_equal(floats.compute(), np.sqrt(array))
 
 
+def check_groups_and_passes():
+    array = indexed((64, 48))
+    for options in ({"p2p.groups": 3}, {"p2p.passes": 2}, {"p2p.groups": 3, "p2p.passes": 2}):
+        with dask.config.set(options):
+            y = dask_p2p.transpose(da.from_array(array, chunks=(4, 48)), chunks=(3, -1))
+        assert y.numblocks == (16, 1)
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), array.T)
+        assert y.sum().compute(scheduler="sync") == array.sum()
+
+
 def check_only_what_is_needed_runs():
     ran = []
 
@@ -154,5 +164,6 @@ def check_files(cluster, array):
 if __name__ == "__main__":
     check_values()
     check_rechunk_and_map_overlap()
+    check_groups_and_passes()
     check_only_what_is_needed_runs()
     check_cluster()
