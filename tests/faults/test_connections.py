@@ -178,7 +178,7 @@ def test_messages_of_ucx_that_always_come_changed_go_another_way(client, x):
 def test_without_checksums_changed_data_go_through(client, x, fault, order):
     """So what finds them above are the checksums."""
     # With a short deadline a busy machine could bring what was changed again, unchanged.
-    patient = {"p2p.timeouts.request": "30 s", "p2p.transports.order": [order]}
+    patient = {"p2p.timeouts.request": "10 s", "p2p.transports.order": [order]}
     with dask.config.set(SETTINGS | patient):
         end, done = transposed(client, x, [fault], at=[2], checksum=False)
     assert done[fault] > 0
