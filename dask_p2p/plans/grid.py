@@ -166,6 +166,14 @@ class GridPlan:
         return prod(mapping.largest_segment for mapping in self.mappings)
 
     @cached_property
+    def edges(self) -> int:
+        """Blocks that are read, counted for each output block."""
+        return prod(
+            sum(len(mapping.blocks(number)) for number in range(len(mapping.sizes)))
+            for mapping in self.mappings
+        )
+
+    @cached_property
     def _sources(self) -> dict[tuple[tuple[int, ...], ...], tuple[Source, ...]]:
         return {}
 

@@ -51,19 +51,19 @@ def grouped(plan: GridPlan, groups: int | None, threads: Callable[[], int]) -> G
         Returns how many the cluster has. It is asked only where that matters.
     """
     blocks = prod(map(len, plan.chunks))
-    edges = _edges(plan)
-    allowed = edges - 1
     if groups is None:
-        groups = max(LEAST_GROUPS, 2 * threads()) if edges > MOST_EDGES else 0
-        allowed = edges // _LEAST_GAIN - blocks
+        groups = max(LEAST_GROUPS, 2 * threads()) if plan.edges > MOST_EDGES else 0
+        allowed = plan.edges // _LEAST_GAIN - blocks
+    else:
+        allowed = plan.edges - 1
     if not groups:
         return plan
     together = ceil(blocks / groups)
     if together < 2:
         return plan
     plans = [_merged(plan, axis, together) for axis in range(len(plan.axes))]
-    best = min(plans, key=_edges)
-    return best if _edges(best) <= allowed else plan
+    best = min(plans, key=lambda merged: merged.edges)
+    return best if best.edges <= allowed else plan
 
 
 def grid_between(plan: GridPlan, passes: int | None, groups: GridPlan) -> Chunks | None:
@@ -78,7 +78,7 @@ def grid_between(plan: GridPlan, passes: int | None, groups: GridPlan) -> Chunks
     groups
         What `grouped` made of the plan.
     """
-    if passes == 1 or (passes is None and _edges(groups) <= MOST_GROUPED_EDGES):
+    if passes == 1 or (passes is None and groups.edges <= MOST_GROUPED_EDGES):
         return None
     chunks = []
     for mapping in plan.mappings:
@@ -87,14 +87,6 @@ def grid_between(plan: GridPlan, passes: int | None, groups: GridPlan) -> Chunks
         chunks.append(_joined(finer, ceil(len(finer) / max(1, blocks))))
     before = tuple(mapping.src_sizes for mapping in plan.mappings)
     return None if tuple(chunks) in (before, plan.chunks) else tuple(chunks)
-
-
-def _edges(plan: GridPlan) -> int:
-    """Return how many blocks are read, counted for each output block."""
-    return prod(
-        sum(len(mapping.blocks(number)) for number in range(len(mapping.sizes)))
-        for mapping in plan.mappings
-    )
 
 
 def _merged(plan: GridPlan, axis: int, together: int) -> GridPlan:
