@@ -13,7 +13,6 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.layout import Chunks, block_indices, block_shape
-from dask_p2p.ops.arguments import checked_chunks
 from dask_p2p.ops.rechunk import planned
 from dask_p2p.ops.transpose import transposed
 from dask_p2p.registration import cluster_size
@@ -94,11 +93,9 @@ def estimate(
     >>> found.input_bytes, found.output_bytes
     (8000000, 8000000)
     """
-    order, wanted = transposed(x, axes, chunks)
-    before = tuple(x.chunks[axis] for axis in order)
+    order, after = transposed(x, axes, chunks)
     options = checked_options()
-    steps = planned(x.chunks, order, checked_chunks(wanted, before, x.dtype), options)
-    plans = [plan for plan, _ in steps]
+    plans = [plan for plan, _ in planned(x.chunks, order, after, options)]
     threads = 1
     if workers is None:
         workers, threads = cluster_size() or (max(map(len, x.chunks), default=1), 1)

@@ -16,7 +16,7 @@ from dask_p2p.ops.unknown import rechunk_unknown
 from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
 from dask_p2p.registration import cluster_size, register_if_possible
 
-__all__ = ["planned", "rechunk"]
+__all__ = ["planned", "rechunk", "redistributed"]
 
 
 def rechunk(
@@ -83,7 +83,13 @@ def rechunk(
     if has_unknown_chunks(x):
         return rechunk_unknown(x, order, chunks, balance, block_size_limit)
     before = tuple(x.chunks[axis] for axis in order)
-    after = checked_chunks(chunks, before, x.dtype, balance, block_size_limit)
+    return redistributed(
+        x, order, checked_chunks(chunks, before, x.dtype, balance, block_size_limit)
+    )
+
+
+def redistributed(x: Any, order: tuple[int, ...], after: Chunks) -> Any:
+    """Return an array in other blocks and with its axes in another order; all of it is checked."""
     is_permuted = order != tuple(range(x.ndim))
     if after == x.chunks and not is_permuted:
         return x

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_axes
-from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.layout import Chunks
+from dask_p2p.ops.arguments import (
+    check_array,
+    check_chunks_are_known,
+    checked_axes,
+    checked_chunks,
+)
+from dask_p2p.ops.rechunk import redistributed
 from dask_p2p.plans import slab_chunks
 
 __all__ = ["transpose", "transposed"]
@@ -59,12 +65,11 @@ def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) 
     >>> y.compute()[2]
     array([ 2,  5,  8, 11])
     """
-    order, wanted = transposed(x, axes, chunks)
-    return rechunk(x, wanted, axes=order)
+    return redistributed(x, *transposed(x, axes, chunks))
 
 
-def transposed(x: Any, axes: Sequence[int] | None, chunks: Any) -> tuple[tuple[int, ...], Any]:
-    """Return the axes and the chunks of a transpose, as `rechunk` takes them.
+def transposed(x: Any, axes: Sequence[int] | None, chunks: Any) -> tuple[tuple[int, ...], Chunks]:
+    """Return the axes and the chunks of a transpose.
 
     Raises
     ------
@@ -74,4 +79,7 @@ def transposed(x: Any, axes: Sequence[int] | None, chunks: Any) -> tuple[tuple[i
     check_array(x)
     check_chunks_are_known(x)
     order = checked_axes(axes, x.ndim)
-    return order, slab_chunks(x.chunks, order) if chunks is None else chunks
+    if chunks is None:
+        return order, slab_chunks(x.chunks, order)
+    before = tuple(x.chunks[axis] for axis in order)
+    return order, checked_chunks(chunks, before, x.dtype)
