@@ -171,7 +171,7 @@ def assemble_block(
 ) -> Any:
     """Do a task's work, on any scheduler."""
     check_readable(plan, output)
-    start_s = time.time()
+    start_s, counted_s = time.time(), time.perf_counter()
     worker, runtime = whereabouts()
     if runtime is None:
         if any(isinstance(block, BlockRef) for block in blocks):
@@ -180,7 +180,7 @@ def assemble_block(
         if worker is not None:
             _warn_of_whole_blocks(worker, list(map(output.key, plan.sources(index))))
         return _finished(Assembly(plan.block(index), output, blocks).run(), index, output)
-    assembly = Assembly(plan.block(index), output, blocks, runtime)
+    assembly = Assembly(plan.block(index), output, blocks, runtime, counted_s)
     try:
         block = assembly.run()
     except TransferError as exc:
@@ -228,6 +228,7 @@ def _record(
             for name, failure in context.router.given_up(stage.holder, stage.transport, order)
         ),
         error=error[:_REASON_CHARS],
+        kernel_s=assembly.kernel_s,
     )
 
 

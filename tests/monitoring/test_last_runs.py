@@ -73,6 +73,10 @@ def test_a_transpose(client, x):
         assert (record.nbytes, record.dtype) == (16 * 64 * 8, "float64")
         for stage in record.stages:
             assert 0 < stage.waited_s <= stage.wire_s <= record.stop_s - record.start_s + 0.01
+            assert 0 < stage.begun_s < record.stop_s - record.start_s + 0.01
+            assert stage.kernel_s > 0
+        spent_s = record.kernel_s + sum(s.waited_s + s.kernel_s for s in record.stages)
+        assert 0 < record.kernel_s < spent_s < record.stop_s - record.start_s + 0.01
 
 
 def test_a_rechunk(client, x):
