@@ -65,8 +65,8 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        read = _exposed.get(_asked(self._kind))
-        if read is None:
+        server = _asked(self._kind)
+        if server is None or (read := _exposed.get(server)) is None:
             return
         values = read()
         namespace = dask.config.get("distributed.dashboard.prometheus.namespace", "dask")
