@@ -24,6 +24,7 @@ from dask_p2p.low_latency import SchedulerLatency
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
 from dask_p2p.monitoring.prometheus import conceal, expose
 from dask_p2p.monitoring.records import RECORDS_OP, RecordStore, packed, unpacked
+from dask_p2p.monitoring.run_log import log_runs
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.placement import overlay_memory_check, overlay_placement
 from dask_p2p.task import PLUGIN_NAME, warn_client
@@ -83,6 +84,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             logger.warning(text)
             warn_client(scheduler, text, P2PWarning)
         self._tell_all()
+        if options().log_runs:
+            logging_ = asyncio.ensure_future(log_runs(self._records, self._fetch_all))
+            self._meetings.add(logging_)
 
     async def close(self) -> None:
         """End with the scheduler."""
@@ -148,17 +152,21 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             ``records``: what `packed` made of them; ``silent``: addresses of workers that did
             not answer.
         """
+        silent = await self._fetch_all()
+        wanted = [r for r in self._records if name in (None, r.name) and r.start_s >= since_s]
+        if n is not None:
+            wanted = [record for run in runs_of(wanted)[:n] for record in run.records]
+        return {"records": packed(wanted), "silent": silent}
+
+    async def _fetch_all(self) -> list[str]:
+        """Bring all workers' new records here; return the addresses of those that are silent."""
         ready = [
             worker
             for worker, each in self._set_ups.items()
             if each.task.done() and worker not in self._failed
         ]
         answered = await asyncio.gather(*map(self._fetch, ready))
-        wanted = [r for r in self._records if name in (None, r.name) and r.start_s >= since_s]
-        if n is not None:
-            wanted = [record for run in runs_of(wanted)[:n] for record in run.records]
-        silent = [worker for worker, there in zip(ready, answered, strict=True) if not there]
-        return {"records": packed(wanted), "silent": silent}
+        return [worker for worker, there in zip(ready, answered, strict=True) if not there]
 
     async def _fetch(self, worker: str) -> bool:
         """Bring a worker's new records here; return whether it answered."""

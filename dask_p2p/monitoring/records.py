@@ -180,6 +180,11 @@ class RecordLog:
             first = min(max(number, gone), self._count)
             return first, list(self._kept)[first - gone :]
 
+    @property
+    def count(self) -> int:
+        """How many records there ever were."""
+        return self._count
+
     def __len__(self) -> int:
         return len(self._kept)
 

@@ -239,7 +239,7 @@ def test_async_clients_and_clusters_without_the_plugin():
                 threads_per_worker=1,
                 processes=False,
                 asynchronous=True,
-                dashboard_address=None,
+                dashboard_address=":0",
             ) as cluster,
             Client(cluster, asynchronous=True) as client,
         ):
