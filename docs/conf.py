@@ -1,0 +1,51 @@
+"""Configuration of Sphinx: ``sphinx-build -W --keep-going -b html docs docs/_build/html``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # the package of this checkout, and what is beside
+
+import options_table  # noqa: E402
+
+import dask_p2p  # noqa: E402
+
+project = "dask-p2p"
+project_copyright = "the dask-p2p developers"
+release = version = dask_p2p.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+    "sphinx_design",
+]
+exclude_patterns = ["_build", "_generated/*.md"]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+# The notebook is kept without outputs. It runs at each build, and an error in it fails the build.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+
+autodoc_typehints = "none"  # the docstrings say more
+autodoc_member_order = "bysource"
+napoleon_use_ivar = True  # or a class' attributes would be described twice
+
+html_theme = "pydata_sphinx_theme"
+html_title = "dask-p2p"
+html_theme_options = {
+    "github_url": "https://github.com/dask-p2p/dask-p2p",
+    "navigation_with_keys": False,
+    "show_toc_level": 2,
+}
+
+generated = HERE / "_generated"
+generated.mkdir(exist_ok=True)
+(generated / "options.md").write_text(options_table.table(), "utf-8")
