@@ -18,14 +18,16 @@ release = version = dask_p2p.__version__
 
 extensions = [
     "myst_nb",
+    "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.napoleon",
     "sphinx_click",
     "sphinx_design",
 ]
 exclude_patterns = ["_build", "_generated/*.md"]
-source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
+# The first is that of the pages that autosummary makes.
+source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}
+templates_path = ["_templates"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
@@ -36,7 +38,7 @@ nb_execution_timeout = 120
 
 autodoc_typehints = "none"  # the docstrings say more
 autodoc_member_order = "bysource"
-napoleon_use_ivar = True  # or a class' attributes would be described twice
+numpydoc_show_class_members = False  # autodoc does
 
 html_theme = "pydata_sphinx_theme"
 html_title = "dask-p2p"
