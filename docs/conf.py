@@ -47,6 +47,8 @@ html_theme_options = {
     "navigation_with_keys": False,
     "show_toc_level": 2,
 }
+# No column of pages beside those that have none below them.
+html_sidebars = {page: [] for page in ("benchmarks", "coming-from", "security", "when")}
 
 generated = HERE / "_generated"
 generated.mkdir(exist_ok=True)

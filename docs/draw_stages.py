@@ -15,15 +15,15 @@ GAP = 34
 LEFT, TOP = 78, 58
 WIDTH, HEIGHT = LEFT + 6 * (PANEL + GAP), TOP + PANEL + 50
 
-# Of the workers: they differ for colour-blind eyes too (Okabe and Ito). Text is of a grey that is
-# legible on white and on black, since a page's theme need not be the browser's.
+# Of the workers: they differ for colour-blind eyes too (Okabe and Ito). All is legible on white and
+# on black: text is grey, and dark frames have a white halo.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #737d88; text-anchor: middle }
   .title { font-weight: 600 } .row { text-anchor: end }
   .cell { fill: none; stroke: #8c959f; stroke-width: 1 }
-  .new { fill: none; stroke: #24292f; stroke-width: 3 }
-  @media (prefers-color-scheme: dark) { .new { stroke: #e6edf3 } }
+  .new { fill: none; stroke: #24292f; stroke-width: 2.5 }
+  .halo { fill: none; stroke: #ffffff; stroke-width: 6 }
 """
 
 
@@ -68,7 +68,7 @@ def _panel(place, title, text, holder, is_new) -> str:
         f'<text class="title" x="{middle:g}" y="{TOP - 14}">{title}</text>',
         f'<text x="{middle:g}" y="{TOP + PANEL + 24}">{text}</text>',
     ]
-    fresh = []
+    new = []
     for r in range(WORKERS):
         for c in range(WORKERS):
             box = f'x="{left + c * CELL}" y="{TOP + r * CELL}" width="{CELL}" height="{CELL}"'
@@ -76,8 +76,9 @@ def _panel(place, title, text, holder, is_new) -> str:
                 parts.append(f'<rect {box} fill="{COLOURS[of]}"/>')
             parts.append(f'<rect class="cell" {box}/>')
             if is_new(r, c):
-                fresh.append(f'<rect class="new" {box}/>')
-    return "\n".join([*parts, *fresh])
+                new.append(box)
+    frames = [f'<rect class="{kind}" {box}/>' for kind in ("halo", "new") for box in new]
+    return "\n".join([*parts, *frames])
 
 
 if __name__ == "__main__":

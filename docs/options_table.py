@@ -53,8 +53,9 @@ def _plain(value: Any) -> str:
 
 def table() -> str:
     """Return the table as Markdown."""
-    lines = ["| option | default | values | what it does |", "|---|---|---|---|"]
+    lines = ["| option | what it does |", "|---|---|"]
     lines += [
-        f"| `{name}` | `{default}` | {values} | {text} |" for name, default, values, text in rows()
+        f"| `{name}` | Default `{default}`, of: {values}. {text} |"
+        for name, default, values, text in rows()
     ]
     return "\n".join(lines) + "\n"
