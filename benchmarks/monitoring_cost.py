@@ -25,6 +25,7 @@ import click
 
 WAYS = ("bare", "recorded", "watched")
 LOOK_S = 0.5
+SETTLE_S = 0.01
 SAMPLES = 2000
 NOTHING = nullcontext()
 
@@ -89,7 +90,18 @@ def run_once(client: Any, x: Any) -> float:
     start_s = time.perf_counter()
     y = client.persist(dask_p2p.transpose(x))
     wait(y)
-    return time.perf_counter() - start_s
+    stop_s, name = time.perf_counter(), y.name
+    del y  # or the next run would find its blocks
+    while client.run_on_scheduler(is_there, name):
+        time.sleep(SETTLE_S)
+    return stop_s - start_s
+
+
+def is_there(name: str, dask_scheduler: Any) -> bool:
+    """Tell whether a scheduler still has tasks of an array."""
+    group = dask_scheduler.task_groups.get(name)
+    return group is not None and any(count for state, count in group.states.items()
+                                     if state != "forgotten")  # fmt: skip
 
 
 def measured(client: Any, x: Any, rounds: int, runs: int) -> dict[str, list[float]]:
