@@ -39,7 +39,7 @@ FORMAT = 2
 
 #: Those that the tests pass with; pyproject.toml has the same. The plugins replace private parts of
 #: Dask (see tests/test_canary.py), so nothing is promised of other releases.
-DASK_RELEASES = ">=2025.1,<2026.9"
+DASK_RELEASES = ">=2025.12,<2026.9"
 
 _CURE = "Install the same version on clients, scheduler and workers."
 

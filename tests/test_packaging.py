@@ -143,7 +143,7 @@ def test_each_python_is_tested_and_named():
 @pytest.mark.parametrize(
     ("which", "expected"),
     [
-        ("oldest", "dask==2025"),
+        ("oldest", "dask==2025.12"),
         ("2026.7.1", "dask==2026.7.1\ndistributed==2026.7.1\n"),
         ("newest", ""),
     ],
