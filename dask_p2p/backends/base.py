@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
-__all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue"]
+from dask_p2p.backends.timing import Timer
+
+__all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue", "Timer"]
 
 SLOTS = 3  # of a queue: one is being filled, one is being emptied, one waits for either
 MOST_UNREAD = 2  # received arrays that are kept for kernels that are queued
@@ -219,6 +221,15 @@ class Queue(Protocol):
 
     def to_host(self, array: Any) -> Any:
         """Return an array of `scratch` as a NumPy array, after what was queued before."""
+
+    def timing(self, timer: Timer) -> AbstractContextManager[None]:
+        """Return a context that adds what it took to `timer`, when that is synchronised.
+
+        It does not nest. Of a device these are the seconds of kernels and of copies from other
+        GPUs, on each stream from the beginning of the first to the end of the last: whatever runs
+        at the same time is not taken off. Waiting for slots is not counted. Of the host it is the
+        whole block's time.
+        """
 
     def synchronize(self) -> None:
         """Wait until everything queued is done."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import Backend
+from dask_p2p.backends.base import Backend, Timer
 
 __all__ = ["HostQueue"]
 
@@ -48,6 +50,12 @@ class HostQueue:
 
     def to_host(self, array: Any) -> Any:
         return array
+
+    @contextmanager
+    def timing(self, timer: Timer) -> Iterator[None]:
+        start_s = perf_counter()
+        yield
+        timer.seconds += perf_counter() - start_s
 
     def synchronize(self) -> None:
         pass

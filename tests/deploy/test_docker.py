@@ -78,7 +78,10 @@ def test_workers_can_read_each_others_memory():
 
 @pytest.mark.parametrize(
     ("lock", "extras"),
-    [("cpu", {"dashboard", "zarr"}), ("cuda13", {"dashboard", "zarr", "cuda13"})],
+    [
+        ("cpu", {"dashboard", "metrics", "zarr"}),
+        ("cuda13", {"dashboard", "metrics", "zarr", "cuda13"}),
+    ],
 )
 def test_locks_have_all_that_is_needed(lock, extras):
     text = (DOCKER / f"{lock}.lock").read_text()
