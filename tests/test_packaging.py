@@ -123,7 +123,7 @@ def test_links_of_what_an_index_shows_are_absolute():
     links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"(?:src|href)=\"([^\"]+)", text)
     assert links
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    own = re.compile(r"https://\S+/dask-p2p/dask-p2p/(?:(?:blob|tree)/)?main/([^)\s#\"]+)")
+    own = re.compile(r"https://\S+/dask-p2p/dask-p2p/(?:(?:blob|raw|tree)/)?main/([^)\s#\"]+)")
     for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
         for path in own.findall((ROOT / name).read_text()):
             assert (ROOT / path).exists(), (name, path)
