@@ -28,7 +28,7 @@ from dask_p2p.monitoring.run_log import log_runs
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.placement import overlay_memory_check, overlay_placement
 from dask_p2p.task import PLUGIN_NAME, warn_client
-from dask_p2p.versioned import this_version, versioned
+from dask_p2p.versioned import check_dask, this_version, versioned
 from dask_p2p.worker import P2PPlugin, meet, set_up
 
 __all__ = ["ANSWER_S", "P2PSchedulerPlugin"]
@@ -65,6 +65,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def start(self, scheduler: Any) -> None:
         """Begin. Nothing is awaited here: a second client would begin once more in the meantime."""
+        check_dask()
         self._scheduler = scheduler
         scheduler.handlers["p2p_register"] = self.register
         scheduler.handlers[RECORDS_OP] = self.records
