@@ -20,19 +20,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends import SLOTS, Queue, Timer, as_array, backend_for, backend_named, device_of
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.errors import P2PError, TransferError
-from dask_p2p.layout import Box, Index, box_shape, box_size, box_slices
+from dask_p2p.layout import Box, Index, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
+from dask_p2p.monitoring.ranges import Ranges
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import BlockPlan, Piece, Source
-from dask_p2p.sources import Incoming, OpenRead, RemoteSource, RemoteSources
+from dask_p2p.reads import Incoming, OpenRead, RemoteSource
+from dask_p2p.sources import RemoteSources
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.registry import staging_bytes
 from dask_p2p.transports.replies import check_block
@@ -74,6 +77,8 @@ class Assembly:
         For each of the plan's sources an array of this worker, or a reference to a remote one.
     context
         The worker's; needed where there are references.
+    start_s
+        When the task started, by the performance counter; by default now.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Assembly:
         output: OutputSpec,
         blocks: Sequence[Any],
         context: WorkerContext | None = None,
+        start_s: float | None = None,
     ) -> None:
         self.plan = plan
         self.output = output
@@ -89,7 +95,10 @@ class Assembly:
         self.context = context
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
         self._local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
-        self._sources = RemoteSources(plan, output.dtype, output.options, context)
+        start_s = perf_counter() if start_s is None else start_s
+        self._sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
+        self._kernels = Timer()  # of stage 0
+        self._ranges = Ranges(output.options.nvtx)
         self._local_queued = False
         self._out: Any = None
 
@@ -97,6 +106,11 @@ class Assembly:
     def stages(self) -> list[Stage]:
         """What came from where."""
         return self._sources.stages
+
+    @property
+    def kernel_s(self) -> float:
+        """Seconds of kernels for what this worker holds itself."""
+        return self._kernels.seconds
 
     @property
     def wasted_bytes(self) -> int:
@@ -203,13 +217,14 @@ class Assembly:
         self._local_queued = True
         out = self._target(queue)
         queue.wait_until_written(self._local.values(), any_stream=self.options.any_producer_stream)
-        for piece in self.plan.pieces:
-            if piece.source in self._local:
-                region = self._local[piece.source][box_slices(piece.src)]
-                queue.permute(out[box_slices(piece.dst)], region, self.plan.axes, concurrent=True)
-        for fill in self.plan.fills:
-            values = np.full(box_shape(fill.dst), fill.value, self.output.dtype)
-            queue.permute_and_drop(out[box_slices(fill.dst)], values, range(values.ndim))
+        axes = self.plan.axes
+        with self._ranges("own blocks"), queue.timing(self._kernels):
+            for piece in self.plan.pieces:
+                if piece.source in self._local:
+                    region = self._local[piece.source][box_slices(piece.src)]
+                    queue.permute(out[box_slices(piece.dst)], region, axes, concurrent=True)
+            for fill in self.plan.fills:
+                queue.fill(out[box_slices(fill.dst)], np.full((), fill.value, self.output.dtype))
 
     def _read_remote(self, pending: list[RemoteSource], queue: Queue) -> None:
         """Read remote blocks, each by the best route that works."""
@@ -244,7 +259,8 @@ class Assembly:
         for _, group in groupby(pending, key=lambda source: source.route):
             together = list(group)
             try:
-                read = sources.begin(together, queue.kind)
+                with self._ranges("ask", together[0].route):
+                    read = sources.begin(together, queue.kind)
             except TransferError as exc:
                 sources.note_failure(together, exc)
                 continue
@@ -255,9 +271,10 @@ class Assembly:
             for incoming in read.regions():
                 if read.transport.in_place:
                     try:
-                        incoming.prefetched = queue.prefetch(
-                            sources.wait_for(incoming), read.slot_bytes
-                        )
+                        region = sources.wait_for(incoming)
+                        with self._ranges("copy", together[0].route), queue.timing(read.copies):
+                            incoming.prefetched = queue.prefetch(region, read.slot_bytes)
+                        del region
                     except TransferError as exc:
                         sources.fail(incoming, exc)
                         continue
@@ -304,18 +321,21 @@ class Assembly:
             return
         place = box_slices(self._destination(source.pieces[part.piece], part.box))
         if incoming.prefetched is not None:
-            queue.permute_prefetched(
-                self._target(queue)[place], incoming.prefetched, self.plan.axes
-            )
+            out = self._target(queue)[place]
+            with self._ranges("place", source.route), queue.timing(incoming.read.kernels):
+                queue.permute_prefetched(out, incoming.prefetched, self.plan.axes)
             self._queue_local(queue)  # now that the first parts are on their way
         else:
             self._queue_local(queue)  # while the first part is on its way
             try:
-                region = self._sources.wait_for(incoming)
+                with self._ranges("wait", source.route):
+                    region = self._sources.wait_for(incoming)
             except TransferError as exc:
                 self._sources.fail(incoming, exc)
                 return
-            queue.permute_and_drop(self._target(queue)[place], region, self.plan.axes)
+            out = self._target(queue)[place]
+            with self._ranges("place", source.route), queue.timing(incoming.read.kernels):
+                queue.permute_and_drop(out, region, self.plan.axes)
         source.missing -= box_size(part.box)
         if self._in_sync:
             queue.synchronize()

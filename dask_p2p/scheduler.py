@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -20,7 +21,10 @@ from distributed.protocol.pickle import dumps
 from dask_p2p.config import options
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.low_latency import SchedulerLatency
+from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
+from dask_p2p.monitoring.prometheus import conceal, expose
 from dask_p2p.monitoring.records import RECORDS_OP, RecordStore, packed, unpacked
+from dask_p2p.monitoring.run_log import log_runs
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.placement import overlay_memory_check, overlay_placement
 from dask_p2p.task import PLUGIN_NAME, warn_client
@@ -56,12 +60,15 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._failed: dict[str, str] = {}  # why a worker cannot take part, by its address
         self._meetings: set[asyncio.Future[None]] = set()
         self._records = RecordStore()
+        self._totals = Totals()
+        self._states: dict[str, Any] = {}  # of workers, by address, as Dask has them
 
     async def start(self, scheduler: Any) -> None:
         """Begin. Nothing is awaited here: a second client would begin once more in the meantime."""
         self._scheduler = scheduler
         scheduler.handlers["p2p_register"] = self.register
         scheduler.handlers[RECORDS_OP] = self.records
+        expose(scheduler, "scheduler", self.figures)
         if options().low_latency:
             latency = SchedulerLatency()
             scheduler.add_plugin(latency, name=latency.name, idempotent=True)
@@ -77,9 +84,13 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             logger.warning(text)
             warn_client(scheduler, text, P2PWarning)
         self._tell_all()
+        if options().log_runs:
+            logging_ = asyncio.ensure_future(log_runs(self._records, self._fetch_all))
+            self._meetings.add(logging_)
 
     async def close(self) -> None:
         """End with the scheduler."""
+        conceal(self._scheduler)
         for task in [*self._meetings, *(each.task for each in self._set_ups.values())]:
             task.cancel()
 
@@ -92,6 +103,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Forget a worker that leaves."""
         self._failed.pop(worker, None)
         self._records.forget(worker)
+        if (state := self._states.pop(worker, None)) is not None:
+            self._note(worker, state)
+            self._totals.end(worker)
         if set_up := self._set_ups.pop(worker, None):
             set_up.task.cancel()
 
@@ -138,17 +152,21 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             ``records``: what `packed` made of them; ``silent``: addresses of workers that did
             not answer.
         """
+        silent = await self._fetch_all()
+        wanted = [r for r in self._records if name in (None, r.name) and r.start_s >= since_s]
+        if n is not None:
+            wanted = [record for run in runs_of(wanted)[:n] for record in run.records]
+        return {"records": packed(wanted), "silent": silent}
+
+    async def _fetch_all(self) -> list[str]:
+        """Bring all workers' new records here; return the addresses of those that are silent."""
         ready = [
             worker
             for worker, each in self._set_ups.items()
             if each.task.done() and worker not in self._failed
         ]
         answered = await asyncio.gather(*map(self._fetch, ready))
-        wanted = [r for r in self._records if name in (None, r.name) and r.start_s >= since_s]
-        if n is not None:
-            wanted = [record for run in runs_of(wanted)[:n] for record in run.records]
-        silent = [worker for worker, there in zip(ready, answered, strict=True) if not there]
-        return {"records": packed(wanted), "silent": silent}
+        return [worker for worker, there in zip(ready, answered, strict=True) if not there]
 
     async def _fetch(self, worker: str) -> bool:
         """Bring a worker's new records here; return whether it answered."""
@@ -160,6 +178,18 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if answer is not None:  # as of a worker whose plugin was taken off
             self._records.add(worker, answer["first"], unpacked(answer["records"]))
         return True
+
+    def figures(self) -> Values:
+        """Return what all workers have done so far, as their last heartbeats tell it."""
+        gauges: Values = {family.name: defaultdict(int) for family in GAUGES}
+        for worker, state in self._states.items():
+            sum_into(gauges, self._note(worker, state))
+        return {**self._totals.values(), **gauges}
+
+    def _note(self, worker: str, state: Any) -> Values:
+        values: Values = state.metrics.get(COUNTERS_METRIC) or {}
+        self._totals.note(worker, values)
+        return values
 
     def _is_registered(self) -> bool:
         return self._scheduler.plugins.get(PLUGIN_NAME) is self
@@ -176,6 +206,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def _tell(self, worker: str) -> None:
         """Start to set a worker up, unless that has started and not ended."""
+        self._states[worker] = self._scheduler.workers[worker]
         if worker not in self._set_ups or self._set_ups[worker].task.done():
             task = asyncio.ensure_future(self._set_up(worker))
             self._set_ups[worker] = _SetUp(time.monotonic(), task)

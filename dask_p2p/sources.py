@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 from dask_p2p.config import Options
 from dask_p2p.errors import (
@@ -20,84 +19,13 @@ from dask_p2p.errors import (
 from dask_p2p.layout import box_size
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import BlockPlan, Piece, stage_order
+from dask_p2p.reads import Incoming, OpenRead, RemoteSource
 from dask_p2p.retry import GRACE_S
-from dask_p2p.transports.base import Transport
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.reading import Reading, Region, Request
+from dask_p2p.transports.reading import Request
 from dask_p2p.transports.router import BlockRef, Route
 
-__all__ = ["Incoming", "OpenRead", "RemoteSource", "RemoteSources"]
-
-_T = TypeVar("_T")
-
-
-@dataclass(slots=True)
-class RemoteSource:
-    """A remote block, its pieces, and the routes to it that are left."""
-
-    slot: int  # number among the plan's sources
-    ref: BlockRef
-    pieces: list[Piece]
-    routes: list[Route]
-    causes: list[str] = field(default_factory=list)  # of the routes that failed
-    error: Exception | None = None  # of the current route
-    reading: Reading | None = None  # that brings it, and has not failed
-    missing: int = 0  # elements that have not been put into place
-
-    @property
-    def route(self) -> Route:
-        """The current one."""
-        return self.routes[0]
-
-    @property
-    def size(self) -> int:
-        """Elements that are read of it."""
-        return sum(box_size(piece.src) for piece in self.pieces)
-
-
-@dataclass(slots=True)
-class OpenRead:
-    """What is being read of one holder."""
-
-    transport: Transport
-    sources: list[RemoteSource]
-    reading: Reading
-    slot_bytes: int  # of the largest part, if it is to come through local memory
-    begun_s: float  # by the performance counter
-    last_s: float  # when the thread last had something of it
-    waited_s: float = 0.0
-
-    def timed(self, wait: Callable[..., _T], *args: Any) -> _T:
-        """Call something that waits for the holder."""
-        start_s = perf_counter()
-        try:
-            return wait(*args)
-        finally:
-            self.last_s = perf_counter()
-            self.waited_s += self.last_s - start_s
-
-    def regions(self) -> Iterator[Incoming]:
-        """Ask for one region after another. None is kept here: the next one takes its room."""
-        regions = iter(self.reading)
-        try:
-            while True:
-                yield Incoming(self, self.timed(next, regions))
-        except StopIteration:
-            return
-
-
-@dataclass(slots=True)
-class Incoming:
-    """A region on its way."""
-
-    read: OpenRead
-    region: Region
-    prefetched: Any = None  # by the queue, which copies it here; None if it comes by messages
-
-    @property
-    def source(self) -> RemoteSource:
-        """The block that it is a region of."""
-        return self.read.sources[self.region.part.request]
+__all__ = ["RemoteSources"]
 
 
 class RemoteSources:
@@ -113,6 +41,8 @@ class RemoteSources:
         Of the task.
     context
         The worker's; needed where there are remote blocks.
+    start_s
+        When the task started, by the performance counter.
 
     Attributes
     ----------
@@ -123,7 +53,12 @@ class RemoteSources:
     """
 
     def __init__(
-        self, plan: BlockPlan, dtype: Any, options: Options, context: WorkerContext | None
+        self,
+        plan: BlockPlan,
+        dtype: Any,
+        options: Options,
+        context: WorkerContext | None,
+        start_s: float = 0.0,
     ) -> None:
         self.stages: list[Stage] = []
         self.wasted_bytes = 0
@@ -131,6 +66,7 @@ class RemoteSources:
         self._dtype = dtype
         self._options = options
         self._context = context
+        self._start_s = start_s
         self._open: list[OpenRead] = []
         # Holders, by this transport or by all (None), and why: none is waited for twice.
         self._unreachable: dict[tuple[str, str | None], str] = {}
@@ -323,7 +259,8 @@ class RemoteSources:
                 wrong += self.failed(sources)
             else:
                 if sources:
-                    self.stages.append(self._stage(read, sources))
+                    stage = read.stage(sources, self._dtype.itemsize, self._start_s)
+                    self.stages.append(stage)
             finally:
                 read.reading.close()
         return wrong
@@ -336,12 +273,6 @@ class RemoteSources:
             if source.missing:
                 name = source.route.transport.name
                 raise TransferError(f"{name}: {source.ref.key!r} arrived incomplete")
-
-    def _stage(self, read: OpenRead, sources: list[RemoteSource]) -> Stage:
-        nbytes = sum(source.size for source in sources) * self._dtype.itemsize
-        wire_s = None if read.transport.in_place else read.last_s - read.begun_s
-        holder = sources[0].route.holder
-        return Stage(holder, read.transport.name, nbytes, read.waited_s, wire_s)
 
     def close(self) -> None:
         """End all reads, and so all leases, also where closing one fails. Idempotent."""

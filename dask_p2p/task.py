@@ -23,6 +23,7 @@ from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError, VersionError
 from dask_p2p.layout import Index
+from dask_p2p.monitoring.ranges import Ranges
 from dask_p2p.monitoring.records import Fallback, Record
 from dask_p2p.plans import Plan
 from dask_p2p.retry import AttemptLog, pause_s
@@ -171,7 +172,7 @@ def assemble_block(
 ) -> Any:
     """Do a task's work, on any scheduler."""
     check_readable(plan, output)
-    start_s = time.time()
+    start_s, counted_s = time.time(), time.perf_counter()
     worker, runtime = whereabouts()
     if runtime is None:
         if any(isinstance(block, BlockRef) for block in blocks):
@@ -180,9 +181,10 @@ def assemble_block(
         if worker is not None:
             _warn_of_whole_blocks(worker, list(map(output.key, plan.sources(index))))
         return _finished(Assembly(plan.block(index), output, blocks).run(), index, output)
-    assembly = Assembly(plan.block(index), output, blocks, runtime)
+    assembly = Assembly(plan.block(index), output, blocks, runtime, counted_s)
     try:
-        block = assembly.run()
+        with Ranges(output.options.nvtx)(key):
+            block = assembly.run()
     except TransferError as exc:
         runtime.record(_record(key, start_s, plan, assembly, error=str(exc)))
         _try_again(key, exc, runtime, output.options)
@@ -228,6 +230,7 @@ def _record(
             for name, failure in context.router.given_up(stage.holder, stage.transport, order)
         ),
         error=error[:_REASON_CHARS],
+        kernel_s=assembly.kernel_s,
     )
 
 

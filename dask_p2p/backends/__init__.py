@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue
+from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue, Timer
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import UnsupportedArrayError
@@ -38,6 +38,7 @@ __all__ = [
     "SLOTS",
     "Backend",
     "Queue",
+    "Timer",
     "as_array",
     "backend_for",
     "backend_named",

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
-__all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue"]
+from dask_p2p.backends.timing import Timer
+
+__all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue", "Timer"]
 
 SLOTS = 3  # of a queue: one is being filled, one is being emptied, one waits for either
 MOST_UNREAD = 2  # received arrays that are kept for kernels that are queued
@@ -193,6 +195,9 @@ class Queue(Protocol):
         The caller can drop it at once: it is kept until it has been read.
         """
 
+    def fill(self, dst: Any, value: Any) -> None:
+        """Write one item everywhere, bit for bit: a NumPy array of no dimensions, of its dtype."""
+
     def prefetch(self, src: Any, slot_bytes: int) -> Any:
         """Begin to copy a part of a block that lies in another GPU's memory.
 
@@ -216,6 +221,15 @@ class Queue(Protocol):
 
     def to_host(self, array: Any) -> Any:
         """Return an array of `scratch` as a NumPy array, after what was queued before."""
+
+    def timing(self, timer: Timer) -> AbstractContextManager[None]:
+        """Return a context that adds what it took to `timer`, when that is synchronised.
+
+        It does not nest. Of a device these are the seconds of kernels and of copies from other
+        GPUs, on each stream from the beginning of the first to the end of the last: whatever runs
+        at the same time is not taken off. Waiting for slots is not counted. Of the host it is the
+        whole block's time.
+        """
 
     def synchronize(self) -> None:
         """Wait until everything queued is done."""

@@ -6,14 +6,16 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dask_p2p.backends import device as device_module
-from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue
+from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue, Timer
 from dask_p2p.backends.pitch import Pitch, engine_pitch
 from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
+from dask_p2p.backends.timing import StreamTimings
 
 __all__ = ["DeviceQueue"]
 
@@ -76,7 +78,9 @@ class DeviceQueue:
         self._in_place = False  # because there is no memory for slots
         self._unread = BeingRead(MOST_UNREAD)
         self._private = device_module.private_stream()
+        self._timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
         self._allocated: list[Any] = []  # by `empty`, since the last `synchronize`
+        self._items: dict[bytes, Any] = {}  # that `fill` has written, and may still read
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         # On the null stream: a block outlives this queue, and a pool keeps the memory of a
@@ -119,6 +123,7 @@ class DeviceQueue:
 
     def _permute_on(self, stream: Any, dst: Any, src: Any, axes: Sequence[int]) -> None:
         self._is_busy = True
+        self._timings.begin(stream)
         self._backend.permute_into(dst, src, axes, stream=stream, low_occupancy=self._low_occupancy)
 
     def _permute_from_device(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
@@ -152,6 +157,14 @@ class DeviceQueue:
         read = self._cupy.cuda.Event(disable_timing=True)
         read.record(self._stream)
         self._unread.add(src, read)
+
+    def fill(self, dst: Any, value: Any) -> None:
+        item = self._items.get(value.tobytes())
+        if item is None:
+            item = self._items[value.tobytes()] = self.scratch((1,), value.dtype)
+            item.set(value.reshape(1), stream=self._stream)
+        everywhere = self._cupy.broadcast_to(item, dst.shape)
+        self._permute_on(self._stream, dst, everywhere, range(dst.ndim))
 
     def prefetch(self, src: Any, slot_bytes: int) -> _Prefetched:
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
@@ -190,6 +203,7 @@ class DeviceQueue:
 
     def _copy(self, dst: Any, src: Any, pitch: Pitch) -> None:
         self._is_busy = True
+        self._timings.begin(self._copies)
         self._cupy.cuda.runtime.memcpy2DAsync(
             dst.data.ptr, pitch.run_bytes, src.data.ptr, pitch.stride_bytes,
             pitch.run_bytes, pitch.rows, _MEMCPY_DEFAULT, self._copies.ptr,
@@ -198,15 +212,20 @@ class DeviceQueue:
     def to_host(self, array: Any) -> Any:
         return array.get(stream=self._stream)
 
+    def timing(self, timer: Timer) -> AbstractContextManager[None]:
+        return self._timings.group(timer)
+
     def synchronize(self) -> None:
         if self._is_busy:
             for stream in self._all:
                 stream.synchronize()
             self._is_busy = False
+            self._timings.read()
             if self._slots:
                 self._kept_slots.keep(self._device, list(self._slots))
                 self._slots.clear()
         self._unread.clear()
+        self._items.clear()
         while self._allocated:
             device_module.mark_written(self._allocated.pop())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import Backend
+from dask_p2p.backends.base import Backend, Timer
 
 __all__ = ["HostQueue"]
 
@@ -33,6 +35,9 @@ class HostQueue:
     def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
         self.permute(dst, src if isinstance(src, np.ndarray) else src.get(), axes)
 
+    def fill(self, dst: Any, value: Any) -> None:
+        self.permute(dst, np.broadcast_to(value, dst.shape), range(dst.ndim))
+
     def prefetch(self, src: Any, slot_bytes: int) -> Any:
         return src
 
@@ -45,6 +50,12 @@ class HostQueue:
 
     def to_host(self, array: Any) -> Any:
         return array
+
+    @contextmanager
+    def timing(self, timer: Timer) -> Iterator[None]:
+        start_s = perf_counter()
+        yield
+        timer.seconds += perf_counter() - start_s
 
     def synchronize(self) -> None:
         pass

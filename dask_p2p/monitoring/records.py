@@ -9,11 +9,13 @@ second, in one answer of each worker however many tasks ended.
 from __future__ import annotations
 
 import pickle
+import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from math import isnan, nan
+from typing import Any, NamedTuple, overload
 
 from dask.utils import key_split
 
@@ -43,9 +45,13 @@ class Stage(NamedTuple):
     #: Seconds that the task's thread stood still for it: until blocks could be read, and for
     #: regions that had not arrived, or that this thread itself copies.
     waited_s: float = 0.0
-    #: From asking until the last region was here. None where copy engines bring regions: they do
-    #: so behind the task's back.
+    #: From asking until the last region was here. Where copy engines bring regions, the seconds
+    #: that they copied; None where kernels read them where they are.
     wire_s: float | None = None
+    begun_s: float = 0.0  # seconds from the task's start until reading began
+    #: Seconds of kernels that put its regions into place. On a GPU they run beside other kernels,
+    #: and beside the transfer of what comes next.
+    kernel_s: float = 0.0
 
 
 class Fallback(NamedTuple):
@@ -62,7 +68,7 @@ class Record(NamedTuple):
     key: Any
     start_s: float  # since the epoch
     stop_s: float
-    stages: tuple[Stage, ...] = ()
+    stages: Sequence[Stage] = ()
     worker: str = ""
     shape: tuple[int, ...] = ()  # of the block; empty if the attempt failed
     dtype: str = ""
@@ -73,6 +79,7 @@ class Record(NamedTuple):
     wasted_bytes: int = 0  # that came, and had to be read again
     fallbacks: tuple[Fallback, ...] = ()
     error: str = ""  # why the attempt failed; empty if it did not
+    kernel_s: float = 0.0  # of kernels that put the worker's own blocks into place
 
     @property
     def name(self) -> str:
@@ -173,11 +180,58 @@ class RecordLog:
             first = min(max(number, gone), self._count)
             return first, list(self._kept)[first - gone :]
 
+    @property
+    def count(self) -> int:
+        """How many records there ever were."""
+        return self._count
+
     def __len__(self) -> int:
         return len(self._kept)
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self.since(0)[1])
+
+
+class _KeptStages(Sequence[Stage]):
+    """Stages in a fifth of their memory: numbers as bytes, names shared with other records."""
+
+    __slots__ = ("_names", "_numbers")
+    _FORMAT = struct.Struct("5d")
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._names = _same(tuple((stage.holder, stage.transport) for stage in stages))
+        self._numbers = b"".join(
+            self._FORMAT.pack(
+                stage.nbytes,
+                stage.waited_s,
+                nan if stage.wire_s is None else stage.wire_s,
+                stage.begun_s,
+                stage.kernel_s,
+            )
+            for stage in stages
+        )
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, number: int) -> Stage: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Stage]: ...
+    def __getitem__(self, number: int | slice) -> Stage | Sequence[Stage]:
+        return tuple(self)[number]
+
+    def __iter__(self) -> Iterator[Stage]:
+        rows = self._FORMAT.iter_unpack(self._numbers)
+        for (holder, transport), row in zip(self._names, rows, strict=True):
+            nbytes, waited_s, wire, begun_s, kernel_s = row
+            wire_s = None if isnan(wire) else wire
+            yield Stage(holder, transport, int(nbytes), waited_s, wire_s, begun_s, kernel_s)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == (tuple(other) if isinstance(other, _KeptStages) else other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class RecordStore(RecordLog):
@@ -186,6 +240,9 @@ class RecordStore(RecordLog):
     def __init__(self, size: int = _SCHEDULER_RECORDS) -> None:
         super().__init__(size)
         self._next: dict[str, int] = {}  # number of the first record that is not here, by worker
+
+    def append(self, record: Record) -> None:
+        super().append(record._replace(stages=_KeptStages(record.stages)))
 
     def next(self, worker: str) -> int:
         """Return from which number on a worker's records are wanted."""

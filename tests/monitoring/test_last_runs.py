@@ -14,7 +14,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.errors import InputError, TransferError
-from dask_p2p.monitoring.runs import fetch_records
+from dask_p2p.monitoring.fetching import fetch_records
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from tests.support import indexed
@@ -73,6 +73,10 @@ def test_a_transpose(client, x):
         assert (record.nbytes, record.dtype) == (16 * 64 * 8, "float64")
         for stage in record.stages:
             assert 0 < stage.waited_s <= stage.wire_s <= record.stop_s - record.start_s + 0.01
+            assert 0 < stage.begun_s < record.stop_s - record.start_s + 0.01
+            assert stage.kernel_s > 0
+        spent_s = record.kernel_s + sum(s.waited_s + s.kernel_s for s in record.stages)
+        assert 0 < record.kernel_s < spent_s < record.stop_s - record.start_s + 0.01
 
 
 def test_a_rechunk(client, x):
@@ -235,7 +239,7 @@ def test_async_clients_and_clusters_without_the_plugin():
                 threads_per_worker=1,
                 processes=False,
                 asynchronous=True,
-                dashboard_address=None,
+                dashboard_address=":0",
             ) as cluster,
             Client(cluster, asynchronous=True) as client,
         ):

@@ -59,6 +59,19 @@ def test_a_store_has_each_record_once():
     assert [kept.key[1] for kept in store] == [0, 1, 2, 3, 4]
 
 
+def test_a_store_keeps_stages_as_they_are():
+    store = RecordStore()
+    store.append(FULL)
+    (kept,) = store
+    assert kept == FULL
+    assert kept.stages == FULL.stages
+    assert kept.stages[-1] == FULL.stages[-1]
+    assert [type(stage.nbytes) for stage in kept.stages] == [int, int]
+    assert unpacked(packed(store)) == [FULL]
+    store.append(record(8))
+    assert [bool(kept.stages) for kept in store] == [True, False]
+
+
 def three_stages(i):
     return tuple(
         Stage(f"tcp://10.0.0.{h}:40000", "comm", 10**6 + i + h, 0.1 + i + h, 0.2 + i + h)
@@ -84,7 +97,7 @@ def test_ten_thousand_tasks_take_at_most_ten_megabytes():
 
 FULL = record(
     7,
-    stages=(Stage("b", "cma", 1, 0.5, 0.7), Stage("c", "ipc", 2)),
+    stages=(Stage("b", "cma", 1, 0.5, 0.7, 0.1, 0.2), Stage("c", "ipc", 2)),
     fallbacks=(Fallback("c", "cma", "why"),),
     error="why",
 )

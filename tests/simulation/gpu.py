@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -159,6 +160,9 @@ class Queue:
     def permute_and_drop(self, dst, src, axes):
         self.permute(dst, src, axes)
 
+    def fill(self, dst, value):
+        self.permute(dst, np.broadcast_to(value, dst.shape), range(dst.ndim))
+
     def prefetch(self, src, slot_bytes):
         return src
 
@@ -168,6 +172,9 @@ class Queue:
     def pack(self, dst, src):
         self.permute(dst, src, range(src.ndim))
         return self.synchronize
+
+    def timing(self, timer):
+        return nullcontext()
 
     def synchronize(self):
         while self._work:
