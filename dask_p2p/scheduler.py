@@ -86,8 +86,8 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             warn_client(scheduler, text, P2PWarning)
         self._tell_all()
         if options().log_runs:
-            logging_ = asyncio.ensure_future(log_runs(self._records, self._fetch_all))
-            self._meetings.add(logging_)
+            runs = log_runs(self._records, self._fetch_all, self._is_registered)
+            self._meetings.add(asyncio.ensure_future(runs))
 
     async def close(self) -> None:
         """End with the scheduler."""
@@ -181,7 +181,12 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         return True
 
     def figures(self) -> Values:
-        """Return what all workers have done so far, as their last heartbeats tell it."""
+        """Return what all workers have done so far, as their last heartbeats tell it.
+
+        Nothing once the plugin was taken off, of which Dask does not tell it.
+        """
+        if not self._is_registered():
+            return {}
         gauges: Values = {family.name: defaultdict(int) for family in GAUGES}
         for worker, state in self._states.items():
             sum_into(gauges, self._note(worker, state))
