@@ -20,6 +20,9 @@ from distributed.protocol.pickle import dumps
 from dask_p2p.config import options
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.low_latency import SchedulerLatency
+from dask_p2p.monitoring.feed import Feed
+from dask_p2p.monitoring.pages import add_pages
+from dask_p2p.monitoring.picture import Tasks
 from dask_p2p.monitoring.records import RECORDS_OP, RecordStore, packed, unpacked
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.placement import overlay_memory_check, overlay_placement
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 #: How long a registration waits for a worker.
 ANSWER_S = 10.0
 _RETRY_S = 1.0
+_LEFT = ("waiting", "no-worker", "queued", "processing")  # states of tasks that have still to end
 
 
 @dataclass
@@ -56,6 +60,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._failed: dict[str, str] = {}  # why a worker cannot take part, by its address
         self._meetings: set[asyncio.Future[None]] = set()
         self._records = RecordStore()
+        self.feed = Feed(self._records, self._ready, self._fetch, self._tasks)
 
     async def start(self, scheduler: Any) -> None:
         """Begin. Nothing is awaited here: a second client would begin once more in the meantime."""
@@ -77,9 +82,11 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             logger.warning(text)
             warn_client(scheduler, text, P2PWarning)
         self._tell_all()
+        add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
 
     async def close(self) -> None:
         """End with the scheduler."""
+        self.feed.close()
         for task in [*self._meetings, *(each.task for each in self._set_ups.values())]:
             task.cancel()
 
@@ -92,6 +99,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Forget a worker that leaves."""
         self._failed.pop(worker, None)
         self._records.forget(worker)
+        self.feed.forget(worker)
         if set_up := self._set_ups.pop(worker, None):
             set_up.task.cancel()
 
@@ -138,17 +146,28 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             ``records``: what `packed` made of them; ``silent``: addresses of workers that did
             not answer.
         """
-        ready = [
-            worker
-            for worker, each in self._set_ups.items()
-            if each.task.done() and worker not in self._failed
-        ]
+        ready = self._ready()
         answered = await asyncio.gather(*map(self._fetch, ready))
         wanted = [r for r in self._records if name in (None, r.name) and r.start_s >= since_s]
         if n is not None:
             wanted = [record for run in runs_of(wanted)[:n] for record in run.records]
         silent = [worker for worker, there in zip(ready, answered, strict=True) if not there]
         return {"records": packed(wanted), "silent": silent}
+
+    def _ready(self) -> list[str]:
+        """Return the workers that have the plugin."""
+        return [
+            worker
+            for worker, each in self._set_ups.items()
+            if each.task.done() and worker not in self._failed
+        ]
+
+    def _tasks(self, name: str) -> Tasks:
+        """Return the tasks of an output array that the scheduler has."""
+        group = self._scheduler.task_groups.get(name)
+        states = group.states if group is not None else {}
+        left = sum(states.get(state, 0) for state in _LEFT)
+        return Tasks(sum(states.values()) - states.get("forgotten", 0), left)
 
     async def _fetch(self, worker: str) -> bool:
         """Bring a worker's new records here; return whether it answered."""
@@ -159,6 +178,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return worker not in self._scheduler.workers  # one that left has nothing to tell
         if answer is not None:  # as of a worker whose plugin was taken off
             self._records.add(worker, answer["first"], unpacked(answer["records"]))
+            self.feed.tell(worker, unpacked(answer["under_way"]))
         return True
 
     def _is_registered(self) -> bool:
