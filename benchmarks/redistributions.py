@@ -20,7 +20,10 @@ from statistics import median
 from typing import Any
 
 import click
+import dask.array as da
 import numpy as np
+from dask.core import flatten
+from dask.task_spec import Alias, Task
 
 import dask_p2p
 from dask_p2p.cli import _measuring as measuring
@@ -48,6 +51,7 @@ _LINK_GBS = 310.0  # what a GPU is to receive
 _SLACK_S = 0.002
 FUNCTION = "the function alone"
 DASK = "dask "  # the first word of Dask's own ways
+TOO_EARLY = "unfinished, dask "  # of those that end before their kernels do
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,16 @@ class Redistribution(Case):
 
     def ways(self, on_gpus: bool) -> dict[str, Way]:
         """Return the ways to measure, by name; Dask's p2p fails on GPUs."""
-        methods = ("tasks",) if on_gpus else ("tasks", "p2p")
-        return {
-            measuring.OURS: Way(lambda x, _: dask_p2p.rechunk(x, self.after), required=True),
-            **({measuring.NO_OP: Way(no_op, checked=False)} if on_gpus else {}),
-            **{f"{DASK}{method}": Way(partial(self._dask, method)) for method in methods},
-        }
+        ours = Way(lambda x, _: dask_p2p.rechunk(x, self.after), required=True)
+        ways = {measuring.OURS: ours, measuring.NO_OP: Way(no_op, checked=False)}
+        if on_gpus:
+            tasks = partial(self._dask, "tasks")
+            return ways | {
+                f"{DASK}tasks": Way(lambda x, axes: done(tasks(x, axes))),
+                f"{TOO_EARLY}tasks": Way(tasks),
+            }
+        methods = ("tasks", "p2p")
+        return ways | {f"{DASK}{method}": Way(partial(self._dask, method)) for method in methods}
 
     def _dask(self, method: str, x: Any, axes: Any) -> Any:
         return x.rechunk(self.after, method=method)
@@ -99,8 +107,7 @@ class Stencil(Case):
         return map_overlap(function, x, meta=x._meta, **options)
 
     def _dask(self, x: Any, axes: Any) -> Any:
-        import dask.array as da
-
+        # No `done` is needed: the function waits for its kernel.
         return self.mapped(da.map_overlap, x, axes, chunks=x.chunks, allow_rechunk=False)
 
     def plan(self, y: Any) -> Plan:
@@ -112,6 +119,27 @@ class Stencil(Case):
     def wrong(self, y: Any) -> int:
         """Count the elements that differ from Dask's."""
         return int((y != self._dask(self.make(), self.axes)).sum().compute())
+
+
+def done(y: Any) -> Any:
+    """Return a lazy array of CuPy blocks whose tasks end when the blocks are made.
+
+    Dask's own tasks end when their kernels are queued, and `distributed.wait` with them.
+    """
+    tasks = dict(y.__dask_graph__())
+    for key in flatten(y.__dask_keys__()):
+        task = tasks[key]
+        if not isinstance(task, Alias):  # of a task that others wait for too
+            tasks[key] = Task(key, _done, task.func, *task.args, **task.kwargs)
+    return da.Array(tasks, y.name, y.chunks, meta=y._meta)
+
+
+def _done(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import cupy
+
+    block = function(*args, **kwargs)
+    cupy.cuda.get_current_stream().synchronize()
+    return block
 
 
 _STAR = """
@@ -307,7 +335,7 @@ def _measure(
                     here = {
                         name: way
                         for name, way in ways[case].items()
-                        if not over_ucx or name.startswith(DASK) == (protocol == "ucx")
+                        if not over_ucx or (DASK in name) == (protocol == "ucx")
                     }
                     rows += compare(client, here, case, repeats, step, anew=True)
                     report.save()

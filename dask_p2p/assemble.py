@@ -29,7 +29,7 @@ from dask_p2p.backends import SLOTS, Queue, Timer, as_array, backend_for, backen
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.errors import P2PError, TransferError
-from dask_p2p.layout import Box, Index, box_shape, box_size, box_slices
+from dask_p2p.layout import Box, Index, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import BlockPlan, Piece, Source
@@ -230,8 +230,7 @@ class Assembly:
                     region = self._local[piece.source][box_slices(piece.src)]
                     queue.permute(out[box_slices(piece.dst)], region, axes, concurrent=True)
             for fill in self.plan.fills:
-                values = np.full(box_shape(fill.dst), fill.value, self.output.dtype)
-                queue.permute_and_drop(out[box_slices(fill.dst)], values, range(values.ndim))
+                queue.fill(out[box_slices(fill.dst)], np.full((), fill.value, self.output.dtype))
 
     def _read_remote(self, pending: list[RemoteSource], queue: Queue) -> None:
         """Read remote blocks, each by the best route that works."""

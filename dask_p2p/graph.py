@@ -11,6 +11,7 @@ from dask.highlevelgraph import HighLevelGraph
 from dask_p2p.config import Options
 from dask_p2p.layer import Post, assemble_tasks, output_spec
 from dask_p2p.plans import Plan
+from dask_p2p.versioned import named_fields
 
 __all__ = ["Post", "planned_array"]
 
@@ -41,7 +42,7 @@ def planned_array(
 
         return type(first)(PlannedExpr(plan, options, prefix, post, *(x.expr for x in inputs)))
     names = tuple(x.name for x in inputs)
-    name = f"{prefix}-{tokenize(names, plan, options, post)}"
+    name = f"{prefix}-{tokenize(names, *map(named_fields, (plan, options, post)))}"
     tasks = assemble_tasks(name, plan, output_spec(names, first, options, post))
     # Blocks that are all empty are made of nothing; Dask checks that dependencies are depended on.
     keys = frozenset[Any]().union(*{task.dependencies for task in tasks.values()})

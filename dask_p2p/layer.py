@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dask.tokenize import normalize_token
+
 from dask_p2p.assemble import OutputSpec
 from dask_p2p.backends import backend_for
 from dask_p2p.config import Options
@@ -13,6 +15,7 @@ from dask_p2p.layout import Chunks, Index, block_indices
 from dask_p2p.plans import Plan, Source
 from dask_p2p.registration import assemble
 from dask_p2p.task import AssembleTask, Blocks
+from dask_p2p.versioned import named_fields
 
 __all__ = ["Post", "assemble_tasks", "output_spec"]
 
@@ -34,6 +37,12 @@ class Post:
     function: Callable[[Any, Index], Any]
     chunks: Chunks
     meta: Any
+
+    def __dask_tokenize__(self) -> Any:
+        # A CuPy array would be brought to the host, twice, and the class be pickled.
+        kind = type(self.meta)
+        meta = (kind.__module__, kind.__qualname__, self.meta.shape, self.meta.dtype)
+        return normalize_token((named_fields(self.function), self.chunks, meta))
 
 
 def output_spec(

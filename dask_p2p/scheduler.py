@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -20,9 +21,11 @@ from distributed.protocol.pickle import dumps
 from dask_p2p.config import options
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.low_latency import SchedulerLatency
+from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
 from dask_p2p.monitoring.feed import Feed
 from dask_p2p.monitoring.pages import add_pages
 from dask_p2p.monitoring.picture import Tasks
+from dask_p2p.monitoring.prometheus import conceal, expose
 from dask_p2p.monitoring.records import RECORDS_OP, RecordStore, packed, unpacked
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.placement import overlay_memory_check, overlay_placement
@@ -61,12 +64,15 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._meetings: set[asyncio.Future[None]] = set()
         self._records = RecordStore()
         self.feed = Feed(self._records, self._ready, self._fetch, self._tasks)
+        self._totals = Totals()
+        self._states: dict[str, Any] = {}  # of workers, by address, as Dask has them
 
     async def start(self, scheduler: Any) -> None:
         """Begin. Nothing is awaited here: a second client would begin once more in the meantime."""
         self._scheduler = scheduler
         scheduler.handlers["p2p_register"] = self.register
         scheduler.handlers[RECORDS_OP] = self.records
+        expose(scheduler, "scheduler", self.figures)
         if options().low_latency:
             latency = SchedulerLatency()
             scheduler.add_plugin(latency, name=latency.name, idempotent=True)
@@ -87,6 +93,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def close(self) -> None:
         """End with the scheduler."""
         self.feed.close()
+        conceal(self._scheduler)
         for task in [*self._meetings, *(each.task for each in self._set_ups.values())]:
             task.cancel()
 
@@ -100,6 +107,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._failed.pop(worker, None)
         self._records.forget(worker)
         self.feed.forget(worker)
+        if (state := self._states.pop(worker, None)) is not None:
+            self._note(worker, state)
+            self._totals.end(worker)
         if set_up := self._set_ups.pop(worker, None):
             set_up.task.cancel()
 
@@ -181,6 +191,18 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self.feed.tell(worker, unpacked(answer["under_way"]))
         return True
 
+    def figures(self) -> Values:
+        """Return what all workers have done so far, as their last heartbeats tell it."""
+        gauges: Values = {family.name: defaultdict(int) for family in GAUGES}
+        for worker, state in self._states.items():
+            sum_into(gauges, self._note(worker, state))
+        return {**self._totals.values(), **gauges}
+
+    def _note(self, worker: str, state: Any) -> Values:
+        values: Values = state.metrics.get(COUNTERS_METRIC) or {}
+        self._totals.note(worker, values)
+        return values
+
     def _is_registered(self) -> bool:
         return self._scheduler.plugins.get(PLUGIN_NAME) is self
 
@@ -196,6 +218,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def _tell(self, worker: str) -> None:
         """Start to set a worker up, unless that has started and not ended."""
+        self._states[worker] = self._scheduler.workers[worker]
         if worker not in self._set_ups or self._set_ups[worker].task.done():
             task = asyncio.ensure_future(self._set_up(worker))
             self._set_ups[worker] = _SetUp(time.monotonic(), task)

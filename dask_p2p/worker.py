@@ -24,6 +24,8 @@ from dask_p2p.backends import worker_backend
 from dask_p2p.backends.device import raise_if_lost
 from dask_p2p.config import Options, options
 from dask_p2p.low_latency import shorten_worker
+from dask_p2p.monitoring.counters import COUNTERS_METRIC, Values
+from dask_p2p.monitoring.prometheus import conceal, expose
 from dask_p2p.monitoring.records import RECORDS_OP
 from dask_p2p.plans import stage_order
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, plugin_runtime
@@ -36,7 +38,7 @@ __all__ = ["P2PPlugin", "by_reference", "meet", "set_up"]
 
 logger = logging.getLogger(__name__)
 
-_METRIC = "dask-p2p-leased-bytes"
+_LEASED_METRIC = "dask-p2p-leased-bytes"
 _REFUSAL = (
     "dask_p2p: a worker's blocks cannot be read in place, and are sent by messages instead: "
     "{0.full_text}."
@@ -80,7 +82,12 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         worker.handlers[RECORDS_OP] = context.new_records
         # In a new dict: a heartbeat that goes through the old one just now, and waits for a metric,
         # would close the worker if that had changed in the meantime.
-        worker.metrics = {**worker.metrics, _METRIC: lambda worker: self.leased_bytes}
+        own_metrics = {
+            _LEASED_METRIC: lambda worker: self.leased_bytes,
+            COUNTERS_METRIC: lambda worker: self.figures(),
+        }
+        worker.metrics = {**worker.metrics, **own_metrics}
+        expose(worker, "worker", self.figures)
         self._warming = asyncio.ensure_future(self._warm_up())
         handlers = worker.stream_handlers
         self._originals = {op: handlers[op] for op in ("compute-task", "remove-worker")}
@@ -120,6 +127,20 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         """Bytes of blocks that are kept because others read them, or may be about to."""
         return sum(transport.leased_bytes for transport in self._transports.values())
 
+    def figures(self) -> Values:
+        """Return what the worker has done so far, and what transfers hold on it now."""
+        transports = self._transports.values()
+        packed = {id(transport.packed): transport.packed for transport in transports}
+        staging_bytes = {
+            "packed": sum(budget.reserved_bytes for budget in packed.values()),
+            "kept": sum(transport.kept_bytes for transport in transports),
+        }
+        gauges: Values = {
+            "leased_bytes": {"": self.leased_bytes},
+            "staging_bytes": {**staging_bytes},
+        }
+        return {**self._context.counters.values(), **gauges}
+
     def clear_probes(self) -> None:
         """Drop the blocks by which links were measured."""
         for key in self._context.probes.clear():
@@ -129,7 +150,9 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     async def teardown(self, worker: Worker) -> None:
         """Give the handlers back and end all leases."""
         worker.stream_handlers.update(self._originals)
-        worker.metrics = {name: of for name, of in worker.metrics.items() if name != _METRIC}
+        conceal(worker)
+        own_metrics = (_LEASED_METRIC, COUNTERS_METRIC)
+        worker.metrics = {k: metric for k, metric in worker.metrics.items() if k not in own_metrics}
         async with AsyncExitStack() as ending:  # each, whatever becomes of the others
             ending.callback(self._context.close)
             ending.callback(worker.handlers.pop, RECORDS_OP, None)

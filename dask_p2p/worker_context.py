@@ -22,6 +22,8 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning
+from dask_p2p.monitoring.counters import Counters
+from dask_p2p.monitoring.fine import meter
 from dask_p2p.monitoring.records import Record, RecordLog, packed
 from dask_p2p.retry import AttemptLog
 from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
@@ -59,6 +61,7 @@ class DaskWorkerContext(AttemptLog):
         self.router = Router({}, self.warn, worker.address)
         self.records = RecordLog(_RECORDS)
         self.under_way: dict[Any, Callable[[], Record]] = {}
+        self.counters = Counters()
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
         self.folder: str = worker.local_directory
@@ -173,6 +176,8 @@ class DaskWorkerContext(AttemptLog):
             self.forget_attempts(record.key)
         self.under_way.pop(record.key, None)  # before it is among the records: it is told of once
         self.records.append(record)
+        self.counters.add(record)
+        meter(record)
 
     def new_records(self, since: int = 0) -> dict[str, Any]:
         """Answer the scheduler, which has all records before this number.

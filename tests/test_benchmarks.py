@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
+import dask.array as da
 import numpy as np
 import psutil
 import pytest
@@ -183,6 +184,16 @@ class TestRedistributions:
         assert case.wrong(x) == 256
         assert case.wrong(right.map_blocks(np.add, 1)) == 256
 
+    def test_dasks_tasks_wait_for_their_kernels(self, monkeypatch):
+        waited = []
+        stream = Namespace(synchronize=lambda: waited.append(None))
+        cuda = Namespace(get_current_stream=lambda: stream)
+        monkeypatch.setitem(sys.modules, "cupy", Namespace(cuda=cuda))
+        x = da.from_array(np.arange(64).reshape(8, 8), chunks=(4, 4))
+        y = redistributions.done(x.rechunk((2, 8), method="tasks"))
+        assert np.array_equal(y.compute(scheduler="sync"), np.arange(64).reshape(8, 8))
+        assert len(waited) == 4
+
     def test_what_is_to_be_reached(self):
         case = next(redistributions.scaled_cases(50, 2, "cupy"))
         rows = [
@@ -216,7 +227,7 @@ class TestRedistributions:
         report = json.loads(path.read_text())
         assert (report["workers"], len(report["devices"])) == (4, 4)
         found = {(row["case"], row["way"]): row for row in report["rows"]}
-        assert len(found) == 2 * 3 + 3
+        assert len(found) == 2 * 4 + 3
         assert not any("failed" in figures for figures in found.values())
         ours = {case: row for (case, way), row in found.items() if way == "dask_p2p"}
         assert all(row["wrong"] == 0 and row["faster_by"] > 0 for row in ours.values())

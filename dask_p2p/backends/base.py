@@ -195,6 +195,9 @@ class Queue(Protocol):
         The caller can drop it at once: it is kept until it has been read.
         """
 
+    def fill(self, dst: Any, value: Any) -> None:
+        """Write one item everywhere, bit for bit: a NumPy array of no dimensions, of its dtype."""
+
     def prefetch(self, src: Any, slot_bytes: int) -> Any:
         """Begin to copy a part of a block that lies in another GPU's memory.
 

@@ -80,6 +80,7 @@ class DeviceQueue:
         self._private = device_module.private_stream()
         self._timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
         self._allocated: list[Any] = []  # by `empty`, since the last `synchronize`
+        self._items: dict[bytes, Any] = {}  # that `fill` has written, and may still read
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         # On the null stream: a block outlives this queue, and a pool keeps the memory of a
@@ -157,6 +158,14 @@ class DeviceQueue:
         read.record(self._stream)
         self._unread.add(src, read)
 
+    def fill(self, dst: Any, value: Any) -> None:
+        item = self._items.get(value.tobytes())
+        if item is None:
+            item = self._items[value.tobytes()] = self.scratch((1,), value.dtype)
+            item.set(value.reshape(1), stream=self._stream)
+        everywhere = self._cupy.broadcast_to(item, dst.shape)
+        self._permute_on(self._stream, dst, everywhere, range(dst.ndim))
+
     def prefetch(self, src: Any, slot_bytes: int) -> _Prefetched:
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
         slot = None
@@ -216,6 +225,7 @@ class DeviceQueue:
                 self._kept_slots.keep(self._device, list(self._slots))
                 self._slots.clear()
         self._unread.clear()
+        self._items.clear()
         while self._allocated:
             device_module.mark_written(self._allocated.pop())
 

@@ -35,6 +35,9 @@ class HostQueue:
     def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
         self.permute(dst, src if isinstance(src, np.ndarray) else src.get(), axes)
 
+    def fill(self, dst: Any, value: Any) -> None:
+        self.permute(dst, np.broadcast_to(value, dst.shape), range(dst.ndim))
+
     def prefetch(self, src: Any, slot_bytes: int) -> Any:
         return src
 

@@ -18,6 +18,8 @@ _COMMANDS = {
     "check": "Show how workers reach each other, how fast, and what is in the way.",
     "demo": "Transpose a made array, and check every value.",
     "plan": "Show what would move where, without moving anything.",
+    "top": "Show what is moved between workers, again and again.",
+    "trace": "Write the last runs of a cluster as a trace, for Perfetto.",
     "transpose": "Transpose a file, larger than memory too.",
 }
 

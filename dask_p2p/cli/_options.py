@@ -90,6 +90,12 @@ scheduler_option = click.option(
     metavar="ADDRESS",
     help="Cluster to use.  [default: one that is started here, as dask p2p demo does]",
 )
+running_option = click.option(
+    "--scheduler", metavar="ADDRESS", required=True, help="Of the cluster to look at."
+)
+runs_option = click.option(
+    "--runs", type=COUNT, metavar="N", default=10, show_default=True, help="How many, at most."
+)
 cpu_option = click.option("--cpu", is_flag=True, help="CPU workers, even if there are GPUs.")
 
 

@@ -1,22 +1,23 @@
-"""`last_runs`: what the last runs moved, by which transports, in what time."""
+"""Runs: what each call of an operation moved, by which transports, in what time."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from operator import index
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from dask.utils import format_bytes, format_time
 
-from dask_p2p.errors import InputError, P2PWarning
-from dask_p2p.monitoring.records import RECORDS_OP, Fallback, Record, unpacked
+from dask_p2p.errors import InputError
+from dask_p2p.monitoring.records import Fallback, Record
+from dask_p2p.monitoring.trace import trace
 
-__all__ = ["Run", "Runs", "fetch_records", "last_runs", "runs_of"]
+__all__ = ["Run", "Runs", "cells", "runs_of"]
 
 
 # Of a run, in the order of a table's columns.
@@ -208,10 +209,29 @@ class Runs(tuple[Run, ...]):
             row["start"] = pd.Timestamp(run.start_s, unit="s", tz="UTC")
         return pd.DataFrame(rows)
 
+    def to_trace(self, file: str | PathLike[str]) -> None:
+        """Write the runs as Chrome trace events, which https://ui.perfetto.dev shows.
+
+        Parameters
+        ----------
+        file : str or path
+            Where to write the JSON text; what is there is replaced.
+
+        Raises
+        ------
+        InputError
+            If the file cannot be written.
+        """
+        text = trace(record for run in self for record in run.records)
+        try:
+            Path(file).write_text(text, "utf-8")
+        except (OSError, TypeError, ValueError) as exc:
+            raise InputError(f"expected a file that can be written, got {file!r}: {exc}") from exc
+
     def __repr__(self) -> str:
         if not self:
             return "no runs"
-        rows = [tuple(_cells(self[0])), *(tuple(_cells(run).values()) for run in self)]
+        rows = [tuple(cells(self[0])), *(tuple(cells(run).values()) for run in self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(
@@ -223,15 +243,15 @@ class Runs(tuple[Run, ...]):
     def _repr_html_(self) -> str:
         if not self:
             return "<p>no runs</p>"
-        head = "".join(f"<th>{escape(name)}</th>" for name in _cells(self[0]))
+        head = "".join(f"<th>{escape(name)}</th>" for name in cells(self[0]))
         rows = "".join(
-            f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in _cells(run).values())}</tr>"
+            f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in cells(run).values())}</tr>"
             for run in self
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _cells(run: Run) -> dict[str, str]:
+def cells(run: Run) -> dict[str, str]:
     """Return a row of the table, by column."""
     done = f"{len(run.made)} of {' x '.join(map(str, run.blocks)) or 1}"
     return {
@@ -267,69 +287,3 @@ def runs_of(records: Iterable[Record]) -> Runs:
         if record.is_made:
             made[record.name].add(record.key)
     return Runs(Run(tuple(group)) for group in reversed(groups))
-
-
-def last_runs(client: Any = None, n: int = 10) -> Any:
-    """Tell of the last runs what they moved, by which transports, and in what time.
-
-    A run is one call of `transpose`, `rechunk` or `map_overlap`, computed once. Workers keep what
-    they noted of about their last thousand tasks, the scheduler of about ten thousand, as far as it
-    was asked for it while their workers were there.
-
-    Parameters
-    ----------
-    client : distributed.Client, optional
-        By default the current one.
-    n : int, optional
-        How many runs, at most.
-
-    Returns
-    -------
-    Runs or awaitable
-        The newest first; something to await if the client is asynchronous. Empty for a cluster
-        that lacks the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
-        ``axes``, ``moved_bytes``, ``least_bytes``, ``exchange_s``, ``wall_s``, ``gbs``, ``pairs``,
-        ``transports``, ``attempts``, ``failures`` and ``fallbacks``.
-
-    Raises
-    ------
-    InputError
-        If `n` is no positive number.
-    ValueError
-        If there is no client.
-    """
-    from distributed import default_client
-
-    try:
-        number = index(n)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise InputError(f"expected a number of runs, at least 1, got n={n!r}.")
-    client = default_client(client)
-    return client.sync(_last_runs, client, number)
-
-
-async def _last_runs(client: Any, n: int) -> Runs:
-    return runs_of(await fetch_records(client, n=n))
-
-
-async def fetch_records(client: Any, **wanted: Any) -> list[Record]:
-    """Return records of a cluster, none where the scheduler lacks its plugin.
-
-    Parameters
-    ----------
-    client : distributed.Client
-    **wanted
-        Which ones: parameters of the scheduler plugin's ``records``.
-    """
-    answer = await getattr(client.scheduler, RECORDS_OP)(**wanted)
-    if answer is None:  # Dask's answer to what it does not know
-        return []
-    if answer["silent"]:
-        text = (
-            f"no answer of {', '.join(sorted(answer['silent']))} in time: what these workers did "
-            f"lately is missing. Ask again when they answer, or close them."
-        )
-        warnings.warn(text, P2PWarning, stacklevel=2)
-    return unpacked(answer["records"])

@@ -41,7 +41,7 @@ from dask_p2p.config import NOT_IN_AUTO, Options
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.retry import GRACE_S, MEET_S
 from dask_p2p.transports.budget import ByteBudget
-from dask_p2p.transports.buffers import buffer_bytes
+from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
@@ -79,6 +79,7 @@ class Transport(ABC):
         self.options = options
         #: What is packed for readers; the transports of one worker share one.
         self.packed = ByteBudget(options.staging_limit_bytes)
+        self.pools: list[Buffers] = []  # those that it has
         self._in_background: set[asyncio.Future[Any]] = set()
 
     @abstractmethod
@@ -177,6 +178,11 @@ class Transport(ABC):
     def leased_bytes(self) -> int:
         """Bytes of this worker's blocks that are kept for readers."""
         return 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of buffers that nobody uses, and that are kept for later."""
+        return sum(buffers.idle_bytes for buffers in self.pools)
 
     def publish(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
         """Note that these blocks of this worker are about to be read by others."""

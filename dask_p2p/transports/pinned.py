@@ -108,6 +108,7 @@ class PinnedTransport(CommTransport):
         idle_bytes = {kind: self.idle_bytes(options, kind) for kind in BACKENDS}
         self._segments = {kind: Segments(kind, nbytes) for kind, nbytes in idle_bytes.items()}
         self._buffers = {kind: Buffers(kind, nbytes) for kind, nbytes in idle_bytes.items()}
+        self.pools += [*self._segments.values(), *self._buffers.values()]
         self._obstacles: dict[str, Obstacle | None] = {}  # by holder
         self._mapped: dict[tuple[str, SegmentName], Segment] = {}  # of readers, by address and name
 
@@ -178,7 +179,7 @@ class PinnedTransport(CommTransport):
 
     def _let_go(self) -> None:
         self._mapped.clear()
-        for buffers in (*self._segments.values(), *self._buffers.values()):
+        for buffers in self.pools:
             buffers.clear()
 
     # --- the holder's side ---

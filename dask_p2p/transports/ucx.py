@@ -131,6 +131,7 @@ class UcxTransport(Transport):
         # A process may come to the place of one that died in the middle of a message.
         self._next_tag = secrets.randbits(62)
         self._buffers = {kind: Buffers(kind, self.idle_bytes(options, kind)) for kind in self.kinds}
+        self.pools += self._buffers.values()
         self._threads = ThreadPoolExecutor(_SENDING_THREADS, thread_name_prefix="p2p-ucx-send")
         self._resting: asyncio.TimerHandle | None = None
         self._serving = 0  # requests; changed on the event loop only

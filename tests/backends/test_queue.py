@@ -97,6 +97,44 @@ def test_the_host_queue_is_done_when_it_returns():
     queue.synchronize()
 
 
+ITEMS = [
+    np.float32(-0.0),
+    np.complex128(1 + 2j),
+    np.bool_(True),
+    np.datetime64("2026-07-04", "D"),
+    np.array((7, 2.5), np.dtype([("a", "i1"), ("b", ">f8")])),
+]
+
+
+def check_fill(queue, new):
+    boxes = (slice(2, 5), slice(0, 1)), (slice(0, 5), slice(3, 4)), (slice(0, 0), slice(0, 2))
+    for item in ITEMS:
+        for value in (np.asarray(item), np.zeros((), np.asarray(item).dtype)):
+            expected = np.ones((5, 4), value.dtype)
+            dst = new(expected)
+            for box in boxes:
+                expected[box] = value
+                queue.fill(dst[box], value)
+            queue.synchronize()
+            found = dst if isinstance(dst, np.ndarray) else dst.get()
+            assert found.tobytes() == expected.tobytes()
+
+
+def test_the_host_queue_fills():
+    check_fill(NUMPY.queue(), np.copy)
+
+
+@pytest.mark.gpu
+def test_the_device_queue_fills():
+    import cupy
+
+    def new(expected):
+        raw = cupy.asarray(expected.view(np.uint8).reshape(-1))
+        return cupy.ndarray(expected.shape, expected.dtype, raw.data)
+
+    check_fill(CUPY.queue(), new)
+
+
 def test_the_host_queue_takes_arrays_of_a_device():
     class OnDevice:
         def get(self):

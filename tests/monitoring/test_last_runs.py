@@ -14,7 +14,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.errors import InputError, TransferError
-from dask_p2p.monitoring.runs import fetch_records
+from dask_p2p.monitoring.fetching import fetch_records
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from tests.support import indexed
@@ -239,7 +239,7 @@ def test_async_clients_and_clusters_without_the_plugin():
                 threads_per_worker=1,
                 processes=False,
                 asynchronous=True,
-                dashboard_address=None,
+                dashboard_address=":0",
             ) as cluster,
             Client(cluster, asynchronous=True) as client,
         ):

@@ -20,6 +20,7 @@ from dask_p2p.task import PLUGIN_NAME
 
 PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages")]
 IN_PROCESS = {"n_workers": 1, "threads_per_worker": 1, "processes": False}
+NO_DASHBOARD = {"dashboard": False, "dashboard_address": ":0"}
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ def test_with_another_dask_there_is_a_warning(log):
 def test_a_cluster_without_a_dashboard_works():
     async def main():
         async with (
-            LocalCluster(**IN_PROCESS, dashboard_address=None, asynchronous=True) as cluster,
+            LocalCluster(**IN_PROCESS, scheduler_kwargs=NO_DASHBOARD, asynchronous=True) as cluster,
             Client(cluster, asynchronous=True) as client,
         ):
             await dask_p2p.register(client)

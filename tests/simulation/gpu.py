@@ -160,6 +160,9 @@ class Queue:
     def permute_and_drop(self, dst, src, axes):
         self.permute(dst, src, axes)
 
+    def fill(self, dst, value):
+        self.permute(dst, np.broadcast_to(value, dst.shape), range(dst.ndim))
+
     def prefetch(self, src, slot_bytes):
         return src
 

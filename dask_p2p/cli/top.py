@@ -1,0 +1,131 @@
+"""``dask p2p top``: links and runs of a cluster in a terminal, again and again."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dask_p2p.cli._options import connect, one_line_errors, running_option, runs_option
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from dask_p2p.monitoring.records import Record
+    from dask_p2p.monitoring.runs import Runs
+
+__all__ = ["top"]
+
+# Of a run, those of `cells` that matter most.
+_COLUMNS = (
+    *("operation", "shape", "dtype", "blocks", "moved", "wall", "GB/s"),
+    *("transports", "attempts", "fallbacks"),
+)
+_DROPPED = ("dtype", "blocks", "attempts", "fallbacks")  # on narrow consoles
+_WIDE_COLUMNS = 110
+_MOST_LINKS = 30
+_QUICKEST_S = 0.1
+
+
+@click.command()
+@running_option
+@runs_option
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=_QUICKEST_S),
+    metavar="SECONDS",
+    default=1.0,
+    show_default=True,
+    help="Between two looks.",
+)
+@click.option("--once", is_flag=True, help="Look once, and end.")
+def top(scheduler: str, runs: int, interval_s: float, once: bool) -> None:
+    """Show the links and the last runs of a cluster, until Ctrl-C.
+
+    Where the output is no terminal, each look is printed below the one before.
+    """
+    from rich.live import Live
+
+    from dask_p2p.cli._tables import output
+    from dask_p2p.monitoring.fetching import last_runs
+
+    console = output()
+    with one_line_errors(), connect(scheduler) as client:
+        if once:
+            console.print(_view(last_runs(client, runs), console.width))
+            return
+        with suppress(KeyboardInterrupt), ExitStack() as stack:
+            show: Callable[[Any], None] = console.print
+            if console.is_terminal:
+                live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
+                show = partial(live.update, refresh=True)
+            while True:
+                show(_view(last_runs(client, runs), console.width))
+                time.sleep(interval_s)
+
+
+def _view(runs: Runs, columns: int) -> Group:
+    """Return what is shown of runs; on narrow consoles, of few `columns`, what matters most."""
+    from rich.console import Group
+
+    if not runs:
+        return Group("No run yet, or the cluster lacks the plugin (dask_p2p.register).")
+    links = _links(record for run in runs for record in run.records)
+    return Group(_runs_table(runs, columns < _WIDE_COLUMNS), "", *links)
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    from rich.box import SIMPLE_HEAD
+
+    from dask_p2p.cli._tables import table
+
+    result = table(*columns, title=title)
+    result.box, result.show_edge, result.pad_edge = SIMPLE_HEAD, False, False
+    result.padding, result.collapse_padding = (0, 1), True
+    return result
+
+
+def _runs_table(runs: Runs, is_narrow: bool) -> Table:
+    from dask_p2p.monitoring.runs import cells
+
+    names = [name for name in _COLUMNS if not (is_narrow and name in _DROPPED)]
+    result = _table("Runs", ("started", *names))
+    for run in runs:
+        row = cells(run)
+        row["operation"] = row["operation"].removeprefix("p2p-")
+        started = time.strftime("%H:%M:%S", time.localtime(run.start_s))
+        result.add_row(started, *(row[name] for name in names))
+    return result
+
+
+def _links(records: Iterable[Record]) -> Iterable[Any]:
+    """Return a table of who read from whom in these runs, those with most bytes first."""
+    from dask.utils import format_bytes
+
+    moved: defaultdict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    failed = {}
+    for record in records:
+        for stage in record.stages:
+            sums = moved[record.worker, stage.holder, stage.transport]
+            seconds = stage.kernel_s if stage.wire_s is None else stage.wire_s
+            sums[:] = sums[0] + 1, sums[1] + stage.nbytes, sums[2] + seconds
+        for holder, transport, _ in record.fallbacks:
+            failed[record.worker, holder] = transport
+    rows = sorted(moved.items(), key=lambda item: -item[1][1])
+    columns = ("reader", "holder", "transport", "tasks", "moved", "GB/s", "failed")
+    result = _table("Links", columns)
+    for (reader, holder, transport), (tasks, nbytes, seconds) in rows[:_MOST_LINKS]:
+        speed = f"{nbytes / seconds / 1e9:.3g}" if seconds else "-"
+        what = transport, str(tasks), format_bytes(int(nbytes)), speed
+        pair = (worker.removeprefix("tcp://") for worker in (reader, holder))
+        result.add_row(*pair, *what, failed.get((reader, holder), ""))
+    yield result
+    if len(rows) > _MOST_LINKS:
+        yield f"and {len(rows) - _MOST_LINKS} more links, with fewer bytes"

@@ -1,0 +1,29 @@
+"""``dask p2p trace``: the last runs of a cluster as Chrome trace events."""
+
+from __future__ import annotations
+
+import click
+
+from dask_p2p.cli._options import connect, one_line_errors, running_option, runs_option
+
+__all__ = ["trace"]
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False))
+@running_option
+@runs_option
+def trace(file: str, scheduler: str, runs: int) -> None:
+    """Write the last runs of a cluster to FILE as a trace.
+
+    https://ui.perfetto.dev shows it: tasks, their stages and what each worker served over time.
+    """
+    from dask_p2p.cli._tables import output, pluralize
+    from dask_p2p.monitoring.fetching import last_runs
+
+    with one_line_errors():
+        with connect(scheduler) as client:
+            found = last_runs(client, runs)
+        found.to_trace(file)
+    tasks = pluralize(sum(run.attempts for run in found), "attempt")
+    output().print(f"{file}: {pluralize(len(found), 'run')}, {tasks}. Open it in ui.perfetto.dev.")

@@ -1,0 +1,133 @@
+"""What a worker has done since it started, as sums: for a monitoring system, and for the scheduler.
+
+`COUNTERS` and `GAUGES` name all figures. A worker adds to its counters once a task, and sends them
+with Dask's heartbeat; the scheduler adds up those of all workers, also of those that have left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import NamedTuple
+
+from dask_p2p.monitoring.records import Record
+
+__all__ = [
+    "COUNTERS",
+    "COUNTERS_METRIC",
+    "GAUGES",
+    "Counters",
+    "Family",
+    "Totals",
+    "Values",
+    "sum_into",
+]
+
+#: By which a worker's metrics have its counters, in Dask's heartbeat.
+COUNTERS_METRIC = "dask-p2p"
+
+_OWN = "local"  # in the place of a transport: blocks that the worker itself held
+
+#: Of each family its values by label.
+Values = dict[str, dict[str, float]]
+
+
+class Family(NamedTuple):
+    """Values of one meaning, told apart by a label."""
+
+    name: str  # with the unit
+    label: str  # what tells them apart; empty if there is one value only
+    text: str
+
+
+COUNTERS = (
+    Family("received_bytes", "transport", "Bytes that came from other workers and were used"),
+    Family("wasted_bytes", "", "Bytes that came from other workers and had to be read again"),
+    Family("wait_seconds", "transport", "Time that tasks stood still for other workers' regions"),
+    Family("transfer_seconds", "transport", "Time from asking a worker until its last region came"),
+    Family("kernel_seconds", "transport", "Time of kernels that put regions into place"),
+    Family("task_seconds", "operation", "Time of attempts at tasks, from start to end"),
+    Family("tasks", "operation", "Blocks that were made"),
+    Family("attempts", "operation", "Attempts at making a block, failed ones included"),
+    Family("fallbacks", "transport", "Readings by another transport, as this one had failed"),
+)
+GAUGES = (
+    Family("leased_bytes", "", "Blocks that are kept because others may be reading them"),
+    Family("staging_bytes", "state", "Memory for regions: packed for readers, or kept for later"),
+)
+
+
+class Counters:
+    """What one worker has done. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._values = _no_values()
+        self._lock = threading.Lock()
+
+    def add(self, record: Record) -> None:
+        """Count an attempt that has ended."""
+        operation = record.operation
+        with self._lock:
+            values = self._values
+            values["attempts"][operation] += 1
+            values["tasks"][operation] += not record.error
+            values["task_seconds"][operation] += max(0.0, record.stop_s - record.start_s)
+            values["wasted_bytes"][""] += record.wasted_bytes
+            values["kernel_seconds"][_OWN] += record.kernel_s
+            for stage in record.stages:
+                values["received_bytes"][stage.transport] += stage.nbytes
+                values["wait_seconds"][stage.transport] += stage.waited_s
+                values["transfer_seconds"][stage.transport] += stage.wire_s or 0.0
+                values["kernel_seconds"][stage.transport] += stage.kernel_s
+            for fallback in record.fallbacks:
+                values["fallbacks"][fallback.transport] += 1
+
+    def values(self) -> Values:
+        """Return a copy of all values."""
+        with self._lock:
+            return {name: dict(by_label) for name, by_label in self._values.items()}
+
+
+class Totals:
+    """Sums over workers that never fall, whoever leaves or begins anew."""
+
+    def __init__(self) -> None:
+        self._ended = _no_values()
+        self._latest: dict[str, Values] = {}  # by worker
+
+    def note(self, worker: str, values: Values) -> None:
+        """Take what a worker has counted so far, in the place of what it had."""
+        if _has_fallen(self._latest.get(worker, {}), values):  # it began anew
+            self.end(worker)
+        self._latest[worker] = values
+
+    def end(self, worker: str) -> None:
+        """Note that a worker counts no further."""
+        sum_into(self._ended, self._latest.pop(worker, {}))
+
+    def values(self) -> Values:
+        """Return the sums."""
+        sums = _no_values()
+        for values in (self._ended, *self._latest.values()):
+            sum_into(sums, values)
+        return {name: dict(by_label) for name, by_label in sums.items()}
+
+
+def _no_values() -> Values:
+    return {family.name: defaultdict(int) for family in COUNTERS}
+
+
+def sum_into(sums: Values, values: Values) -> None:
+    """Add values to sums of families that are there already, as defaults of 0."""
+    for name, by_label in values.items():
+        if name in sums:
+            for label, value in by_label.items():
+                sums[name][label] += value
+
+
+def _has_fallen(before: Values, after: Values) -> bool:
+    return any(
+        after.get(family.name, {}).get(label, 0) < value
+        for family in COUNTERS
+        for label, value in before.get(family.name, {}).items()
+    )

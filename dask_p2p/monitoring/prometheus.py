@@ -1,0 +1,88 @@
+"""The package's part of the page ``/metrics`` that Dask's workers and schedulers have.
+
+Dask gives that page from one registry for each process. So one collector for workers and one for
+schedulers are registered there, once, and tell the figures of the server that is being asked, as
+Dask's own collectors do. Without the package prometheus_client there is no such page, and nothing
+is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import dask
+
+from dask_p2p.monitoring.counters import COUNTERS, GAUGES, Values
+
+__all__ = ["conceal", "expose"]
+
+_PREFIXES = {"worker": "p2p", "scheduler": "p2p_cluster"}
+_exposed: WeakKeyDictionary[Any, Callable[[], Values]] = WeakKeyDictionary()  # by server
+
+
+def expose(server: Any, kind: str, read: Callable[[], Values]) -> None:
+    """Have a server's page tell the package's figures too.
+
+    Parameters
+    ----------
+    server
+        Dask's worker or scheduler.
+    kind
+        Which of them: "worker", "scheduler".
+    read
+        Returns the values of `COUNTERS` and `GAUGES`; called on the event loop.
+    """
+    try:
+        _register(kind)
+    except ImportError:
+        return
+    _exposed[server] = read
+
+
+def conceal(server: Any) -> None:
+    """End what `expose` began. Idempotent."""
+    _exposed.pop(server, None)
+
+
+@cache
+def _register(kind: str) -> None:
+    from prometheus_client import REGISTRY
+
+    REGISTRY.register(_Collector(kind))
+
+
+class _Collector:
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def describe(self) -> list[Any]:
+        return []  # or the registry would collect
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        server = _asked(self._kind)
+        if server is None or (read := _exposed.get(server)) is None:
+            return
+        values = read()
+        namespace = dask.config.get("distributed.dashboard.prometheus.namespace", "dask")
+        prefix = "_".join(filter(None, [namespace, _PREFIXES[self._kind]]))
+        kinds = [(CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)]
+        for make, families in kinds:
+            for family in families:
+                labels = [family.label] if family.label else []
+                metric = make(f"{prefix}_{family.name}", family.text, labels=labels)
+                for label, value in values.get(family.name, {}).items():
+                    metric.add_metric([label] if labels else [], value)
+                yield metric
+
+
+def _asked(kind: str) -> Any:
+    """Return the server of this process whose page is being made; None if none ever was."""
+    handler = import_module(f"distributed.http.{kind}.prometheus.core").PrometheusHandler
+    collectors = getattr(handler, "_collectors", None) or [getattr(handler, "_collector", None)]
+    return getattr(collectors[0], "server", None)

@@ -1,0 +1,145 @@
+"""Runs as a trace in Chrome's format, which https://ui.perfetto.dev and chrome://tracing show.
+
+Each worker is a process with three kinds of tracks: its tasks, their stages, and what it served::
+
+    worker A  tasks    [p2p-transpose (0, 0)                        ]
+              stages      [B by cma  [wait    ][kernel]]
+                              [C by cma     [wait ][kernel]         ]
+    worker B  serves      [A                           ]   a flow leads from here to A's stage
+
+A record has sums, not moments: the parts of a stage are drawn one after another from its start,
+and cut off at its end. The exact figures are among each slice's arguments. Clocks are the workers'.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from dask_p2p.monitoring.records import Record, Stage
+
+__all__ = ["trace"]
+
+_TRACKS = ("tasks", "stages", "serves")  # of a worker, from above; each has as many as it needs
+_MOST_TRACKS = 1000  # of one kind
+
+
+class _Slice(NamedTuple):
+    """Something that took time, with the parts in it."""
+
+    start_s: float
+    stop_s: float
+    name: str
+    kind: str
+    args: dict[str, Any]
+    parts: tuple[tuple[str, float], ...] = ()  # names and seconds
+    flow: int | None = None  # that begins here, or ends
+
+
+def trace(records: Iterable[Record]) -> str:
+    """Return records as the JSON text of a trace.
+
+    Times are in microseconds since the first task's start.
+    """
+    records = sorted(records, key=lambda record: record.start_s)
+    zero_s = records[0].start_s if records else 0.0
+    tracks: defaultdict[tuple[str, str], list[_Slice]] = defaultdict(list)
+    flow = 0
+    for record in records:
+        tracks[record.worker, "tasks"].append(_task(record))
+        for stage in record.stages:
+            read, served = _stage(record, stage, flow)
+            tracks[record.worker, "stages"].append(read)
+            tracks[stage.holder, "serves"].append(served)
+            flow += 1
+    numbers = {worker: n for n, worker in enumerate(sorted({worker for worker, _ in tracks}))}
+    events = [_metadata("process_name", n, 0, name=worker) for worker, n in numbers.items()]
+    for (worker, kind), slices in tracks.items():
+        pid = numbers[worker]
+        for lane, of_lane in enumerate(_in_lanes(slices)):
+            tid = _TRACKS.index(kind) * _MOST_TRACKS + lane
+            events.append(_metadata("thread_name", pid, tid, name=kind))
+            events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
+            for slice_ in of_lane:
+                events += _events(slice_, {"pid": pid, "tid": tid}, zero_s)
+    origin = {"start_s": zero_s, "clock": "of each worker, in seconds since the epoch"}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": origin})
+
+
+def _task(record: Record) -> _Slice:
+    args: dict[str, Any] = {
+        "array": record.name,
+        "shape": record.shape,
+        "dtype": record.dtype,
+        "bytes": record.nbytes,
+        "read_bytes": sum(stage.nbytes for stage in record.stages),
+        "wasted_bytes": record.wasted_bytes,
+        "kernel_s": record.kernel_s,
+    }
+    if record.error:
+        args["error"] = record.error
+    for holder, transport, reason in record.fallbacks:
+        args[f"no {transport} from {holder}"] = reason
+    block = ", ".join(map(str, record.key[1:]))
+    name = f"{record.operation} ({block}){' failed' if record.error else ''}"
+    own = (("own blocks", record.kernel_s),)
+    return _Slice(record.start_s, max(record.start_s, record.stop_s), name, "task", args, own)
+
+
+def _stage(record: Record, stage: Stage, flow: int) -> tuple[_Slice, _Slice]:
+    """Return what the reader did, and what the holder did."""
+    spent_s = max(stage.wire_s or 0.0, stage.waited_s + stage.kernel_s)
+    start_s = min(record.start_s + max(0.0, stage.begun_s), max(record.start_s, record.stop_s))
+    stop_s = min(start_s + spent_s, max(start_s, record.stop_s))
+    args = {
+        "holder": stage.holder,
+        "reader": record.worker,
+        "transport": stage.transport,
+        "bytes": stage.nbytes,
+        "waited_s": stage.waited_s,
+        "wire_s": stage.wire_s,
+        "kernel_s": stage.kernel_s,
+    }
+    parts = ("wait", stage.waited_s), ("kernel", stage.kernel_s)
+    name = f"{stage.holder} by {stage.transport}"
+    read = _Slice(start_s, stop_s, name, "stage", args, parts, flow)
+    return read, _Slice(start_s, stop_s, f"to {record.worker}", "serve", args, (), flow)
+
+
+def _in_lanes(slices: list[_Slice]) -> list[list[_Slice]]:
+    """Return slices in as few lists as possible in which none overlaps another one."""
+    lanes: list[list[_Slice]] = []
+    for slice_ in sorted(slices, key=lambda slice_: slice_[:3]):
+        free = (lane for lane in lanes if lane[-1].stop_s <= slice_.start_s)
+        lane = next(free, None)
+        if lane is None:
+            lanes.append(lane := [])
+        lane.append(slice_)
+    return lanes
+
+
+def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def _events(slice_: _Slice, place: dict[str, int], zero_s: float) -> Iterator[dict[str, Any]]:
+    def event(name: str, start_s: float, stop_s: float, **more: Any) -> dict[str, Any]:
+        ts, end = (start_s - zero_s) * 1e6, (stop_s - zero_s) * 1e6
+        return {"ph": "X", "name": name, "ts": ts, "dur": end - ts, **place, **more}
+
+    start_s, stop_s = slice_.start_s, slice_.stop_s
+    yield event(slice_.name, start_s, stop_s, cat=slice_.kind, args=slice_.args)
+    at_s = start_s
+    for name, seconds in slice_.parts:
+        end_s = min(at_s + seconds, stop_s)
+        if end_s > at_s:
+            yield event(name, at_s, end_s, cat="part", args={"seconds": seconds})
+            at_s = end_s
+    if slice_.flow is not None:
+        is_end = slice_.kind == "stage"
+        at_s = (start_s + stop_s) / 2 if is_end else start_s
+        flow = {"id": slice_.flow, "ts": (at_s - zero_s) * 1e6, **place}
+        how = {"ph": "f", "bp": "e"} if is_end else {"ph": "s"}
+        yield {"cat": "flow", "name": "regions", **how, **flow}

@@ -1,0 +1,65 @@
+"""Sums of what workers do, without a cluster."""
+
+from __future__ import annotations
+
+from dask_p2p.monitoring.counters import COUNTERS, GAUGES, Counters, Totals
+from dask_p2p.monitoring.records import Fallback, Stage
+from tests.monitoring.test_records import record
+
+
+def test_attempts_are_counted():
+    counters = Counters()
+    stages = (Stage("b", "cma", 100, 0.5, 0.75, 0.0, 0.125), Stage("c", "ipc", 50, 1.0))
+    counters.add(record(0, 1.0, stages, fallbacks=(Fallback("c", "cma", "why"),), kernel_s=0.25))
+    counters.add(record(0, 1.0, stages[:1], name="p2p-rechunk-0123456789abcdef0123456789abcdef"))
+    counters.add(record(1, 1.0, error="why", wasted_bytes=7))
+    assert counters.values() == {
+        "received_bytes": {"cma": 200, "ipc": 50},
+        "wasted_bytes": {"": 7},
+        "wait_seconds": {"cma": 1.0, "ipc": 1.0},
+        "transfer_seconds": {"cma": 1.5, "ipc": 0.0},
+        "kernel_seconds": {"local": 0.25, "cma": 0.25, "ipc": 0.0},
+        "task_seconds": {"p2p-transpose": 2.0, "p2p-rechunk": 1.0},
+        "tasks": {"p2p-transpose": 1, "p2p-rechunk": 1},
+        "attempts": {"p2p-transpose": 2, "p2p-rechunk": 1},
+        "fallbacks": {"cma": 1},
+    }
+    assert [*counters.values()] == [family.name for family in COUNTERS]
+
+
+def test_values_are_copies():
+    counters = Counters()
+    before = counters.values()
+    counters.add(record(0))
+    assert before["attempts"] == {}
+    counters.values()["attempts"].clear()
+    assert counters.values()["attempts"] == {"p2p-transpose": 1}
+
+
+def test_sums_never_fall():
+    totals = Totals()
+    sums = []
+
+    def note(worker, cma):
+        totals.note(worker, {"received_bytes": {"cma": cma}, "leased_bytes": {"": 1}})
+        sums.append(totals.values()["received_bytes"]["cma"])
+
+    note("a", 100)
+    note("b", 50)
+    note("a", 120)
+    totals.end("a")
+    totals.end("a")
+    note("b", 60)
+    note("a", 5)  # a new one at its address
+    note("b", 10)  # whose plugin was taken off, and put on again
+    totals.note("b", {})
+    assert sums == [100, 150, 170, 180, 185, 195]
+    assert totals.values()["received_bytes"]["cma"] == 195
+    assert not totals.values().keys() & {family.name for family in GAUGES}
+
+
+def test_workers_of_other_versions():
+    totals = Totals()
+    totals.note("a", {"tasks": {"p2p-transpose": 3}, "later_bytes": {"x": 1}})
+    assert totals.values()["tasks"] == {"p2p-transpose": 3}
+    assert [*totals.values()] == [family.name for family in COUNTERS]

@@ -1,0 +1,76 @@
+"""Dask's fine performance metrics have transfers and kernels apart."""
+
+from __future__ import annotations
+
+import dask.array as da
+import pytest
+from distributed.metrics import context_meter
+
+import dask_p2p
+from dask_p2p.monitoring.fine import meter
+from dask_p2p.monitoring.records import Stage
+from tests.monitoring.test_records import record
+from tests.support import persisted
+from tests.transports.loopback import wait_until
+
+
+def metered(record):
+    told = []
+    with context_meter.add_callback(lambda *metric: told.append(metric)):
+        meter(record)
+    return told
+
+
+def test_what_a_task_tells():
+    stages = (Stage("b", "cma", 100, 0.25, 0.5, 0.0, 0.125), Stage("c", "comm", 50, 0.125))
+    assert metered(record(0, 1.0, stages, kernel_s=0.25)) == [
+        ("p2p-kernel", 0.375, "seconds"),
+        ("p2p-transfer", 0.375, "seconds"),
+        ("p2p-transfer", 150, "bytes"),
+    ]
+    assert metered(record(0, 1.0, kernel_s=0.25)) == [("p2p-kernel", 0.25, "seconds")]
+
+
+@pytest.mark.parametrize(("waited_s", "expected_s"), [(0.75, 0.25), (2.0, 0.0)])
+def test_no_more_than_the_threads_time_is_told(waited_s, expected_s):
+    """Kernels of a GPU run at the same time; clocks may be set."""
+    told = metered(record(0, 1.0, (Stage("b", "ipc", 8, waited_s, None, 0.0, 5.0),)))
+    assert told[0] == ("p2p-kernel", expected_s, "seconds")
+    assert told[0][1] + told[1][1] == 1.0
+
+
+def executed(client, name):
+    """Dask's sums of the metrics of tasks, by activity and unit."""
+    metrics = client.run_on_scheduler(
+        lambda dask_scheduler: dict(dask_scheduler.cumulative_worker_metrics)
+    )
+    return {key[2:]: value for key, value in metrics.items() if key[:2] == ("execute", name)}
+
+
+async def send_metrics(dask_worker):
+    await dask_worker.heartbeat()
+
+
+def test_the_scheduler_has_them(client):
+    x = persisted(client, da.ones((64, 48), chunks=(16, 48)))
+    name = "p2p-transpose"
+    dask_p2p.register(client)
+    client.run(send_metrics)
+    before = executed(client, name)
+    y = persisted(client, dask_p2p.transpose(x))
+    (run,) = dask_p2p.last_runs(client, n=1)
+    assert run.name == y.name
+
+    def more(*what):
+        return executed(client, name).get(what, 0) - before.get(what, 0)
+
+    client.run(send_metrics)
+    wait_until(lambda: more("p2p-transfer", "bytes") == run.least_bytes, 10)
+    stages = [stage for record in run.made for stage in record.stages]
+    kernel_s = sum(r.kernel_s for r in run.made) + sum(stage.kernel_s for stage in stages)
+    waited_s = sum(stage.waited_s for stage in stages)
+    assert more("p2p-kernel", "seconds") == pytest.approx(kernel_s)
+    assert more("p2p-transfer", "seconds") == pytest.approx(waited_s)
+    spent_s = sum(record.stop_s - record.start_s for record in run.made)
+    told = ("p2p-kernel", "p2p-transfer", "thread-cpu", "thread-noncpu")
+    assert sum(more(activity, "seconds") for activity in told) >= 0.9 * spent_s

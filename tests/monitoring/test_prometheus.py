@@ -1,0 +1,162 @@
+"""The pages /metrics of workers and schedulers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from urllib.request import urlopen
+
+import dask.array as da
+import pytest
+
+import dask_p2p
+from dask_p2p.monitoring import prometheus
+from dask_p2p.monitoring.counters import COUNTERS, GAUGES
+from dask_p2p.registration import workers_of
+from dask_p2p.task import PLUGIN_NAME
+from tests.support import persisted
+from tests.transports.loopback import wait_until
+
+parser = pytest.importorskip("prometheus_client.parser")
+
+
+def read_page(url):
+    """Values of the package's figures on a page, by name and label."""
+    with urlopen(url, timeout=10) as page:
+        text = page.read().decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in parser.text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("dask_p2p")
+    }
+
+
+def metrics_pages(cluster, client):
+    """Addresses of the pages: of the scheduler, and of the workers by theirs."""
+    scheduler = cluster.dashboard_link.replace("/status", "/metrics")
+    workers = {
+        address: f"http://127.0.0.1:{worker['services']['dashboard']}/metrics"
+        for address, worker in workers_of(client).items()
+    }
+    return scheduler, workers
+
+
+def test_workers_and_the_scheduler_tell_what_was_moved(cluster, client):
+    x = persisted(client, da.ones((64, 48), chunks=(16, 48)))
+    dask_p2p.register(client)
+    scheduler, workers = metrics_pages(cluster, client)
+
+    attempts = "dask_p2p_cluster_attempts_total", "p2p-transpose"
+    own_attempts = "dask_p2p_attempts_total", "p2p-transpose"
+
+    def look(at_least=0):
+        """What the scheduler and the workers tell, once it has heard of all that they did."""
+        seen = []
+
+        def look_once():
+            pages = {worker: read_page(url) for worker, url in workers.items()}
+            seen[:] = read_page(scheduler), pages
+            told = seen[0].get(attempts, 0)
+            return told == sum(page.get(own_attempts, 0) for page in pages.values()) >= at_least
+
+        wait_until(look_once, 10)
+        return seen
+
+    before, of_workers = look()
+    y = dask_p2p.transpose(x)
+    y = persisted(client, y)
+    (run,) = dask_p2p.last_runs(client, n=1)
+    assert run.name == y.name
+    after, pages = look(at_least=before.get(attempts, 0) + 4)
+    for name in ("attempts", "tasks"):
+        figure = f"dask_p2p_cluster_{name}_total", "p2p-transpose"
+        assert after[figure] - before.get(figure, 0) == 4
+    for worker, page in pages.items():
+        for transport in run.transports:
+            figure = "dask_p2p_received_bytes_total", transport
+            moved = sum(n for pair, n in run.pairs.items() if pair[::2] == (worker, transport))
+            assert page.get(figure, 0) - of_workers[worker].get(figure, 0) == moved
+        spent = "dask_p2p_task_seconds_total", "p2p-transpose"
+        made_s = sum(r.stop_s - r.start_s for r in run.made if r.worker == worker)
+        assert page[spent] - of_workers[worker].get(spent, 0) == pytest.approx(made_s)
+    for family in COUNTERS:
+        name = f"{family.name}_total"
+        own = {key for page in pages.values() for key in page if key[0] == f"dask_p2p_{name}"}
+        assert own or family.name == "fallbacks", name
+        for key in own:
+            total = after[f"dask_p2p_cluster_{name}", *key[1:]]
+            others = total - sum(page.get(key, 0) for page in pages.values())
+            assert others >= -1e-6, "of workers that have left"
+    for family in GAUGES:
+        for page in (before, after):
+            assert any(key[0] == f"dask_p2p_cluster_{family.name}" for key in page), family.name
+
+
+def local_cluster(**options):
+    from distributed import LocalCluster
+
+    return LocalCluster(
+        n_workers=2,
+        threads_per_worker=1,
+        processes=False,
+        asynchronous=True,
+        dashboard_address=":0",
+        worker_dashboard_address=":0",
+        **options,
+    )
+
+
+def test_servers_of_one_process_tell_their_own_figures():
+    from distributed import Client
+
+    async def main():
+        async with local_cluster() as cluster, Client(cluster, asynchronous=True) as client:
+            link = cluster.dashboard_link.replace("/status", "/metrics")
+
+            async def pages():
+                ports = [worker.http_server.port for worker in cluster.workers.values()]
+                urls = [link, *(f"http://127.0.0.1:{port}/metrics" for port in ports)]
+                return [await asyncio.to_thread(read_page, url) for url in urls]
+
+            assert await pages() == [{}, {}, {}], "without the plugin"
+            await dask_p2p.register(client)
+            await client.compute(dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6))))
+            for _ in range(2):  # the pages before were of others
+                _, *of_workers = await pages()
+                figure = "dask_p2p_attempts_total", "p2p-transpose"
+                made = [page.get(figure, 0) for page in of_workers]
+                counted = [
+                    worker.plugins[PLUGIN_NAME].context.counters.values()["attempts"]
+                    for worker in cluster.workers.values()
+                ]
+                assert made == [values.get("p2p-transpose", 0) for values in counted]
+                assert sum(made) == 4
+            await client.unregister_worker_plugin(PLUGIN_NAME)
+            _, *of_workers = await pages()
+            assert not any(
+                name.startswith("dask_p2p_a") for page in of_workers for name, *_ in page
+            )
+        async with local_cluster() as cluster, Client(cluster, asynchronous=True) as client:
+            await dask_p2p.register(client)  # collectors are there already
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["worker", "scheduler"])
+def test_a_process_whose_page_nobody_has_read_yet(kind, monkeypatch):
+    monkeypatch.setattr(prometheus, "_asked", lambda kind: None)
+    assert list(prometheus._Collector(kind).collect()) == []
+
+
+def test_without_prometheus_client(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setattr(prometheus, "_register", prometheus._register.__wrapped__)
+
+    class Server:
+        pass
+
+    server = Server()
+    prometheus.expose(server, "worker", dict)
+    assert server not in prometheus._exposed
+    prometheus.conceal(server)
