@@ -29,8 +29,8 @@ def compute(client: Client) -> None:
     wait(client.persist(dask_p2p.rechunk(x, (-1, 1000))))
     with dask.config.set({"p2p.transports.order": ["comm"]}):
         wait(client.persist(dask_p2p.transpose(x)))
-    for _ in range(2):
-        wait(client.persist(dask_p2p.transpose(x + 1)))
+    for i in range(2):
+        wait(client.persist(dask_p2p.transpose(x + i)))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from dask_p2p.monitoring.charts import Chart, as_columns, busiest, short_names
@@ -23,7 +24,8 @@ def bars(runs: Sequence[Run]) -> Chart:
     """Return the newest runs as bars over time: a row a worker.
 
     Runs are shown from the newest back to the first pause that is longer than all that is shown by
-    then, and longer than a second.
+    then, and longer than a second. Where the bars of a few tasks would be too many, a task has one
+    stage for all its holders.
 
     Parameters
     ----------
@@ -39,22 +41,14 @@ def bars(runs: Sequence[Run]) -> Chart:
         (since the epoch). ``waiting`` begins where reading began, ``kernel`` ends where the stage
         ends: the pieces of which they are made lie between.
     """
-    shown_runs = _newest(runs)
-    records = sorted((r for run in shown_runs for r in run.records), key=lambda r: -r.start_s)
+    records = sorted((r for run in _newest(runs) for r in run.records), key=lambda r: -r.start_s)
     moved: Counter[str] = Counter()
     for record in records:
         moved[record.worker] += 1 + sum(stage.nbytes for stage in record.stages)
     shown, note = busiest(moved)
-    names = short_names([*shown, *{s.holder for r in records for s in r.stages}])
     row = {worker: number for number, worker in enumerate(shown)}
-    kept: list[Record] = []
-    left = _MOST_BARS
-    for record in records:
-        left -= 1 + len(PARTS) * len(record.stages)
-        if kept and left < 0:
-            break
-        if record.worker in row:
-            kept.append(record)
+    kept = _bounded([record for record in records if record.worker in row])
+    names = short_names([*shown, *{s.holder for r in kept for s in r.stages}])
     begun_s = kept[-1].start_s if kept else 0.0
     drawn: dict[str, list[tuple[Any, ...]]] = {part: [] for part in PARTS}
     for record, track, tracks in _tracks(kept):
@@ -65,6 +59,37 @@ def bars(runs: Sequence[Run]) -> Chart:
     when = time.strftime(" from %H:%M:%S", time.localtime(begun_s)) if kept else ""
     columns = {part: as_columns(drawn[part], _BAR) for part in PARTS}
     return Chart(f"Stages{when}{note}", [names[worker] for worker in shown], columns)
+
+
+def _bounded(records: list[Record]) -> list[Record]:
+    """Return the first of them; with one stage each, if some workers would not be there else."""
+    kept = _first(records)
+    if {record.worker for record in kept} == {record.worker for record in records}:
+        return kept
+    return _first([_merged(record) for record in records])
+
+
+def _first(records: list[Record]) -> list[Record]:
+    parts = len(PARTS) - 1
+    ends = accumulate(1 + parts * len(record.stages) for record in records)
+    return [r for r, end in zip(records, ends, strict=True) if end <= _MOST_BARS]
+
+
+def _merged(record: Record) -> Record:
+    stages = record.stages
+    if len(stages) < 2:
+        return record
+    begun_s = min(stage.begun_s for stage in stages)
+    one = Stage(
+        holder=f"{len(stages)} holders",
+        transport=", ".join(sorted({stage.transport for stage in stages})),
+        nbytes=sum(stage.nbytes for stage in stages),
+        waited_s=sum(stage.waited_s for stage in stages),
+        wire_s=max(stage.begun_s + (stage.wire_s or 0.0) for stage in stages) - begun_s,
+        begun_s=begun_s,
+        kernel_s=sum(stage.kernel_s for stage in stages),
+    )
+    return record._replace(stages=(one,))
 
 
 def _newest(runs: Sequence[Run]) -> list[Run]:

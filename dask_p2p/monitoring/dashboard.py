@@ -28,6 +28,7 @@ _PLOTS = {
 
 _HEAD = """
 <style>
+  html { color-scheme: {{ theme.name }}; }
   html, body { background: {{ theme.paper }}; color: {{ theme.ink }}; }
   .navbar ul, .dropdown-content { background-color: {{ theme.bar }}; }
   .navbar li a { color: {{ theme.ink }}; }

@@ -108,6 +108,9 @@ def _cell(pair: _Pair, reader: str, holder: str, best: Mapping[str, float]) -> t
     text = ", ".join(f"{name} {format_bytes(part.nbytes)}" for name, part in parts)
     tasks = sum(part.tasks for _, part in parts)
     share = link.gbs / best[transport] if best[transport] else nan
-    reasons = [f"{name}: {reason}" for name, reason in pair.fallbacks.items()][:_REASONS]
-    fallback = "; ".join(reasons)
+    reasons = [
+        reason if reason.startswith(f"{name}: ") else f"{name}: {reason}"
+        for name, reason in pair.fallbacks.items()
+    ]
+    fallback = "; ".join(reasons[:_REASONS])
     return reader, holder, transport, link.gbs, share, pair.nbytes, tasks, text, fallback

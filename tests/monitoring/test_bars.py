@@ -75,10 +75,20 @@ def test_the_newest_runs_are_shown_back_to_a_long_pause():
 def test_bars_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "_MOST_BARS", 20)
     _, found = drawn(*(record(i, i, (Stage("b", "cma", 1, 0.1, 0.1),)) for i in range(100)))
-    assert [bar["block"] for bar in found["task"]] == ["96, 0", "97, 0", "98, 0", "99, 0"]
+    assert [bar["block"] for bar in found["task"]] == [f"{i}, 0" for i in range(95, 100)]
     assert found["task"][0]["left"] == 0.0
-    _, found = drawn(record(0, stages=(Stage("b", "cma", 1, 0.1, 0.1),) * 100))
-    assert len(found["task"]) == 1, "the newest one in any case"
+
+
+def test_where_there_are_too_many_a_task_has_one_stage(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_BARS", 20)
+    stages = [Stage(f"h{i}", "cma", 10, 0.1, 0.2, 0.1 * i, 0.05) for i in range(4)]
+    _, found = drawn(*(record(0, worker=f"w{i}", stages=(*stages,)) for i in range(4)))
+    assert {bar["worker"] for bar in found["task"]} == {f"w{i}" for i in range(4)}
+    for bar in found["transfer"]:
+        assert (bar["holder"], bar["transport"], bar["nbytes"]) == ("4 holders", "cma", 40)
+        assert span(bar) == (0.0, 0.5)
+    assert [bar["seconds"] for bar in found["waiting"]] == [pytest.approx(0.4)] * 4
+    assert [span(bar) for bar in found["kernel"]] == [(0.4, 0.6)] * 4
 
 
 def test_of_many_workers_the_busiest_are_shown():

@@ -9,19 +9,8 @@ import pytest
 from dask_p2p.monitoring import feed as module
 from dask_p2p.monitoring.feed import Feed
 from dask_p2p.monitoring.picture import Tasks
-from dask_p2p.monitoring.records import RecordStore
-from tests.monitoring.support import NAME, record
-
-
-class OpenPage:
-    """A page that keeps what it was shown."""
-
-    def __init__(self, is_open=True):
-        self.is_open = is_open
-        self.shown = []
-
-    def show(self, picture):
-        self.shown.append(picture)
+from dask_p2p.monitoring.records import RecordStore, Stage, packed, unpacked
+from tests.monitoring.support import NAME, OpenPage, record
 
 
 class Workers:
@@ -158,6 +147,31 @@ def test_tasks_under_way_are_shown_until_they_have_ended():
         workers.feed.close()
 
     run(main)
+
+
+def test_a_thousand_runs_leave_the_memory_flat():
+    import tracemalloc
+
+    stages = tuple(Stage(f"tcp://10.0.0.{h}:4000", "comm", 10**6, 0.1, 0.2) for h in range(3))
+
+    def do(workers, runs):
+        for run in runs:
+            name = f"p2p-transpose-{run:032}"
+            log = [record(i, 99.0 * run + i, stages, name=name, blocks=(16, 1)) for i in range(16)]
+            workers.store.add("a", 16 * run, unpacked(packed(log)))
+            if run % 20 == 0:
+                workers.feed.picture()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        workers = Workers("a")
+        workers.store._size = 1000
+        some = do(workers, range(100))
+        # Caches keep the runs' names, up to a number. The records alone would take six times this.
+        assert do(workers, range(100, 1000)) < some + 1e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_picture_is_made_once():

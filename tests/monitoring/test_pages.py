@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import dask_p2p
 from dask_p2p.monitoring import pages as module
 from dask_p2p.monitoring.pages import add_pages
 from dask_p2p.task import PLUGIN_NAME
+from tests.monitoring.support import OpenPage
 
 PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages")]
 IN_PROCESS = {"n_workers": 1, "threads_per_worker": 1, "processes": False}
@@ -109,6 +111,43 @@ def test_a_theme_is_one_of_two(client):
     assert "background: #fafafa" in light
     for wrong in ("", "x", "%ff", "<script>"):
         assert "background: #fafafa" in get(client, f"/p2p?theme={wrong}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_runs_leave_the_scheduler_flat(client):
+    """With a page open, once the scheduler keeps as many records as it ever will."""
+    import tracemalloc
+
+    feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
+    page = OpenPage()
+    x = client.persist(da.ones((8, 6), chunks=(4, 6)))
+
+    def kept_bytes(runs):
+        for i in range(runs):
+            client.submit(len, client.compute(dask_p2p.transpose(x + i))).result()
+        del page.shown[:]
+        gc.collect()
+        mine = tracemalloc.Filter(inclusive=True, filename_pattern="*/dask_p2p/*")
+        statistics = tracemalloc.take_snapshot().filter_traces([mine]).statistics("filename")
+        return sum(found.size for found in statistics)
+
+    async def look():
+        feed._records._size = 300
+        feed.watch(page)
+
+    async def look_away():
+        feed.unwatch(page)
+
+    client.sync(look)
+    tracemalloc.start()
+    try:
+        some = kept_bytes(100)
+        assert len(feed._records) >= 100
+        assert kept_bytes(900) < some + 1e6
+    finally:
+        tracemalloc.stop()
+        client.sync(look_away)
 
 
 @pytest.fixture
