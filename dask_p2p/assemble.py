@@ -31,6 +31,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.layout import Box, Index, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
+from dask_p2p.monitoring.ranges import Ranges
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import BlockPlan, Piece, Source
 from dask_p2p.reads import Incoming, OpenRead, RemoteSource
@@ -95,6 +96,7 @@ class Assembly:
         start_s = perf_counter() if start_s is None else start_s
         self._sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
         self._kernels = Timer()  # of stage 0
+        self._ranges = Ranges(output.options.nvtx)
         self._local_queued = False
         self._out: Any = None
 
@@ -224,7 +226,7 @@ class Assembly:
         out = self._target(queue)
         queue.wait_until_written(self._local.values(), any_stream=self.options.any_producer_stream)
         axes = self.plan.axes
-        with queue.timing(self._kernels):
+        with self._ranges("own blocks"), queue.timing(self._kernels):
             for piece in self.plan.pieces:
                 if piece.source in self._local:
                     region = self._local[piece.source][box_slices(piece.src)]
@@ -245,7 +247,8 @@ class Assembly:
         for _, group in groupby(pending, key=lambda source: source.route):
             together = list(group)
             try:
-                read = sources.begin(together, queue.kind)
+                with self._ranges("ask", together[0].route):
+                    read = sources.begin(together, queue.kind)
             except TransferError as exc:
                 sources.note_failure(together, exc)
                 continue
@@ -256,7 +259,7 @@ class Assembly:
                 if read.transport.in_place:
                     try:
                         region = sources.wait_for(incoming)
-                        with queue.timing(read.copies):
+                        with self._ranges("copy", together[0].route), queue.timing(read.copies):
                             incoming.prefetched = queue.prefetch(region, read.slot_bytes)
                         del region
                     except TransferError as exc:
@@ -296,18 +299,19 @@ class Assembly:
         place = box_slices(self._destination(source.pieces[part.piece], part.box))
         if incoming.prefetched is not None:
             out = self._target(queue)[place]
-            with queue.timing(incoming.read.kernels):
+            with self._ranges("place", source.route), queue.timing(incoming.read.kernels):
                 queue.permute_prefetched(out, incoming.prefetched, self.plan.axes)
             self._queue_local(queue)  # now that the first parts are on their way
         else:
             self._queue_local(queue)  # while the first part is on its way
             try:
-                region = self._sources.wait_for(incoming)
+                with self._ranges("wait", source.route):
+                    region = self._sources.wait_for(incoming)
             except TransferError as exc:
                 self._sources.fail(incoming, exc)
                 return
             out = self._target(queue)[place]
-            with queue.timing(incoming.read.kernels):
+            with self._ranges("place", source.route), queue.timing(incoming.read.kernels):
                 queue.permute_and_drop(out, region, self.plan.axes)
         source.missing -= box_size(part.box)
         if self._in_sync:

@@ -68,6 +68,8 @@ class Options:
     transports: tuple[str, ...] | None
     request_timeout_s: float
     backoff_s: float
+    log_runs: bool
+    nvtx: bool
     sections: tuple[Section, ...]  # of transports, one of a class
 
     @property
@@ -235,6 +237,8 @@ def options() -> Options:
         transports=_read("transports.order", _transports),
         request_timeout_s=_read("timeouts.request", duration_s),
         backoff_s=_read("timeouts.backoff", duration_s),
+        log_runs=_read("log-runs", yes_or_no),
+        nvtx=_read("nvtx", yes_or_no),
         sections=tuple(known.configured() for known in _sections.values()),
     )
 

@@ -27,10 +27,11 @@ from dask_p2p.monitoring.pages import add_pages
 from dask_p2p.monitoring.picture import Tasks
 from dask_p2p.monitoring.prometheus import conceal, expose
 from dask_p2p.monitoring.records import RECORDS_OP, RecordStore, packed, unpacked
+from dask_p2p.monitoring.run_log import log_runs
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.placement import overlay_memory_check, overlay_placement
 from dask_p2p.task import PLUGIN_NAME, warn_client
-from dask_p2p.versioned import this_version, versioned
+from dask_p2p.versioned import check_dask, this_version, versioned
 from dask_p2p.worker import P2PPlugin, meet, set_up
 
 __all__ = ["ANSWER_S", "P2PSchedulerPlugin"]
@@ -69,6 +70,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def start(self, scheduler: Any) -> None:
         """Begin. Nothing is awaited here: a second client would begin once more in the meantime."""
+        check_dask()
         self._scheduler = scheduler
         scheduler.handlers["p2p_register"] = self.register
         scheduler.handlers[RECORDS_OP] = self.records
@@ -89,6 +91,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             warn_client(scheduler, text, P2PWarning)
         self._tell_all()
         add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
+        if options().log_runs:
+            logging_ = asyncio.ensure_future(log_runs(self._records, self._fetch_all))
+            self._meetings.add(logging_)
 
     async def close(self) -> None:
         """End with the scheduler."""
@@ -156,13 +161,17 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             ``records``: what `packed` made of them; ``silent``: addresses of workers that did
             not answer.
         """
-        ready = self._ready()
-        answered = await asyncio.gather(*map(self._fetch, ready))
+        silent = await self._fetch_all()
         wanted = [r for r in self._records if name in (None, r.name) and r.start_s >= since_s]
         if n is not None:
             wanted = [record for run in runs_of(wanted)[:n] for record in run.records]
-        silent = [worker for worker, there in zip(ready, answered, strict=True) if not there]
         return {"records": packed(wanted), "silent": silent}
+
+    async def _fetch_all(self) -> list[str]:
+        """Bring all workers' new records here; return the addresses of those that are silent."""
+        ready = self._ready()
+        answered = await asyncio.gather(*map(self._fetch, ready))
+        return [worker for worker, there in zip(ready, answered, strict=True) if not there]
 
     def _ready(self) -> list[str]:
         """Return the workers that have the plugin."""

@@ -23,6 +23,7 @@ from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError, VersionError
 from dask_p2p.layout import Index
+from dask_p2p.monitoring.ranges import Ranges
 from dask_p2p.monitoring.records import Fallback, Record
 from dask_p2p.plans import Plan
 from dask_p2p.retry import AttemptLog, pause_s
@@ -194,7 +195,8 @@ def _attempt(
     key: Any, start_s: float, plan: Plan, assembly: Assembly, runtime: WorkerContext
 ) -> Any:
     try:
-        return assembly.run()
+        with Ranges(assembly.options.nvtx)(key):
+            return assembly.run()
     except TransferError as exc:
         runtime.record(_record(key, start_s, plan, assembly, error=str(exc)))
         _try_again(key, exc, runtime, assembly.options)

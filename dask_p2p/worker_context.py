@@ -21,7 +21,7 @@ from distributed import Worker
 from dask_p2p.backends import backend_named
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
-from dask_p2p.errors import DeviceLostError, P2PWarning
+from dask_p2p.errors import DeviceLostError, Obstacle, P2PWarning
 from dask_p2p.monitoring.counters import Counters
 from dask_p2p.monitoring.fine import meter
 from dask_p2p.monitoring.records import Record, RecordLog, packed
@@ -31,11 +31,14 @@ from dask_p2p.task import warn_client
 from dask_p2p.transports.probe import Probes, is_probe, probe_key
 from dask_p2p.transports.router import BlockRef, Router
 
-__all__ = ["DaskWorkerContext"]
+__all__ = ["FALLBACK_TOPIC", "DaskWorkerContext"]
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+#: Of Dask's events: a transport was given up for a holder.
+FALLBACK_TOPIC = "p2p-fallback"
 
 _RECORDS = 10_000  # of attempts that are kept, and their stages
 _SERVING_THREADS = 2  # that pack regions for other workers
@@ -58,7 +61,7 @@ class DaskWorkerContext(AttemptLog):
 
     def __init__(self, worker: Worker, options: Options) -> None:
         super().__init__(worker.address)
-        self.router = Router({}, self.warn, worker.address)
+        self.router = Router({}, self.warn, worker.address, self.note_fallback)
         self.records = RecordLog(_RECORDS)
         self.under_way: dict[Any, Callable[[], Record]] = {}
         self.counters = Counters()
@@ -154,6 +157,17 @@ class DaskWorkerContext(AttemptLog):
     def warn(self, text: str) -> None:
         """Warn the user, wherever they are."""
         warn_client(self._worker, text, P2PWarning)
+
+    def note_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
+        """Tell the scheduler that a transport is given up for a holder: `client.get_events`."""
+        event = {
+            "worker": self.address,
+            "holder": holder,
+            "transport": transport,
+            "reason": obstacle.text,
+            "remedy": obstacle.remedy,
+        }
+        self._worker.log_event(FALLBACK_TOPIC, event)
 
     def publish(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
         for name in options.order(kind):

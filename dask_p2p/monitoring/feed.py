@@ -107,7 +107,7 @@ class Feed:
 
     def picture(self) -> Picture:
         """Return what there is to show: the same object as before where nothing has changed."""
-        count, records = self._records.newest(_SIZE)
+        count, records = self._records.count, self._records.newest(_SIZE)
         under_way = [record for some in self._under_way.values() for record in some]
         names = {record.name for record in [*records[-1:], *under_way]} | self._picture.running
         tasks = {name: self._tasks(name) for name in names}

@@ -187,16 +187,8 @@ class RecordLog:
             first = min(max(number, gone), self._count)
             return first, list(self._kept)[first - gone :]
 
-    def newest(self, size: int) -> tuple[int, list[Record]]:
-        """Return the newest records, of a size that is counted as that of the log.
-
-        Returns
-        -------
-        int
-            Number of all records that there ever were. It tells whether there is a new one.
-        list of Record
-            The oldest first.
-        """
+    def newest(self, size: int) -> list[Record]:
+        """Return the newest records, of a size that is counted as that of the log; oldest first."""
         with self._lock:
             found = []
             for record in reversed(self._kept):
@@ -204,7 +196,12 @@ class RecordLog:
                 if size < 0:
                     break
                 found.append(record)
-            return self._count, found[::-1]
+            return found[::-1]
+
+    @property
+    def count(self) -> int:
+        """How many records there ever were."""
+        return self._count
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -26,7 +26,7 @@ from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.budget import LIMIT_REACHED
 from dask_p2p.transports.checksums import region_sum
-from dask_p2p.transports.comm_reading import READ_OP, CommReading
+from dask_p2p.transports.comm_reading import CommReading
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
 from dask_p2p.transports.reading import Reading, Request
@@ -57,6 +57,7 @@ class CommTransport(Transport):
     """Regions as answers to RPCs."""
 
     name: ClassVar[str] = "comm"
+    reading: ClassVar[type[CommReading]] = CommReading
 
     # --- flow control ---
 
@@ -102,7 +103,7 @@ class CommTransport(Transport):
         self._serving = 0  # requests; changed on the event loop only
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {READ_OP: self._serve}
+        return {self.reading.op: self._serve}
 
     def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         return None
@@ -112,7 +113,7 @@ class CommTransport(Transport):
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         flow = self.flow_for(requests, options)
-        reading = CommReading(self.host, requests, flow, options, self._opened.discard)
+        reading = self.reading(self.host, requests, flow, options, self._opened.discard)
         self._opened.add(reading)
         return reading
 

@@ -35,6 +35,9 @@ class Route:
     holder: str
     transport: Transport
 
+    def __str__(self) -> str:
+        return f"{self.holder} by {self.transport.name}"
+
 
 class Router:
     """The routes between this worker and all others, and what was learnt about them.
@@ -47,6 +50,8 @@ class Router:
         Tells the user something, wherever they are. Workers that find the same say the same.
     address
         This worker's, for its log.
+    on_fallback
+        Called with holder, transport and reason when a transport is given up for a holder.
     """
 
     def __init__(
@@ -54,10 +59,12 @@ class Router:
         transports: Mapping[str, Transport],
         warn: Callable[[str], None],
         address: str = "this worker",
+        on_fallback: Callable[[str, str, Obstacle], None] | None = None,
     ) -> None:
         self._address = address
         self.transports = transports
         self._warn = warn
+        self._on_fallback = on_fallback
         self._broken: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
         self._proved: set[tuple[str, str, str]] = set()  # (holder, transport, kind) that worked
         self._preferred: dict[tuple[str, tuple[str, ...]], str] = {}  # by holder and order
@@ -157,6 +164,8 @@ class Router:
                 message.rstrip("."),
                 obstacle.remedy,
             )
+            if self._on_fallback is not None:
+                self._on_fallback(route.holder, name, obstacle)
             reason = getattr(error, "reason", str(error))
             text = f"dask_p2p: {name} fails, another transport is used instead: {reason}"
             if text in self._warned:

@@ -106,9 +106,9 @@ ITEMS = [
 ]
 
 
-def check_fill(queue, new):
+def check_fill(queue, new, items):
     boxes = (slice(2, 5), slice(0, 1)), (slice(0, 5), slice(3, 4)), (slice(0, 0), slice(0, 2))
-    for item in ITEMS:
+    for item in items:
         for value in (np.asarray(item), np.zeros((), np.asarray(item).dtype)):
             expected = np.ones((5, 4), value.dtype)
             dst = new(expected)
@@ -121,18 +121,14 @@ def check_fill(queue, new):
 
 
 def test_the_host_queue_fills():
-    check_fill(NUMPY.queue(), np.copy)
+    check_fill(NUMPY.queue(), np.copy, ITEMS)
 
 
 @pytest.mark.gpu
 def test_the_device_queue_fills():
     import cupy
 
-    def new(expected):
-        raw = cupy.asarray(expected.view(np.uint8).reshape(-1))
-        return cupy.ndarray(expected.shape, expected.dtype, raw.data)
-
-    check_fill(CUPY.queue(), new)
+    check_fill(CUPY.queue(), cupy.asarray, ITEMS[:3])  # CuPy has no others
 
 
 def test_the_host_queue_takes_arrays_of_a_device():

@@ -37,6 +37,8 @@ SETTINGS = {
     "p2p.transports.ucx.host-part-bytes": "128 kiB",
     "distributed.scheduler.active-memory-manager.start": False,  # it would drop replicas
 }
+#: For workers that are well: on a busy machine they too take longer than the deadline.
+PATIENT = {"p2p.timeouts.request": "20 s"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
 
@@ -61,8 +63,11 @@ def x(client):
     return x
 
 
-def check(client, y):
-    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+def check(client, x, chunks=None, shape=SHAPE):
+    """All workers can go on."""
+    with dask.config.set(PATIENT):
+        y = dask_p2p.transpose(x, chunks=chunks)
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(shape).T)
     assert_nothing_is_held(client)
 
 
@@ -91,7 +96,7 @@ def test_another_holder_is_asked(client, x):
         np.testing.assert_array_equal(got, expected(SHAPE).T[:16])
         assert holder not in read_from(client, reader)
     assert DEADLINE_S <= took_s < 4 * DEADLINE_S
-    check(client, dask_p2p.transpose(x))
+    check(client, x)
 
 
 def test_others_go_on_and_the_reader_ends_in_time(client, x):
@@ -101,7 +106,8 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
     with halted(client, holder):
         start_s = time.monotonic()
         late = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
-        others = client.compute(dask_p2p.transpose(z), workers=free)
+        with dask.config.set(PATIENT):
+            others = client.compute(dask_p2p.transpose(z), workers=free)
         np.testing.assert_array_equal(others.result(timeout=BOUND_S), expected(SHAPE).T + 1)
         assert not late.done()
         with pytest.raises(TransferError, match=f"failed 2 times on {reader}") as caught:
@@ -112,7 +118,7 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
     for words in (f"block ('{x.name}', 3, 0)", f"no answer of {holder}", "comm: ", "p2p.timeouts"):
         assert words in said
     del late
-    check(client, dask_p2p.transpose(x, chunks=(8, -1)))
+    check(client, x, (8, -1))
 
 
 def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
@@ -129,9 +135,7 @@ def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
             y.result(timeout=BOUND_S)
         assert time.monotonic() - start_s < 5 * DEADLINE_S + 5, "it is not 32 deadlines twice"
     del y
-    got = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
-    np.testing.assert_array_equal(got, expected(LARGE).T)
-    assert_nothing_is_held(client)
+    check(client, x, shape=LARGE)
 
 
 def test_a_holder_that_is_halted_in_the_middle(client, gate):
@@ -148,6 +152,4 @@ def test_a_holder_that_is_halted_in_the_middle(client, gate):
             y.result(timeout=BOUND_S)
         assert time.monotonic() - start_s < 3 * DEADLINE_S + 10  # on a busy machine
     del y
-    got = client.compute(dask_p2p.transpose(x, chunks=(256, -1))).result(timeout=BOUND_S)
-    np.testing.assert_array_equal(got, expected(LARGE).T)
-    assert_nothing_is_held(client)
+    check(client, x, (256, -1), LARGE)

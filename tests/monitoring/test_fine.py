@@ -47,15 +47,20 @@ def executed(client, name):
     return {key[2:]: value for key, value in metrics.items() if key[:2] == ("execute", name)}
 
 
-async def send_metrics(dask_worker):
-    await dask_worker.heartbeat()
+def unsent(dask_worker):
+    """Whether a worker has metrics that its next heartbeat will bring to the scheduler."""
+    return any("p2p-kernel" in metric for metric in dask_worker.digests_total_since_heartbeat)
+
+
+def wait_for_heartbeats(client):
+    wait_until(lambda: not any(client.run(unsent).values()), 10)
 
 
 def test_the_scheduler_has_them(client):
     x = persisted(client, da.ones((64, 48), chunks=(16, 48)))
     name = "p2p-transpose"
     dask_p2p.register(client)
-    client.run(send_metrics)
+    wait_for_heartbeats(client)
     before = executed(client, name)
     y = persisted(client, dask_p2p.transpose(x))
     (run,) = dask_p2p.last_runs(client, n=1)
@@ -64,7 +69,7 @@ def test_the_scheduler_has_them(client):
     def more(*what):
         return executed(client, name).get(what, 0) - before.get(what, 0)
 
-    client.run(send_metrics)
+    wait_for_heartbeats(client)
     wait_until(lambda: more("p2p-transfer", "bytes") == run.least_bytes, 10)
     stages = [stage for record in run.made for stage in record.stages]
     kernel_s = sum(r.kernel_s for r in run.made) + sum(stage.kernel_s for stage in stages)

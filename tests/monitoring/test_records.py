@@ -44,13 +44,13 @@ def test_only_what_is_new_is_given():
 
 def test_the_newest_of_a_log():
     log = RecordLog(100)
-    assert log.newest(10) == (0, [])
+    assert log.newest(10) == []
     for i in range(5):
         log.append(record(i, stages=(Stage("b", "comm", 1),) * i))
-    assert log.newest(4) == (5, [])
-    assert log.newest(5) == (5, [record(4, stages=(Stage("b", "comm", 1),) * 4)])
-    assert [kept.key[1] for kept in log.newest(9)[1]] == [3, 4]
-    assert [kept.key[1] for kept in log.newest(100)[1]] == [*range(5)]
+    assert log.newest(4) == []
+    assert log.newest(5) == [record(4, stages=(Stage("b", "comm", 1),) * 4)]
+    assert [kept.key[1] for kept in log.newest(9)] == [3, 4]
+    assert [kept.key[1] for kept in log.newest(100)] == [*range(5)]
 
 
 def test_a_store_has_each_record_once():

@@ -1,0 +1,51 @@
+"""Ranges that NVIDIA's profilers show: what a task's thread does for which holder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+__all__ = ["DOMAIN", "Ranges"]
+
+#: Of NVTX, by which a profiler tells these ranges from others.
+DOMAIN = "dask_p2p"
+
+# By which a profiler, Nsight Systems for one, is loaded into a process.
+_INJECTIONS = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
+
+
+class Ranges:
+    """Makes ranges, if the package nvtx is there and they are wanted or a profiler is attached.
+
+    Parameters
+    ----------
+    wanted
+        Whether to make them in any case: an option says so.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self._annotate = _annotate() if wanted or _is_profiled() else None
+
+    def __call__(self, *words: Any) -> AbstractContextManager[Any]:
+        """Return a context that is a range of this thread, named by these words."""
+        if self._annotate is None:
+            return nullcontext()
+        return self._annotate(" ".join(map(str, words)), domain=DOMAIN)
+
+
+@cache
+def _is_profiled() -> bool:
+    return any(os.environ.get(name) for name in _INJECTIONS)
+
+
+@cache
+def _annotate() -> Callable[..., AbstractContextManager[Any]] | None:
+    try:
+        import nvtx
+    except ImportError:
+        return None
+    annotate: Callable[..., AbstractContextManager[Any]] = nvtx.annotate
+    return annotate

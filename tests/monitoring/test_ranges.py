@@ -1,0 +1,102 @@
+"""NVTX ranges around tasks, and around what they do for each holder."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import dask
+import dask.array as da
+import pytest
+
+import dask_p2p
+from dask_p2p.monitoring import ranges
+from dask_p2p.monitoring.ranges import Ranges
+from tests.support import persisted
+
+
+@pytest.fixture(autouse=True)
+def _uncached():
+    def clear():
+        ranges._annotate.cache_clear()
+        ranges._is_profiled.cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Ranges, by how deep they lie in others, in the order in which they begin."""
+    found = []
+    depth = [0]
+
+    @contextmanager
+    def annotate(message, domain):
+        assert domain == "dask_p2p"
+        found.append((depth[0], message))
+        depth[0] += 1
+        yield
+        depth[0] -= 1
+
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
+    return found
+
+
+def test_they_are_made_where_an_option_or_a_profiler_asks_for_it(seen, monkeypatch):
+    for name in ranges._INJECTIONS:
+        monkeypatch.delenv(name, raising=False)
+    with Ranges(False)("no"):
+        pass
+    with Ranges(True)("wait", 7):
+        pass
+    assert seen == [(0, "wait 7")]
+    for name in ranges._INJECTIONS:
+        ranges._is_profiled.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "/opt/nvidia/libToolsInjection64.so")
+            with Ranges(False)("profiled"):
+                pass
+    assert seen[1:] == [(0, "profiled")] * 2
+
+
+def test_without_nvtx(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    assert type(Ranges(True)("no")) is nullcontext
+
+
+def test_with_nvtx_itself():
+    pytest.importorskip("nvtx")
+    with Ranges(True)("outer"), Ranges(True)("inner", ("x", 0)):
+        pass
+
+
+def test_a_task_and_its_stages(seen):
+    from distributed import Client, LocalCluster
+
+    with (
+        dask.config.set({"p2p.nvtx": True}),
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        first, second = sorted(client.nthreads())
+        slabs = [
+            client.persist(da.full((2, 6), worker, chunks=(2, 6)), workers=[worker])
+            for worker in (first, second)
+        ]
+        x = persisted(client, da.concatenate(slabs))
+        y = dask_p2p.transpose(x)[:3]
+        client.compute(y, workers=[first]).result(timeout=30)
+    (_, task), *stages = seen
+    assert task.startswith("('p2p-transpose-")
+    assert stages == [
+        (1, f"ask {second} by comm"),
+        (1, "own blocks"),
+        (1, f"wait {second} by comm"),
+        (1, f"place {second} by comm"),
+    ]
