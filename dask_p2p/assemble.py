@@ -108,6 +108,16 @@ class Assembly:
         return self._sources.stages
 
     @property
+    def stages_so_far(self) -> tuple[Stage, ...]:
+        """What has come from where by now. Any thread may ask."""
+        return self._sources.so_far()
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes that are to come from others, in all. Any thread may ask."""
+        return self._sources.wanted_bytes
+
+    @property
     def kernel_s(self) -> float:
         """Seconds of kernels for what this worker holds itself."""
         return self._kernels.seconds
