@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -43,6 +43,8 @@ from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import versioned
 
 __all__ = ["Assembly", "OutputSpec"]
+
+_END = object()
 
 
 @versioned()
@@ -231,7 +233,27 @@ class Assembly:
             pending = self._sources.failed(pending)
 
     def _read_once(self, pending: list[RemoteSource], queue: Queue) -> None:
-        """Try one route for each source. What fails is read again whole."""
+        """Try one route for each source. What fails is read again whole.
+
+        Memory of this host is read while regions from other hosts are on their way.
+        """
+        near = [source for source in pending if source.route.transport.within_host]
+        far = [source for source in pending if not source.route.transport.within_host]
+        if self._in_sync:
+            near, far = pending, []
+        beside = self._read_in_turn(near, queue)
+        for _ in self._read_in_turn(far, queue, beside):
+            pass
+        for _ in beside:
+            pass
+
+    def _read_in_turn(
+        self, pending: list[RemoteSource], queue: Queue, beside: Iterator[None] | None = None
+    ) -> Iterator[None]:
+        """Read sources one after another; rather than wait, take steps beside it.
+
+        Yields when a region is in place.
+        """
         sources = self._sources
         ahead: deque[Incoming] = deque()
         for _, group in groupby(pending, key=lambda source: source.route):
@@ -244,7 +266,8 @@ class Assembly:
                 continue
             while ahead and ahead[-1].read.transport is not read.transport:
                 # Each may fill all that there is for staging.
-                self._place(ahead.popleft(), queue)
+                self._place_first(ahead, queue, beside)
+                yield
             for incoming in read.regions():
                 if read.transport.in_place:
                     try:
@@ -258,9 +281,19 @@ class Assembly:
                 ahead.append(incoming)
                 del incoming  # which may be placed already: the next one takes its room
                 while len(ahead) > self._ahead(read):
-                    self._place(ahead.popleft(), queue)
+                    self._place_first(ahead, queue, beside)
+                    yield
         while ahead:
-            self._place(ahead.popleft(), queue)
+            self._place_first(ahead, queue, beside)
+            yield
+
+    def _place_first(
+        self, ahead: deque[Incoming], queue: Queue, beside: Iterator[None] | None
+    ) -> None:
+        while beside is not None and not ahead[0].region.pending.done():
+            if next(beside, _END) is _END:
+                break
+        self._place(ahead.popleft(), queue)
 
     def _ahead(self, read: OpenRead) -> int:
         if read.transport.in_place:  # copies that are queued, each into a slot

@@ -98,8 +98,7 @@ class RemoteSources:
         sources = []
         for slot, ref in refs.items():
             if ref.holders not in known:
-                # Of several replicas readers take different ones first: each those after its place.
-                nearest = tuple(stage_order(ref.holders, own_address))
+                nearest = self._nearest_first(ref.holders)
                 nearest_ref = BlockRef(ref.key, nearest)
                 routes = self._context.router.routes(nearest_ref, kind, self._dtype, order)
                 known[ref.holders] = nearest, routes
@@ -107,10 +106,20 @@ class RemoteSources:
             sources.append(RemoteSource(slot, BlockRef(ref.key, nearest), pieces[slot], [*routes]))
         # A worker that has blocks of its own is one of the holders, and its place among them
         # is what makes the workers read from each other in step.
-        holders = [source.ref.holders[0] for source in sources]
-        stages = stage_order([*holders, *([own_address] if has_local else [])], own_address)
+        holders = {source.ref.holders[0] for source in sources}
+        hosts = self._context.router.hosts([own_address, *holders])
+        ranked = [*holders, *([own_address] if has_local else [])]
+        stages = stage_order(ranked, own_address, hosts.__getitem__)
         place = {holder: stage for stage, holder in enumerate(stages)}
         return sorted(sources, key=lambda source: place[source.ref.holders[0]])
+
+    def _nearest_first(self, holders: tuple[str, ...]) -> tuple[str, ...]:
+        """Order the holders of one block: those of this host first, readers different ones."""
+        assert self._context is not None
+        here = self._context.address
+        hosts = self._context.router.hosts([here, *holders]) if len(holders) > 1 else {}
+        order = stage_order(holders, here)
+        return tuple(sorted(order, key=lambda holder: hosts.get(holder) != hosts.get(here)))
 
     def begin(self, sources: list[RemoteSource], kind: str) -> OpenRead:
         """Begin to read sources that have their route in common.

@@ -134,6 +134,10 @@ class Answer:
     call: Future[list[Any]]
     number: int
 
+    def done(self) -> bool:
+        """Return whether the call has ended."""
+        return self.call.done()
+
     @property
     def is_here(self) -> bool:
         """Whether it has come, and well."""
