@@ -27,7 +27,7 @@ from dask_p2p.task import PLUGIN_NAME
 from tests.browser import chromium, until, visit
 
 IMAGES = Path(__file__).parent / "images"
-SIZE = (1500, 900)
+SIZE = (1500, 820)
 
 
 @click.group()
@@ -81,7 +81,7 @@ def draw(records: Path, name: str) -> None:
         dask_p2p.register(client)
         store = cluster.scheduler.plugins[PLUGIN_NAME]._records
         store.add("recorded", 0, unpacked(records.read_bytes()))
-        page = client.dashboard_link.rpartition("/")[0] + "/p2p"
+        page = f"http://127.0.0.1:{cluster.scheduler.http_server.port}/p2p"
         for theme, suffix in (("light", ""), ("dark", "-dark")):
             visit(driver, f"{page}?theme={theme}")
             until(
