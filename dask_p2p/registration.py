@@ -10,13 +10,14 @@ import asyncio
 import logging
 import sys
 import warnings
+from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, proxy
 
 from dask_p2p.config import options
 from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
 from dask_p2p.task import assemble_block, whereabouts
-from dask_p2p.versioned import this_version
+from dask_p2p.versioned import check_dask, this_version
 
 __all__ = [
     "ask_later",
@@ -56,8 +57,8 @@ def register(client: Any = None) -> Any:
     ValueError
         If there is no client.
     RegistrationError
-        If the scheduler or a worker cannot take part, since it lacks the package or has another
-        version of it.
+        If the scheduler or a worker cannot take part, since it lacks the package, has another
+        version of it, or runs a release of Dask that this version does not work with.
     """
     from distributed import default_client
 
@@ -119,12 +120,25 @@ async def ask_later(worker: Any) -> None:
 
 
 async def _register_async(client: Any) -> None:
+    check_dask()
+    client._get_versions = partial(_get_versions, proxy(client))
     if options().low_latency:
         from dask_p2p.low_latency import shorten
 
         shorten(client.scheduler_comm)
     _report(await _ask(client.scheduler))
     _registered.add(client)
+
+
+async def _get_versions(client: Any, check: bool = False, packages: Any = None) -> Any:
+    """Do what `Client.get_versions` does, with this package among the others.
+
+    A place in Dask's own list would not do. What is in there is compared whenever somebody
+    connects, and processes that have not loaded this package would seem to lack it.
+    """
+    from distributed import Client
+
+    return await Client._get_versions(client, check, [*(packages or ()), "dask-p2p"])
 
 
 async def _register_later(client: Any) -> None:

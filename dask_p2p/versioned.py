@@ -18,11 +18,13 @@ from functools import cache
 from importlib import import_module, metadata
 from typing import Any, NoReturn, TypeVar
 
-from dask_p2p.errors import InputError, P2PError, VersionError
+from dask_p2p.errors import InputError, P2PError, RegistrationError, VersionError
 
 __all__ = [
+    "DASK_RELEASES",
     "FORMAT",
     "Unreadable",
+    "check_dask",
     "check_readable",
     "named_fields",
     "of_first_version",
@@ -34,6 +36,10 @@ __all__ = [
 
 #: Raised with each change after which values mean something else to other versions.
 FORMAT = 2
+
+#: Those that the tests pass with; pyproject.toml has the same. The plugins replace private parts of
+#: Dask (see tests/test_canary.py), so nothing is promised of other releases.
+DASK_RELEASES = ">=2025.12,<2026.9"
 
 _CURE = "Install the same version on clients, scheduler and workers."
 
@@ -159,6 +165,19 @@ def own_version() -> str:
         return metadata.version("dask-p2p")
     except metadata.PackageNotFoundError:  # it runs from a folder
         return "unknown"
+
+
+def check_dask() -> None:
+    """Raise `RegistrationError` if this process runs a release of Dask that may not work."""
+    from packaging.specifiers import SpecifierSet
+
+    found = metadata.version("distributed")
+    if not SpecifierSet(DASK_RELEASES).contains(found, prereleases=True):
+        raise RegistrationError(
+            f"expected distributed {DASK_RELEASES} with dask_p2p {own_version()}, got distributed "
+            f"{found}. On clients, scheduler and workers: pip install 'distributed{DASK_RELEASES}' "
+            f"'dask{DASK_RELEASES}', or another release of dask-p2p."
+        )
 
 
 def _read_or_replace(*written: Any) -> Any:

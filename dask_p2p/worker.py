@@ -31,7 +31,7 @@ from dask_p2p.plans import stage_order
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, plugin_runtime
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.router import BlockRef
-from dask_p2p.versioned import versioned
+from dask_p2p.versioned import check_dask, versioned
 from dask_p2p.worker_context import DaskWorkerContext
 
 __all__ = ["P2PPlugin", "by_reference", "meet", "set_up"]
@@ -66,6 +66,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def setup(self, worker: Worker) -> None:
         """Take the place of the worker's handlers, and add the transports': all, or nothing."""
         try:
+            check_dask()
             self.options = own = self.options or options()
             self._worker = worker
             self._context = context = DaskWorkerContext(worker, own)

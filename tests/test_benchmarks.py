@@ -15,7 +15,8 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import chart, growth, redistributions
+import dask_p2p
+from benchmarks import chart, growth, monitoring_cost, redistributions
 from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals import copy_engines, mpi_fft, torch_nccl
 from benchmarks.rivals.common import MODULI, Case, row, time_forms
@@ -395,3 +396,25 @@ def test_what_growth_is_simulated_to_cost():
     assert groups.tasks < 1070
     assert (one_pass.moved, groups.moved, two.moved, three.moved) == (0.75, 0.75, 1.5, 2.25)
     assert three.edges < two.edges < one_pass.edges
+
+
+def test_what_monitoring_costs_is_compared_within_rounds():
+    bare_s = [1.0, 10.0, 2.0, 4.0, 1.0]  # a machine that others use too
+    assert monitoring_cost.ratio(bare_s, bare_s) == (1, 1, 1)
+    middle, low, high = monitoring_cost.ratio([1.5 * s for s in bare_s], bare_s)
+    assert middle == low == high == 1.5
+    middle, low, high = monitoring_cost.ratio([1.0, 11.0, 2.0, 8.0, 1.1], bare_s)
+    assert middle == pytest.approx(1.1)
+    assert low < middle < high
+
+
+def test_monitoring_is_left_out_where_that_is_measured(client):
+    x = client.persist(da.ones((64, 48), chunks=(16, 48)))
+    dask_p2p.register(client)
+    times_s = monitoring_cost.measured(client, x, rounds=1, runs=2)
+    assert {way: len(seconds) for way, seconds in times_s.items()} == dict.fromkeys(
+        monitoring_cost.WAYS, 1
+    )
+    runs = dask_p2p.last_runs(client, n=100)
+    # Two rounds, the first of which warms up, of two ways that leave records.
+    assert sum(run.name == dask_p2p.transpose(x).name for run in runs) == 2 * 2 * 2

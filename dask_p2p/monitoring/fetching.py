@@ -33,7 +33,8 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
         The newest first; something to await if the client is asynchronous. Empty for a cluster
         that lacks the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
         ``axes``, ``moved_bytes``, ``least_bytes``, ``exchange_s``, ``wall_s``, ``gbs``, ``pairs``,
-        ``transports``, ``attempts``, ``failures`` and ``fallbacks``.
+        ``transports``, ``attempts``, ``failures`` and ``fallbacks``. All together have
+        ``to_pandas()`` and ``to_trace(file)``.
 
     Raises
     ------

@@ -27,7 +27,7 @@ from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.budget import LIMIT_REACHED
 from dask_p2p.transports.checksums import region_sum
-from dask_p2p.transports.comm_reading import READ_OP, CommReading
+from dask_p2p.transports.comm_reading import CommReading
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.flow_control import FlowControl, Pace, PackingLimits, parts_held
 from dask_p2p.transports.reading import Reading, Request
@@ -58,6 +58,7 @@ class CommTransport(Transport):
     """Regions as answers to RPCs."""
 
     name: ClassVar[str] = "comm"
+    reading: ClassVar[type[CommReading]] = CommReading
 
     # --- flow control ---
 
@@ -104,7 +105,7 @@ class CommTransport(Transport):
         self._serving = 0  # requests; changed on the event loop only
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {READ_OP: self._serve}
+        return {self.reading.op: self._serve}
 
     def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         return None
@@ -115,7 +116,7 @@ class CommTransport(Transport):
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         pace, flow = self._paces[requests[0].holder], self.flow_for(requests, options)
         flow = replace(flow, part_bytes=min(flow.part_bytes or pace.most_bytes, pace.most_bytes))
-        reading = CommReading(self.host, requests, flow, options, self._opened.discard, pace)
+        reading = self.reading(self.host, requests, flow, options, self._opened.discard, pace)
         self._opened.add(reading)
         return reading
 

@@ -19,10 +19,8 @@ from dask_p2p.transports.flow_control import FlowControl, Pace
 from dask_p2p.transports.reading import Part, Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, mismatch
 
-__all__ = ["READ_OP", "Answer", "CommReading"]
+__all__ = ["Answer", "CommReading"]
 
-#: Name of the holder's handler.
-READ_OP = "p2p_comm_read"
 _MOST_PARTS = 256  # in one answer: each is a frame of its own
 
 
@@ -30,7 +28,7 @@ class CommReading(Reading):
     """Regions that are asked for, and answered, several at a time."""
 
     name: ClassVar[str] = "comm"
-    op: ClassVar[str] = READ_OP
+    op: ClassVar[str] = "p2p_comm_read"  # name of the holder's handler
     align_bytes: ClassVar[int] = 1  # of each region in an answer
 
     def __init__(

@@ -17,6 +17,7 @@ from dask_p2p.errors import InputError, TransferError
 from dask_p2p.monitoring.fetching import fetch_records
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.worker_context import FALLBACK_TOPIC
 from tests.support import indexed
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}
@@ -177,17 +178,28 @@ def recover(holder, dask_worker):
 def test_pairs_that_fell_back_stand_out(client, x):
     holder, reader = holder_of(client, x, 1), holder_of(client, x, 0)
     dask_p2p.transpose(x).compute()  # they have met
-    client.run(fall_back, holder, workers=[reader])
+    client.run(listen)
+    for _ in range(2):
+        client.run(fall_back, holder, workers=[reader])
     try:
         y = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
         wait(y)
     finally:
         client.run(recover, holder, workers=[reader])
+        said = {worker: texts for worker, texts in client.run(heard).items() if texts}
     run = dask_p2p.last_runs(client, n=1)[0]
     assert run.transports == {"cma": 2, "comm": 1}
     assert run.pairs[reader, holder, "comm"] == 16 * 16 * 8
     assert list(run.fallbacks) == [(reader, holder, "cma")]
     assert "on purpose" in run.fallbacks[reader, holder, "cma"]
+    (text,) = said[reader]
+    assert list(said) == [reader]
+    for part in (reader, holder, "cma", "on purpose", "name another order"):
+        assert part in text
+    _, event = client.get_events(FALLBACK_TOPIC)[-1]
+    assert (event["worker"], event["holder"], event["transport"]) == (reader, holder, "cma")
+    assert "on purpose" in event["reason"]
+    assert "name another order" in event["remedy"]
 
 
 class Kept(logging.Handler):
@@ -202,11 +214,15 @@ class Kept(logging.Handler):
 def listen(dask_worker):
     dask_worker.heard = Kept()
     dask_worker.heard.setLevel(logging.DEBUG + 1)
-    logging.getLogger("dask_p2p").addHandler(dask_worker.heard)
+    logger = logging.getLogger("dask_p2p")
+    logger.addHandler(dask_worker.heard)
+    logger.setLevel(logging.DEBUG)
 
 
 def heard(dask_worker):
-    logging.getLogger("dask_p2p").removeHandler(dask_worker.heard)
+    logger = logging.getLogger("dask_p2p")
+    logger.removeHandler(dask_worker.heard)
+    logger.setLevel(logging.NOTSET)
     return dask_worker.heard.texts
 
 

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# A Dask cluster within one job of several nodes, and a program on it: sbatch job.sh
+#SBATCH --job-name=dask-p2p
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --time=00:30:00
+# On GPUs also:
+##SBATCH --gpus-per-node=8
+set -euo pipefail
+
+here=${DASK_P2P_DEPLOY:-$SLURM_SUBMIT_DIR}  # where transpose.py is
+interface=${INTERFACE:-ib0}                 # of the fast network; see: ip -brief address
+pool=${POOL:-60GiB}                         # of each GPU, a multiple of 2 MiB
+run=$SLURM_SUBMIT_DIR/dask-$SLURM_JOB_ID    # on a file system that all nodes see
+file=$run/scheduler.json
+scratch=${TMPDIR:-/tmp}                     # on a disk of each node's own
+
+mkdir -p "$run"
+# The scheduler puts the plugins on all workers.
+export DASK_DISTRIBUTED__SCHEDULER__PRELOAD='["dask_p2p.preload"]'
+
+if [ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ]; then
+  each=$SLURM_GPUS_ON_NODE
+  export DASK_ARRAY__BACKEND=cupy
+  worker=(dask cuda worker --rmm-pool-size "$pool" --set-rmm-allocator-for-libs cupy)
+else
+  each=$SLURM_CPUS_PER_TASK
+  worker=(dask worker --nworkers "$each" --nthreads 1)
+fi
+
+srun --overlap --nodes=1 --ntasks=1 \
+  dask scheduler --no-jupyter --interface "$interface" --port 0 --dashboard-address :0 \
+  --scheduler-file "$file" >"$run/scheduler.log" 2>&1 &
+srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+  "${worker[@]}" --interface "$interface" --scheduler-file "$file" \
+  --local-directory "$scratch" >"$run/workers.log" 2>&1 &
+trap 'kill $(jobs -p); wait' EXIT
+
+# Your program in the place of this one.
+python "$here/transpose.py" "$file" "$((each * SLURM_JOB_NUM_NODES))"

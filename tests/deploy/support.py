@@ -1,0 +1,112 @@
+"""Running what deployment files say, as it is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import dask.array as da
+import numpy as np
+from distributed import Client
+
+import dask_p2p
+from dask_p2p.task import PLUGIN_NAME
+from tests.support import import_path, indexed
+
+ROOT = Path(dask_p2p.__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+BIN = Path(sys.executable).parent
+
+
+def environment(**variables):
+    """The environment of a process that finds this package and its commands."""
+    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
+    # Workers are forked off a process that has imported everything, and nobody looks what they do.
+    quick = {
+        "DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver",
+        "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    }
+    return {**os.environ, **quick, "PYTHONPATH": import_path(), "PATH": path, **variables}
+
+
+def free_ports(count):
+    """Ports of this host that nobody listens on."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def output_of(*command, timeout=100, cwd=None, **variables):
+    """What a command prints; it must end well."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        env=environment(**variables),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def running(folder, *commands, **variables):
+    """Run commands at a time; what they say is in files of a folder."""
+    logs = [folder / f"{number}.log" for number in range(len(commands))]
+    processes = []
+    try:
+        for command, log in zip(commands, logs, strict=True):
+            with log.open("w") as file:
+                process = subprocess.Popen(
+                    command,
+                    env=environment(**variables),
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            processes.append(process)
+        try:
+            yield
+        except BaseException:
+            print(*(log.read_text() for log in logs), sep="\n---\n")  # noqa: T201  # for pytest
+            raise
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(20)
+
+
+def look(address, workers, *, has_plugin=True, **kwargs):
+    """Transpose on a cluster, where the plugin is, or is not, before a client asks for it."""
+    x = indexed((40, 12))
+    y = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))  # before there is a client
+    with Client(address, timeout=60, **kwargs) as client:
+        client.wait_for_workers(workers, timeout=60)
+        there = client.run(_has_plugin, patience_s=20 if has_plugin else 0.5)
+        assert [*there.values()] == [has_plugin] * workers
+        np.testing.assert_array_equal(client.compute(y).result(timeout=60), x.T)
+
+
+async def _has_plugin(dask_worker, patience_s):
+    """The scheduler gives it to those that have joined."""
+    import asyncio
+
+    for _ in range(int(patience_s / 0.02)):
+        if PLUGIN_NAME in dask_worker.plugins:
+            return True
+        await asyncio.sleep(0.02)
+    return False

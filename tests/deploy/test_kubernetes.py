@@ -1,0 +1,131 @@
+"""deploy/kubernetes: held against the operator's schema; the CPU cluster's commands run by TLS."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from distributed import Security
+
+from tests.deploy.support import BIN, DEPLOY, free_ports, look, output_of, running
+
+KUBERNETES = DEPLOY / "kubernetes"
+SCHEMA = json.loads((Path(__file__).parent / "schemas" / "daskcluster.json").read_text())
+
+
+def documents(name):
+    """The objects of a file, by kind."""
+    return {each["kind"]: each for each in yaml.safe_load_all((KUBERNETES / name).read_text())}
+
+
+def closed(schema):
+    """The schema, where names that it does not know are errors, as they are for kubectl."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {name: closed(value) for name, value in schema.items()}
+    if isinstance(schema.get("properties"), dict):
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+SPEC = closed(SCHEMA["properties"]["spec"])
+
+
+def container(cluster, component):
+    (found,) = cluster["spec"][component]["spec"]["containers"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_clusters_are_what_the_operator_takes(name):
+    cluster = documents(f"{name}.yaml")["DaskCluster"]
+    assert cluster["apiVersion"] == "kubernetes.dask.org/v1"
+    jsonschema.validate(cluster["spec"], SPEC)
+    container(cluster, "worker")["volumeMount"] = []
+    with pytest.raises(jsonschema.ValidationError, match="volumeMount"):
+        jsonschema.validate(cluster["spec"], SPEC)
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_what_is_named_is_there(name):
+    there = documents(f"{name}.yaml")
+    cluster, config = there["DaskCluster"], there["ConfigMap"]
+    for component in ("scheduler", "worker"):
+        pod = cluster["spec"][component]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = container(cluster, component)["volumeMounts"]
+        assert {mount["name"] for mount in mounts} == set(volumes)
+        assert volumes["config"]["configMap"]["name"] == config["metadata"]["name"]
+    service = cluster["spec"]["scheduler"]["service"]
+    ports = {port["name"] for port in container(cluster, "scheduler")["ports"]}
+    assert {port["targetPort"] for port in service["ports"]} == ports
+    assert service["selector"]["dask.org/cluster-name"] == cluster["metadata"]["name"]
+    address = f"tls://{cluster['metadata']['name']}-scheduler:8786"
+    given = {each["name"]: each["value"] for each in container(cluster, "worker")["env"]}
+    assert given.get("DASK_SCHEDULER_ADDRESS", address) == address
+
+
+def test_prometheus_scrapes_what_pods_serve():
+    monitor = documents("monitor.yaml")["PodMonitor"]["spec"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    (expression,) = monitor["selector"]["matchExpressions"]
+    assert (expression["key"], expression["values"]) == (
+        "dask.org/component",
+        ["scheduler", "worker"],
+    )
+    for name in ("cpu", "gpu"):
+        cluster = documents(f"{name}.yaml")["DaskCluster"]
+        for component in expression["values"]:
+            ports = {port["name"]: port for port in container(cluster, component)["ports"]}
+            assert endpoint["port"] in ports
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+def test_the_cpu_clusters_commands_make_an_encrypted_cluster(tmp_path):
+    secret = yaml.safe_load(output_of(KUBERNETES / "certificates.sh"))
+    there = documents("cpu.yaml")
+    cluster, config = there["DaskCluster"], there["ConfigMap"]
+    secrets = {volume["secret"]["secretName"] for volume in _volumes(cluster) if "secret" in volume}
+    assert secrets == {secret["metadata"]["name"]}
+    for name, value in secret["data"].items():
+        (tmp_path / name).write_bytes(base64.b64decode(value))
+    for name, text in config["data"].items():
+        (tmp_path / name).write_text(text.replace("/etc/dask-tls", str(tmp_path)))
+
+    port, dashboard = map(str, free_ports(2))
+    outside = {"8786": port, ":8788": ":0", "$(DASK_WORKER_NAME)": "pod", "/scratch": str(tmp_path)}
+    outside["4"] = "2"  # workers
+    scheduler, worker = (
+        [outside.get(word, word) for word in container(cluster, component)["args"]]
+        for component in ("scheduler", "worker")
+    )
+    assert scheduler[0] == worker[0] == "dask"
+    scheduler += ["--dashboard-address", f":{dashboard}"]
+    address = f"tls://127.0.0.1:{port}"
+    security = Security(
+        tls_ca_file=str(tmp_path / "ca.crt"),
+        tls_client_cert=str(tmp_path / "tls.crt"),
+        tls_client_key=str(tmp_path / "tls.key"),
+        require_encryption=True,
+    )
+    with running(
+        tmp_path,
+        [BIN / scheduler[0], *scheduler[1:]],
+        [BIN / worker[0], *worker[1:]],
+        DASK_CONFIG=str(tmp_path),
+        DASK_SCHEDULER_ADDRESS=address,
+    ):
+        look(address, 2, security=security)
+
+
+def _volumes(cluster):
+    for component in ("scheduler", "worker"):
+        yield from cluster["spec"][component]["spec"]["volumes"]

@@ -1,0 +1,130 @@
+"""The documentation is true: the names in it are there, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import pkgutil
+import re
+import runpy
+from importlib import import_module
+
+import pytest
+import yaml
+
+import dask_p2p
+from tests.docs.pages import DOCS, NOTEBOOKS, OTHERS, PAGES, README, REPOSITORY, ROOT
+
+MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(dask_p2p.__path__, prefix="dask_p2p.")
+)
+GPU_LIBRARIES = {"cuda", "cupy", "cupy_backends", "dask_cuda", "pynvml", "rmm", "ucxx"}
+
+
+@pytest.mark.parametrize("name", ["dask_p2p", *MODULES])
+def test_examples_in_docstrings(name):
+    try:
+        module = import_module(name)
+    except ImportError as exc:
+        if (exc.name or "").partition(".")[0] not in GPU_LIBRARIES:
+            raise
+        pytest.skip(f"needs {exc.name}")
+    assert doctest.testmod(module).failed == 0
+
+
+WALK = (DOCS / "walk.md").read_text("utf-8")
+STEPS = re.findall(r"^ *(\d+)  (\S+) +(\S+)", WALK, flags=re.MULTILINE)
+
+
+def functions_of(module):
+    """Return the qualified names of a module's functions; it may need a GPU to be imported."""
+    tree = ast.parse((ROOT / "dask_p2p" / f"{module}.py").read_text("utf-8"))
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        functions = (node for node in cls.body if isinstance(node, ast.FunctionDef))
+        names |= {f"{cls.name}.{function.name}" for function in functions}
+    return names
+
+
+def test_the_walk_is_made_of_functions_that_there_are():
+    assert [int(number) for number, _, _ in STEPS] == list(range(1, len(STEPS) + 1))
+    for _, module, name in STEPS:
+        assert name in functions_of(module), (module, name)
+
+
+def test_the_walk_is_counted():
+    modules = {module for _, module, _ in STEPS}
+    assert f"These are {len(STEPS)} functions in {len(modules)} modules" in WALK
+    records = re.findall(r"`(\w+)`", WALK.partition("## Records")[2])
+    assert f"These are {len(records)}." in WALK
+    classes = {
+        node.name
+        for path in (ROOT / "dask_p2p").rglob("*.py")
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert set(records) <= classes
+
+
+def test_the_design_names_every_module():
+    design = (DOCS / "design.md").read_text("utf-8")
+    table = design.partition("| module |")[2].partition("\n\n")[0]
+    named = {
+        name
+        for row in table.splitlines()
+        for name in re.findall(r"`(\w+)`", row[: row.find("|", 2)])
+    }
+    assert named == {module.name for module in pkgutil.iter_modules(dask_p2p.__path__)}
+
+
+def test_the_reference_names_all_that_is_public():
+    """Beside it only what these functions return, and xarray's accessor; errors list themselves."""
+    text = (DOCS / "reference" / "api.rst").read_text("utf-8")
+    listed = re.findall(r"^   ~?([\w.]+)$", text, flags=re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    public = set(dask_p2p.__all__) - set(dask_p2p.errors.__all__)
+    assert {name for name in listed if "." not in name} == public
+    assert ".. automodule:: dask_p2p.errors\n   :members:" in text
+
+
+def test_the_table_of_options_is_whole():
+    rows = list(runpy.run_path(str(DOCS / "options_table.py"))["rows"]())
+    defaults = yaml.safe_load((ROOT / "dask_p2p" / "p2p.yaml").read_text("utf-8"))
+
+    def leaves(prefix, value):
+        if not isinstance(value, dict):
+            return {prefix}
+        return set().union(*(leaves(f"{prefix}.{part}", of) for part, of in value.items()))
+
+    assert {name for name, *_ in rows} == leaves("p2p", defaults["p2p"])
+    assert all(values and text for _, _, values, text in rows)
+
+
+def test_the_picture_of_the_stages_is_what_the_script_draws():
+    drawn = runpy.run_path(str(DOCS / "draw_stages.py"))["picture"]()
+    assert (DOCS / "images" / "stages.svg").read_text("utf-8") == drawn
+
+
+DOCUMENTS = [README, *OTHERS, *PAGES, *NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    text = path.read_text("utf-8")
+    for target in re.findall(r"\]\(\s*([^)#\s]+)", text):
+        assert exists(target, path.parent), (path.name, target)
+
+
+def exists(target, folder):
+    """Tell whether there is what a link to this checkout leads to; others are taken as they are."""
+    own = re.match(rf"{REPOSITORY}/(?:blob|tree|raw)/main/(.*)", target)
+    if own:
+        return (ROOT / own[1]).exists()
+    return target.startswith("http") or any((folder / f"{target}{e}").exists() for e in ("", ".md"))
+
+
+def test_the_readme_is_short_and_its_links_work_elsewhere():
+    """A package index shows it, without the files beside it."""
+    text = README.read_text("utf-8")
+    assert len(text.splitlines()) < 100
+    assert all(target.startswith("https://") for target in re.findall(r"\]\(\s*([^)\s]+)", text))

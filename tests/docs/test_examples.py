@@ -1,0 +1,177 @@
+"""The code in the documentation runs: each page from its top, as a reader would type it."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from distributed import Client
+from jsonschema import Draft7Validator
+
+import dask_p2p
+from dask_p2p.cli import p2p
+from tests.docs.pages import (
+    NOTEBOOKS,
+    OTHERS,
+    PAGES,
+    READ,
+    README,
+    ROOT,
+    RUN,
+    Block,
+    blocks_of,
+    cells_of,
+)
+
+BLOCKS = {page: blocks_of(page) for page in (README, *PAGES)}
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+# Blocks that need what the machine that runs the tests may lack. Each says so in its page too.
+NOT_RUN = {"docs/how-to/gpu-cluster.md": 2}
+
+
+_OPENED = re.compile(r"^[ >]*(?:`{3,}|~{3,})[ {]*(?:code|py|ipy|con|doctest)", re.MULTILINE)
+
+
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+def has_code(page):
+    return any(block.language in RUN and not block.not_run for block in BLOCKS[page])
+
+
+def run(block, names):
+    {"python": run_python, "pycon": run_session, "console": run_commands}[block.language](
+        block, names
+    )
+
+
+def run_python(block, names):
+    lines_above = "\n" * (block.line - 1)  # so that tracebacks name the page's line
+    exec(compile(lines_above + block.text, str(block.page), "exec"), names)
+
+
+def run_session(block, names):
+    """Run lines after ``>>>``, and compare what they give with what the page says."""
+    session = doctest.DocTestParser().get_doctest(
+        block.text, names, block.where, str(block.page), block.line - 1
+    )
+    assert session.examples, block.where
+    said = []
+    result = doctest.DocTestRunner(optionflags=FLAGS).run(
+        session, out=said.append, clear_globs=False
+    )
+    assert result.failed == 0, "".join(said)
+    names.update(session.globs)
+
+
+def run_commands(block, _):
+    """Run lines after ``$``, and compare what they print, if the page says what that is."""
+    first, *parts = re.split(r"^\$ dask p2p (.*)\n", block.text, flags=re.MULTILINE)
+    assert not first, block.where
+    assert parts, block.where
+    for command, expected in zip(parts[::2], parts[1::2], strict=True):
+        result = CliRunner().invoke(p2p, shlex.split(command))
+        assert result.exit_code == 0, (block.where, result.output)
+        same = doctest.OutputChecker().check_output(expected, result.stdout, FLAGS)
+        assert same or not expected, (block.where, result.stdout)
+
+
+@pytest.fixture
+def client(cluster):
+    """What a page calls `client`. It is not entered: a client that a page makes comes before it."""
+    client = Client(cluster)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder to write to; and afterwards Dask rechunks as before."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    dask_p2p.uninstall()
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("page", [page for page in BLOCKS if has_code(page)], ids=name)
+def test_the_code_of_a_page_runs(page, client):
+    """One block after another, in one namespace, in which `client` is what the page calls so."""
+    names = {"__name__": "docs", "client": client}
+    for block in BLOCKS[page]:
+        if block.language in RUN and not block.not_run:
+            run(block, names)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+def test_the_code_of_a_notebook_runs(notebook, monkeypatch):
+    """Only the code, in this process: Sphinx runs it in a kernel, as a reader would."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names = {"__name__": "docs"}
+    for cell in cells_of(notebook):
+        run_python(cell, names)
+
+
+def test_no_block_is_left_out_silently():
+    left_out = {}
+    for page, blocks in BLOCKS.items():
+        text = page.read_text("utf-8")
+        opened = re.findall(
+            r"^[ >]*(?:`{3,}|~{3,})[ {]*(?=\S)(?:code|py|ipy|con|doctest)", text, re.M
+        )
+        code = [block for block in blocks if block.language in RUN]
+        assert len(opened) == len(code), name(page)
+        for block in blocks:
+            assert block.language in (*RUN, *READ) or block.language[:1] == "{", block.where
+        if count := sum(bool(block.not_run) for block in code):
+            left_out[name(page)] = count
+    assert left_out == NOT_RUN
+
+
+def test_a_block_that_fails_is_a_failure(tmp_path):
+    page = ROOT / "page.md"
+    with pytest.raises(ZeroDivisionError):
+        run(Block(page, 1, "python", "1 / 0\n"), {})
+    with pytest.raises(AssertionError, match="Expected"):
+        run(Block(page, 1, "pycon", ">>> 1 + 1\n3\n"), {})
+    with pytest.raises(AssertionError):
+        run(Block(page, 1, "console", "$ dask p2p plan --shape 2x2 --workers 1\nno\n"), {})
+    with pytest.raises(AssertionError):
+        run(Block(page, 1, "console", "$ dask p2p plan\n"), {})
+
+
+COMMANDS = [
+    (block.where, words)
+    for blocks in (*BLOCKS.values(), *map(blocks_of, OTHERS))
+    for block in blocks
+    if block.language in ("sh", "console")
+    for line in block.text.splitlines()
+    if "dask p2p" in line
+    for words in [shlex.split(line.partition("dask p2p")[2], comments=True)]
+]
+
+
+@pytest.mark.parametrize(("where", "words"), COMMANDS, ids=[where for where, _ in COMMANDS])
+def test_commands_have_the_options_that_are_shown(where, words):
+    command = p2p.get_command(None, words[0])
+    assert command is not None, where
+    known = {flag for option in command.params for flag in option.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+SETTINGS = [block for blocks in BLOCKS.values() for block in blocks if block.language == "yaml"]
+
+
+@pytest.mark.parametrize("block", SETTINGS, ids=[block.where for block in SETTINGS])
+def test_configuration_that_is_shown_is_right(block):
+    schema = yaml.safe_load((ROOT / "dask_p2p" / "p2p-schema.yaml").read_text("utf-8"))
+    settings = yaml.safe_load(block.text)
+    assert list(Draft7Validator(schema).iter_errors(settings)) == []
+    assert settings.keys() <= {"p2p", "distributed"}

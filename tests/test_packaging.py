@@ -1,0 +1,157 @@
+"""Metadata, workflows and templates: what a package index and a forge show and run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from datetime import date
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import dask_p2p
+from dask_p2p.versioned import DASK_RELEASES
+
+ROOT = Path(dask_p2p.__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+GITHUB = ROOT / ".github"
+SCHEMAS = {
+    ".github/workflows/ci.yml": "github-workflows",
+    ".github/workflows/release.yml": "github-workflows",
+    ".github/ISSUE_TEMPLATE/bug.yml": "github-issue-forms",
+    ".github/ISSUE_TEMPLATE/wish.yml": "github-issue-forms",
+    ".github/ISSUE_TEMPLATE/config.yml": "github-issue-config",
+    "CITATION.cff": "citation-file-format",
+}
+
+
+def is_valid(path, schema):
+    command = [Path(sys.executable).parent / "check-jsonschema", "--builtin-schema"]
+    done = subprocess.run(
+        [*command, f"vendor.{schema}", path], capture_output=True, text=True, check=False
+    )
+    return done.returncode == 0
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_files_are_what_their_readers_take(name, tmp_path):
+    path = ROOT / name
+    assert is_valid(path, SCHEMAS[name])
+    (tmp_path / path.name).write_text(f"{path.read_text()}\nunknown: 1\n")
+    assert not is_valid(tmp_path / path.name, SCHEMAS[name])
+
+
+def test_all_files_are_held_against_a_schema():
+    found = {str(path.relative_to(ROOT)) for path in GITHUB.rglob("*.yml")}
+    assert found == {name for name in SCHEMAS if name.startswith(".github")}
+
+
+def requirement(name, extra=None):
+    given = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
+    (found,) = [each for each in map(Requirement, given) if each.name == name]
+    return found.specifier
+
+
+def test_the_range_of_dask_is_the_same_everywhere():
+    wanted = SpecifierSet(DASK_RELEASES)
+    for name in ("dask", "distributed"):
+        assert requirement(name) == wanted
+        (pinned,) = requirement(name, "cuda13")
+        assert wanted.contains(pinned.version), "what dask-cuda needs is inside"
+    run = recipe()["requirements"]["run"]
+    for name in ("dask-core", "distributed"):
+        assert f"{name} {DASK_RELEASES}" in run
+
+
+def recipe():
+    return yaml.safe_load((ROOT / "deploy" / "conda" / "recipe.yaml").read_text())
+
+
+def test_the_conda_recipe_is_one():
+    """By the program that builds it."""
+    rattler_build = pytest.importorskip("rattler_build", reason="py-rattler-build is not installed")
+    text = (ROOT / "deploy" / "conda" / "recipe.yaml").read_text()
+    (variant,) = rattler_build.Stage0Recipe.from_yaml(text).render(rattler_build.VariantConfig())
+    made = variant.recipe.to_dict()
+    assert made["package"] == {"name": "dask-p2p", "version": PROJECT["version"]}
+    wanted = {Requirement(each).name for each in PROJECT["dependencies"]} - {"dask"}
+    assert {each.split()[0] for each in made["requirements"]["run"]} == {
+        *wanted,
+        "dask-core",
+        "python",
+    }
+    with pytest.raises(rattler_build.RecipeParseError, match="unknown field"):
+        rattler_build.Stage0Recipe.from_yaml(text.replace("pip_check", "pip_cheque"))
+
+
+def test_the_version_is_the_same_everywhere():
+    version = PROJECT["version"]
+    assert recipe()["context"]["version"] == version
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(citation["version"]) == version
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    newest, when = re.findall(r"^## (\S+)(?:, (.*))?$", changes, flags=re.MULTILINE)[0]
+    assert newest == version
+    if when != "not released yet":
+        date.fromisoformat(when)
+
+
+def test_the_book_is_cited():
+    (book,) = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
+    assert [author["family-names"] for author in book["authors"]] == ["Ruetsch", "Fatica"]
+    assert book["title"].startswith("CUDA Fortran for Scientists and Engineers")
+
+
+def test_one_address_of_the_repository():
+    repository = PROJECT["urls"]["Source"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["repository-code"] == repository
+    assert recipe()["about"]["repository"] == repository
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text()
+        for owner in re.findall(r"github\.com/([\w-]+)/dask-p2p", text):
+            assert f"https://github.com/{owner}/dask-p2p" == repository, name
+
+
+def test_links_of_what_an_index_shows_are_absolute():
+    text = (ROOT / PROJECT["readme"]).read_text()
+    links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"(?:src|href)=\"([^\"]+)", text)
+    assert links
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    own = re.compile(r"https://\S+/dask-p2p/dask-p2p/(?:(?:blob|raw|tree)/)?main/([^)\s#\"]+)")
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        for path in own.findall((ROOT / name).read_text()):
+            assert (ROOT / path).exists(), (name, path)
+
+
+def test_each_python_is_tested_and_named():
+    matrix = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]["test"][
+        "strategy"
+    ]["matrix"]["include"]
+    tested = {each["python"] for each in matrix}
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    supported = SpecifierSet(PROJECT["requires-python"])
+    assert tested == set(named) == {f"3.{n}" for n in range(30) if supported.contains(f"3.{n}")}
+    assert {"oldest", "newest"} <= {each["dask"] for each in matrix}
+
+
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [
+        ("oldest", "dask==2025.12"),
+        ("2026.7.1", "dask==2026.7.1\ndistributed==2026.7.1\n"),
+        ("newest", "dask>=2025.12,<2026"),
+    ],
+)
+def test_constraints(which, expected):
+    command = [sys.executable, str(ROOT / ".ci" / "constraints.py"), which]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.startswith(expected)
+    if which != "2026.7.1":
+        names = {re.split("[=>]", line)[0] for line in said.splitlines()}
+        assert names == {Requirement(each).name for each in PROJECT["dependencies"]}
