@@ -68,6 +68,8 @@ class RemoteSources:
         self._context = context
         self._start_s = start_s
         self._open: list[OpenRead] = []
+        self._ordered: list[RemoteSource] = []
+        self._wanted_bytes = 0
         # Holders, by this transport or by all (None), and why: none is waited for twice.
         self._unreachable: dict[tuple[str, str | None], str] = {}
 
@@ -111,7 +113,8 @@ class RemoteSources:
         ranked = [*holders, *([own_address] if has_local else [])]
         stages = stage_order(ranked, own_address, hosts.__getitem__)
         place = {holder: stage for stage, holder in enumerate(stages)}
-        return sorted(sources, key=lambda source: place[source.ref.holders[0]])
+        self._ordered = sorted(sources, key=lambda source: place[source.ref.holders[0]])
+        return self._ordered
 
     def _nearest_first(self, holders: tuple[str, ...]) -> tuple[str, ...]:
         """Order the holders of one block: those of this host first, readers different ones."""
@@ -139,7 +142,7 @@ class RemoteSources:
         read = OpenRead(route.transport, sources, reading, slot_bytes, begun_s, begun_s)
         for source in sources:
             source.reading = reading
-            source.missing = source.size
+            source.missing = source.wanted = source.size
         self._open.append(read)
         return read
 
@@ -273,6 +276,19 @@ class RemoteSources:
             if source.missing:
                 name = source.route.transport.name
                 raise TransferError(f"{name}: {source.ref.key!r} arrived incomplete")
+
+    def so_far(self) -> tuple[Stage, ...]:
+        """Return what has come by now, while a thread is at work; any other may ask."""
+        open_ = [read.so_far(self._dtype.itemsize, self._start_s) for read in tuple(self._open)]
+        return (*self.stages, *open_)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes that are to come, in all; 0 before it is known from where. Any thread may ask."""
+        if not self._wanted_bytes:
+            elements = sum(source.size for source in self._ordered)
+            self._wanted_bytes = elements * int(self._dtype.itemsize)
+        return self._wanted_bytes
 
     def close(self) -> None:
         """End all reads, and so all leases, also where closing one fails. Idempotent."""

@@ -34,7 +34,7 @@ def expose(server: Any, kind: str, read: Callable[[], Values]) -> None:
     kind
         Which of them: "worker", "scheduler".
     read
-        Returns the values of `COUNTERS` and `GAUGES`; called on the event loop.
+        Returns the values of `COUNTERS` and `GAUGES`, or nothing; called on the event loop.
     """
     try:
         _register(kind)
@@ -69,6 +69,8 @@ class _Collector:
         if server is None or (read := _exposed.get(server)) is None:
             return
         values = read()
+        if not values:
+            return
         namespace = dask.config.get("distributed.dashboard.prometheus.namespace", "dask")
         prefix = "_".join(filter(None, [namespace, _PREFIXES[self._kind]]))
         kinds = [(CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)]

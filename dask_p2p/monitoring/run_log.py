@@ -51,8 +51,10 @@ class RunLog:
         return ended[::-1]
 
 
-async def log_runs(records: RecordLog, fetch: Callable[[], Awaitable[object]]) -> None:
-    """Log runs for ever, once a second.
+async def log_runs(
+    records: RecordLog, fetch: Callable[[], Awaitable[object]], goes_on: Callable[[], bool]
+) -> None:
+    """Log runs, once a second.
 
     Parameters
     ----------
@@ -60,11 +62,15 @@ async def log_runs(records: RecordLog, fetch: Callable[[], Awaitable[object]]) -
         Where new records come to be.
     fetch
         Brings them there.
+    goes_on
+        Whether to look again.
     """
     log = RunLog()
     seen = records.count
     while True:
         await asyncio.sleep(_LOOK_S)
+        if not goes_on():
+            return
         await fetch()
         first, new = records.since(seen)
         seen = first + len(new)

@@ -56,7 +56,12 @@ class Run:
     @cached_property
     def made(self) -> tuple[Record, ...]:
         """The attempts that made a block."""
-        return tuple(record for record in self.records if not record.error)
+        return tuple(record for record in self.records if record.is_made)
+
+    @cached_property
+    def under_way(self) -> tuple[Record, ...]:
+        """The attempts that had not ended when they were looked at; `last_runs` has none."""
+        return tuple(record for record in self.records if record.wanted_bytes is not None)
 
     @property
     def name(self) -> str:
@@ -266,6 +271,6 @@ def runs_of(records: Iterable[Record]) -> Runs:
             open_[record.name], made[record.name] = [], set()
             groups.append(open_[record.name])
         open_[record.name].append(record)
-        if not record.error:
+        if record.is_made:
             made[record.name].add(record.key)
     return Runs(Run(tuple(group)) for group in reversed(groups))

@@ -54,12 +54,16 @@ def trace(records: Iterable[Record]) -> str:
             tracks[record.worker, "stages"].append(read)
             tracks[stage.holder, "serves"].append(served)
             flow += 1
-    numbers = {worker: n for n, worker in enumerate(sorted({worker for worker, _ in tracks}))}
-    events = [_metadata("process_name", n, 0, name=worker) for worker, n in numbers.items()]
+    # Perfetto takes the number 0 for the idle process, and a thread's number for its own alone.
+    numbers = {worker: n for n, worker in enumerate(sorted({worker for worker, _ in tracks}), 1)}
+    events = [
+        _metadata("process_name", n, n * len(_TRACKS) * _MOST_TRACKS, name=worker)
+        for worker, n in numbers.items()
+    ]
     for (worker, kind), slices in tracks.items():
         pid = numbers[worker]
         for lane, of_lane in enumerate(_in_lanes(slices)):
-            tid = _TRACKS.index(kind) * _MOST_TRACKS + lane
+            tid = (pid * len(_TRACKS) + _TRACKS.index(kind)) * _MOST_TRACKS + lane
             events.append(_metadata("thread_name", pid, tid, name=kind))
             events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
             for slice_ in of_lane:

@@ -41,6 +41,8 @@ def checked(text):
         check_nesting(track)
     named = {(e["pid"], e["tid"]) for e in events["M"] if e["name"] == "thread_name"}
     assert named == set(tracks)
+    assert all(pid > 0 and tid > 0 for pid, tid in named)
+    assert len({tid for _, tid in named}) == len(named), "Perfetto tells threads by their numbers"
     check_flows(events, tracks)
     return events
 
@@ -98,11 +100,12 @@ def test_a_task_and_its_stages():
     names = {e["pid"]: e["args"]["name"] for e in events["M"] if e["name"] == "process_name"}
     assert sorted(names.values()) == ["a", "b", "c"]
     tasks = [event for event in events["X"] if event["cat"] == "task"]
-    assert [(e["name"], e["ts"], e["dur"], e["tid"]) for e in tasks] == [
-        ("p2p-transpose (0, 0)", 0, 1e6, 0),
-        ("p2p-transpose (1, 0) failed", 1.5e6, 1e6, 0),
-        ("p2p-transpose (2, 0)", 0.5e6, 1e6, 1),
+    assert [(e["name"], e["ts"], e["dur"]) for e in tasks] == [
+        ("p2p-transpose (0, 0)", 0, 1e6),
+        ("p2p-transpose (1, 0) failed", 1.5e6, 1e6),
+        ("p2p-transpose (2, 0)", 0.5e6, 1e6),
     ]
+    assert tasks[0]["tid"] == tasks[1]["tid"] == tasks[2]["tid"] - 1
     assert tasks[1]["args"]["error"] == "b is deaf"
     assert tasks[0]["args"]["no cma from c"] == "not permitted"
     assert tasks[0]["args"]["read_bytes"] == 160
