@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from time import perf_counter
 from typing import Any
@@ -104,6 +104,16 @@ class Assembly:
     def stages(self) -> list[Stage]:
         """What came from where."""
         return self._sources.stages
+
+    @property
+    def stages_so_far(self) -> tuple[Stage, ...]:
+        """What has come from where by now. Any thread may ask."""
+        return self._sources.so_far()
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes that are to come from others, in all. Any thread may ask."""
+        return self._sources.wanted_bytes
 
     @property
     def kernel_s(self) -> float:
@@ -231,7 +241,25 @@ class Assembly:
             pending = self._sources.failed(pending)
 
     def _read_once(self, pending: list[RemoteSource], queue: Queue) -> None:
-        """Try one route for each source. What fails is read again whole."""
+        """Try one route for each source. What fails is read again whole.
+
+        Memory of this host is read while regions from other hosts are on their way.
+        """
+        near = [source for source in pending if source.route.transport.within_host]
+        far = [source for source in pending if not source.route.transport.within_host]
+        if self._in_sync:
+            near, far = pending, []
+        beside = self._read_in_turn(near, queue, iter(()))
+        for _ in chain(self._read_in_turn(far, queue, beside), beside):
+            pass
+
+    def _read_in_turn(
+        self, pending: list[RemoteSource], queue: Queue, beside: Iterator[bool]
+    ) -> Iterator[bool]:
+        """Read sources one after another; rather than wait, take steps beside it.
+
+        Yields True when a region is in place.
+        """
         sources = self._sources
         ahead: deque[Incoming] = deque()
         for _, group in groupby(pending, key=lambda source: source.route):
@@ -244,7 +272,8 @@ class Assembly:
                 continue
             while ahead and ahead[-1].read.transport is not read.transport:
                 # Each may fill all that there is for staging.
-                self._place(ahead.popleft(), queue)
+                self._place_first(ahead, queue, beside)
+                yield True
             for incoming in read.regions():
                 if read.transport.in_place:
                     try:
@@ -258,9 +287,16 @@ class Assembly:
                 ahead.append(incoming)
                 del incoming  # which may be placed already: the next one takes its room
                 while len(ahead) > self._ahead(read):
-                    self._place(ahead.popleft(), queue)
+                    self._place_first(ahead, queue, beside)
+                    yield True
         while ahead:
-            self._place(ahead.popleft(), queue)
+            self._place_first(ahead, queue, beside)
+            yield True
+
+    def _place_first(self, ahead: deque[Incoming], queue: Queue, beside: Iterator[bool]) -> None:
+        while not ahead[0].region.pending.done() and next(beside, False):
+            pass
+        self._place(ahead.popleft(), queue)
 
     def _ahead(self, read: OpenRead) -> int:
         if read.transport.in_place:  # copies that are queued, each into a slot

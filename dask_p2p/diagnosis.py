@@ -7,9 +7,12 @@ measured at once, each worker reading from one and read by one, as in a transpos
 
 from __future__ import annotations
 
-from collections import defaultdict
+import socket
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from html import escape
+from statistics import median
 from typing import Any
 
 from dask_p2p.backends import worker_backend
@@ -19,13 +22,16 @@ from dask_p2p.environment import versions
 from dask_p2p.link_speed import FAR, Link, clear_probes, measure_from
 from dask_p2p.registration import register
 from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.text_table import html_table, text_table
 from dask_p2p.transports.cuda_ipc import POOL_REMEDY
 
-__all__ = ["Link", "Problem", "Report", "Status", "check", "find_problems"]
+__all__ = ["HostPair", "Link", "Problem", "Report", "Status", "check", "find_problems"]
 
 _POOL_GRANULE_BYTES = 2 * 2**20
 # Workers in one process pass each other's blocks on as they are.
 _EXPECTED = ("other-kind", "same-process")
+# Workers of different hosts do not read each other's memory.
+_NO_PROBLEM = (*_EXPECTED, "other-host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class Status:
     """What one worker is and has."""
 
     address: str
+    host: str  # its name
     had_plugin: bool
     kind: str  # of the blocks that were moved: "numpy" or "cupy"
     gpu: str | None  # its name
@@ -55,29 +62,106 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPair:
+    """How blocks come from workers of one host to those of another one, or of the same."""
+
+    reader: str  # name of the host
+    holder: str
+    links: tuple[Link, ...]
+
+    @property
+    def transports(self) -> dict[str, int]:
+        """Pairs of workers that use a transport, by its name; "none" where nothing works."""
+        return dict(Counter(link.transport or "none" for link in self.links).most_common())
+
+    @property
+    def gbs(self) -> float:
+        """Median of all pairs of workers, 1e9 bytes per second; 0 where nothing works."""
+        return median(link.gbs for link in self.links)
+
+    @property
+    def latency_s(self) -> float:
+        """Median of all pairs of workers for which something works."""
+        return median([link.latency_s for link in self.links if link.error is None] or [0.0])
+
+    @property
+    def in_the_way(self) -> tuple[str, ...]:
+        """Why transports are not used that would be tried first, each reason once."""
+        reasons = [
+            f"{transport}: {obstacle.text}"
+            for link in self.links
+            for transport, obstacle in link.obstacles.items()
+            if obstacle.code not in _EXPECTED
+        ]
+        return tuple(dict.fromkeys(reasons + [link.error for link in self.links if link.error]))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What `check` found."""
+    """What `check` found. Printed it is text, and in a notebook it is tables."""
 
     workers: list[Status]
     links: list[Link]
     problems: list[Problem]
 
-    def __str__(self) -> str:
-        lines = ["reader <- holder: transport, GB/s, latency in ms"]
-        lines += [
-            f"{link.reader} <- {link.holder}: "
-            + (
-                f"{link.transport}, {link.gbs:.3g}, {link.latency_s * 1e3:.2f}"
-                if link.error is None
-                else link.error
-            )
-            for link in self.links
+    @property
+    def hosts(self) -> list[HostPair]:
+        """How blocks come from host to host, one for each ordered pair that has links."""
+        host_of = {worker.address: worker.host for worker in self.workers}
+        pairs: defaultdict[tuple[str, str], list[Link]] = defaultdict(list)
+        for link in self.links:
+            hosts = [host_of.get(address, address) for address in (link.reader, link.holder)]
+            pairs[hosts[0], hosts[1]].append(link)
+        return [HostPair(*pair, tuple(links)) for pair, links in sorted(pairs.items())]
+
+    def host_rows(self) -> list[tuple[str, ...]]:
+        """Return `hosts` as rows of a table, the first one with the names of the columns."""
+        head = ("to host", "from host", "transport", "GB/s", "latency, ms", "in the way")
+        return [
+            head,
+            *(
+                (
+                    pair.reader,
+                    pair.holder,
+                    ", ".join(f"{name} {count}" for name, count in pair.transports.items()),
+                    f"{pair.gbs:.3g}",
+                    f"{pair.latency_s * 1e3:.2f}",
+                    "; ".join(pair.in_the_way) or "-",
+                )
+                for pair in self.hosts
+            ),
         ]
-        lines += [f"{p.what} ({', '.join(p.workers)}). {p.cure}." for p in self.problems]
-        return "\n".join(lines)
+
+    def _link_rows(self) -> list[tuple[str, ...]]:
+        return [
+            ("reader", "holder", "transport", "GB/s", "latency, ms"),
+            *(
+                (
+                    link.reader,
+                    link.holder,
+                    link.error or str(link.transport),
+                    f"{link.gbs:.3g}",
+                    f"{link.latency_s * 1e3:.2f}",
+                )
+                for link in self.links
+            ),
+        ]
+
+    def _problem_texts(self) -> list[str]:
+        texts = [f"{p.what} ({', '.join(p.workers)}). {p.cure}." for p in self.problems]
+        return texts or ["Nothing is in the way."]
+
+    def __repr__(self) -> str:
+        tables = [text_table(rows) for rows in (self.host_rows(), self._link_rows())]
+        return "\n\n".join([*tables, "\n".join(self._problem_texts())])
+
+    def _repr_html_(self) -> str:
+        tables = [html_table(rows) for rows in (self.host_rows(), self._link_rows())]
+        problems = "".join(f"<li>{escape(text)}</li>" for text in self._problem_texts())
+        return f"{''.join(tables)}<ul>{problems}</ul>"
 
 
-def check(client: Any = None) -> Report:
+def check(client: Any = None) -> Any:
     """Find out how the workers of a cluster reach each other, and how fast.
 
     Registers the plugin if that is missing. While it runs the workers should have nothing else to
@@ -86,41 +170,43 @@ def check(client: Any = None) -> Report:
     Parameters
     ----------
     client : distributed.Client, optional
-        A synchronous one; by default the current one.
+        By default the current one.
 
     Returns
     -------
-    Report
-        ``workers``, ``links`` (one for each ordered pair) and ``problems``, each with its cure.
+    Report or awaitable
+        ``workers``, ``links`` (one for each ordered pair of workers), ``hosts`` (one for each
+        ordered pair of hosts) and ``problems``, each with its cure. Something to await if the
+        client is asynchronous.
 
     Raises
     ------
     ValueError
         If there is no client.
-    InputError
-        If the client is asynchronous.
+    RegistrationError
+        See `register`.
     """
     from distributed import default_client
 
-    from dask_p2p.errors import InputError
-
     client = default_client(client)
-    if client.asynchronous:
-        raise InputError(
-            "expected a synchronous client, got an asynchronous one. Run check from a thread of "
-            "its own, with a client of its own."
-        )
-    had_plugin = client.run(_has_plugin)
-    register(client)
-    statuses = client.run(_status)
+    return client.sync(_check, client)
+
+
+async def _check(client: Any) -> Report:
+    had_plugin = await client.run(_has_plugin)
+    await register(client)
+    statuses = await client.run(_status)
     workers = [
         Status(**{**statuses[a], "had_plugin": had_plugin.get(a, False)}) for a in sorted(statuses)
     ]
-    links = _measure_links(client, workers)
+    try:
+        links = await _measure_links(client, workers)
+    finally:
+        await client.run(clear_probes)
     return Report(workers, links, find_problems(workers, links, versions()))
 
 
-def _measure_links(client: Any, workers: list[Status]) -> list[Link]:
+async def _measure_links(client: Any, workers: list[Status]) -> list[Link]:
     addresses = [worker.address for worker in workers]
     kinds = {worker.kind for worker in workers}
     kind = kinds.pop() if len(kinds) == 1 else NUMPY.name
@@ -128,8 +214,7 @@ def _measure_links(client: Any, workers: list[Status]) -> list[Link]:
     for stage in range(1, len(addresses)):
         holders = {a: addresses[(i + stage) % len(addresses)] for i, a in enumerate(addresses)}
         # Tasks bring the client's options with them.
-        links += client.run(measure_from, holders, kind, options()).values()
-    client.run(clear_probes)
+        links += (await client.run(measure_from, holders, kind, options())).values()
     return sorted(links, key=lambda link: (link.reader, link.holder))
 
 
@@ -158,7 +243,7 @@ def find_problems(
             text = f"{link.quicker} is more than {FAR} times as fast as {link.transport}"
             causes[text, "Name it first in p2p.transports.order"].append(link.reader)
         for transport, obstacle in link.obstacles.items():
-            if obstacle.code not in _EXPECTED:
+            if obstacle.code not in _NO_PROBLEM:
                 text = f"{transport} is not used: {obstacle.text}"
                 causes[text, obstacle.remedy].append(link.reader)
     return [Problem(tuple(dict.fromkeys(addresses)), *cause) for cause, addresses in causes.items()]
@@ -214,6 +299,7 @@ def _status(dask_worker: Any) -> dict[str, Any]:
     """Describe this worker, in words that can be sent."""
     status: dict[str, Any] = {
         "address": dask_worker.address,
+        "host": socket.gethostname(),
         "had_plugin": True,
         "kind": NUMPY.name,
         "gpu": None,

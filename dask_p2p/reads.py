@@ -31,7 +31,8 @@ class RemoteSource:
     causes: list[str] = field(default_factory=list)  # of the routes that failed
     error: Exception | None = None  # of the current route
     reading: Reading | None = None  # that brings it, and has not failed
-    missing: int = 0  # elements that have not been put into place
+    wanted: int = 0  # elements, once reading has begun
+    missing: int = 0  # elements of them that have not been put into place
 
     @property
     def route(self) -> Route:
@@ -75,6 +76,20 @@ class OpenRead:
                 yield Incoming(self, self.timed(next, regions))
         except StopIteration:
             return
+
+    def so_far(self, itemsize: int, start_s: float) -> Stage:
+        """Return what would be recorded of it by now; any thread may ask."""
+        coming = [source for source in self.sources if source.reading is self.reading]
+        elements = sum(source.wanted - source.missing for source in coming)
+        return Stage(
+            holder=self.sources[0].ref.holders[0],
+            transport=self.transport.name,
+            nbytes=elements * itemsize,
+            waited_s=self.waited_s,
+            wire_s=perf_counter() - self.begun_s,
+            begun_s=self.begun_s - start_s,
+            kernel_s=self.kernels.seconds,
+        )
 
     def stage(self, sources: Sequence[RemoteSource], itemsize: int, start_s: float) -> Stage:
         """Return what is recorded of it, once all is done.

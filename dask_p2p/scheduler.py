@@ -22,6 +22,9 @@ from dask_p2p.config import options
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.low_latency import SchedulerLatency
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
+from dask_p2p.monitoring.feed import Feed
+from dask_p2p.monitoring.pages import add_pages
+from dask_p2p.monitoring.picture import Tasks
 from dask_p2p.monitoring.prometheus import conceal, expose
 from dask_p2p.monitoring.records import RECORDS_OP, RecordStore, packed, unpacked
 from dask_p2p.monitoring.run_log import log_runs
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 #: How long a registration waits for a worker.
 ANSWER_S = 10.0
 _RETRY_S = 1.0
+_LEFT = ("waiting", "no-worker", "queued", "processing")  # states of tasks that have still to end
 
 
 @dataclass
@@ -60,6 +64,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._failed: dict[str, str] = {}  # why a worker cannot take part, by its address
         self._meetings: set[asyncio.Future[None]] = set()
         self._records = RecordStore()
+        self.feed = Feed(self._records, self._ready, self._fetch, self._tasks)
         self._totals = Totals()
         self._states: dict[str, Any] = {}  # of workers, by address, as Dask has them
 
@@ -85,12 +90,14 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             logger.warning(text)
             warn_client(scheduler, text, P2PWarning)
         self._tell_all()
+        add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
         if options().log_runs:
             runs = log_runs(self._records, self._fetch_all, self._is_registered)
             self._meetings.add(asyncio.ensure_future(runs))
 
     async def close(self) -> None:
         """End with the scheduler."""
+        self.feed.close()
         conceal(self._scheduler)
         for task in [*self._meetings, *(each.task for each in self._set_ups.values())]:
             task.cancel()
@@ -104,6 +111,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Forget a worker that leaves."""
         self._failed.pop(worker, None)
         self._records.forget(worker)
+        self.feed.forget(worker)
         if (state := self._states.pop(worker, None)) is not None:
             self._note(worker, state)
             self._totals.end(worker)
@@ -161,13 +169,24 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def _fetch_all(self) -> list[str]:
         """Bring all workers' new records here; return the addresses of those that are silent."""
-        ready = [
+        ready = self._ready()
+        answered = await asyncio.gather(*map(self._fetch, ready))
+        return [worker for worker, there in zip(ready, answered, strict=True) if not there]
+
+    def _ready(self) -> list[str]:
+        """Return the workers that have the plugin."""
+        return [
             worker
             for worker, each in self._set_ups.items()
             if each.task.done() and worker not in self._failed
         ]
-        answered = await asyncio.gather(*map(self._fetch, ready))
-        return [worker for worker, there in zip(ready, answered, strict=True) if not there]
+
+    def _tasks(self, name: str) -> Tasks:
+        """Return the tasks of an output array that the scheduler has."""
+        group = self._scheduler.task_groups.get(name)
+        states = group.states if group is not None else {}
+        left = sum(states.get(state, 0) for state in _LEFT)
+        return Tasks(sum(states.values()) - states.get("forgotten", 0), left)
 
     async def _fetch(self, worker: str) -> bool:
         """Bring a worker's new records here; return whether it answered."""
@@ -178,6 +197,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return worker not in self._scheduler.workers  # one that left has nothing to tell
         if answer is not None:  # as of a worker whose plugin was taken off
             self._records.add(worker, answer["first"], unpacked(answer["records"]))
+            self.feed.tell(worker, unpacked(answer["under_way"]))
         return True
 
     def figures(self) -> Values:

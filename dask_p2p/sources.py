@@ -68,6 +68,8 @@ class RemoteSources:
         self._context = context
         self._start_s = start_s
         self._open: list[OpenRead] = []
+        self._ordered: list[RemoteSource] = []
+        self._wanted_bytes = 0
         # Holders, by this transport or by all (None), and why: none is waited for twice.
         self._unreachable: dict[tuple[str, str | None], str] = {}
 
@@ -98,8 +100,7 @@ class RemoteSources:
         sources = []
         for slot, ref in refs.items():
             if ref.holders not in known:
-                # Of several replicas readers take different ones first: each those after its place.
-                nearest = tuple(stage_order(ref.holders, own_address))
+                nearest = self._nearest_first(ref.holders)
                 nearest_ref = BlockRef(ref.key, nearest)
                 routes = self._context.router.routes(nearest_ref, kind, self._dtype, order)
                 known[ref.holders] = nearest, routes
@@ -107,10 +108,21 @@ class RemoteSources:
             sources.append(RemoteSource(slot, BlockRef(ref.key, nearest), pieces[slot], [*routes]))
         # A worker that has blocks of its own is one of the holders, and its place among them
         # is what makes the workers read from each other in step.
-        holders = [source.ref.holders[0] for source in sources]
-        stages = stage_order([*holders, *([own_address] if has_local else [])], own_address)
+        holders = {source.ref.holders[0] for source in sources}
+        hosts = self._context.router.hosts([own_address, *holders])
+        ranked = [*holders, *([own_address] if has_local else [])]
+        stages = stage_order(ranked, own_address, hosts.__getitem__)
         place = {holder: stage for stage, holder in enumerate(stages)}
-        return sorted(sources, key=lambda source: place[source.ref.holders[0]])
+        self._ordered = sorted(sources, key=lambda source: place[source.ref.holders[0]])
+        return self._ordered
+
+    def _nearest_first(self, holders: tuple[str, ...]) -> tuple[str, ...]:
+        """Order the holders of one block: those of this host first, readers different ones."""
+        assert self._context is not None
+        here = self._context.address
+        hosts = self._context.router.hosts([here, *holders]) if len(holders) > 1 else {}
+        order = stage_order(holders, here)
+        return tuple(sorted(order, key=lambda holder: hosts.get(holder) != hosts.get(here)))
 
     def begin(self, sources: list[RemoteSource], kind: str) -> OpenRead:
         """Begin to read sources that have their route in common.
@@ -130,7 +142,7 @@ class RemoteSources:
         read = OpenRead(route.transport, sources, reading, slot_bytes, begun_s, begun_s)
         for source in sources:
             source.reading = reading
-            source.missing = source.size
+            source.missing = source.wanted = source.size
         self._open.append(read)
         return read
 
@@ -264,6 +276,19 @@ class RemoteSources:
             if source.missing:
                 name = source.route.transport.name
                 raise TransferError(f"{name}: {source.ref.key!r} arrived incomplete")
+
+    def so_far(self) -> tuple[Stage, ...]:
+        """Return what has come by now, while a thread is at work; any other may ask."""
+        open_ = [read.so_far(self._dtype.itemsize, self._start_s) for read in tuple(self._open)]
+        return (*self.stages, *open_)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes that are to come, in all; 0 before it is known from where. Any thread may ask."""
+        if not self._wanted_bytes:
+            elements = sum(source.size for source in self._ordered)
+            self._wanted_bytes = elements * int(self._dtype.itemsize)
+        return self._wanted_bytes
 
     def close(self) -> None:
         """End all reads, and so all leases, also where closing one fails. Idempotent."""

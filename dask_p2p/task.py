@@ -182,21 +182,30 @@ def assemble_block(
             _warn_of_whole_blocks(worker, list(map(output.key, plan.sources(index))))
         return _finished(Assembly(plan.block(index), output, blocks).run(), index, output)
     assembly = Assembly(plan.block(index), output, blocks, runtime, counted_s)
+    runtime.under_way[key] = lambda: _under_way(key, start_s, plan, assembly)
     try:
-        with Ranges(output.options.nvtx)(key):
-            block = assembly.run()
+        result = _finished(_attempt(key, start_s, plan, assembly, runtime), index, output)
+        runtime.record(_record(key, start_s, plan, assembly, result))
+    finally:
+        runtime.under_way.pop(key, None)
+    return result
+
+
+def _attempt(
+    key: Any, start_s: float, plan: Plan, assembly: Assembly, runtime: WorkerContext
+) -> Any:
+    try:
+        with Ranges(assembly.options.nvtx)(key):
+            return assembly.run()
     except TransferError as exc:
         runtime.record(_record(key, start_s, plan, assembly, error=str(exc)))
-        _try_again(key, exc, runtime, output.options)
+        _try_again(key, exc, runtime, assembly.options)
     except DeviceLostError as exc:
         from distributed import Reschedule
 
         if not runtime.on_device_lost(exc):
             raise
         raise Reschedule() from exc  # to another worker: this one leaves
-    result = _finished(block, index, output)
-    runtime.record(_record(key, start_s, plan, assembly, result))
-    return result
 
 
 def _finished(block: Any, index: Index, output: OutputSpec) -> Any:
@@ -232,6 +241,13 @@ def _record(
         error=error[:_REASON_CHARS],
         kernel_s=assembly.kernel_s,
     )
+
+
+def _under_way(key: Any, start_s: float, plan: Plan, assembly: Assembly) -> Record:
+    """Tell of an attempt that has not ended; any thread may ask."""
+    record = _record(key, start_s, plan, assembly)
+    stages, wanted_bytes = assembly.stages_so_far, assembly.wanted_bytes
+    return record._replace(stages=stages, fallbacks=(), wanted_bytes=wanted_bytes)
 
 
 def _assemble(key: Any, plan: Any, index: Any, output: Any, *blocks: Any) -> NoReturn:

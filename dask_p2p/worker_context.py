@@ -63,6 +63,7 @@ class DaskWorkerContext(AttemptLog):
         super().__init__(worker.address)
         self.router = Router({}, self.warn, worker.address, self.note_fallback)
         self.records = RecordLog(_RECORDS)
+        self.under_way: dict[Any, Callable[[], Record]] = {}
         self.counters = Counters()
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
@@ -188,14 +189,22 @@ class DaskWorkerContext(AttemptLog):
         if not record.error:
             self.forget_attempts(record.key)
             note_transfer(self._worker, record)
+        self.under_way.pop(record.key, None)  # before it is among the records: it is told of once
         self.records.append(record)
         self.counters.add(record)
         meter(record)
 
     def new_records(self, since: int = 0) -> dict[str, Any]:
-        """Answer the scheduler, which has all records before this number."""
+        """Answer the scheduler, which has all records before this number.
+
+        Returns
+        -------
+        dict
+            ``first`` and ``records``: as of `RecordLog.since`; ``under_way``: of tasks that run.
+        """
         first, records = self.records.since(since)
-        return {"first": first, "records": packed(records)}
+        under_way = [look() for look in tuple(self.under_way.values())]
+        return {"first": first, "records": packed(records), "under_way": packed(under_way)}
 
     # --- threads, and the end ---
 

@@ -49,6 +49,7 @@ class FakeTransport(Transport):
         self.fails = {}
         self.late = set()
         self.open_now = []
+        self.hosts = {}  # by worker
         self.part_bytes, self.ahead = part_bytes, ahead
 
     def handlers(self):
@@ -56,6 +57,9 @@ class FakeTransport(Transport):
 
     def obstacle(self, holder, kind, dtype):
         return "far away" if holder == "far" and self.name == "quick" else None
+
+    def boot_id(self, worker):
+        return self.hosts.get(worker)
 
     def probe(self, holder, kind):
         pass
@@ -175,6 +179,50 @@ def test_stage_order_and_leases(peers, quick, log):
         ("a", "quick", 72),
     ]
     assert peers.served == [("x", 1, 0)]
+
+
+def test_holders_of_the_own_host_come_first(quick, peers, log):
+    quick.hosts = {"a": "1", "b": "1", "c": "2"}
+    check(assembly(peers).run())
+    assert [holder for _, holder in opened(log)] == ["a", "c"]
+
+
+def test_replicas_of_the_own_host_are_read(quick, peers, log):
+    quick.hosts = {"a": "2", "b": "1", "c": "2", "d": "1"}
+    check(assembly(peers, ("a", "b", ("a", "c", "d"))).run())
+    assert [holder for _, holder in opened(log)] == ["d", "a"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_the_own_host_is_read_while_others_are_waited_for(
+    quick, slow, peers, log, monkeypatch, mode
+):
+    """The far region comes only when the last near one has been asked for."""
+    quick.within_host, quick.part_bytes = True, 24
+    request, far = FakeReading.request, []
+
+    def asked(self, of, *args):
+        future = request(self, of, *args)
+        if self.transport is slow:
+            far.append((Future(), future))
+            return far[-1][0]
+        if self.asked[of.key] == 3 and mode == "async":
+            for future_far, real in far:
+                future_far.set_result(real.result())
+        return future
+
+    monkeypatch.setattr(FakeReading, "request", asked)
+    monkeypatch.setattr("dask_p2p.sources.GRACE_S", 0.0)
+    made = assembly(peers, ("far", "b", "c"), mode=mode, request_timeout_s=1.0)
+    if mode == "sync":
+        with pytest.raises(TransferError, match="no answer of far"):
+            made.run()
+        kinds = [entry[1] for entry in log if entry[0] == "open"]
+        assert kinds[0] == "quick"
+        return
+    check(made.run())
+    assert [name for name, _ in opened(log)] == ["slow", "quick"]
+    assert sorted(stage.holder for stage in made.stages) == ["c", "far"]
 
 
 def test_a_reader_without_blocks(peers, log):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import dask
@@ -9,7 +10,7 @@ from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.diagnosis import Link, Report, Status, find_problems
-from dask_p2p.errors import InputError, Obstacle
+from dask_p2p.errors import Obstacle
 from dask_p2p.link_speed import FAR
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
@@ -19,6 +20,7 @@ from tests.support import given_up, persisted, used
 VERSIONS = {"dask": "1", "cupy": "14", "ucxx": None}
 GOOD = Status(
     address="a",
+    host="node",
     had_plugin=True,
     kind="cupy",
     gpu="NVIDIA H200",
@@ -82,7 +84,7 @@ def test_who_knows_no_remedy_is_told_of_the_order():
     assert "p2p.transports.order" in problem.cure
 
 
-@pytest.mark.parametrize("code", ["other-kind", "same-process"])
+@pytest.mark.parametrize("code", ["other-kind", "same-process", "other-host"])
 def test_what_is_as_it_should_be_is_no_problem(code):
     link = replace(LINK, transport="comm", obstacles={"ipc": Obstacle(code, "...")})
     assert find_problems([GOOD], [link], VERSIONS) == []
@@ -93,6 +95,43 @@ def test_a_pair_that_nothing_joins():
     (problem,) = find_problems([GOOD], [link], VERSIONS)
     assert "no transport brings blocks from b: TransferError: no answer" in problem.what
     assert "TransferError: no answer" in str(Report([GOOD], [link], [problem]))
+
+
+FAR_LINKS = [
+    Link("a", "b", "cma", 3.0, 1e-4),
+    Link("b", "a", "cma", 5.0, 1e-4),
+    *(
+        Link(reader, holder, "comm", 0.5, 2e-3, {"cma": Obstacle("other-host", "on <others>")})
+        for reader, holder in (("a", "c"), ("b", "c"))
+    ),
+    Link("c", "a", None, 0.0, 0.0, error="TransferError: no answer"),
+    Link("c", "b", "comm", 0.5, 2e-3, {"ucx": Obstacle("not-installed", "no ucxx")}),
+]
+
+
+def test_hosts_in_pairs():
+    hosts = {"a": "one", "b": "one", "c": "two"}
+    workers = [replace(GOOD, address=address, host=host) for address, host in hosts.items()]
+    report = Report(workers, FAR_LINKS, find_problems(workers, FAR_LINKS, VERSIONS))
+    one, out, back = report.hosts
+    assert (one.reader, one.holder, one.transports, one.gbs) == ("one", "one", {"cma": 2}, 4.0)
+    assert one.in_the_way == ()
+    assert (out.reader, out.holder, out.transports) == ("one", "two", {"comm": 2})
+    assert out.in_the_way == ("cma: on <others>",)
+    assert (back.reader, back.holder) == ("two", "one")
+    assert back.transports == {"none": 1, "comm": 1}
+    assert back.latency_s == 2e-3
+    assert back.in_the_way == ("ucx: no ucxx", "TransferError: no answer")
+    assert not any("on <others>" in problem.what for problem in report.problems)
+    text = repr(report)
+    assert text == str(report)
+    assert "cma 2" in text
+    assert "no ucxx" in text
+    html = report._repr_html_()
+    assert html.count("<table>") == 2
+    assert "cma: on &lt;others&gt;" in html
+    assert "<others>" not in html
+    assert "Nothing is in the way." in repr(Report([GOOD], [], []))
 
 
 def measure_little():
@@ -130,7 +169,8 @@ def test_a_cluster(calm):
         assert link.gbs > 0
         assert 0 < link.latency_s < 10
     assert report.problems == []
-    assert f"{addresses[0]} <- {addresses[1]}: cma" in str(report)
+    line = next(line for line in str(report).splitlines() if line.startswith(addresses[0]))
+    assert line.split()[1:3] == [addresses[1], "cma"]
 
 
 def leased_bytes(client):
@@ -202,12 +242,14 @@ def test_a_transport_that_is_quicker_by_far_is_used_and_told():
         assert used(client, persisted(client, dask_p2p.transpose(x))) == {"comm"}
 
 
-def test_an_asynchronous_client_is_refused():
-    class Asynchronous:
-        asynchronous = True
+def test_an_asynchronous_client(calm, cluster):
+    async def checked():
+        async with Client(cluster.scheduler_address, asynchronous=True) as client:
+            return await dask_p2p.check(client)
 
-    with pytest.raises(InputError, match="expected a synchronous client"):
-        dask_p2p.check(Asynchronous())
+    report = asyncio.run(checked())
+    assert len(report.links) == 12
+    assert {link.error for link in report.links} == {None}
 
 
 def test_without_a_client():

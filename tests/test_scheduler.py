@@ -40,7 +40,12 @@ class Scheduler:
                 raise answer
             if answer == "still":
                 await asyncio.Event().wait()
-            return answer and {"first": since, "records": packed(answer[since:])}
+            nothing = packed([])
+            return answer and {
+                "first": since,
+                "records": packed(answer[since:]),
+                "under_way": nothing,
+            }
 
         return SimpleNamespace(run=run, p2p_records=p2p_records)
 

@@ -498,7 +498,7 @@ def test_workers_are_seen_though_the_client_asks_for_none_meanwhile(client, monk
 
     def with_a_periodic_look(function, *args, **kwargs):
         found = sync(function, *args, **kwargs)
-        sync(client._update_scheduler_info)
+        sync(client._update_scheduler_info, n_workers=0)
         return found
 
     monkeypatch.setattr(client, "sync", with_a_periodic_look)

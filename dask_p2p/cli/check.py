@@ -50,7 +50,7 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
             register(client)
         report = diagnosis.check(client)
     pairs = _matrices(report) if len(report.workers) > 1 else [_NO_PAIR]
-    for shown in (_workers_table(report), *pairs, *_problems(report)):
+    for shown in (_workers_table(report), *_hosts(report), *pairs, *_problems(report)):
         console.print(shown)
         console.print()
     if any(link.error for link in report.links):
@@ -60,10 +60,11 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
 def _workers_table(report: Report) -> Table:
     from dask_p2p.cli._tables import table
 
-    result = table("worker", "address", "blocks", "GPU", "RMM", "pool", "kept for readers")
+    result = table("worker", "host", "address", "blocks", "GPU", "RMM", "pool", "kept for readers")
     for number, worker in enumerate(report.workers):
         result.add_row(
             str(number),
+            worker.host,
             worker.address,
             worker.kind,
             worker.gpu or "-",
@@ -72,6 +73,19 @@ def _workers_table(report: Report) -> Table:
             f"{worker.leased_bytes / 2**20:.1f} MiB",
         )
     return result
+
+
+def _hosts(report: Report) -> list[Table]:
+    """Return what is used between hosts, and what is in the way, where there are several."""
+    from dask_p2p.cli._tables import table
+
+    if len({worker.host for worker in report.workers}) < 2:
+        return []
+    head, *rows = report.host_rows()
+    result = table(*head, title="Between hosts")
+    for row in rows:
+        result.add_row(*row)
+    return [result]
 
 
 def _matrices(report: Report) -> list[Any]:

@@ -80,6 +80,13 @@ class Record(NamedTuple):
     fallbacks: tuple[Fallback, ...] = ()
     error: str = ""  # why the attempt failed; empty if it did not
     kernel_s: float = 0.0  # of kernels that put the worker's own blocks into place
+    #: Of an attempt under way, bytes that are to come from others in all; None once it has ended.
+    wanted_bytes: int | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the attempt made its block."""
+        return not self.error and self.wanted_bytes is None
 
     @property
     def name(self) -> str:
@@ -179,6 +186,17 @@ class RecordLog:
             gone = self._count - len(self._kept)
             first = min(max(number, gone), self._count)
             return first, list(self._kept)[first - gone :]
+
+    def newest(self, size: int) -> list[Record]:
+        """Return the newest records, of a size that is counted as that of the log; oldest first."""
+        with self._lock:
+            found = []
+            for record in reversed(self._kept):
+                size -= 1 + len(record.stages)
+                if size < 0:
+                    break
+                found.append(record)
+            return found[::-1]
 
     @property
     def count(self) -> int:

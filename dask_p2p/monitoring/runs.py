@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dask.utils import format_bytes, format_time
 from dask_p2p.errors import InputError
 from dask_p2p.monitoring.records import Fallback, Record
 from dask_p2p.monitoring.trace import trace
+from dask_p2p.text_table import html_table, text_table
 
 __all__ = ["Run", "Runs", "cells", "runs_of"]
 
@@ -56,7 +56,12 @@ class Run:
     @cached_property
     def made(self) -> tuple[Record, ...]:
         """The attempts that made a block."""
-        return tuple(record for record in self.records if not record.error)
+        return tuple(record for record in self.records if record.is_made)
+
+    @cached_property
+    def under_way(self) -> tuple[Record, ...]:
+        """The attempts that had not ended when they were looked at; `last_runs` has none."""
+        return tuple(record for record in self.records if record.wanted_bytes is not None)
 
     @property
     def name(self) -> str:
@@ -224,26 +229,13 @@ class Runs(tuple[Run, ...]):
             raise InputError(f"expected a file that can be written, got {file!r}: {exc}") from exc
 
     def __repr__(self) -> str:
-        if not self:
-            return "no runs"
-        rows = [tuple(cells(self[0])), *(tuple(cells(run).values()) for run in self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])],
-            ).rstrip()
-            for row in rows
-        )
+        return text_table(self._rows()) if self else "no runs"
 
     def _repr_html_(self) -> str:
-        if not self:
-            return "<p>no runs</p>"
-        head = "".join(f"<th>{escape(name)}</th>" for name in cells(self[0]))
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in cells(run).values())}</tr>"
-            for run in self
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return html_table(self._rows()) if self else "<p>no runs</p>"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [tuple(cells(self[0])), *(tuple(cells(run).values()) for run in self)]
 
 
 def cells(run: Run) -> dict[str, str]:
@@ -279,6 +271,6 @@ def runs_of(records: Iterable[Record]) -> Runs:
             open_[record.name], made[record.name] = [], set()
             groups.append(open_[record.name])
         open_[record.name].append(record)
-        if not record.error:
+        if record.is_made:
             made[record.name].add(record.key)
     return Runs(Run(tuple(group)) for group in reversed(groups))

@@ -31,19 +31,35 @@ holder serves one reader; stage 0 is what the reader holds itself::
 
 A rank is a place among the sorted addresses of the holders: it follows from where the data is,
 not from the index of the block that a reader happens to compute.
+
+With several hosts that order is right only as long as all go on in step. A reader is through with
+the holders of its own host ten times as fast, so all readers of a host would come to the first
+holder of the next one at the same time, and go on together: one network interface of a host would
+work, and the others rest. There a reader's place on its host says where it starts on the others.
+Two hosts of two::
+
+    stage          0    1    2    3
+    reader a0  <-  a0   a1   b0   b1
+    reader a1  <-  a1   a0   b1   b0
+    reader b0  <-  b0   b1   a0   a1
+    reader b1  <-  b1   b0   a1   a0
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dask_p2p.layout import Box, Chunks, Index, block_indices
 from dask_p2p.versioned import versioned
 
 __all__ = ["BlockPlan", "Fill", "Piece", "Plan", "Source", "block_plans", "stage_order"]
+
+_T = TypeVar("_T")
 
 
 class Source(NamedTuple):
@@ -132,14 +148,51 @@ def block_plans(plan: Plan) -> Iterator[tuple[Index, BlockPlan]]:
     return ((index, plan.block(index)) for index in block_indices(plan.chunks))
 
 
-def stage_order(holders: Iterable[str], reader: str) -> list[str]:
-    """Order in which `reader` goes to the holders: itself first, then those after it.
+def stage_order(
+    holders: Iterable[str], reader: str, host_of: Callable[[str], str] = lambda address: ""
+) -> list[str]:
+    """Return the order in which a reader goes to the holders: itself first, then those after it.
 
     A reader that holds nothing starts at the holder that comes after it in sorted order.
 
+    Where holders are on several hosts, it goes to those of its own first, then to one of each other
+    host in turn. Readers of one host start at different hosts, and at different holders there. So
+    of as many holders on each host, each serves one reader at any stage here, too.
+
+    Parameters
+    ----------
+    holders
+        Addresses, or other names; each is meant once.
+    reader
+        Likewise, of the reader.
+    host_of
+        Returns on which host an address is. By default all are on one.
+
+    Examples
+    --------
     >>> stage_order(["c", "a", "b"], "b")
     ['b', 'c', 'a']
+    >>> stage_order(["a1", "a2", "b1", "b2", "c1", "c2"], "b1", lambda name: name[0])
+    ['b1', 'b2', 'c1', 'a1', 'c2', 'a2']
     """
-    ranked = sorted(set(holders))
-    rank = bisect_left(ranked, reader)
-    return ranked[rank:] + ranked[:rank]
+    ranked: defaultdict[str, list[str]] = defaultdict(list)  # by host
+    for holder in sorted(set(holders)):
+        ranked[host_of(holder)].append(holder)
+    own = host_of(reader)
+    near = ranked.pop(own, [])
+    place = bisect_left(near, reader)
+    hosts = sorted(ranked)
+    others = [_rotated(ranked[host], place) for host in _rotated(hosts, bisect_left(hosts, own))]
+    turns = zip_longest(*_rotated(others, place))
+    far = [holder for turn in turns for holder in turn if holder is not None]
+    return _rotated(near, place) + far
+
+
+def _rotated(items: list[_T], start: int) -> list[_T]:
+    """Return the items from a place on, then those before it.
+
+    >>> _rotated([1, 2, 3], 4)
+    [2, 3, 1]
+    """
+    start %= max(1, len(items))
+    return items[start:] + items[:start]

@@ -71,6 +71,8 @@ class Transport(ABC):
     kinds: ClassVar[tuple[str, ...]] = ("numpy", "cupy")
     #: Whether arrays lie in the holder's memory rather than in a copy of the reader's own.
     in_place: ClassVar[bool] = False
+    #: Whether the reader's own thread, or its GPU, reads memory of this host.
+    within_host: ClassVar[bool] = False
     #: Buffers of one part each that are kept for later.
     idle_parts: ClassVar[int] = 0
 
@@ -94,6 +96,10 @@ class Transport(ABC):
     @abstractmethod
     def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
         """Why blocks of this kind ("numpy", "cupy") cannot come from `holder`; None if they may."""
+
+    def boot_id(self, worker: str) -> str | None:
+        """Return what tells the host of a worker, this one or another; None if it is not known."""
+        return None
 
     def probe(self, holder: str, kind: str) -> None:
         """Bring a small known block from `holder`; raise `TransferError` if that fails.

@@ -20,7 +20,7 @@ from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, positive_byte
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnsuitableError
 from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports import process_memory
-from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import Descriptor, Peer
 from dask_p2p.transports.directory import Lease
@@ -75,9 +75,12 @@ class CmaTransport(SameHostTransport):
     def flow_control(cls, options: Options, kind: str) -> FlowControl:
         """Return parts that are read one at a time: the reader's own thread does it."""
         part_bytes = min(CmaOptions.of(options).part_bytes, _MOST_PART_BYTES)
-        return FlowControl(
-            part_that_fits(part_bytes, options.staging_limit_bytes), parts_in_flight=0
-        )
+        most_bytes = max(1, options.staging_limit_bytes // 2)  # the rest is for other hosts' parts
+        return FlowControl(part_that_fits(part_bytes, most_bytes), parts_in_flight=0)
+
+    @classmethod
+    def beside_bytes(cls, options: Options, kind: str) -> int:
+        return buffer_bytes(cls.flow_control(options, kind).part_bytes or 0)
 
     # --- both sides ---
 
@@ -196,6 +199,10 @@ class _Region:
 
     read: Callable[[Box], Any]
     box: Box
+
+    def done(self) -> bool:
+        """Return True: nobody else has to do anything for it."""
+        return True
 
     def result(self, timeout_s: float | None = None, /) -> Any:
         """Return the array."""

@@ -31,6 +31,7 @@ class WorkerContext(Protocol):
     folder: str  # of this worker's own; it goes when the worker goes
     encrypted_only: bool  # whether nothing may leave this process unencrypted
     router: Router
+    under_way: dict[Any, Callable[[], Record]]  # what to say of tasks that run, by key
 
     # --- for transports ---
 

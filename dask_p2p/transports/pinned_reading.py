@@ -134,6 +134,10 @@ class _OnDevice:
         self._answer = answer
         self._copy: DeviceCopy | None = None
 
+    def done(self) -> bool:
+        """Return whether the region is in memory of the host."""
+        return self._answer.done()
+
     def result(self, timeout_s: float | None = None, /) -> Any:
         """Wait for the region; meanwhile the next one is copied too, if it has come."""
         copy = self._begun(timeout_s)

@@ -33,6 +33,9 @@ class Request:
 class Pending(Protocol):
     """A region on its way; a `concurrent.futures.Future` is one."""
 
+    def done(self) -> bool:
+        """Return whether nothing has to be waited for: `result` ends soon."""
+
     def result(self, timeout_s: float | None = None, /) -> Any:
         """Wait until it is here, and return the array.
 
@@ -51,6 +54,10 @@ class Arrived:
 
     region: Any
 
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
     def result(self, timeout_s: float | None = None, /) -> Any:
         """Return the array."""
         return self.region
@@ -61,6 +68,10 @@ class Failed:
     """A region that will not come."""
 
     error: Exception
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
 
     def result(self, timeout_s: float | None = None, /) -> Any:
         """Raise the error."""

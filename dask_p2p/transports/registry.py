@@ -39,7 +39,8 @@ def staging_bytes(
     """Return what one task holds at most beyond its inputs and its output.
 
     A task that reads from some workers in place, and from others by another transport, has slots
-    and parts at the same time, but never parts of two transports.
+    and parts at the same time. So it has parts of this host and of others; but of either it never
+    has parts of two transports.
 
     Parameters
     ----------
@@ -52,14 +53,16 @@ def staging_bytes(
     item_bytes
         Of one element: no part is smaller.
     """
-    slots_bytes = parts_bytes = 0
+    slots_bytes = 0
+    parts_bytes = {True: 0, False: 0}  # by whether they come from this host
     for transport in _used(options, kind):
         held = transport.staging_bytes(options, kind, largest_bytes, remote_bytes, item_bytes)
         if transport.in_place:
             slots_bytes += held
         else:
-            parts_bytes = max(parts_bytes, held)
-    return slots_bytes + parts_bytes
+            near = transport.within_host
+            parts_bytes[near] = max(parts_bytes[near], held)
+    return slots_bytes + sum(parts_bytes.values())
 
 
 def packed_bytes(options: Options, kind: str, readers: int, remote_bytes: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
+from urllib.parse import urlsplit
 
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
 from dask_p2p.transports.base import Transport
@@ -103,6 +104,22 @@ class Router:
     def _order(self, holder: str, order: tuple[str, ...]) -> tuple[str, ...]:
         preferred = self._preferred.get((holder, order))
         return order if preferred is None else tuple(dict.fromkeys((preferred, *order)))
+
+    def hosts(self, workers: Iterable[str]) -> dict[str, str]:
+        """Return a name for the host of each of these workers, the same for those of one host.
+
+        Their addresses tell it, unless a transport knows better: a host may have several addresses.
+        """
+        boot_ids = {worker: self._boot_id(worker) for worker in workers}
+        names = {worker: urlsplit(worker).hostname or known for worker, known in boot_ids.items()}
+        first: dict[str, str] = {}  # of the names of those with one boot id
+        for worker, name in sorted(names.items()):
+            first.setdefault(boot_ids[worker] or name, name)
+        return {worker: first[boot_ids[worker] or name] for worker, name in names.items()}
+
+    def _boot_id(self, worker: str) -> str:
+        known = (transport.boot_id(worker) for transport in self.transports.values())
+        return next((boot_id for boot_id in known if boot_id is not None), "")
 
     def prefer(self, holder: str, order: tuple[str, ...], transport: str | None) -> None:
         """Have a transport tried first for a holder, wherever this order is given.

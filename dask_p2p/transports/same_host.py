@@ -67,6 +67,7 @@ class SameHostTransport(Transport):
     """Blocks of other processes of this host, found in their descriptor directories."""
 
     kind: ClassVar[str]  # of the blocks that it moves
+    within_host: ClassVar[bool] = True
 
     def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
@@ -110,6 +111,12 @@ class SameHostTransport(Transport):
             return self._known(holder)[1]
         except TransferError as exc:
             return exc.obstacle or Obstacle("unknown", str(exc))
+
+    def boot_id(self, worker: str) -> str | None:
+        if worker == self.host.address:
+            return kernel_and_namespace()[0]
+        known = self._peers.get(worker)
+        return None if known is None else known[0].boot_id
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         peer, obstacle = self._known(requests[0].holder)

@@ -196,6 +196,9 @@ class _Arriving:
     number: int  # of the message
     part: Part
 
+    def done(self) -> bool:
+        return self.message.done
+
     def result(self, timeout_s: float | None = None) -> Any:
         self.reading.wait(self.message, self.part)
         self.reading.note(self.number, self.part, self.region)

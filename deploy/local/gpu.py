@@ -22,9 +22,9 @@ if __name__ == "__main__":
         Client(cluster) as client,
         dask.config.set({"array.backend": "cupy"}),
     ):
-        n = 8_192 * len(cluster.workers)
+        n = 2_048 * len(cluster.workers)
         print(f"{len(cluster.workers)} workers, dashboard {client.dashboard_link}")
-        x = da.random.random((n, n), chunks=(8_192, -1)).persist()
+        x = da.random.random((n, n), chunks=(2_048, -1)).persist()
         y = dask_p2p.transpose(x).persist()
         print("every element is right:", bool((y == x.T).all().compute()))
         print(dask_p2p.last_runs(client))

@@ -21,6 +21,10 @@ PAGES = sorted(
 )
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 README = ROOT / "README.md"
+OTHERS = [
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+    *sorted((ROOT / "deploy").rglob("*.md")),
+]
 
 RUN = ("python", "pycon", "console")
 READ = ("sh", "text", "yaml")  # and MyST's directives, in braces

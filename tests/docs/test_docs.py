@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import dask_p2p
-from tests.docs.pages import DOCS, NOTEBOOKS, PAGES, README, REPOSITORY, ROOT
+from tests.docs.pages import DOCS, NOTEBOOKS, OTHERS, PAGES, README, REPOSITORY, ROOT
 
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(dask_p2p.__path__, prefix="dask_p2p.")
@@ -105,13 +105,7 @@ def test_the_picture_of_the_stages_is_what_the_script_draws():
     assert (DOCS / "images" / "stages.svg").read_text("utf-8") == drawn
 
 
-DOCUMENTS = [
-    README,
-    ROOT / "benchmarks" / "README.md",
-    *(ROOT / "deploy").rglob("*.md"),
-    *PAGES,
-    *NOTEBOOKS,
-]
+DOCUMENTS = [README, *OTHERS, *PAGES, *NOTEBOOKS]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -14,7 +14,18 @@ from jsonschema import Draft7Validator
 
 import dask_p2p
 from dask_p2p.cli import p2p
-from tests.docs.pages import NOTEBOOKS, PAGES, READ, README, ROOT, RUN, Block, blocks_of, cells_of
+from tests.docs.pages import (
+    NOTEBOOKS,
+    OTHERS,
+    PAGES,
+    READ,
+    README,
+    ROOT,
+    RUN,
+    Block,
+    blocks_of,
+    cells_of,
+)
 
 BLOCKS = {page: blocks_of(page) for page in (README, *PAGES)}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -138,12 +149,12 @@ def test_a_block_that_fails_is_a_failure(tmp_path):
 
 COMMANDS = [
     (block.where, words)
-    for blocks in BLOCKS.values()
+    for blocks in (*BLOCKS.values(), *map(blocks_of, OTHERS))
     for block in blocks
     if block.language in ("sh", "console")
     for line in block.text.splitlines()
     if "dask p2p" in line
-    for words in [shlex.split(line.partition("dask p2p")[2])]
+    for words in [shlex.split(line.partition("dask p2p")[2], comments=True)]
 ]
 
 

@@ -18,12 +18,7 @@ from dask_p2p.monitoring.records import (
     unpacked,
 )
 from dask_p2p.monitoring.runs import Runs, runs_of
-
-
-def record(i, start_s=0.0, stages=(), **values):
-    values = {"worker": "a", "array_shape": (4, 2), "blocks": (2, 1), "axes": (1, 0)} | values
-    name = values.pop("name", "p2p-transpose-0123456789abcdef0123456789abcdef")
-    return Record((name, i, 0), start_s, start_s + 1, stages, **values)
+from tests.monitoring.support import record
 
 
 def test_a_log_is_bounded_in_records_and_their_stages():
@@ -45,6 +40,17 @@ def test_only_what_is_new_is_given():
     assert log.since(0) == (2, [record(2), record(3), record(4)])
     assert log.since(4) == (4, [record(4)])
     assert log.since(5) == log.since(9) == (5, [])
+
+
+def test_the_newest_of_a_log():
+    log = RecordLog(100)
+    assert log.newest(10) == []
+    for i in range(5):
+        log.append(record(i, stages=(Stage("b", "comm", 1),) * i))
+    assert log.newest(4) == []
+    assert log.newest(5) == [record(4, stages=(Stage("b", "comm", 1),) * 4)]
+    assert [kept.key[1] for kept in log.newest(9)] == [3, 4]
+    assert [kept.key[1] for kept in log.newest(100)] == [*range(5)]
 
 
 def test_a_store_has_each_record_once():
@@ -161,6 +167,16 @@ def test_runs_end_where_a_block_is_made_again():
     )
     assert [(run.start_s, run.attempts) for run in runs] == [(5.0, 2), (1.2, 1), (1.0, 3)]
     assert runs_of([]) == ()
+
+
+def test_what_is_under_way_is_not_made():
+    stages = (Stage("b", "cma", 100),)
+    run, older = runs_of(
+        [record(0, 1.0, stages), record(0, 3.0, stages, wanted_bytes=300), record(1, 3.0)]
+    )
+    assert [r.start_s for r in older.records] == [1.0]
+    assert ([r.key[1] for r in run.made], [r.key[1] for r in run.under_way]) == ([1], [0])
+    assert (run.least_bytes, run.moved_bytes, run.failures) == (0, 0, ())
 
 
 def test_tables():

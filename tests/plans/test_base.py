@@ -18,6 +18,37 @@ def test_at_each_stage_every_holder_serves_one_reader(workers):
         assert len(set(stage)) == len(workers)
 
 
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_at_each_stage_every_holder_of_several_hosts_serves_one_reader(hosts, workers):
+    addresses = [f"host{host}:{number}" for host in range(hosts) for number in range(workers)]
+    orders = [stage_order(addresses, reader, host_of) for reader in addresses]
+    for reader, order in zip(addresses, orders, strict=True):
+        assert order[0] == reader
+        assert sorted(order) == addresses
+        assert {host_of(holder) for holder in order[:workers]} == {host_of(reader)}
+        # Once it has left its host, it goes to another one at each stage.
+        for first in range(workers, len(order), max(1, hosts - 1)):
+            turn = [host_of(holder) for holder in order[first : first + hosts - 1]]
+            assert len(set(turn)) == len(turn)
+    for stage in zip(*orders, strict=True):
+        assert len(set(stage)) == len(addresses)
+
+
+@given(names, st.text(max_size=3))
+def test_one_host_has_the_same_order_as_none(workers, reader):
+    assert stage_order(workers, reader, lambda name: "here") == stage_order(workers, reader)
+
+
+@given(names, st.text(max_size=3))
+def test_hosts_may_have_any_number_of_holders(workers, reader):
+    order = stage_order(workers, reader, lambda name: name[:1])
+    assert sorted(order) == sorted(workers)
+
+
+def host_of(address):
+    return address.split(":")[0]
+
+
 def test_a_reader_without_blocks_starts_behind_its_place():
     assert stage_order(["a", "c", "e"], "d") == ["e", "a", "c"]
     assert stage_order(["a", "c", "e"], "z") == ["a", "c", "e"]

@@ -18,6 +18,10 @@ class FakeTransport:
         self.fails = {}  # by holder: what a probe raises
         self.probed = []
         self.forgotten = []
+        self.boot_ids = {}  # by worker
+
+    def boot_id(self, worker):
+        return self.boot_ids.get(worker)
 
     def obstacle(self, holder, kind, dtype):
         assert dtype == DTYPE
@@ -231,3 +235,20 @@ def test_a_holder_that_does_not_answer_proves_nothing(router, ipc, said):
     del ipc.fails["a"]
     routes(router, ("a",))
     assert ipc.probed == [("a", "cupy"), ("a", "cupy")]
+
+
+def test_hosts_are_told_by_addresses(router):
+    workers = ["tcp://10.0.0.1:40", "tcp://10.0.0.1:41", "tcp://10.0.0.2:40", "no address"]
+    names = router.hosts(workers)
+    assert [*names] == workers
+    assert names[workers[0]] == names[workers[1]]
+    assert len(set(names.values())) == 3
+
+
+def test_one_host_may_have_several_addresses(router, ipc):
+    workers = [f"tcp://10.0.{network}.{host}:40" for network in (1, 2) for host in (5, 6)]
+    ipc.boot_ids = {worker: worker.split(".")[3] for worker in workers}
+    names = router.hosts(workers)
+    assert names[workers[0]] == names[workers[2]] == "10.0.1.5"
+    assert names[workers[1]] == names[workers[3]] == "10.0.1.6"
+    assert router.hosts(reversed(workers)) == names, "whoever asks gets the same names"

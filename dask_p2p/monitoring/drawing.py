@@ -1,0 +1,282 @@
+"""The plots and the table of the pages, as bokeh's models. Only `dashboard` imports this."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from bokeh.layouts import column, row
+from bokeh.models import (
+    ColorBar,
+    ColumnDataSource,
+    DataTable,
+    FactorRange,
+    FixedTicker,
+    HoverTool,
+    HTMLTemplateFormatter,
+    InlineStyleSheet,
+    LinearColorMapper,
+    NumberFormatter,
+    NumeralTickFormatter,
+    Range1d,
+    TableColumn,
+)
+from bokeh.palettes import Viridis256
+from bokeh.plotting import figure
+from bokeh.themes import Theme as BokehTheme
+
+from dask_p2p.monitoring.bars import PARTS
+from dask_p2p.monitoring.charts import Columns
+from dask_p2p.monitoring.picture import Picture
+
+__all__ = ["THEMES", "LinksPlot", "RunsTable", "StagesPlot", "Theme", "arranged"]
+
+_PALETTE = Viridis256[48:]  # what is darker than that is lost on a dark page
+_FELL_BACK = "#e8553d"
+_COLOURS = {"waiting": "#e69f00", "transfer": "#3d8fd1", "kernel": "#1fa37a"}  # told apart by all
+_MOST_LABELLED = 16  # workers whose cells have room for a number
+
+
+class Theme(NamedTuple):
+    """Colours of a page."""
+
+    name: str
+    other: str  # name of the other theme
+    paper: str
+    ink: str
+    faint: str  # lines of a grid
+    bar: str  # of navigation, and heads of a table
+
+    @property
+    def bokeh(self) -> BokehTheme:
+        """For plots."""
+        ink, faint, paper = self.ink, self.faint, self.paper
+        nothing = {"background_fill_color": None}
+        lines = ("axis_label_text", "major_label_text", "axis_line", "major_tick_line")
+        axis = {f"{part}_color": ink for part in lines}
+        bar = nothing | {"major_label_text_color": ink, "title_text_color": ink}
+        legend = {"background_fill_color": paper, "label_text_color": ink}
+        plot = nothing | {"border_fill_color": None, "outline_line_color": faint}
+        attrs = {
+            "Plot": plot,
+            "Axis": axis | {"minor_tick_line_color": None},
+            "Grid": {"grid_line_color": faint},
+            "Title": {"text_color": ink},
+            "ColorBar": bar,
+            "BaseColorBar": bar,
+            "Legend": legend | {"border_line_color": None},
+            "Toolbar": {"logo": None},
+        }
+        return BokehTheme(json={"attrs": attrs})
+
+
+THEMES = {
+    "light": Theme("light", "dark", "#fafafa", "#222222", "#dddddd", "#eeeeee"),
+    "dark": Theme("dark", "light", "#1c1e21", "#dfe1e4", "#3a3d42", "#2b2e33"),
+}
+
+
+def arranged(links: Any, stages: Any, runs: Any) -> Any:
+    """Lay the parts of the page out."""
+    upper = row(links, stages, sizing_mode="stretch_both")
+    runs.update(height=240, sizing_mode="stretch_width")
+    return column(upper, runs, sizing_mode="stretch_both")
+
+
+def _replace(source: ColumnDataSource, columns: Columns) -> None:
+    """Send columns to the page, unless it has them."""
+    if source.data != columns:
+        source.data = columns
+
+
+class LinksPlot:
+    """A matrix of readers and holders."""
+
+    def __init__(self, theme: Theme) -> None:
+        self._faint = theme.faint
+        self.source = ColumnDataSource(name="p2p-links")
+        self.root = figure(
+            title="Links",
+            name="p2p-links-plot",
+            x_range=FactorRange(),
+            y_range=FactorRange(),
+            x_axis_label="holder",
+            y_axis_label="reader",
+            tools="",
+            toolbar_location=None,
+            min_width=380,
+            sizing_mode="stretch_both",
+        )
+        mapper = LinearColorMapper(_PALETTE, low=0, high=1, nan_color=theme.faint)
+        self.root.rect(
+            "holder",
+            "reader",
+            width=0.92,
+            height=0.92,
+            source=self.source,
+            fill_color={"field": "share", "transform": mapper},
+            line_color="outline",
+            line_width="outline_px",
+        )
+        self.root.text(
+            "holder",
+            "reader",
+            text="label",
+            text_color="label_colour",
+            source=self.source,
+            text_align="center",
+            text_baseline="middle",
+            text_font_size="12px",
+        )
+        percent = NumeralTickFormatter(format="0%")
+        title = "of the best link of the same transport (in cells: GB/s)"
+        bar = ColorBar(color_mapper=mapper, formatter=percent, title=title, height=8, padding=4)
+        self.root.add_layout(bar, "above")
+        self.root.xaxis.major_label_orientation = 0.6
+        self.root.grid.visible = False
+        self.root.add_tools(HoverTool(tooltips=_LINK_TIPS))
+
+    def draw(self, picture: Picture) -> None:
+        """Show a picture."""
+        chart = picture.links
+        self.root.title.text = chart.title
+        self.root.x_range.factors = chart.workers
+        self.root.y_range.factors = chart.workers[::-1]
+        cells = chart.columns["cells"]
+        labelled = len(chart.workers) <= _MOST_LABELLED
+        fell_back = [bool(text) for text in cells["fallback"]]
+        looks: Columns = {
+            "outline": [_FELL_BACK if fell else self._faint for fell in fell_back],
+            "outline_px": [4 if fell else 1 for fell in fell_back],
+            "label": [f"{gbs:.2g}" if labelled and gbs == gbs else "" for gbs in cells["gbs"]],
+            "label_colour": ["#000000" if share > 0.45 else "#ffffff" for share in cells["share"]],
+        }
+        _replace(self.source, cells | looks)
+
+
+_LINK_TIPS = [
+    ("reader", "@reader"),
+    ("holder", "@holder"),
+    ("GB/s", "@gbs{0.00} by @transport, @share{0%} of the best"),
+    ("bytes", "@text"),
+    ("tasks", "@tasks"),
+    ("fell back", "@fallback"),
+]
+
+
+class StagesPlot:
+    """Bars over time, a row a worker."""
+
+    def __init__(self, theme: Theme) -> None:
+        self.root = figure(
+            title="Stages",
+            name="p2p-stages-plot",
+            x_axis_label="seconds",
+            x_range=Range1d(0, 1),
+            y_range=Range1d(0.5, -0.5),
+            tools="xpan,xwheel_zoom,xbox_zoom,reset",
+            active_scroll="xwheel_zoom",
+            toolbar_location="right",
+            min_width=480,
+            sizing_mode="stretch_both",
+        )
+        self.sources = {part: ColumnDataSource(name=f"p2p-{part}") for part in PARTS}
+        for part, source in self.sources.items():
+            task = part == "task"
+            bars = self.root.quad(
+                source=source,
+                fill_color=theme.ink if task else _COLOURS[part],
+                fill_alpha=0.12 if task else 1.0,
+                line_color=theme.ink if task else theme.paper,
+                line_alpha=0.3 if task else 0.6,
+                legend_label=part,
+            )
+            tips = _TASK_TIPS if task else [("", f"{part} of a stage"), *_STAGE_TIPS, *_TASK_TIPS]
+            self.root.add_tools(HoverTool(renderers=[bars], tooltips=tips))
+        self.root.ygrid.visible = False
+        legend = self.root.legend[0]
+        legend.update(orientation="horizontal", padding=2, margin=0, glyph_height=12)
+        self.root.add_layout(legend, "above")
+
+    def draw(self, picture: Picture) -> None:
+        """Show a picture."""
+        chart = picture.stages
+        self.root.title.text = chart.title
+        workers = chart.workers
+        self.root.y_range.update(start=max(len(workers), 1) - 0.5, end=-0.5)
+        self.root.yaxis.ticker = FixedTicker(ticks=[*range(len(workers))])
+        self.root.yaxis.major_label_overrides = dict(enumerate(workers))
+        if self.sources["task"].data != chart.columns["task"]:
+            self.root.x_range.update(start=0, end=max(chart.columns["task"]["right"], default=1))
+        for part, source in self.sources.items():
+            _replace(source, chart.columns[part])
+
+
+_STAGE_TIPS = [
+    ("holder", "@holder by @transport"),
+    ("bytes", "@nbytes{0.00 ib}"),
+    ("seconds", "@seconds{0.0000}"),
+]
+_TASK_TIPS = [("task", "@name, block @block"), ("on", "@worker"), ("failed", "@error")]
+
+_PROGRESS = """
+<div style="background: rgba(128,128,128,0.25); width: 100%; height: 100%; position: relative">
+<div style="background: <%= state == 'failed' ? '#e8553d' : '#3d8fd1' %>;
+opacity: <%= state == 'running' ? 1 : 0.35 %>; height: 100%; width: <%= 100 * value %>%"></div>
+<span style="position: absolute; left: 6px; top: 0"><%= state == 'running' ?
+Math.floor(100 * value) + ' %' : state %></span></div>
+"""
+
+
+class RunsTable:
+    """The runs, newest first."""
+
+    def __init__(self, theme: Theme) -> None:
+        self.source = ColumnDataSource(name="p2p-runs")
+        css = f"""
+        .slick-header-column, .slick-header-columns {{ background: {theme.bar} !important; }}
+        .slick-header-column, .slick-cell {{ color: {theme.ink} !important; }}
+        .slick-row, .slick-row.odd {{ background: {theme.paper} !important; }}
+        .slick-cell {{ border-color: {theme.faint} !important; background: none !important; }}
+        """
+        self.root = DataTable(
+            source=self.source,
+            name="p2p-runs-table",
+            columns=[
+                TableColumn(field=name, title=title, width=width, formatter=formatter)
+                for name, title, width, formatter in _run_columns()
+            ],
+            index_position=None,
+            sortable=False,
+            reorderable=False,
+            selectable=False,
+            stylesheets=[InlineStyleSheet(css=css)],
+            sizing_mode="stretch_both",
+        )
+
+    def draw(self, picture: Picture) -> None:
+        """Show a picture."""
+        _replace(self.source, picture.runs)
+
+
+def _run_columns() -> list[tuple[str, str, int, Any]]:
+    text = HTMLTemplateFormatter(template="<%- value %>")
+    rate = NumberFormatter(format="0.00", text_align="right")
+    count = NumberFormatter(format="0,0", text_align="right")
+    return [
+        ("start", "start", 70, text),
+        ("operation", "operation", 110, text),
+        ("shape", "shape", 130, text),
+        ("dtype", "dtype", 60, text),
+        ("blocks", "blocks", 70, text),
+        ("axes", "axes", 60, text),
+        ("progress", "progress", 100, HTMLTemplateFormatter(template=_PROGRESS)),
+        ("moved", "moved", 80, text),
+        ("least", "least", 80, text),
+        ("exchange", "longest task", 80, text),
+        ("wall", "wall", 80, text),
+        ("gbs", "GB/s", 60, rate),
+        ("transports", "transports", 110, text),
+        ("made", "made", 50, count),
+        ("attempts", "attempts", 60, count),
+        ("fallbacks", "fallbacks", 60, count),
+    ]

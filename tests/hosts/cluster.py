@@ -1,0 +1,63 @@
+"""A Dask cluster over several hosts, of processes that are started as users start them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distributed import Client
+
+from tests.hosts.network import Host, Network
+from tests.support import import_path
+
+PORT = 8786
+BOUND_S = 60
+#: That a connection is cut is noticed sooner than by default, and idle processes take less time.
+SETTINGS = {
+    "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11 s",
+    "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5 s",
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+}
+
+
+class HostsCluster:
+    """A scheduler on the first host, and workers on the others.
+
+    Parameters
+    ----------
+    network
+        The hosts.
+    folder
+        For what the processes print.
+    """
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.network = network
+        self.scheduler, *self.others = network.hosts
+        self.address = f"tcp://{self.scheduler.address()}:{PORT}"
+        self._folder = folder
+        self._environment = {**SETTINGS, "PYTHONPATH": import_path()}
+        self._start(self.scheduler, "scheduler", "--no-dashboard")
+
+    def start_workers(self, host: Host, *options: str) -> None:
+        """Start workers of one thread, each with a nanny."""
+        self._start(host, "worker", self.address, "--nthreads", "1", "--no-dashboard", *options)
+
+    def _start(self, host: Host, *command: str) -> None:
+        log = self._folder / f"{host.name}.log"
+        host.start(sys.executable, "-m", "dask", *command, log=log, **self._environment)
+
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """Connect from the scheduler's host."""
+        with self.scheduler.inside():
+            client = Client(self.address, timeout=BOUND_S)
+        with client:
+            yield client
+
+    def logs(self) -> str:
+        """Return the end of what the processes have printed."""
+        texts = (f"{path.name}:\n{path.read_text()[-4000:]}" for path in self._folder.glob("*.log"))
+        return "\n".join(texts)

@@ -1,0 +1,257 @@
+"""Clusters over several hosts: what moves how between them, and what becomes of it on bad links."""
+
+from __future__ import annotations
+
+import time
+from itertools import permutations
+from urllib.parse import urlsplit
+
+import dask
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.measure import collect
+from dask_p2p.task import PLUGIN_NAME
+from tests.faults.support import (
+    addresses,
+    assert_nothing_is_held,
+    expected,
+    one_block_each,
+    source,
+)
+from tests.hosts.cluster import BOUND_S, HostsCluster
+from tests.hosts.network import Network, obstacle
+from tests.support import persisted
+from tests.test_diagnosis import measure_little
+from tests.transports.loopback import wait_until
+
+SHAPE = (400, 600)
+WORKERS = 4
+MBIT = 100
+DELAY_S = 0.05
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(obstacle() is not None, reason=f"no hosts can be made: {obstacle()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Network(3) as network:
+        cluster = HostsCluster(network, tmp_path_factory.mktemp("hosts"))
+        for host in cluster.others:
+            cluster.start_workers(host, "--nworkers", "2")
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster):
+    with cluster.client() as client:
+        client.wait_for_workers(WORKERS, timeout=BOUND_S)
+        dask_p2p.register(client)
+        yield client
+
+
+@pytest.fixture(params=["comm", "ucx"])
+def transport(request):
+    with dask.config.set({"p2p.transports.order": [request.param]}):
+        yield request.param
+
+
+def host_of(address):
+    return urlsplit(address).hostname
+
+
+def laid_out(client, shape):
+    """An array with a slab on each worker."""
+    rows, columns = shape
+    x = source(shape, (rows // WORKERS, columns))
+    x = one_block_each(client, x, addresses(client))
+    wait(x)
+    return x
+
+
+def pairs_of(client, y):
+    """Reader, holder and transport of what moved."""
+    return set(collect(client, y.name).pairs)
+
+
+def assert_transposed(client, shape=SHAPE):
+    """Transpose, and return the pairs of what moved."""
+    y = persisted(client, dask_p2p.transpose(laid_out(client, shape)))
+    np.testing.assert_array_equal(y.compute(), expected(shape).T)
+    return pairs_of(client, y)
+
+
+def test_transposes_and_rechunks(client, cluster, transport):
+    before = [host.sent_bytes() for host in cluster.others]
+    x = laid_out(client, SHAPE)
+    for y, result in (
+        (dask_p2p.transpose(x), expected(SHAPE).T),
+        (dask_p2p.rechunk(x, (SHAPE[0], 100)), expected(SHAPE)),
+        (dask_p2p.rechunk(x, (70, 110)), expected(SHAPE)),
+    ):
+        y = persisted(client, y)
+        pairs = pairs_of(client, y)
+        assert {name for *_, name in pairs} == {transport}
+        assert any(host_of(reader) != host_of(holder) for reader, holder, _ in pairs)
+        np.testing.assert_array_equal(y.compute(), result)
+    # Half of each array, at the least, has crossed the network: nothing else leads there.
+    for host, sent in zip(cluster.others, before, strict=True):
+        assert host.sent_bytes() - sent > x.nbytes / 4
+
+
+def test_memory_is_read_within_hosts_only(client):
+    pairs = assert_transposed(client)
+    assert {(host_of(reader) == host_of(holder), name) for reader, holder, name in pairs} == {
+        (True, "cma"),
+        (False, "comm"),
+    }
+
+
+@pytest.mark.parametrize(("transport", "kind"), [("cma", "numpy"), ("ipc", "cupy")])
+def test_memory_is_never_offered_to_other_hosts(client, transport, kind):
+    found = client.run(offered, transport, kind, addresses(client))
+    for reader, holder in permutations(addresses(client), 2):
+        code = found[reader][holder]
+        if host_of(reader) != host_of(holder):
+            assert code == "other-host"
+        else:
+            assert code == (None if transport == "cma" else "no-gpu")
+
+
+async def offered(transport, kind, workers, dask_worker):
+    """Ask a worker why it does not read others by this transport; a thread does, as in tasks."""
+    context = dask_worker.plugins[PLUGIN_NAME].context
+
+    def look(other):
+        obstacle = context.router.transports[transport].obstacle(other, kind, np.dtype("f8"))
+        return None if obstacle is None else obstacle.code
+
+    return {
+        other: await context.offload(look, other)
+        for other in workers
+        if other != dask_worker.address
+    }
+
+
+def test_a_check_names_what_is_used_between_hosts(client):
+    client.run(measure_little)
+    report = dask_p2p.check(client)
+    for link in report.links:
+        if host_of(link.reader) == host_of(link.holder):
+            assert link.transport == "cma"
+        else:
+            assert link.transport == "comm"
+            assert link.obstacles["cma"].code == "other-host"
+    assert report.problems == []
+
+
+def test_a_slow_link(client, cluster, transport):
+    shape = (4000, 800)
+    crossing_bytes = 4000 * 800 * 8 / 4
+    x = laid_out(client, shape)
+    cluster.network.limit(cluster.others[0], MBIT)
+    try:
+        start_s = time.monotonic()
+        y = persisted(client, dask_p2p.transpose(x))
+        took_s = time.monotonic() - start_s
+    finally:
+        cluster.network.limit(cluster.others[0], None)
+    assert took_s > crossing_bytes * 8 / (MBIT * 1e6)
+    assert {name for *_, name in pairs_of(client, y)} == {transport}
+    np.testing.assert_array_equal(y.compute(), expected(shape).T)
+
+
+def test_a_link_too_slow_for_the_deadline(client, cluster):
+    """All that is asked for at a time would come late: it is asked for in smaller parts."""
+    shape = (4000, 2000)
+    x = laid_out(client, shape)
+    settings = {"p2p.timeouts.request": "1 s", "p2p.transports.order": ["comm"], "p2p.attempts": 12}
+    for host in cluster.others:
+        cluster.network.limit(host, MBIT / 2)
+    try:
+        with dask.config.set(settings):
+            y = persisted(client, dask_p2p.transpose(x))
+    finally:
+        for host in cluster.others:
+            cluster.network.limit(host, None)
+    run = collect(client, y.name)
+    assert run.attempts > WORKERS, "the first attempts fail"
+    np.testing.assert_array_equal(y.compute(), expected(shape).T)
+
+
+def test_a_link_with_a_delay(client, cluster, transport):
+    x = laid_out(client, SHAPE)
+    cluster.network.delay(cluster.others[0], DELAY_S)
+    try:
+        start_s = time.monotonic()
+        y = persisted(client, dask_p2p.transpose(x))
+        took_s = time.monotonic() - start_s
+    finally:
+        cluster.network.delay(cluster.others[0], None)
+    assert took_s > 2 * DELAY_S
+    assert {name for *_, name in pairs_of(client, y)} == {transport}
+    np.testing.assert_array_equal(y.compute(), expected(SHAPE).T)
+
+
+@pytest.fixture
+def on_second_interface(client, cluster):
+    """A worker on each host that is reached by the other network."""
+    known = set(addresses(client))
+    for host in cluster.others:
+        cluster.start_workers(host, "--interface", "eth1")
+    client.wait_for_workers(WORKERS + 2, timeout=BOUND_S)
+    mine = sorted(set(addresses(client)) - known)
+    yield mine
+    client.retire_workers(mine)
+
+
+def test_workers_on_a_second_interface(client, cluster, on_second_interface):
+    assert {host_of(worker) for worker in on_second_interface} == {
+        host.address(1) for host in cluster.others
+    }
+    for transport in ("comm", "ucx"):
+        before = [host.sent_bytes(1) for host in cluster.others]
+        x = one_block_each(client, source(SHAPE, (SHAPE[0] // 2, SHAPE[1])), on_second_interface)
+        wait(x)
+        with dask.config.set({"p2p.transports.order": [transport]}):
+            y = persisted(client, dask_p2p.transpose(x))
+        np.testing.assert_array_equal(y.compute(), expected(SHAPE).T)
+        pairs = pairs_of(client, y)
+        assert {(r, h) for r, h, _ in pairs} == set(permutations(on_second_interface, 2))
+        assert {name for *_, name in pairs} == {transport}
+        for host, sent in zip(cluster.others, before, strict=True):
+            assert host.sent_bytes(1) - sent > x.nbytes / 4
+        del x, y
+
+
+def test_a_host_that_is_cut_off_in_the_middle(client, cluster):
+    shape = (4000, 2000)
+    host, network = cluster.others[1], cluster.network
+    x = laid_out(client, shape)
+    network.limit(host, MBIT)
+    before_bytes = host.sent_bytes()
+    results = []
+    for transport in ("comm", "ucx"):
+        with dask.config.set({"p2p.timeouts.request": "3 s", "p2p.transports.order": [transport]}):
+            results.append(client.persist(dask_p2p.transpose(x, chunks=(500 - len(results), 4000))))
+    try:
+        wait_until(lambda: host.sent_bytes() - before_bytes > 2e6)
+        network.set_up(host, False)
+        wait(results, timeout=BOUND_S)
+    finally:
+        network.limit(host, None)
+        network.set_up(host, True)
+    assert {host_of(worker) for worker in addresses(client)} == {cluster.others[0].address()}
+    for y in results:
+        np.testing.assert_array_equal(y.compute(), expected(shape).T)
+    assert_nothing_is_held(client)
+    host.stop()
+    cluster.start_workers(host, "--nworkers", "2")
+    client.wait_for_workers(WORKERS, timeout=BOUND_S)
+    pairs = assert_transposed(client)
+    assert any(host_of(holder) == host.address() for _, holder, _ in pairs)

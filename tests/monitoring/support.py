@@ -1,0 +1,26 @@
+"""Records as workers would make them, and pages without a browser."""
+
+from __future__ import annotations
+
+from dask_p2p.monitoring.records import Record
+
+NAME = "p2p-transpose-0123456789abcdef0123456789abcdef"
+
+
+def record(i, start_s=0.0, stages=(), **values):
+    """Of an attempt at block ``i`` of two, on worker a, that took a second."""
+    values = {"worker": "a", "array_shape": (4, 2), "blocks": (2, 1), "axes": (1, 0)} | values
+    name = values.pop("name", NAME)
+    stop_s = values.pop("stop_s", start_s + 1)
+    return Record((name, i, 0), start_s, stop_s, stages, **values)
+
+
+class OpenPage:
+    """A page that keeps what it was shown."""
+
+    def __init__(self, is_open=True):
+        self.is_open = is_open
+        self.shown = []
+
+    def show(self, picture):
+        self.shown.append(picture)

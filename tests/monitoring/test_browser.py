@@ -1,0 +1,221 @@
+"""The page /p2p, as Chromium shows it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, Event, LocalCluster
+
+import dask_p2p
+from tests.browser import chromium, complaints, data, missing, until, visit
+from tests.support import import_path, persisted
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+IN_RUNS = """
+    const data = Bokeh.documents[0].get_model_by_name("p2p-runs").data;
+    const row = Array.from(data.name).indexOf(arguments[0]);
+    return row >= 0 && data.state[row] == arguments[1] && data.progress[row] <= arguments[2];
+"""
+WHEN_DRAWN = """
+    const [name, done] = arguments;
+    const source = Bokeh.documents[0].get_model_by_name("p2p-task");
+    const look = () => {
+        const stops = Array.from(source.data.stop_s).filter((_, i) => source.data.name[i] == name);
+        if (stops.length < 4) return setTimeout(look, 10);
+        const answer = () => done([Math.max(...stops), Date.now() / 1000]);
+        requestAnimationFrame(() => requestAnimationFrame(answer));
+    };
+    look();
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            dashboard_address="127.0.0.1:0",
+            env={"PYTHONPATH": import_path()},
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        yield client
+
+
+@pytest.fixture
+def page(client):
+    """The address of the page."""
+    return client.dashboard_link.rpartition("/")[0] + "/p2p"
+
+
+def array(client):
+    return persisted(client, da.random.random((400, 300), chunks=(100, 300)))
+
+
+def shown(driver, name, state="done", progress=1.0):
+    until(driver, IN_RUNS, name, state, progress)
+    columns = data(driver, "p2p-runs")
+    row = columns["name"].index(name)
+    return {column: values[row] for column, values in columns.items()}
+
+
+def test_its_numbers_are_those_of_the_run(client, driver, page):
+    visit(driver, page)
+    y = persisted(client, dask_p2p.transpose(array(client)))
+    row = shown(driver, y.name)
+    (run,) = (run for run in dask_p2p.last_runs(client, n=100) if run.name == y.name)
+    for name, value in run.summary().items():
+        if isinstance(value, (int, float)):
+            assert row[name] == pytest.approx(value), name
+    assert (row["operation"], row["dtype"], row["shape"]) == (
+        "p2p-transpose",
+        "float64",
+        "300 x 400",
+    )
+    assert row["moved_bytes"] == 400 * 300 * 8 // 2
+    assert sum(by_task(driver, "p2p-transfer", "nbytes", y.name)) == run.moved_bytes
+    stops = by_task(driver, "p2p-task", "stop_s", y.name)
+    assert sorted(stops) == sorted(record.stop_s for record in run.made)
+    assert complaints(driver) == []
+
+
+def by_task(driver, source, column, name):
+    """A column of the bars of one run."""
+    columns = data(driver, source)
+    return [v for v, of in zip(columns[column], columns["name"], strict=True) if of == name]
+
+
+def test_links_are_those_of_all_runs(client, driver, page):
+    visit(driver, page)
+    shown(driver, persisted(client, dask_p2p.transpose(array(client))).name)
+    pairs = Counter()
+    for run in dask_p2p.last_runs(client, n=100):
+        for (reader, holder, _), nbytes in run.pairs.items():
+            pairs[reader.removeprefix("tcp://"), holder.removeprefix("tcp://")] += nbytes
+    cells = data(driver, "p2p-links")
+    on_page = zip(cells["reader"], cells["holder"], strict=True)
+    assert dict(zip(on_page, cells["nbytes"], strict=True)) == pairs
+    assert set(cells["transport"]) == {"cma"}
+    assert max(cells["share"]) == 1
+    assert min(cells["share"]) > 0
+
+
+def test_from_the_end_of_a_task_to_its_bar(client, driver, page):
+    visit(driver, page)
+    x = array(client)
+    taken_s = []
+    for i in range(3):
+        y = dask_p2p.transpose(x + i)
+        future = client.compute(y)
+        stop_s, drawn_s = driver.execute_async_script(WHEN_DRAWN, y.name)
+        taken_s.append(drawn_s - stop_s)
+        future.release()
+    assert 0 < statistics.median(taken_s) < 1, taken_s
+
+
+def test_a_run_is_shown_while_it_is_under_way(client, driver, page):
+    visit(driver, page)
+    gate = Event("gate", client=client)
+
+    def wait_at_gate(block):
+        Event("gate").wait(30)
+        return block
+
+    y = dask_p2p.map_overlap(wait_at_gate, array(client), {0: 1}, "periodic", dtype=float)
+    future = client.compute(y)
+    try:
+        row = shown(driver, y.name, "running", 0.99)
+        assert (row["made"], row["fallbacks"]) == (0, 0)
+        assert any(name == y.name for name in data(driver, "p2p-task")["name"])
+    finally:
+        gate.set()
+    assert future.result().shape == (400, 300)
+    assert shown(driver, y.name)["made"] == 4
+    assert complaints(driver) == []
+
+
+def luminance(colour):
+    """Of a colour as CSS computes it, ``rgb(1, 2, 3)``; or written as ``#010203``."""
+    if colour.startswith("#"):
+        parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    else:
+        parts = [int(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [((p / 255 + 0.055) / 1.055) ** 2.4 if p > 10 else p / 3294 for p in parts]
+    return np.dot(linear, [0.2126, 0.7152, 0.0722])
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+COLOURS = """
+    const plot = Bokeh.documents[0].get_model_by_name("p2p-stages-plot");
+    const style = getComputedStyle(document.body);
+    const link = getComputedStyle(document.querySelector(".navbar li a")).color;
+    const bar = getComputedStyle(document.querySelector(".navbar ul")).backgroundColor;
+    return [style.backgroundColor, style.color, plot.below[0].major_label_text_color, link, bar];
+"""
+
+
+def test_dark_and_light(driver, page):
+    seen = {}
+    for theme in ("light", "dark"):
+        visit(driver, f"{page}?theme={theme}")
+        paper, ink, axis, link, bar = driver.execute_script(COLOURS)
+        seen[theme] = luminance(paper)
+        assert contrast(paper, ink) > 7
+        assert contrast(paper, axis) > 7
+        assert contrast(link, bar) > 7
+        other = driver.find_element("css selector", "#p2p-theme a")
+        assert other.text == ("dark" if theme == "light" else "light")
+    assert seen["light"] > 0.9
+    assert seen["dark"] < 0.05
+    assert complaints(driver) == []
+
+
+def test_it_is_dark_where_the_user_likes_it_dark(driver, page):
+    like = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", like)
+    try:
+        visit(driver, page)
+        until(driver, "return location.search == '?theme=dark'")
+        visit(driver, f"{page}?theme=light")
+        assert driver.execute_script("return location.search") == "?theme=light"
+    finally:
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.parametrize("part", ["links", "stages", "runs"])
+def test_single_plots(driver, page, part):
+    visit(driver, page.replace("/p2p", f"/individual-p2p-{part}"))
+    until(driver, "return document.querySelector('.bk-Figure, .bk-DataTable').clientHeight > 300")
+    assert complaints(driver) == []
+
+
+def _open_pages(dask_scheduler):
+    return sum(page.is_open for page in dask_scheduler.plugins["dask-p2p"].feed._pages)
+
+
+def test_nobody_looks_at_a_page_that_was_closed(client, driver, page):
+    visit(driver, page)
+    assert client.run_on_scheduler(_open_pages) == 1
+    driver.get("about:blank")
+    deadline_s = time.monotonic() + 10
+    while client.run_on_scheduler(_open_pages):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)

@@ -1,0 +1,121 @@
+"""What workers tell of tasks that have not ended, on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+
+import dask
+import dask.array as da
+import pytest
+from distributed import Event, wait
+
+import dask_p2p
+from dask_p2p.monitoring.records import unpacked
+from dask_p2p.registration import workers_of
+from dask_p2p.task import PLUGIN_NAME
+from tests.support import indexed
+
+TILE_BYTES = 16 * 16 * 8
+
+
+@pytest.fixture
+def slabs(client):
+    """Row slabs of 16 x 64, one on each worker: their workers, and the array."""
+    workers = sorted(workers_of(client))
+    x = da.from_array(indexed((64, 64), float), chunks=(16, 64))
+    slabs = [
+        client.persist(x.blocks[row], workers=[worker], allow_other_workers=False)
+        for row, worker in enumerate(workers)
+    ]
+    x = client.persist(da.concatenate(slabs))
+    wait(x)
+    return workers, x
+
+
+def told(client, worker):
+    """What a worker tells of its tasks under way."""
+
+    def ask(dask_worker):
+        return dask_worker.plugins[PLUGIN_NAME].context.new_records()
+
+    answer = client.run(ask, workers=[worker])[worker]
+    return unpacked(answer["under_way"])
+
+
+def hold_back(dask_worker):
+    """Answer requests for regions only once they are let through."""
+    good = dask_worker.handlers["p2p_comm_read"]
+    dask_worker.let_through = asyncio.Event()
+
+    async def answer(**request):
+        await dask_worker.let_through.wait()
+        return await good(**request)
+
+    dask_worker.handlers["p2p_comm_read"] = answer
+
+
+def let_through(dask_worker):
+    transports = dask_worker.plugins[PLUGIN_NAME].context.router.transports
+    dask_worker.handlers.update(transports["comm"].handlers())
+    dask_worker.loop.add_callback(dask_worker.let_through.set)
+
+
+def test_bytes_in_place_by_holder(client, slabs):
+    workers, x = slabs
+    reader, *others = workers
+    last = others[-1]
+    dask_p2p.register(client)
+    client.run(hold_back, workers=[last])
+    with dask.config.set({"p2p.transports.order": ["comm"]}):
+        y = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
+    try:
+        while not (records := told(client, reader)) or sum(s.nbytes for s in records[0].stages) < (
+            2 * TILE_BYTES
+        ):
+            assert not y.done()
+        (record,) = records
+    finally:
+        client.run(let_through, workers=[last])
+    assert y.result().shape == (16, 64)
+    assert (record.worker, record.wanted_bytes, record.is_made) == (reader, 3 * TILE_BYTES, False)
+    assert {s.holder: s.nbytes for s in record.stages} == dict.fromkeys(others, TILE_BYTES) | {
+        last: 0
+    }
+    assert {s.transport for s in record.stages} == {"comm"}
+    assert (record.array_shape, record.blocks) == ((64, 64), (4, 1))
+    assert record.start_s < record.stop_s
+    (run,) = dask_p2p.last_runs(client, n=1)
+    assert (run.least_bytes, run.attempts, run.under_way) == (3 * TILE_BYTES, 1, ())
+    assert told(client, reader) == []
+
+
+def test_a_function_of_the_user_is_part_of_the_task(client, slabs):
+    _, x = slabs
+    gate = Event("under-way", client=client)
+
+    def wait_at_gate(block):
+        Event("under-way").wait(30)
+        return block
+
+    y = client.compute(dask_p2p.map_overlap(wait_at_gate, x, {0: 1}, "periodic", dtype=float))
+    try:
+        records = []
+        while len(records) < 4:
+            records = [record for worker in workers_of(client) for record in told(client, worker)]
+    finally:
+        gate.set()
+    assert y.result().shape == (64, 64)
+    for record in records:
+        assert sum(s.nbytes for s in record.stages) == record.wanted_bytes
+
+
+def test_what_fails_is_under_way_no_more(client, slabs):
+    _, x = slabs
+
+    def fail(block):
+        raise ValueError("on purpose")
+
+    y = dask_p2p.map_overlap(fail, x, {0: 1}, "periodic", dtype=float)
+    with pytest.raises(ValueError, match="on purpose"):
+        client.compute(y).result()
+    assert [told(client, worker) for worker in workers_of(client)] == [[]] * 4
