@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from time import perf_counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,11 +49,8 @@ class HostQueue:
     def to_host(self, array: Any) -> Any:
         return array
 
-    @contextmanager
-    def timing(self, timer: Timer) -> Iterator[None]:
-        start_s = perf_counter()
-        yield
-        timer.seconds += perf_counter() - start_s
+    def timing(self, timer: Timer) -> Timer:
+        return timer
 
     def synchronize(self) -> None:
         pass

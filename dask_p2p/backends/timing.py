@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NamedTuple
 
 __all__ = ["MOST_PAIRS", "StreamTimings", "Timer"]
@@ -16,9 +17,16 @@ MOST_PAIRS = 64
 
 @dataclass(slots=True)
 class Timer:
-    """Adds up what groups of work took."""
+    """Adds up what groups of work took; as a context, the time of the block."""
 
     seconds: float = 0.0
+    _start_s: float = 0.0
+
+    def __enter__(self) -> None:
+        self._start_s = perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self.seconds += perf_counter() - self._start_s
 
 
 class _Pair(NamedTuple):

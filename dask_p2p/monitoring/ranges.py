@@ -15,6 +15,7 @@ DOMAIN = "dask_p2p"
 
 # By which a profiler, Nsight Systems for one, is loaded into a process.
 _INJECTIONS = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
+_NOTHING = nullcontext()
 
 
 class Ranges:
@@ -32,7 +33,7 @@ class Ranges:
     def __call__(self, *words: Any) -> AbstractContextManager[Any]:
         """Return a context that is a range of this thread, named by these words."""
         if self._annotate is None:
-            return nullcontext()
+            return _NOTHING
         return self._annotate(" ".join(map(str, words)), domain=DOMAIN)
 
 
