@@ -18,7 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from time import perf_counter
 from typing import Any
@@ -43,8 +43,6 @@ from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import versioned
 
 __all__ = ["Assembly", "OutputSpec"]
-
-_END = object()
 
 
 @versioned()
@@ -251,18 +249,16 @@ class Assembly:
         far = [source for source in pending if not source.route.transport.within_host]
         if self._in_sync:
             near, far = pending, []
-        beside = self._read_in_turn(near, queue)
-        for _ in self._read_in_turn(far, queue, beside):
-            pass
-        for _ in beside:
+        beside = self._read_in_turn(near, queue, iter(()))
+        for _ in chain(self._read_in_turn(far, queue, beside), beside):
             pass
 
     def _read_in_turn(
-        self, pending: list[RemoteSource], queue: Queue, beside: Iterator[None] | None = None
-    ) -> Iterator[None]:
+        self, pending: list[RemoteSource], queue: Queue, beside: Iterator[bool]
+    ) -> Iterator[bool]:
         """Read sources one after another; rather than wait, take steps beside it.
 
-        Yields when a region is in place.
+        Yields True when a region is in place.
         """
         sources = self._sources
         ahead: deque[Incoming] = deque()
@@ -277,7 +273,7 @@ class Assembly:
             while ahead and ahead[-1].read.transport is not read.transport:
                 # Each may fill all that there is for staging.
                 self._place_first(ahead, queue, beside)
-                yield
+                yield True
             for incoming in read.regions():
                 if read.transport.in_place:
                     try:
@@ -292,17 +288,14 @@ class Assembly:
                 del incoming  # which may be placed already: the next one takes its room
                 while len(ahead) > self._ahead(read):
                     self._place_first(ahead, queue, beside)
-                    yield
+                    yield True
         while ahead:
             self._place_first(ahead, queue, beside)
-            yield
+            yield True
 
-    def _place_first(
-        self, ahead: deque[Incoming], queue: Queue, beside: Iterator[None] | None
-    ) -> None:
-        while beside is not None and not ahead[0].region.pending.done():
-            if next(beside, _END) is _END:
-                break
+    def _place_first(self, ahead: deque[Incoming], queue: Queue, beside: Iterator[bool]) -> None:
+        while not ahead[0].region.pending.done() and next(beside, False):
+            pass
         self._place(ahead.popleft(), queue)
 
     def _ahead(self, read: OpenRead) -> int:
