@@ -32,7 +32,9 @@ fi
 srun --overlap --nodes=1 --ntasks=1 \
   dask scheduler --no-jupyter --interface "$interface" --port 0 --dashboard-address :0 \
   --scheduler-file "$file" >"$run/scheduler.log" 2>&1 &
+# Since 22.05 srun does not take the processors of a task from sbatch.
 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+  --cpus-per-task="$SLURM_CPUS_PER_TASK" \
   "${worker[@]}" --interface "$interface" --scheduler-file "$file" \
   --local-directory "$scratch" >"$run/workers.log" 2>&1 &
 trap 'kill $(jobs -p); wait' EXIT
