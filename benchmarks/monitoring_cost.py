@@ -5,7 +5,8 @@ four workers, or with ``--gpus`` on as many GPUs as ``--workers`` says: in turn 
 (`bare`), with what a worker always does (`recorded`), and while somebody looks twice a second, as
 an open page does (`watched`). A round has one run of each; the order turns from round to round. A
 ratio is the median over the rounds of a way's time over that of `bare` in the same round, with the
-95 % interval that resampling of the rounds gives.
+95 % interval that resampling of the rounds gives. Beside the time that a user sees there is the
+time of the workers' processors: it tells more where the machine has other work too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+Row = dict[str, Any]
 
 WAYS = ("bare", "recorded", "watched")
 LOOK_S = 0.5
@@ -104,19 +107,22 @@ def is_there(name: str, dask_scheduler: Any) -> bool:
                                      if state != "forgotten")  # fmt: skip
 
 
-def measured(client: Any, x: Any, rounds: int, runs: int) -> dict[str, list[float]]:
-    """Return the seconds of each round, by way: the median of as many runs."""
-    times_s: dict[str, list[float]] = {way: [] for way in WAYS}
+def measured(client: Any, x: Any, rounds: int, runs: int) -> dict[str, Row]:
+    """Return the seconds of each round, by way: the median run, and the processors' of all runs."""
+    rows: dict[str, Row] = {way: {"times_s": [], "cpu_s": []} for way in WAYS}
     for number in range(-1, rounds):
         for place in range(len(WAYS)):
             way = WAYS[(number + place) % len(WAYS)]
             client.run(switch, way != "bare")
+            before_s = sum(client.run(time.process_time).values())
             with looking(client) if way == "watched" else nullcontext():
                 seconds = [run_once(client, x) for _ in range(runs)]
+            spent_s = sum(client.run(time.process_time).values()) - before_s
             if number >= 0:  # the first round warms up
-                times_s[way].append(statistics.median(seconds))
+                rows[way]["times_s"].append(statistics.median(seconds))
+                rows[way]["cpu_s"].append(spent_s)
     client.run(switch, True)
-    return times_s
+    return rows
 
 
 def ratio(times_s: Sequence[float], bare_s: Sequence[float]) -> tuple[float, float, float]:
@@ -154,18 +160,18 @@ def main(size: int, dtype: str, blocks: int, rounds: int, runs: int, workers: in
         kind = "cupy" if gpus else "numpy"
         shape = (size, size)
         x = place_blocks(client, lambda: indexed_array(shape, chunks, np.dtype(dtype), kind))
-        times_s = measured(client, x, rounds, runs)
+        rows = measured(client, x, rounds, runs)
         last = dask_p2p.last_runs(client, n=1)[0]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     print(f"{size} x {size} {dtype} in {count} slabs by {last.transports}, load {load:.1f}")
-    rows = {}
-    for way, seconds in times_s.items():
-        middle, low, high = ratio(seconds, times_s["bare"])
-        rows[way] = {"times_s": seconds, "ratio": middle, "low": low, "high": high}
-        text = (
-            f"{statistics.median(seconds) * 1e3:9.2f} ms   {middle:.4f} ({low:.4f} to {high:.4f})"
-        )
-        print(f"{way:9}{text}")
+    print(f"{'':9}    wall ms   ratio to bare              processor ms   ratio to bare")
+    for way, row in rows.items():
+        text = f"{way:9}"
+        for name in ("times_s", "cpu_s"):
+            row[f"{name[:-2]}_ratio"] = middle, low, high = ratio(row[name], rows["bare"][name])
+            median_ms = statistics.median(row[name]) * 1e3
+            text += f"{median_ms:11.2f}   {middle:.4f} ({low:.4f} to {high:.4f})"
+        print(text)
     if json_path is not None:
         Path(json_path).write_text(json.dumps({"size": size, "load": load, "ways": rows}, indent=1))
 

@@ -1,7 +1,12 @@
-"""Make the pictures of the dashboard's page: ``PYTHONPATH=. python docs/screenshots.py``.
+"""Make the pictures of the dashboard's page, from real runs.
 
-Needs Chromium with its driver, and the extra ``test``. The figures in the pictures are those of a
-run on the machine that it runs on, with six workers on its CPUs.
+On the machine whose runs are to be shown, then where there are Chromium and its driver, from the
+root of the repository::
+
+    PYTHONPATH=. python docs/screenshots.py record RECORDS [--gpus]
+    PYTHONPATH=. python docs/screenshots.py draw RECORDS p2p-page
+
+The second makes ``docs/images/p2p-page.png``, and ``p2p-page-dark.png`` for dark pages.
 """
 
 from __future__ import annotations
@@ -10,50 +15,80 @@ import tempfile
 import time
 from pathlib import Path
 
+import click
 import dask
 import dask.array as da
 from distributed import Client, LocalCluster, wait
 
 import dask_p2p
+from dask_p2p.monitoring.fetching import fetch_records
+from dask_p2p.monitoring.records import packed, unpacked
+from dask_p2p.task import PLUGIN_NAME
 from tests.browser import chromium, until, visit
 
 IMAGES = Path(__file__).parent / "images"
-SIZE = (1500, 950)
-WORKERS = 6
+SIZE = (1500, 860)
 
 
-def compute(client: Client) -> None:
-    """Do what the page is to show: a rechunk, a transpose by messages, and two as they come."""
-    x = client.persist(da.random.random((6000, 6000), chunks=(1000, -1)))
-    wait(x)
-    wait(client.persist(dask_p2p.rechunk(x, (-1, 1000))))
-    with dask.config.set({"p2p.transports.order": ["comm"]}):
-        wait(client.persist(dask_p2p.transpose(x)))
-    for i in range(2):
-        wait(client.persist(dask_p2p.transpose(x + i)))
-
-
+@click.group()
 def main() -> None:
-    """Take the page once light, once dark."""
+    """Make the pictures of the dashboard's page."""
+
+
+@main.command()
+@click.argument("records", type=click.Path(path_type=Path))
+@click.option("--gpus", is_flag=True, help="On GPUs, and larger.")
+@click.option("--side", type=int, help="Rows and columns of the array.")
+def record(records: Path, gpus: bool, side: int | None) -> None:
+    """Compute what is to be shown, and write down what happened."""
+    side = side or (32_768 if gpus else 8_000)
+    with dask_p2p.local_cluster(gpus=gpus) as cluster, Client(cluster) as client:
+        dask_p2p.register(client)
+        compute(client, side, len(client.nthreads()), gpus)
+        newest = dask_p2p.last_runs(client, n=4)[-1].start_s
+        found = client.sync(fetch_records, client, since_s=newest)
+        records.write_bytes(packed(found))
+
+
+def compute(client: Client, side: int, workers: int, gpus: bool) -> None:
+    """Do a rechunk, a transpose by messages, and two as they come; once before, to warm up."""
+    with dask.config.set({"array.backend": "cupy" if gpus else "numpy"}):
+        x = da.random.random((side, side), chunks=(side // workers, -1))
+    for _ in range(2):
+        x = client.persist(x + 1)
+        wait(x)
+        runs = [dask_p2p.rechunk(x, (-1, side // workers))]
+        with dask.config.set({"p2p.transports.order": ["comm"]}):
+            runs += [dask_p2p.transpose(x)]
+        runs += [dask_p2p.transpose(x), dask_p2p.transpose(x, chunks=(side // workers // 2, -1))]
+        for y in runs:
+            wait(client.persist(y))
+
+
+@main.command()
+@click.argument("records", type=click.Path(exists=True, path_type=Path))
+@click.argument("name")
+def draw(records: Path, name: str) -> None:
+    """Have a dashboard show what happened, and take the page once light, once dark."""
     IMAGES.mkdir(exist_ok=True)
+    nobody = {"n_workers": 0, "processes": False, "dashboard_address": "127.0.0.1:0"}
     with (
-        LocalCluster(
-            n_workers=WORKERS, threads_per_worker=1, dashboard_address="127.0.0.1:0"
-        ) as cluster,
+        LocalCluster(**nobody) as cluster,
         Client(cluster) as client,
         tempfile.TemporaryDirectory() as profile,
         chromium(profile, SIZE) as driver,
     ):
         dask_p2p.register(client)
-        compute(client)
-        page = client.dashboard_link.rpartition("/")[0] + "/p2p"
-        for theme, name in (("light", "p2p-page.png"), ("dark", "p2p-page-dark.png")):
+        store = cluster.scheduler.plugins[PLUGIN_NAME]._records
+        store.add("recorded", 0, unpacked(records.read_bytes()))
+        page = f"http://127.0.0.1:{cluster.scheduler.http_server.port}/p2p"
+        for theme, suffix in (("light", ""), ("dark", "-dark")):
             visit(driver, f"{page}?theme={theme}")
             until(
                 driver, "return Bokeh.documents[0].get_model_by_name('p2p-runs').data.name.length"
             )
             time.sleep(1)  # until all of it is drawn
-            driver.save_screenshot(str(IMAGES / name))
+            driver.save_screenshot(str(IMAGES / f"{name}{suffix}.png"))
 
 
 if __name__ == "__main__":

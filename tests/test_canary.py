@@ -14,7 +14,7 @@ import dask.array as da
 import pytest
 from dask.task_spec import GraphNode
 from distributed import Client, LocalCluster, Scheduler, Worker, wait
-from distributed.scheduler import SchedulerState, TaskState, WorkerState
+from distributed.scheduler import ALL_TASK_STATES, SchedulerState, TaskGroup, TaskState, WorkerState
 
 import dask_p2p
 from dask_p2p import versioned
@@ -117,14 +117,35 @@ def test_parts_of_a_worker_that_are_used(client):
         assert hasattr(worker.data, "__contains__")
 
 
+@pytest.mark.cluster
+def test_parts_of_the_dashboard_that_are_used(client):
+    """See `dask_p2p.monitoring.dashboard`; `applications` are those of Dask's own pages."""
+    pytest.importorskip("bokeh")
+    from bokeh.server.tornado import BokehTornado
+    from distributed.dashboard.scheduler import applications, template_variables
+
+    scheduler = client.cluster.scheduler
+    variables = template_variables(scheduler)
+    assert variables is template_variables(scheduler), "kept for all pages"
+    assert {"status", "p2p"} <= set(variables["pages"])
+    assert all(set(plot) == {"url", "name"} for plot in variables["plots"])
+    dashboard, own = (
+        app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)
+    )
+    assert own.app_paths == set(own._applications)
+    assert dashboard.app_paths == set(applications) | own.app_paths
+
+
 def test_parts_of_states_that_are_used():
     for cls, names in {
-        SchedulerState: ("workers", "tasks"),
+        SchedulerState: ("workers", "tasks", "task_groups"),
+        TaskGroup: ("states",),
         TaskState: ("run_spec", "dependencies", "who_has", "key"),
         WorkerState: ("memory_limit", "occupancy", "nthreads", "nbytes", "address"),
     }.items():
         known = {*dir(cls), *getattr(cls, "__annotations__", ())}
         assert set(names) <= known, cls
+    assert {"waiting", "no-worker", "queued", "processing", "forgotten"} <= set(ALL_TASK_STATES)
     assert [*inspect.signature(Worker.plugin_add).parameters][:2] == ["self", "plugin"]
     assert {"check", "packages"} <= set(inspect.signature(Client._get_versions).parameters)
 

@@ -56,7 +56,7 @@ def bars(runs: Sequence[Run]) -> Chart:
         low = row[record.worker] - 0.45 + track * height
         for part, bar in _bars_of(record, begun_s, low, height * 0.95, names):
             drawn[part].append(bar)
-    when = time.strftime(" from %H:%M:%S", time.localtime(begun_s)) if kept else ""
+    when = time.strftime(" from %H:%M:%S", time.localtime(begun_s)) if kept else ": no runs yet"
     columns = {part: as_columns(drawn[part], _BAR) for part in PARTS}
     return Chart(f"Stages{when}{note}", [names[worker] for worker in shown], columns)
 

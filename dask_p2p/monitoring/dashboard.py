@@ -70,7 +70,7 @@ def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
     own.initialize(IOLoop.current())
     own.start()
     dashboard._applications |= own._applications  # which /individual-plots.json lists
-    shared["pages"].insert(shared["pages"].index("system"), _PAGE)
+    shared["pages"].append(_PAGE)
     shared["plots"] += [{"url": url, "name": name} for url, (name, _) in _PLOTS.items()]
     shared["plots"].sort(key=lambda plot: plot["name"])
     return True

@@ -89,6 +89,7 @@ def links(records: Iterable[Record], workers: Iterable[str] = ()) -> Chart:
         for worker in at:
             moved[worker] += pair.nbytes
     shown, note = busiest(moved)
+    note = note if pairs else ": nothing has moved yet"
     names = short_names(shown)
     cells = [
         _cell(pairs[reader, holder], names[reader], names[holder], best)

@@ -38,6 +38,8 @@ def add_pages(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
         logger.info("dask_p2p: no page /p2p on the dashboard, which needs bokeh")
         return False
     try:
+        if not scheduler.http_application.applications:  # what follows takes time to import
+            return False
         from dask_p2p.monitoring.dashboard import connect
 
         return connect(scheduler, feed)

@@ -84,7 +84,14 @@ class _Collector:
 
 
 def _asked(kind: str) -> Any:
-    """Return the server of this process whose page is being made; None if none ever was."""
-    handler = import_module(f"distributed.http.{kind}.prometheus.core").PrometheusHandler
+    """Return the server of this process whose page is being made.
+
+    None if none ever was, or if this release of Dask makes the page in another way: an error here
+    would take Dask's own figures away too.
+    """
+    try:
+        handler = import_module(f"distributed.http.{kind}.prometheus.core").PrometheusHandler
+    except (ImportError, AttributeError):
+        return None
     collectors = getattr(handler, "_collectors", None) or [getattr(handler, "_collector", None)]
     return getattr(collectors[0], "server", None)

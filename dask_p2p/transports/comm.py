@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from distributed.protocol import to_serialize
@@ -28,7 +29,7 @@ from dask_p2p.transports.budget import LIMIT_REACHED
 from dask_p2p.transports.checksums import region_sum
 from dask_p2p.transports.comm_reading import CommReading
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
+from dask_p2p.transports.flow_control import FlowControl, Pace, PackingLimits, parts_held
 from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.registry import left_bytes
 from dask_p2p.transports.replies import find_block, refuse
@@ -100,6 +101,7 @@ class CommTransport(Transport):
         super().__init__(host, options)
         self._closed = False
         self._opened: set[CommReading] = set()  # by task threads
+        self._paces: defaultdict[str, Pace] = defaultdict(Pace)  # by holder
         self._serving = 0  # requests; changed on the event loop only
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -112,8 +114,9 @@ class CommTransport(Transport):
         """Do nothing: there is nothing to prove, since Dask itself uses these connections."""
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
-        flow = self.flow_for(requests, options)
-        reading = self.reading(self.host, requests, flow, options, self._opened.discard)
+        pace, flow = self._paces[requests[0].holder], self.flow_for(requests, options)
+        flow = replace(flow, part_bytes=min(flow.part_bytes or pace.most_bytes, pace.most_bytes))
+        reading = self.reading(self.host, requests, flow, options, self._opened.discard, pace)
         self._opened.add(reading)
         return reading
 
@@ -123,6 +126,9 @@ class CommTransport(Transport):
             "requested": sum(reading.under_way for reading in list(self._opened)),
             "serving": self._serving,
         }
+
+    def on_worker_left(self, holder: str) -> None:
+        self._paces.pop(holder, None)
 
     async def close(self) -> None:
         self._closed = True

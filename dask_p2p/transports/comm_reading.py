@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.layout import Box, box_shape, box_size
 from dask_p2p.transports.checksums import algorithm_of, check_sum, region_sum
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.flow_control import FlowControl
+from dask_p2p.transports.flow_control import FlowControl, Pace
 from dask_p2p.transports.reading import Part, Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, mismatch
 
@@ -37,8 +38,10 @@ class CommReading(Reading):
         flow: FlowControl,
         options: Options,
         closed: Callable[[CommReading], None],
+        pace: Pace | None = None,
     ) -> None:
         super().__init__(requests, flow)
+        self._pace = pace or Pace()
         self._host = host
         self._answers_ahead = flow.parts_in_flight
         self._timeout_s = options.request_timeout_s
@@ -101,7 +104,12 @@ class CommReading(Reading):
         about = f"block {first.key!r}" + (f" and {others} others" if others else "")
         extra |= {"checksum": True} if self._with_sum else {}
         asking = ask(self._host, first.holder, self.op, self._timeout_s, about, **named, **extra)
-        reply = check_reply(await asking, first, self.name)
+        begun_s = time.monotonic()
+        try:
+            reply = check_reply(await asking, first, self.name)
+        finally:
+            asked_bytes = sum(map(self._aligned_bytes, parts))
+            self._pace.note(asked_bytes, time.monotonic() - begun_s, self._timeout_s)
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
             message = f"{first.holder} did not answer about any part: {reply}"

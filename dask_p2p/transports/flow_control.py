@@ -14,9 +14,13 @@ from typing import NamedTuple
 from dask_p2p.backends import MOST_UNREAD, backend_named
 from dask_p2p.transports.buffers import buffer_bytes
 
-__all__ = ["FlowControl", "PackingLimits", "buffered_flow", "part_that_fits", "parts_held"]
+__all__ = ["FlowControl", "Pace", "PackingLimits", "buffered_flow", "part_that_fits", "parts_held"]
 
 _MOST_SMALL = 16  # parts in flight, of those smaller than they might be
+# Shares of the deadline, after which an answer is late, and before which it is early.
+_LATE, _EARLY = 1 / 4, 1 / 16
+_SMALLEST_BYTES = 2**16  # of a late answer: less makes nothing quicker
+_UNLIMITED_BYTES = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,31 @@ class FlowControl:
         in_flight_bytes = self.parts_in_flight * self.part_bytes
         as_many = in_flight_bytes // buffer_bytes(min(largest_bytes, self.part_bytes))
         return replace(self, parts_in_flight=max(self.parts_in_flight, min(as_many, _MOST_SMALL)))
+
+
+class Pace:
+    """How much to ask of one holder at once, so that answers come well before the deadline.
+
+    Many readers may share a link that carries little. Nobody knows before, so what was asked and
+    came late, or not at all, is asked in smaller parts from then on.
+
+    Attributes
+    ----------
+    most_bytes : int
+        Of one answer.
+    """
+
+    def __init__(self) -> None:
+        self.most_bytes = _UNLIMITED_BYTES
+
+    def note(self, asked_bytes: int, took_s: float, limit_s: float) -> None:
+        """Note how long an answer took, or that there was none within the limit."""
+        share = took_s / limit_s
+        if share > _LATE:
+            least_bytes = min(self.most_bytes, max(asked_bytes, _SMALLEST_BYTES))
+            self.most_bytes = max(_SMALLEST_BYTES, least_bytes // 4)
+        elif share < _EARLY:
+            self.most_bytes = min(_UNLIMITED_BYTES, max(self.most_bytes, 2 * asked_bytes))
 
 
 class PackingLimits(NamedTuple):

@@ -166,6 +166,24 @@ def test_a_slow_link(client, cluster, transport):
     np.testing.assert_array_equal(y.compute(), expected(shape).T)
 
 
+def test_a_link_too_slow_for_the_deadline(client, cluster):
+    """All that is asked for at a time would come late: it is asked for in smaller parts."""
+    shape = (4000, 2000)
+    x = laid_out(client, shape)
+    settings = {"p2p.timeouts.request": "1 s", "p2p.transports.order": ["comm"], "p2p.attempts": 12}
+    for host in cluster.others:
+        cluster.network.limit(host, MBIT / 2)
+    try:
+        with dask.config.set(settings):
+            y = persisted(client, dask_p2p.transpose(x))
+    finally:
+        for host in cluster.others:
+            cluster.network.limit(host, None)
+    run = collect(client, y.name)
+    assert run.attempts > WORKERS, "the first attempts fail"
+    np.testing.assert_array_equal(y.compute(), expected(shape).T)
+
+
 def test_a_link_with_a_delay(client, cluster, transport):
     x = laid_out(client, SHAPE)
     cluster.network.delay(cluster.others[0], DELAY_S)

@@ -107,5 +107,5 @@ def test_failed_attempts_are_told():
 
 def test_nothing():
     chart, found = drawn()
-    assert (chart.title, chart.workers) == ("Stages", [])
+    assert (chart.title, chart.workers) == ("Stages: no runs yet", [])
     assert set(found) == set(PARTS)

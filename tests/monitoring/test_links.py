@@ -80,6 +80,7 @@ def test_what_was_not_timed_has_no_speed():
 def test_idle_workers_are_there_too():
     chart, found = cells(workers=["tcp://h:10", "tcp://h:9"])
     assert (chart.workers, found) == (["h:9", "h:10"], {})
+    assert chart.title == "Links: nothing has moved yet"
 
 
 def test_of_many_workers_the_busiest_are_shown():

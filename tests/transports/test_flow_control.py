@@ -19,7 +19,7 @@ from dask_p2p.transports import (
 from dask_p2p.transports.buffers import buffer_bytes
 from dask_p2p.transports.cma import CmaOptions
 from dask_p2p.transports.comm import CommOptions
-from dask_p2p.transports.flow_control import FlowControl
+from dask_p2p.transports.flow_control import FlowControl, Pace
 from dask_p2p.transports.ipc import IpcOptions
 from dask_p2p.transports.pinned import PinnedOptions, PinnedTransport
 from dask_p2p.transports.registry import classes, idle_bytes, packed_bytes, staging_bytes
@@ -123,3 +123,21 @@ def test_what_is_staged_is_not_more_than_what_comes():
     assert staging_bytes(chosen, "numpy", 16 * MIB, GIB, 8) == 48 * MIB
     assert packed_bytes(chosen, "numpy", 3, 1000) == 1000
     assert packed_bytes(chosen, "numpy", 0, 1000) == 0
+
+
+def test_late_answers_are_asked_for_in_smaller_parts_until_they_are_early():
+    pace = Pace()
+    pace.note(2**24, 1.0, 30.0)
+    assert pace.most_bytes >= 2**24, "early ones change nothing"
+    pace.note(2**24, 30.0, 30.0)
+    assert pace.most_bytes == 2**22
+    pace.note(2**20, 30.0, 30.0)
+    assert pace.most_bytes == 2**18
+    pace.note(2**18, 4.0, 30.0)
+    assert pace.most_bytes == 2**18, "neither late nor early"
+    pace.note(2**10, 30.0, 30.0)
+    assert 2**10 < pace.most_bytes < 2**18, "there is a least size, below which nothing is quicker"
+    while pace.most_bytes < 2**24:
+        before_bytes = pace.most_bytes
+        pace.note(before_bytes, 0.1, 30.0)
+        assert pace.most_bytes == 2 * before_bytes
