@@ -27,7 +27,7 @@ from dask_p2p.task import PLUGIN_NAME
 from tests.browser import chromium, until, visit
 
 IMAGES = Path(__file__).parent / "images"
-SIZE = (1500, 820)
+SIZE = (1500, 860)
 
 
 @click.group()

@@ -53,6 +53,11 @@ def chromium(folder, size=(1400, 900)):
 def visit(driver, url):
     """Open a page of the dashboard, and wait until bokeh has drawn it."""
     driver.get(url)
+    wait_for_bokeh(driver)
+
+
+def wait_for_bokeh(driver):
+    """Wait until bokeh has drawn the page that is open."""
     until(
         driver,
         "return !!window.Bokeh && Bokeh.documents.length > 0 && Bokeh.documents[0].is_idle",

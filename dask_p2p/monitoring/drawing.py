@@ -33,7 +33,7 @@ __all__ = ["THEMES", "LinksPlot", "RunsTable", "StagesPlot", "Theme", "arranged"
 _PALETTE = Viridis256[48:]  # what is darker than that is lost on a dark page
 _FELL_BACK = "#e8553d"
 _COLOURS = {"waiting": "#e69f00", "transfer": "#3d8fd1", "kernel": "#1fa37a"}  # told apart by all
-_MOST_LABELLED = 16  # workers whose cells have room for a number
+_MOST_LABELLED = 16  # workers whose cells have room for a number, and whose bars for outlines
 
 
 class Theme(NamedTuple):
@@ -77,8 +77,8 @@ THEMES = {
 
 def arranged(links: Any, stages: Any, runs: Any) -> Any:
     """Lay the parts of the page out."""
-    upper = row(links, stages, sizing_mode="stretch_both")
-    runs.update(height=240, sizing_mode="stretch_width")
+    upper = row(links, stages, sizing_mode="stretch_both", min_height=360)
+    runs.update(height=220, sizing_mode="stretch_width")
     return column(upper, runs, sizing_mode="stretch_both")
 
 
@@ -86,6 +86,13 @@ def _replace(source: ColumnDataSource, columns: Columns) -> None:
     """Send columns to the page, unless it has them."""
     if source.data != columns:
         source.data = columns
+
+
+def _label(axis: Any, workers: int) -> None:
+    """Have labels of workers that do not lie on each other; what is pointed at is named anyway."""
+    sizes = ((_MOST_LABELLED, "11px"), (2 * _MOST_LABELLED, "8px"))
+    size = next((text for most, text in sizes if workers <= most), "0px")
+    axis.update(major_label_text_font_size=size, major_tick_line_color=None)
 
 
 class LinksPlot:
@@ -141,12 +148,14 @@ class LinksPlot:
         self.root.title.text = chart.title
         self.root.x_range.factors = chart.workers
         self.root.y_range.factors = chart.workers[::-1]
+        for axis in (*self.root.xaxis, *self.root.yaxis):
+            _label(axis, len(chart.workers))
         cells = chart.columns["cells"]
         labelled = len(chart.workers) <= _MOST_LABELLED
         fell_back = [bool(text) for text in cells["fallback"]]
         looks: Columns = {
             "outline": [_FELL_BACK if fell else self._faint for fell in fell_back],
-            "outline_px": [4 if fell else 1 for fell in fell_back],
+            "outline_px": [(4 if fell else 1) if labelled else 2 * fell for fell in fell_back],
             "label": [f"{gbs:.2g}" if labelled and gbs == gbs else "" for gbs in cells["gbs"]],
             "label_colour": ["#000000" if share > 0.45 else "#ffffff" for share in cells["share"]],
         }
@@ -180,14 +189,14 @@ class StagesPlot:
             sizing_mode="stretch_both",
         )
         self.sources = {part: ColumnDataSource(name=f"p2p-{part}") for part in PARTS}
+        self._bars = {}
         for part, source in self.sources.items():
             task = part == "task"
-            bars = self.root.quad(
+            self._bars[part] = bars = self.root.quad(
                 source=source,
                 fill_color=theme.ink if task else _COLOURS[part],
                 fill_alpha=0.12 if task else 1.0,
                 line_color=theme.ink if task else theme.paper,
-                line_alpha=0.3 if task else 0.6,
                 legend_label=part,
             )
             tips = _TASK_TIPS if task else [("", f"{part} of a stage"), *_STAGE_TIPS, *_TASK_TIPS]
@@ -205,6 +214,10 @@ class StagesPlot:
         self.root.y_range.update(start=max(len(workers), 1) - 0.5, end=-0.5)
         self.root.yaxis.ticker = FixedTicker(ticks=[*range(len(workers))])
         self.root.yaxis.major_label_overrides = dict(enumerate(workers))
+        _label(self.root.yaxis[0], len(workers))
+        outlined = len(workers) <= _MOST_LABELLED
+        for bars in self._bars.values():
+            bars.glyph.line_alpha = 0.5 if outlined else 0.0
         if self.sources["task"].data != chart.columns["task"]:
             self.root.x_range.update(start=0, end=max(chart.columns["task"]["right"], default=1))
         for part, source in self.sources.items():
