@@ -23,7 +23,7 @@ from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, Obstacle, P2PWarning
 from dask_p2p.monitoring.counters import Counters
-from dask_p2p.monitoring.fine import meter
+from dask_p2p.monitoring.fine import meter, note_transfer
 from dask_p2p.monitoring.records import Record, RecordLog, packed
 from dask_p2p.retry import AttemptLog
 from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
@@ -188,6 +188,7 @@ class DaskWorkerContext(AttemptLog):
     def record(self, record: Record) -> None:
         if not record.error:
             self.forget_attempts(record.key)
+            note_transfer(self._worker, record)
         self.under_way.pop(record.key, None)  # before it is among the records: it is told of once
         self.records.append(record)
         self.counters.add(record)

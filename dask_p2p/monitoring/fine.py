@@ -1,14 +1,17 @@
-"""What tasks add to Dask's "fine performance metrics", and so to `performance_report`.
+"""What tasks tell Dask's own channels: "fine performance metrics", and times by action.
 
-Dask adds up what a task's thread did, by activity. Its own activities of a task are the thread's
-time on the processor and its other time, less what is told here.
+For the first Dask adds up what a task's thread did, by activity. Its own activities of a task are
+the thread's time on the processor and its other time, less what is told here. Of the second a
+`performance_report`, the dashboard and Dask's own figures for Prometheus have the sums.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from dask_p2p.monitoring.records import Record
 
-__all__ = ["KERNEL", "TRANSFER", "meter"]
+__all__ = ["KERNEL", "TRANSFER", "meter", "note_transfer"]
 
 #: Seconds for which a task stood still for other workers' regions, or copied them itself; and bytes
 #: of these regions.
@@ -26,10 +29,37 @@ def meter(record: Record) -> None:
     from distributed.metrics import context_meter
 
     spent_s = record.stop_s - record.start_s
-    waited_s = min(sum(stage.waited_s for stage in record.stages), spent_s)
+    waited_s = _waited_s(record)
     kernel_s = record.kernel_s + sum(stage.kernel_s for stage in record.stages)
     context_meter.digest_metric(KERNEL, max(0.0, min(kernel_s, spent_s - waited_s)), "seconds")
     if record.stages:
         nbytes = sum(stage.nbytes for stage in record.stages)
-        context_meter.digest_metric(TRANSFER, max(0.0, waited_s), "seconds")
+        context_meter.digest_metric(TRANSFER, waited_s, "seconds")
         context_meter.digest_metric(TRANSFER, nbytes, "bytes")
+
+
+def note_transfer(worker: Any, record: Record) -> None:
+    """Have Dask count what a task waited for other workers' regions as time of transfer.
+
+    It counts the whole task as time of computing as well.
+
+    Parameters
+    ----------
+    worker : distributed.Worker
+    record
+        Of an attempt that has made its block. The task has not returned yet.
+    """
+    task = worker.state.tasks.get(record.key)
+    waited_s = _waited_s(record)
+    if task is None or not waited_s:
+        return
+    begun_s = min(stage.begun_s for stage in record.stages)
+    start_s = min(record.start_s + begun_s, record.stop_s - waited_s) + worker.scheduler_delay
+    span = {"action": "transfer", "start": start_s, "stop": start_s + waited_s}
+    task.startstops.append(span)
+
+
+def _waited_s(record: Record) -> float:
+    """Return how long the thread waited, which may be no longer than the task took."""
+    waited_s = sum(stage.waited_s for stage in record.stages)
+    return max(0.0, min(waited_s, record.stop_s - record.start_s))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import dask.array as da
 import pytest
+from distributed import performance_report
 from distributed.metrics import context_meter
 
 import dask_p2p
-from dask_p2p.monitoring.fine import meter
+from dask_p2p.monitoring.fine import meter, note_transfer
 from dask_p2p.monitoring.records import Stage
 from tests.monitoring.test_records import record
 from tests.support import persisted
@@ -37,6 +40,46 @@ def test_no_more_than_the_threads_time_is_told(waited_s, expected_s):
     told = metered(record(0, 1.0, (Stage("b", "ipc", 8, waited_s, None, 0.0, 5.0),)))
     assert told[0] == ("p2p-kernel", expected_s, "seconds")
     assert told[0][1] + told[1][1] == 1.0
+
+
+def transfers(record):
+    """The spans of transfer that a task tells Dask."""
+    task = SimpleNamespace(startstops=[])
+    state = SimpleNamespace(tasks={record.key: task})
+    note_transfer(SimpleNamespace(state=state, scheduler_delay=100.0), record)
+    return task.startstops
+
+
+def test_transfers_are_spans_of_the_task():
+    stages = Stage("b", "cma", 8, 0.25, 0.5, 0.25), Stage("c", "cma", 8, 0.125, 0.5, 0.125)
+    (span,) = transfers(record(0, 1.0, stages))
+    assert span == {"action": "transfer", "start": 101.125, "stop": 101.5}
+    (span,) = transfers(record(0, 1.0, (Stage("b", "cma", 8, 5.0, 5.0, 0.5),)))
+    assert span == {"action": "transfer", "start": 101.0, "stop": 102.0}
+    assert transfers(record(0, 1.0)) == []
+    gone = SimpleNamespace(state=SimpleNamespace(tasks={}), scheduler_delay=0.0)
+    note_transfer(gone, record(0, 1.0, stages))
+
+
+def test_reports_have_the_time_of_transfers(client, tmp_path):
+    pytest.importorskip("bokeh")
+    x = persisted(client, da.ones((64, 48), chunks=(16, 48)))
+    dask_p2p.register(client)
+    group = "p2p-transpose"
+
+    def counted_s():
+        return client.run_on_scheduler(
+            lambda dask_scheduler: dict(dask_scheduler.task_prefixes[group].all_durations)
+        )
+
+    with performance_report(tmp_path / "report.html"):
+        y = persisted(client, dask_p2p.transpose(x))
+    text = (tmp_path / "report.html").read_text("utf-8")
+    assert "transfer time: " in text
+    (run,) = dask_p2p.last_runs(client, n=1)
+    assert run.name == y.name
+    waited_s = sum(stage.waited_s for record in run.made for stage in record.stages)
+    assert counted_s()["transfer"] >= 0.9 * waited_s > 0
 
 
 def executed(client, name):
