@@ -216,12 +216,16 @@ def main() -> None:
 
 @main.command()
 @click.option("--hosts", multiple=True, type=int, default=HOSTS, show_default=True)
+@click.option("--network", "networks", multiple=True, type=click.Choice(list(NETWORKS)))
 @click.option("--late", multiple=True, type=float, default=(0.0, 0.1), show_default=True)
 @click.option("--json", "path", type=click.Path(path_type=Path))
-def simulate(hosts: tuple[int, ...], late: tuple[float, ...], path: Path | None) -> None:
+def simulate(
+    hosts: tuple[int, ...], networks: tuple[str, ...], late: tuple[float, ...], path: Path | None
+) -> None:
     """Compare orders on hosts of 8 GPUs, without data and without a cluster."""
     found = []
-    for network, count, share, beside in product(NETWORKS, hosts, late, (False, True)):
+    cases = product(networks or NETWORKS, hosts, late, (False, True))
+    for network, count, share, beside in cases:
         row = [simulated(network, count, order, beside, share) for order in ORDERS]
         found += row
         print(

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import dask_p2p
-from benchmarks import chart, growth, monitoring_cost, redistributions
+from benchmarks import chart, growth, hosts, monitoring_cost, redistributions
 from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals import copy_engines, mpi_fft, torch_nccl
 from benchmarks.rivals.common import MODULI, Case, row, time_forms
@@ -417,3 +417,17 @@ def test_monitoring_is_left_out_where_that_is_measured(client):
     runs = dask_p2p.last_runs(client, n=100)
     # Two rounds, the first of which warms up, of two ways that leave records.
     assert sum(run.name == dask_p2p.transpose(x).name for run in runs) == 2 * 2 * 2
+
+
+def test_orders_of_several_hosts_are_simulated():
+    """The package's order keeps all networks busy, and the order by rank does not."""
+    network = "NDR, one a GPU"
+    bounds = {
+        (order, beside): hosts.simulated(network, 2, order, beside, 0.0).bounds
+        for order in ("diagonal by rank", "two levels")
+        for beside in (False, True)
+    }
+    assert bounds["two levels", True] == pytest.approx(1.0, abs=0.01)
+    # What is read within the host takes 7 / 345 beside 8 / 45.
+    assert bounds["two levels", False] == pytest.approx(1 + (7 / 345) / (8 / 45), abs=0.02)
+    assert bounds["diagonal by rank", True] > 2

@@ -58,6 +58,5 @@ class HostsCluster:
             yield client
 
     def logs(self) -> str:
-        """Return the end of what the processes have printed."""
-        texts = (f"{path.name}:\n{path.read_text()[-4000:]}" for path in self._folder.glob("*.log"))
-        return "\n".join(texts)
+        """Return what the processes have printed."""
+        return "\n".join(path.read_text() for path in self._folder.glob("*.log"))

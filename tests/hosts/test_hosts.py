@@ -45,6 +45,7 @@ def cluster(tmp_path_factory):
         for host in cluster.others:
             cluster.start_workers(host, "--nworkers", "2")
         yield cluster
+        assert "killed by signal" not in cluster.logs()
 
 
 @pytest.fixture(scope="module")
