@@ -81,12 +81,13 @@ class OpenRead:
         """Return what would be recorded of it by now; any thread may ask."""
         coming = [source for source in self.sources if source.reading is self.reading]
         elements = sum(source.wanted - source.missing for source in coming)
+        until_s = perf_counter() if any(source.missing for source in coming) else self.last_s
         return Stage(
             holder=self.sources[0].ref.holders[0],
             transport=self.transport.name,
             nbytes=elements * itemsize,
             waited_s=self.waited_s,
-            wire_s=perf_counter() - self.begun_s,
+            wire_s=until_s - self.begun_s,
             begun_s=self.begun_s - start_s,
             kernel_s=self.kernels.seconds,
         )

@@ -47,6 +47,21 @@ def test_a_stage_has_what_came_and_no_more():
     assert (stage.holder, stage.nbytes) == ("b", 8 * 4)
 
 
+def test_what_has_come_so_far():
+    read = open_read(begun_s=time.perf_counter() - 1)
+    read.last_s = read.begun_s + 0.25
+    first, second = read.sources
+    first.wanted = second.wanted = second.missing = 8
+    stage = read.so_far(4, read.begun_s - 0.5)
+    assert (stage.holder, stage.transport, stage.nbytes, stage.begun_s) == ("b", "cma", 32, 0.5)
+    assert stage.wire_s >= 1, "the second is still on its way"
+    second.missing = 0
+    stage = read.so_far(4, read.begun_s - 0.5)
+    assert (stage.nbytes, stage.wire_s) == (64, pytest.approx(0.25))
+    first.reading = object()  # it failed, and comes otherwise
+    assert read.so_far(4, 0.0).nbytes == 32
+
+
 def test_waiting_is_timed_also_where_it_fails():
     read = open_read(begun_s=time.perf_counter())
     assert read.timed(lambda: time.sleep(0.01) or 7) == 7

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -109,23 +109,17 @@ def _links(records: Iterable[Record]) -> Iterable[Any]:
     """Return a table of who read from whom in these runs, those with most bytes first."""
     from dask.utils import format_bytes
 
-    moved: defaultdict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
-    failed = {}
-    for record in records:
-        for stage in record.stages:
-            sums = moved[record.worker, stage.holder, stage.transport]
-            seconds = stage.kernel_s if stage.wire_s is None else stage.wire_s
-            sums[:] = sums[0] + 1, sums[1] + stage.nbytes, sums[2] + seconds
-        for holder, transport, _ in record.fallbacks:
-            failed[record.worker, holder] = transport
-    rows = sorted(moved.items(), key=lambda item: -item[1][1])
-    columns = ("reader", "holder", "transport", "tasks", "moved", "GB/s", "failed")
-    result = _table("Links", columns)
-    for (reader, holder, transport), (tasks, nbytes, seconds) in rows[:_MOST_LINKS]:
-        speed = f"{nbytes / seconds / 1e9:.3g}" if seconds else "-"
-        what = transport, str(tasks), format_bytes(int(nbytes)), speed
-        pair = (worker.removeprefix("tcp://") for worker in (reader, holder))
-        result.add_row(*pair, *what, failed.get((reader, holder), ""))
+    from dask_p2p.monitoring.links import links
+
+    cells = links(records).columns["cells"]
+    rows = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
+    rows.sort(key=lambda row: -row["nbytes"])
+    result = _table("Links", ("reader", "holder", "transport", "tasks", "moved", "GB/s", "failed"))
+    for row in rows[:_MOST_LINKS]:
+        speed = "-" if isnan(row["gbs"]) else f"{row['gbs']:.3g}"
+        moved = str(row["tasks"]), format_bytes(row["nbytes"]), speed
+        failed = row["fallback"].partition(":")[0]
+        result.add_row(row["reader"], row["holder"], row["transport"], *moved, failed)
     yield result
     if len(rows) > _MOST_LINKS:
         yield f"and {len(rows) - _MOST_LINKS} more links, with fewer bytes"

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ _NAP_S = 20e-6
 _EPOLL_MS = 1
 _CLOSE_ROUND_NS = 50_000_000
 _CLOSE_ROUNDS = 20
+_PATIENCE = 10  # times as long as a message was waited for
 _MOST_BEHIND = 1000  # endpoints that another process had, and this one has not
 
 
@@ -47,7 +48,9 @@ def ucxx_obstacle() -> Obstacle | None:
 class Message:
     """A message on its way. Its array is kept until UCX is done with it."""
 
-    def __init__(self, request: Any, array: Any, tag: int, give_up: Callable[[Message], None]):
+    def __init__(
+        self, request: Any, array: Any, tag: int, give_up: Callable[[Message, float], None]
+    ):
         self._request = request
         self._give_up = give_up
         self.array = array
@@ -81,7 +84,7 @@ class Message:
                     raise SilentError(f"no message within {timeout_s:g} s")
                 time.sleep(_NAP_S)
         except BaseException:
-            self._give_up(self)
+            self._give_up(self, timeout_s)
             raise
         try:
             self._request.check_error()
@@ -134,6 +137,7 @@ class Messenger:
         self._endpoints: dict[bytes, Any] = {}
         self._made: Counter[bytes] = Counter()  # endpoints that there ever were, by address
         self._messages: deque[Message] = deque()  # that UCX may not be done with
+        self._waiting: set[threading.Timer] = set()
         self._used_s = time.monotonic()
         self._closed = False
         self._lock = threading.RLock()
@@ -143,7 +147,7 @@ class Messenger:
         with self._lock:
             self._drive()
             request = self._endpoint(address).tag_send(self._wrap(array), self._lib.UCXXTag(tag))
-            return self._noted(Message(request, array, tag, lambda _: self.forget(address)))
+            return self._noted(Message(request, array, tag, partial(self._forget_later, address)))
 
     def receive(self, array: Any, tag: int) -> Message:
         """Receive a message into an array of bytes.
@@ -153,7 +157,7 @@ class Messenger:
         with self._lock:
             self._drive()
             request = self._worker.tag_recv(self._wrap(array), self._lib.UCXXTag(tag))
-            return self._noted(Message(request, array, tag, self.end))
+            return self._noted(Message(request, array, tag, lambda given_up, _: self.end(given_up)))
 
     def end(self, message: Message) -> None:
         """Cancel a message that will not arrive.
@@ -167,13 +171,32 @@ class Messenger:
             endpoint = self._endpoint(self.address)
             tag = self._lib.UCXXTag(message.tag)
             request = endpoint.tag_send(self._wrap(nothing), tag)
-            self._noted(Message(request, nothing, message.tag, lambda _: None))
+            self._noted(Message(request, nothing, message.tag, lambda *_: None))
 
     def forget(self, address: bytes) -> None:
         """Close the endpoint to an address, if there is one; what is sent there fails."""
         with self._lock:
             endpoint = self._endpoints.pop(address, None)
         _close([endpoint])
+
+    def _forget_later(self, address: bytes, message: Message, timeout_s: float) -> None:
+        """Close an endpoint if a message, for which nobody waits any more, is still not sent.
+
+        Not at once: over TCP, UCX 1.21 crashes at times if an endpoint is closed while a message
+        goes through it, as it does on a slow link.
+        """
+
+        def look() -> None:
+            self._waiting.discard(timer)
+            if not message.done:
+                self.forget(address)
+
+        timer = threading.Timer(_PATIENCE * timeout_s, look)
+        timer.daemon = True
+        with self._lock:
+            if not self._closed:
+                self._waiting.add(timer)
+                timer.start()
 
     def closed(self, address: bytes) -> int:
         """Return the number of the endpoint to an address that was closed last; the first is 1."""
@@ -236,6 +259,8 @@ class Messenger:
             if self._closed:
                 return
             self._closed = True
+            while self._waiting:
+                self._waiting.pop().cancel()
             for address in list(self._endpoints):
                 self.forget(address)
             if self._driven:
