@@ -153,5 +153,5 @@ def test_constraints(which, expected):
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert said.startswith(expected)
     if which != "2026.7.1":
-        names = {re.split("[=>]", line)[0] for line in said.splitlines()}
-        assert names == {Requirement(each).name for each in PROJECT["dependencies"]}
+        names = {re.split("[=<>]", line)[0] for line in said.splitlines()}
+        assert names - {"bokeh"} == {Requirement(each).name for each in PROJECT["dependencies"]}

@@ -35,7 +35,7 @@ def closed(schema):
     return result
 
 
-SPEC = closed(SCHEMA["properties"]["spec"])
+SPEC = jsonschema.Draft202012Validator(closed(SCHEMA["properties"]["spec"]))
 
 
 def container(cluster, component):
@@ -47,10 +47,10 @@ def container(cluster, component):
 def test_clusters_are_what_the_operator_takes(name):
     cluster = documents(f"{name}.yaml")["DaskCluster"]
     assert cluster["apiVersion"] == "kubernetes.dask.org/v1"
-    jsonschema.validate(cluster["spec"], SPEC)
+    SPEC.validate(cluster["spec"])
     container(cluster, "worker")["volumeMount"] = []
     with pytest.raises(jsonschema.ValidationError, match="volumeMount"):
-        jsonschema.validate(cluster["spec"], SPEC)
+        SPEC.validate(cluster["spec"])
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
