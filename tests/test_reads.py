@@ -27,7 +27,7 @@ def open_read(in_place=False, begun_s=5.0, **values):
 def test_a_stage_of_messages():
     read = open_read(waited_s=0.25)
     read.last_s = 5.75
-    read.kernels.seconds = 0.125
+    read.kernels.groups, read.kernels.timed, read.kernels.timed_s = 4, 2, 0.0625
     stage = read.stage(read.sources, 4, 4.5)
     assert stage == Stage("b", "cma", 2 * 8 * 4, 0.25, 0.75, 0.5, 0.125)
 
@@ -35,7 +35,8 @@ def test_a_stage_of_messages():
 @pytest.mark.parametrize(("copied_s", "wire_s"), [(0.5, 0.5), (0.0, None)])
 def test_a_stage_in_which_copy_engines_or_kernels_read(copied_s, wire_s):
     read = open_read(in_place=True)
-    read.copies.seconds = copied_s
+    read.copies.groups = 1
+    read.copies.add(copied_s)
     assert read.stage(read.sources, 8, 5.0).wire_s == wire_s
 
 

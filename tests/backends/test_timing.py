@@ -10,12 +10,11 @@ from dask_p2p.backends.timing import MOST_PAIRS, StreamTimings, Timer
 
 
 class Stream:
-    """Whose work so far ends at ``at_ms``; events up to ``done_ms`` have happened."""
+    """Whose work so far ends at ``at_ms``."""
 
     def __init__(self, ptr):
         self.ptr = ptr
         self.at_ms = 0.0
-        self.done_ms = 0.0
 
 
 class Event:
@@ -26,10 +25,6 @@ class Event:
 
     def record(self, stream):
         self.stream, self.at_ms = stream, stream.at_ms
-
-    @property
-    def done(self):
-        return self.at_ms <= self.stream.done_ms
 
 
 def elapsed_ms(start, stop):
@@ -49,13 +44,11 @@ def work(timings, stream, ms):
 
 
 def test_groups_are_added_to_their_timers(timings):
-    stream, other = Stream(1), Stream(2)
-    first, second, empty = Timer(), Timer(), Timer()
+    stream, first, second, empty = Stream(1), Timer(), Timer(), Timer()
     with timings.group(first):
         stream.at_ms += 7  # what the stream has to wait for before the work is not counted
         work(timings, stream, 1000)
         work(timings, stream, 500)
-        work(timings, other, 250)
     work(timings, stream, 3)  # of no group
     with timings.group(second):
         work(timings, stream, 125)
@@ -66,23 +59,38 @@ def test_groups_are_added_to_their_timers(timings):
     assert first.seconds == second.seconds == 0
     timings.read()
     timings.read()
-    assert (first.seconds, second.seconds, empty.seconds) == (3.75, 0.125, 0)
-    assert Event.made == 2 * 4
+    assert (first.seconds, second.seconds, empty.seconds) == (3.5, 0.125, 0)
+    assert Event.made == 2 * 3
+
+
+def test_of_many_groups_few_are_timed(timings):
+    stream, timer = Stream(1), Timer()
+    for number in range(1, 101):
+        with timings.group(timer):
+            work(timings, stream, 1000 if number < 64 else 7000)
+    timings.read()
+    assert (timer.groups, timer.timed, Event.made) == (100, 7, 2 * 7)  # 1, 2, 4, ... 64
+    assert timer.seconds == pytest.approx(100 * (6 + 7) / 7)
 
 
 def test_so_many_pairs_and_no_more(timings):
-    stream, timer = Stream(1), Timer()
-    for _ in range(MOST_PAIRS + 10):  # nothing of which has happened
-        with timings.group(timer):
-            work(timings, stream, 1000)
-    stream.done_ms = 5000
-    for _ in range(10):  # five have happened, and their events are used again
-        with timings.group(timer):
-            work(timings, stream, 1000)
-    assert timer.seconds == 5
+    stream, timers = Stream(1), [Timer() for _ in range(MOST_PAIRS + 5)]
+    for _ in range(2):
+        for timer in timers:
+            with timings.group(timer):
+                work(timings, stream, 1000)
     timings.read()
-    assert timer.seconds == MOST_PAIRS + 5
     assert Event.made == 2 * MOST_PAIRS
+    assert [timer.seconds for timer in timers] == [2.0] * MOST_PAIRS + [0.0] * 5
+
+
+def test_a_block_on_the_host():
+    timer = Timer()
+    for _ in range(3):
+        with timer:
+            pass
+    assert (timer.groups, timer.timed) == (3, 3)
+    assert timer.seconds == timer.timed_s > 0
 
 
 def test_a_group_that_fails_is_not_timed(timings):
