@@ -40,6 +40,7 @@ from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.registry import staging_bytes
 from dask_p2p.transports.replies import check_block
 from dask_p2p.transports.router import BlockRef
+from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned
 
 __all__ = ["Assembly", "OutputSpec"]
@@ -51,8 +52,8 @@ class OutputSpec:
     """What all blocks of one output have in common."""
 
     arrays: tuple[str, ...]  # names of the inputs: their blocks' keys are (name, *index)
-    dtype: Any  # numpy.dtype of the inputs, and of what is assembled
-    kind: str  # "numpy" or "cupy", by the array's meta
+    dtype: DType  # numpy.dtype of the inputs, and of what is assembled
+    kind: Kind  # "numpy" or "cupy", by the array's meta
     options: Options
     #: Makes the output block of the assembled one and its index; by default that is it.
     post: Callable[[Any, Index], Any] | None = None
@@ -195,7 +196,7 @@ class Assembly:
             self._out = queue.empty(self.plan.shape, self.output.dtype)
         return self._out
 
-    def _need(self, kind: str) -> Need:
+    def _need(self, kind: Kind) -> Need:
         itemsize = self.output.dtype.itemsize
         sizes = [box_size(p.src) * itemsize for p in self.plan.pieces if p.source in self._remote]
         return Need(

@@ -8,6 +8,7 @@ from typing import Any
 
 from dask_p2p.backends import backend_named
 from dask_p2p.errors import InputError
+from dask_p2p.types import Kind
 
 __all__ = ["device_names", "free_gpu_bytes", "local_cluster", "usable_gpus"]
 
@@ -53,7 +54,7 @@ def _visible(setting: str | None, count: int) -> list[str]:
     return names
 
 
-def device_names(client: Any, kind: str) -> list[str]:
+def device_names(client: Any, kind: Kind) -> list[str]:
     """Name the GPU, or the processor, of each worker, in the order of the workers' addresses.
 
     Parameters
@@ -66,7 +67,7 @@ def device_names(client: Any, kind: str) -> list[str]:
     return [names[address] for address in sorted(names)]
 
 
-def _device_name(kind: str) -> str:
+def _device_name(kind: Kind) -> str:
     return backend_named(kind).device_name()
 
 

@@ -22,6 +22,7 @@ import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
 from dask_p2p.errors import ConfigError
+from dask_p2p.types import Kind
 from dask_p2p.versioned import versioned
 
 __all__ = [
@@ -77,7 +78,7 @@ class Options:
         """Whether blocks may have been written on other streams than CUDA's default ones."""
         return self.producer_streams == "any"
 
-    def order(self, kind: str) -> tuple[str, ...]:
+    def order(self, kind: Kind) -> tuple[str, ...]:
         """Return the transports to try for blocks of a kind ("numpy", "cupy"), best first."""
         if self.transports is not None:
             return self.transports

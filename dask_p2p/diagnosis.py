@@ -24,6 +24,7 @@ from dask_p2p.registration import register
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.text_table import html_table, text_table
 from dask_p2p.transports.cuda_ipc import POOL_REMEDY
+from dask_p2p.types import Kind
 
 __all__ = ["HostPair", "Link", "Problem", "Report", "Status", "check", "find_problems"]
 
@@ -41,7 +42,7 @@ class Status:
     address: str
     host: str  # its name
     had_plugin: bool
-    kind: str  # of the blocks that were moved: "numpy" or "cupy"
+    kind: Kind  # of the blocks that were moved: "numpy" or "cupy"
     gpu: str | None  # its name
     mig: bool
     memory_resource: str | None  # RMM's, by the name of its class

@@ -21,6 +21,7 @@ import numpy as np
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.ops.arguments import check_array, has_unknown_chunks
 from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.types import DaskArray
 
 __all__ = ["install", "uninstall"]
 
@@ -98,7 +99,7 @@ def _replace(owner: Any, name: str, decide: Callable[..., Any]) -> None:
     _replaced.append((owner, name, original, replacement))
 
 
-def _rechunked(x: Any, chunks: Any, **_: Any) -> Any:
+def _rechunked(x: DaskArray, chunks: Any, **_: Any) -> Any:
     """Rechunk an array, in the place of `distributed.shuffle.rechunk_p2p`.
 
     Of its other arguments nothing is needed: they say how Dask merges blocks before.
@@ -108,7 +109,7 @@ def _rechunked(x: Any, chunks: Any, **_: Any) -> Any:
     return _checked_rechunk(x, chunks)
 
 
-def _checked_rechunk(x: Any, chunks: Any) -> Any:
+def _checked_rechunk(x: DaskArray, chunks: Any) -> Any:
     try:
         check_array(x)
     except UnsupportedArrayError:

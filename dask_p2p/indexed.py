@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends import backend_named
+from dask_p2p.types import Array, DaskArray, DType, Kind
 
 __all__ = ["count_wrong", "indexed_array"]
 
@@ -18,7 +19,7 @@ _PRIMES = {1: 127, 2: 32749, 4: 2147483647, 8: 2305843009213693951}
 _FLOAT_PRIMES = {2: 2039, 4: 16777213, 8: 9007199254740881}
 
 
-def modulus(dtype: Any) -> int:
+def modulus(dtype: DType) -> int:
     """Modulus of the values in an array of this dtype."""
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
@@ -31,7 +32,7 @@ def modulus(dtype: Any) -> int:
     raise ValueError(f"expected a boolean, integer, float or complex dtype, got {dtype}")
 
 
-def indexed_array(shape: Sequence[int], chunks: Any, dtype: Any, kind: str = "numpy") -> Any:
+def indexed_array(shape: Sequence[int], chunks: Any, dtype: DType, kind: Kind = "numpy") -> Any:
     """Return a lazy Dask array with ``x[i, j, ...]`` the C-order linear index, modulo a prime.
 
     Parameters
@@ -60,7 +61,7 @@ def indexed_array(shape: Sequence[int], chunks: Any, dtype: Any, kind: str = "nu
 
 
 def count_wrong(
-    y: Any, shape: Sequence[int], axes: Sequence[int], kind: str = "numpy", dtype: Any = None
+    y: DaskArray, shape: Sequence[int], axes: Sequence[int], kind: Kind = "numpy", dtype: Any = None
 ) -> Any:
     """Return the lazy number of elements of `y` that differ from a transposed `indexed_array`.
 
@@ -99,7 +100,7 @@ def count_wrong(
 def _indexed_block(
     shape: tuple[int, ...],
     axes: tuple[int, ...],
-    kind: str,
+    kind: Kind,
     out_dtype: Any,
     block_info: Any = None,
 ) -> Any:
@@ -111,10 +112,10 @@ def _indexed_block(
 
 
 def _wrong_in_block(
-    block: Any,
+    block: Array,
     shape: tuple[int, ...],
     axes: tuple[int, ...],
-    kind: str,
+    kind: Kind,
     declared: Any,
     block_info: Any = None,
 ) -> Any:
@@ -132,8 +133,8 @@ def _bands(
     location: Sequence[tuple[int, int]],
     shape: Sequence[int],
     axes: Sequence[int],
-    kind: str,
-    dtype: Any,
+    kind: Kind,
+    dtype: DType,
     elements: int = 2**22,
 ) -> Any:
     """Yield the values of a box of the array after, cut along its first axis.

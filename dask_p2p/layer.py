@@ -15,6 +15,7 @@ from dask_p2p.layout import Chunks, Index, block_indices
 from dask_p2p.plans import Plan, Source
 from dask_p2p.registration import assemble
 from dask_p2p.task import AssembleTask, Blocks
+from dask_p2p.types import Array
 from dask_p2p.versioned import named_fields
 
 __all__ = ["Post", "assemble_tasks", "output_spec"]
@@ -36,7 +37,7 @@ class Post:
 
     function: Callable[[Any, Index], Any]
     chunks: Chunks
-    meta: Any
+    meta: Array
 
     def __dask_tokenize__(self) -> Any:
         # A CuPy array would be brought to the host, twice, and the class be pickled.

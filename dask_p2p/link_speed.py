@@ -22,6 +22,7 @@ from dask_p2p.plans import BlockPlan, Piece, Source
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.transports.probe import check_probe, most_probe_bytes, probe_key
 from dask_p2p.transports.router import BlockRef
+from dask_p2p.types import Kind
 from dask_p2p.worker_context import DaskWorkerContext
 
 __all__ = ["FAR", "Link", "clear_probes", "measure_from"]
@@ -48,7 +49,7 @@ class Link:
 
 
 async def measure_from(
-    holders: Mapping[str, str], kind: str, options: Options, dask_worker: Any
+    holders: Mapping[str, str], kind: Kind, options: Options, dask_worker: Any
 ) -> Link:
     """Measure the link from this worker's holder, on a thread as tasks have them."""
     holder = holders[dask_worker.address]
@@ -58,7 +59,7 @@ async def measure_from(
 
 
 def _measure_link(
-    context: DaskWorkerContext, holder: str, kind: str, nbytes: int, options: Options
+    context: DaskWorkerContext, holder: str, kind: Kind, nbytes: int, options: Options
 ) -> Link:
     order = options.order(kind)
     quicker = None
@@ -84,7 +85,9 @@ def _measure_link(
     return Link(context.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
 
 
-def _why_not(context: DaskWorkerContext, holder: str, kind: str, transport: str) -> Obstacle | None:
+def _why_not(
+    context: DaskWorkerContext, holder: str, kind: Kind, transport: str
+) -> Obstacle | None:
     obstacle: Obstacle | None = context.router.transports[transport].obstacle(
         holder, kind, np.dtype("u1")
     )
@@ -92,7 +95,7 @@ def _why_not(context: DaskWorkerContext, holder: str, kind: str, transport: str)
 
 
 def _measure(
-    context: DaskWorkerContext, holder: str, kind: str, nbytes: int, options: Options
+    context: DaskWorkerContext, holder: str, kind: Kind, nbytes: int, options: Options
 ) -> tuple[float, float, str]:
     """Return the time of a small block and of a large one, and what brought that one."""
     # The first one is tried before anything is timed.
@@ -106,7 +109,7 @@ def _measure(
 def _quicker(
     context: DaskWorkerContext,
     holder: str,
-    kind: str,
+    kind: Kind,
     nbytes: int,
     options: Options,
     time_s: float,
@@ -127,7 +130,7 @@ def _quicker(
 def _time(
     context: DaskWorkerContext,
     holder: str,
-    kind: str,
+    kind: Kind,
     nbytes: int,
     options: Options,
     repeats: int = _REPEATS,
@@ -143,7 +146,7 @@ def _time(
 
 
 def _bring_probe(
-    context: DaskWorkerContext, holder: str, kind: str, nbytes: int, options: Options
+    context: DaskWorkerContext, holder: str, kind: Kind, nbytes: int, options: Options
 ) -> tuple[Any, str]:
     """Bring a probe block here as a task would; return it, and the transport's name."""
     key: tuple[Any, ...] = probe_key(kind, nbytes)

@@ -19,6 +19,7 @@ from dask_p2p.moved import collect, least_bytes
 from dask_p2p.ops.transpose import transpose
 from dask_p2p.plans import Plan, redistribution, slab_chunks
 from dask_p2p.registration import workers_of
+from dask_p2p.types import DaskArray, DType, Kind
 
 __all__ = [
     "EVEN",
@@ -52,8 +53,8 @@ class Case:
     shape: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
     axes: tuple[int, ...]
-    dtype: Any  # a NumPy dtype
-    kind: str = "numpy"  # of its blocks, or "cupy"
+    dtype: DType  # a NumPy dtype
+    kind: Kind = "numpy"  # of its blocks, or "cupy"
     name: str = EVEN
 
     @property
@@ -65,11 +66,11 @@ class Case:
         """Return the lazy array."""
         return indexed_array(self.shape, self.chunks, self.dtype, self.kind)
 
-    def plan(self, y: Any) -> Plan:
+    def plan(self, y: DaskArray) -> Plan:
         """Return how a result is assembled from the array."""
         return redistribution(self.chunks, self.axes, y.chunks)
 
-    def wrong(self, y: Any) -> int:
+    def wrong(self, y: DaskArray) -> int:
         """Count the elements of a result that are not where they belong."""
         return int(count_wrong(y, self.shape, self.axes, self.kind, self.dtype).compute())
 
@@ -116,7 +117,7 @@ def place_blocks(client: Any, make: Callable[[], Any]) -> Any:
 def p2p_with(changes: Mapping[str, Any]) -> Transpose:
     """Return this package's way, to slabs, with some of its options changed."""
 
-    def way(x: Any, axes: tuple[int, ...]) -> Any:
+    def way(x: DaskArray, axes: tuple[int, ...]) -> Any:
         with dask.config.set(changes):
             return transpose(x, axes)
 
@@ -126,14 +127,14 @@ def p2p_with(changes: Mapping[str, Any]) -> Transpose:
 def dask_rechunk(method: str) -> Transpose:
     """Return Dask's own way to the same result, with a named rechunk method."""
 
-    def way(x: Any, axes: tuple[int, ...]) -> Any:
+    def way(x: DaskArray, axes: tuple[int, ...]) -> Any:
         chunks = slab_chunks(x.chunks, axes)
         return x.transpose(axes).rechunk(chunks, method=method)
 
     return way
 
 
-def no_op(x: Any, axes: tuple[int, ...]) -> Any:
+def no_op(x: DaskArray, axes: tuple[int, ...]) -> Any:
     """Return one layer that does nothing: what Dask itself takes."""
     chunks = tuple((1,) * count for count in x.numblocks)
     return x.map_blocks(lambda block: block[(slice(1),) * block.ndim], meta=x._meta, chunks=chunks)
@@ -243,7 +244,7 @@ def _short_reason(error: BaseException) -> str:
 
 
 def _run_once(
-    client: Any, row: Row, way: Way, x: Any, case: Case, last: bool, with_cpu: bool
+    client: Any, row: Row, way: Way, x: DaskArray, case: Case, last: bool, with_cpu: bool
 ) -> None:
     """Run one way once, and note it."""
     cpu_s = _cpu_s(client) if with_cpu else 0.0
@@ -305,7 +306,7 @@ def _note(row: Row, run: Run, since_s: float, until_s: float) -> None:
     ]
 
 
-def _made_one_by_one(client: Any, y: Any) -> list[Any]:
+def _made_one_by_one(client: Any, y: DaskArray) -> list[Any]:
     """Make the blocks of `y` one after the other; return futures that keep them."""
     futures = []
     for key in flatten(y.__dask_keys__()):

@@ -9,6 +9,7 @@ from typing import Any
 from dask.utils import format_bytes
 
 from dask_p2p.errors import MemoryLimitError
+from dask_p2p.types import Array
 
 __all__ = ["Need", "in_memory_bytes", "is_out_of_memory"]
 
@@ -94,7 +95,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
     )
 
 
-def in_memory_bytes(block: Any) -> int:
+def in_memory_bytes(block: Array) -> int:
     """Return how much memory an array takes at least, as far as can be told.
 
     Elements that are repeated (`numpy.broadcast_to`) are there once, and what a file is mapped to
@@ -108,7 +109,7 @@ def in_memory_bytes(block: Any) -> int:
     return nbytes
 
 
-def _bases(block: Any) -> Iterable[Any]:
+def _bases(block: Array) -> Iterable[Any]:
     while block is not None:
         yield block
         block = getattr(block, "base", None)

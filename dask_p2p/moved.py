@@ -9,11 +9,12 @@ from dask_p2p.layout import box_size
 from dask_p2p.monitoring.fetching import fetch_records
 from dask_p2p.monitoring.runs import Run, runs_of
 from dask_p2p.plans import Plan, block_plans
+from dask_p2p.types import DaskArray
 
 __all__ = ["collect", "least_bytes"]
 
 
-def least_bytes(client: Any, x: Any, plan: Plan, y: Any = None) -> int:
+def least_bytes(client: Any, x: DaskArray, plan: Plan, y: DaskArray = None) -> int:
     """Count the bytes that have to move for the output of a plan, given where the blocks lie.
 
     Those are the elements that a block of the output reads, and that its worker does not hold.

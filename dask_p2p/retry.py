@@ -18,6 +18,7 @@ from collections import OrderedDict, deque
 from typing import Any
 
 from dask_p2p.config import Options
+from dask_p2p.types import Key
 
 __all__ = [
     "GRACE_S",
@@ -107,7 +108,7 @@ class AttemptLog:
         self._failed: OrderedDict[Any, Attempts] = OrderedDict()
         self._lock = threading.Lock()
 
-    def record_failure(self, key: Any, cause: str) -> Attempts:
+    def record_failure(self, key: Key, cause: str) -> Attempts:
         """Note a failed attempt at this task; return what is known of all there were."""
         with self._lock:
             attempts = self._failed.pop(key, None) or Attempts()
@@ -117,7 +118,7 @@ class AttemptLog:
                 self._failed.popitem(last=False)
             return attempts
 
-    def forget_attempts(self, key: Any) -> None:
+    def forget_attempts(self, key: Key) -> None:
         """Forget the attempts at this task: if it is wanted again, it gets as many again."""
         with self._lock:
             self._failed.pop(key, None)

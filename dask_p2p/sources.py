@@ -24,6 +24,7 @@ from dask_p2p.retry import GRACE_S
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.reading import Request
 from dask_p2p.transports.router import BlockRef, Route
+from dask_p2p.types import DType, Kind
 
 __all__ = ["RemoteSources"]
 
@@ -55,7 +56,7 @@ class RemoteSources:
     def __init__(
         self,
         plan: BlockPlan,
-        dtype: Any,
+        dtype: DType,
         options: Options,
         context: WorkerContext | None,
         start_s: float = 0.0,
@@ -74,7 +75,7 @@ class RemoteSources:
         self._unreachable: dict[tuple[str, str | None], str] = {}
 
     def in_stage_order(
-        self, refs: Mapping[int, BlockRef], kind: str, *, has_local: bool
+        self, refs: Mapping[int, BlockRef], kind: Kind, *, has_local: bool
     ) -> list[RemoteSource]:
         """Return the remote sources in the order in which they should be read.
 
@@ -124,7 +125,7 @@ class RemoteSources:
         order = stage_order(holders, here)
         return tuple(sorted(order, key=lambda holder: hosts.get(holder) != hosts.get(here)))
 
-    def begin(self, sources: list[RemoteSource], kind: str) -> OpenRead:
+    def begin(self, sources: list[RemoteSource], kind: Kind) -> OpenRead:
         """Begin to read sources that have their route in common.
 
         Raises
@@ -146,7 +147,7 @@ class RemoteSources:
         self._open.append(read)
         return read
 
-    def _request(self, source: RemoteSource, holder: str, kind: str) -> Request:
+    def _request(self, source: RemoteSource, holder: str, kind: Kind) -> Request:
         shape = self._plan.source_shapes[source.slot]
         boxes = [piece.src for piece in source.pieces]
         return Request(source.ref.key, holder, shape, self._dtype, kind, boxes)

@@ -15,11 +15,12 @@ from typing import Any
 from distributed.spill import SpillBuffer
 
 from dask_p2p.backends.device import private_stream
+from dask_p2p.types import Array, Key
 
 __all__ = ["find_in_memory", "is_spilled", "read_spilled"]
 
 
-def find_in_memory(data: Any, key: Any) -> Any:
+def find_in_memory(data: Any, key: Key) -> Any:
     """Return a block that is in memory of its own kind; `KeyError` if it is not."""
     for level in _memory_levels(data):
         with suppress(KeyError):
@@ -29,7 +30,7 @@ def find_in_memory(data: Any, key: Any) -> Any:
     raise KeyError(key)
 
 
-def is_spilled(data: Any, key: Any) -> bool:
+def is_spilled(data: Any, key: Key) -> bool:
     """Return whether a block is there, but not in memory of its own kind."""
     if isinstance(data, SpillBuffer):
         return key not in data.memory and key in data.disk  # to look it up would make it recent
@@ -40,7 +41,7 @@ def is_spilled(data: Any, key: Any) -> bool:
     return False
 
 
-def read_spilled(data: Any, key: Any) -> Any:
+def read_spilled(data: Any, key: Key) -> Any:
     """Return a spilled block as a new array, and leave it where it is; `KeyError` if there is none.
 
     CuPy blocks are made on the current GPU, and have to be waited for.
@@ -69,12 +70,12 @@ def _slow_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
         yield data.host_buffer.slow
 
 
-def _is_serialized(block: Any) -> bool:
+def _is_serialized(block: Array) -> bool:
     module = _device_host_file()
     return module is not None and isinstance(block, module.DeviceSerialized)
 
 
-def _restored(block: Any) -> Any:
+def _restored(block: Array) -> Any:
     if not _is_serialized(block):
         return block
     restore: Callable[[Any], Any] = _device_host_file().host_to_device

@@ -29,6 +29,7 @@ from dask_p2p.plans import Plan
 from dask_p2p.retry import AttemptLog, pause_s
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.router import BlockRef
+from dask_p2p.types import Array, Key
 from dask_p2p.versioned import Unreadable, check_readable, this_version
 
 __all__ = [
@@ -113,7 +114,7 @@ class AssembleTask(Task):  # type: ignore[misc]
 
     __slots__ = ()
 
-    def __init__(self, key: Any, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, key: Key, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         super().__init__(key, func, *args, **kwargs)
         if args and isinstance(args[-1], Blocks):
             # The same object for all tasks that read the same, and so pickled once.
@@ -151,7 +152,7 @@ class AssembleTask(Task):  # type: ignore[misc]
     @classmethod
     def of(
         cls,
-        key: Any,
+        key: Key,
         plan: Plan,
         index: Index,
         output: OutputSpec,
@@ -168,7 +169,7 @@ class AssembleTask(Task):  # type: ignore[misc]
 
 
 def assemble_block(
-    key: Any, plan: Plan, index: Index, output: OutputSpec, blocks: Sequence[Any]
+    key: Key, plan: Plan, index: Index, output: OutputSpec, blocks: Sequence[Any]
 ) -> Any:
     """Do a task's work, on any scheduler."""
     check_readable(plan, output)
@@ -192,7 +193,7 @@ def assemble_block(
 
 
 def _attempt(
-    key: Any, start_s: float, plan: Plan, assembly: Assembly, runtime: WorkerContext
+    key: Key, start_s: float, plan: Plan, assembly: Assembly, runtime: WorkerContext
 ) -> Any:
     try:
         with Ranges(assembly.options.nvtx)(key):
@@ -208,12 +209,17 @@ def _attempt(
         raise Reschedule() from exc  # to another worker: this one leaves
 
 
-def _finished(block: Any, index: Index, output: OutputSpec) -> Any:
+def _finished(block: Array, index: Index, output: OutputSpec) -> Any:
     return block if output.post is None else output.post(block, index)
 
 
 def _record(
-    key: Any, start_s: float, plan: Plan, assembly: Assembly, block: Any = None, error: str = ""
+    key: Key,
+    start_s: float,
+    plan: Plan,
+    assembly: Assembly,
+    block: Array | None = None,
+    error: str = "",
 ) -> Record:
     """Note an attempt that has ended, on a worker with the plugin."""
     output, context = assembly.output, assembly.context
@@ -243,21 +249,21 @@ def _record(
     )
 
 
-def _under_way(key: Any, start_s: float, plan: Plan, assembly: Assembly) -> Record:
+def _under_way(key: Key, start_s: float, plan: Plan, assembly: Assembly) -> Record:
     """Tell of an attempt that has not ended; any thread may ask."""
     record = _record(key, start_s, plan, assembly)
     stages, wanted_bytes = assembly.stages_so_far, assembly.wanted_bytes
     return record._replace(stages=stages, fallbacks=(), wanted_bytes=wanted_bytes)
 
 
-def _assemble(key: Any, plan: Any, index: Any, output: Any, *blocks: Any) -> NoReturn:
+def _assemble(key: Key, plan: Any, index: Any, output: Any, *blocks: Any) -> NoReturn:
     """Refuse a task of the first version, which names its work so."""
     check_readable(plan, output)
     raise VersionError(f"expected a task of {this_version()}, got {key!r} of an older version.")
 
 
 def _try_again(
-    key: Any, error: TransferError, log: WorkerContext | AttemptLog, options: Options
+    key: Key, error: TransferError, log: WorkerContext | AttemptLog, options: Options
 ) -> NoReturn:
     """Return the task to the scheduler, which knows by now which workers left and what moved.
 

@@ -31,6 +31,7 @@ from dask_p2p.plans import stage_order
 from dask_p2p.task import PLUGIN_NAME, AssembleTask, plugin_runtime
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.router import BlockRef
+from dask_p2p.types import Key
 from dask_p2p.versioned import check_dask, versioned
 from dask_p2p.worker_context import DaskWorkerContext
 
@@ -162,7 +163,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
                     ending.callback(worker.handlers.pop, op, None)
                 ending.push_async_callback(transport.close)
 
-    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         """Tell the transports of blocks that the worker no longer holds."""
         if finish == "error" and worker_backend().on_device:
             self._look_after_device()

@@ -30,6 +30,7 @@ from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
 from dask_p2p.task import warn_client
 from dask_p2p.transports.probe import Probes, is_probe, probe_key
 from dask_p2p.transports.router import BlockRef, Router
+from dask_p2p.types import Array, Key, Kind
 
 __all__ = ["FALLBACK_TOPIC", "DaskWorkerContext"]
 
@@ -81,7 +82,7 @@ class DaskWorkerContext(AttemptLog):
         self._forgetting: asyncio.TimerHandle | None = None
         self._leaving: asyncio.Future[None] | None = None
 
-    def block(self, key: Any) -> Any:
+    def block(self, key: Key) -> Any:
         """Return a block; one that is spilled is read, and left where it is."""
         if is_probe(key):
             return self.probes.block(key, self._worker.memory_manager.memory_limit or None)
@@ -95,11 +96,11 @@ class DaskWorkerContext(AttemptLog):
                 return self._keep_a_while(key, read_spilled(data, key))
         raise KeyError(key)
 
-    def is_on_disk(self, key: Any) -> bool:
+    def is_on_disk(self, key: Key) -> bool:
         """Return whether a block is spilled, so that `block` would have to read it."""
         return is_spilled(self._worker.data, key)
 
-    def _keep_a_while(self, key: Any, block: Any) -> Any:
+    def _keep_a_while(self, key: Key, block: Array) -> Any:
         """Keep a block that was read for a while: its other regions will be asked for soon."""
         self._from_disk[key] = block
         while len(self._from_disk) > _SERVING_THREADS:
@@ -169,15 +170,15 @@ class DaskWorkerContext(AttemptLog):
         }
         self._worker.log_event(FALLBACK_TOPIC, event)
 
-    def publish(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
+    def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
         for name in options.order(kind):
             self.router.transports[name].publish(blocks)
 
-    def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
+    def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
         limit_bytes = self._worker.memory_manager.memory_limit
         return backend_named(kind).memory_below(wanted_bytes, limit_bytes)
 
-    def meet(self, holders: Iterable[str], kind: str) -> None:
+    def meet(self, holders: Iterable[str], kind: Kind) -> None:
         """Prove the route that blocks of this kind will take from each of these workers."""
         with device_work():
             for holder in holders:

@@ -31,6 +31,7 @@ from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue, Timer
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.types import Array
 
 __all__ = [
     "BACKENDS",
@@ -50,12 +51,12 @@ __all__ = [
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CUPY, NUMPY)}
 
 
-def as_array(block: Any) -> Any:
+def as_array(block: Array) -> Any:
     """Return a block as an array. Reductions of NumPy return scalars in place of 0-d arrays."""
     return np.asarray(block) if isinstance(block, np.generic) else block
 
 
-def backend_for(block: Any) -> Backend:
+def backend_for(block: Array) -> Backend:
     """Return the backend of a block.
 
     Parameters
@@ -115,7 +116,7 @@ def device_of(*blocks: Any) -> AbstractContextManager[Any]:
     return devices.popitem()[1] if len(devices) == 1 else nullcontext()
 
 
-def _backend_of(block: Any) -> Backend:
+def _backend_of(block: Array) -> Backend:
     """Return the backend of the block's package."""
     kind = type(block)
     backend = BACKENDS.get(kind.__module__.partition(".")[0])
@@ -128,7 +129,7 @@ def _backend_of(block: Any) -> Backend:
     return backend
 
 
-def _conversion(block: Any) -> str:
+def _conversion(block: Array) -> str:
     """Return the call of `map_blocks` that makes plain arrays of such blocks."""
     for method in ("toarray", "todense"):  # sparse: of SciPy and CuPy, of PyData
         if hasattr(block, method):

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from dask_p2p.errors import AxesError, BlockMismatchError
+from dask_p2p.types import Array
 
 __all__ = ["transposed"]
 
 
-def transposed(dst: Any, src: Any, axes: Sequence[int]) -> Any:
+def transposed(dst: Array, src: Array, axes: Sequence[int]) -> Any:
     """Return ``src.transpose(axes)``, once it is sure that `dst` fits it.
 
     NumPy and CuPy would broadcast or convert where shapes or dtypes differ, silently.

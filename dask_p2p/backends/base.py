@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 from dask_p2p.backends.timing import Timer
+from dask_p2p.types import Array, DTypeLike, Kind
 
 __all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue", "Timer"]
 
@@ -61,18 +62,18 @@ class Backend(ABC):
     # --- arrays ---
 
     @abstractmethod
-    def check(self, block: Any) -> None:
+    def check(self, block: Array) -> None:
         """Raise `UnsupportedArrayError` if copies of its items do not keep the block's values."""
 
     @abstractmethod
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return a C-ordered array whose values are not set, on the current device."""
 
     @abstractmethod
     def permute_into(
         self,
-        dst: Any,
-        src: Any,
+        dst: Array,
+        src: Array,
         axes: Sequence[int],
         *,
         stream: Any | None = None,
@@ -114,7 +115,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def to_host(self, array: Any) -> Any:
+    def to_host(self, array: Array) -> Any:
         """Return an array as a NumPy array, when the current stream is done with it."""
 
     # --- memory for messages ---
@@ -156,11 +157,11 @@ class Backend(ABC):
     def warm_up(self) -> None:  # noqa: B027  # optional
         """Do ahead what the first use would wait for: compile kernels. Not for event loops."""
 
-    def device_of(self, block: Any) -> Any | None:
+    def device_of(self, block: Array) -> Any | None:
         """Return the device that holds a block, a context with an ``id``; None for host memory."""
         return None
 
-    def checksum_stream(self, array: Any) -> AbstractContextManager[Any]:
+    def checksum_stream(self, array: Array) -> AbstractContextManager[Any]:
         """Return a context in which an array's checksum waits for nothing else that runs."""
         return nullcontext()
 
@@ -172,33 +173,35 @@ class Queue(Protocol):
     CPU everything is done when a call returns, on a GPU when the queue is synchronised.
     """
 
-    kind: str  # name of the backend of its arrays
+    kind: Kind  # name of the backend of its arrays
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return a new C-ordered array of the queue's kind for others, its values undefined."""
 
-    def scratch(self, shape: Sequence[int], dtype: Any) -> Any:
+    def scratch(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return the same for the package's own use: drop it when all work with it is done."""
 
     def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
         """Wait until others have written these blocks; see `dask_p2p.backends.device`."""
 
-    def permute(self, dst: Any, src: Any, axes: Sequence[int], *, concurrent: bool = False) -> None:
+    def permute(
+        self, dst: Array, src: Array, axes: Sequence[int], *, concurrent: bool = False
+    ) -> None:
         """Do ``dst[...] = src.transpose(axes)`` after what was queued before.
 
         Concurrent: in no order with the rest, and beside it where there is room.
         """
 
-    def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+    def permute_and_drop(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
         """Do the same with an array of any backend that only the caller refers to.
 
         The caller can drop it at once: it is kept until it has been read.
         """
 
-    def fill(self, dst: Any, value: Any) -> None:
+    def fill(self, dst: Array, value: Any) -> None:
         """Write one item everywhere, bit for bit: a NumPy array of no dimensions, of its dtype."""
 
-    def prefetch(self, src: Any, slot_bytes: int) -> Any:
+    def prefetch(self, src: Array, slot_bytes: int) -> Any:
         """Begin to copy a part of a block that lies in another GPU's memory.
 
         It is put into place by `permute_prefetched`, which takes what is returned here. Of `SLOTS`
@@ -213,13 +216,13 @@ class Queue(Protocol):
             place.
         """
 
-    def permute_prefetched(self, dst: Any, part: Any, axes: Sequence[int]) -> None:
+    def permute_prefetched(self, dst: Array, part: Any, axes: Sequence[int]) -> None:
         """Do ``dst[...] = part.transpose(axes)`` with a part from `prefetch`."""
 
-    def pack(self, dst: Any, src: Any) -> Callable[[], None]:
+    def pack(self, dst: Array, src: Array) -> Callable[[], None]:
         """Queue a copy of a region into a C-ordered array; return a function that waits for it."""
 
-    def to_host(self, array: Any) -> Any:
+    def to_host(self, array: Array) -> Any:
         """Return an array of `scratch` as a NumPy array, after what was queued before."""
 
     def timing(self, timer: Timer) -> AbstractContextManager[None]:

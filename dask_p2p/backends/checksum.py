@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends import backend_for
+from dask_p2p.types import Array
 
 __all__ = ["ALGORITHMS", "checksum"]
 
@@ -34,7 +35,7 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, and odd
 _LAST_SHIFT = 31
 
 
-def checksum(array: Any, algorithm: str | None = None, start: int = 0) -> int:
+def checksum(array: Array, algorithm: str | None = None, start: int = 0) -> int:
     """Return the checksum of an array's bytes.
 
     This blocks: it is nothing for an event loop.
@@ -65,13 +66,13 @@ def checksum(array: Any, algorithm: str | None = None, start: int = 0) -> int:
         return _mixed64(backend.module, array, start, backend.checksum_words)
 
 
-def _bytes_of(xp: Any, array: Any) -> Any:
+def _bytes_of(xp: Any, array: Array) -> Any:
     if not array.nbytes:
         return np.empty(0, np.uint8)
     return xp.ascontiguousarray(array).reshape(-1).view("u1")
 
 
-def _mixed64(xp: Any, array: Any, start: int, words_at_once: int) -> int:
+def _mixed64(xp: Any, array: Array, start: int, words_at_once: int) -> int:
     """Compute the sum with NumPy or CuPy; on the current stream, until it is done."""
     data = _bytes_of(xp, array)
     total: int = start + data.size

@@ -19,6 +19,7 @@ from dask_p2p.backends.device import is_shareable, private_stream
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.environment import link_gbs, on_gpu
 from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.types import Array, DTypeLike
 
 __all__ = ["CUPY", "CupyBackend"]
 
@@ -45,20 +46,20 @@ class CupyBackend(Backend):
     def module(self) -> Any:
         return _cupy()
 
-    def check(self, block: Any) -> None:
+    def check(self, block: Array) -> None:
         if not isinstance(block, _cupy().ndarray):
             raise UnsupportedArrayError(
                 f"Expected a cupy.ndarray, got {type(block).__name__} of CuPy. Convert it first: "
                 "map_blocks(cupy.asarray)."
             )
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         return _cupy().empty(tuple(shape), dtype)
 
     def permute_into(
         self,
-        dst: Any,
-        src: Any,
+        dst: Array,
+        src: Array,
         axes: Sequence[int],
         *,
         stream: Any | None = None,
@@ -70,7 +71,7 @@ class CupyBackend(Backend):
         _cupy()  # which says what to install
         return DeviceQueue(self, beside_copies)
 
-    def to_host(self, array: Any) -> Any:
+    def to_host(self, array: Array) -> Any:
         return array.get()
 
     def allocate(self, size_bytes: int) -> Any:
@@ -130,11 +131,11 @@ class CupyBackend(Backend):
     def warm_up(self) -> None:
         _kernels().warm_up()
 
-    def device_of(self, block: Any) -> Any:
+    def device_of(self, block: Array) -> Any:
         return block.device
 
     @contextmanager
-    def checksum_stream(self, array: Any) -> Iterator[None]:
+    def checksum_stream(self, array: Array) -> Iterator[None]:
         """Make the array's device current, and a stream of its own.
 
         On the null stream checksums would wait for whatever tasks run there. It is one for all

@@ -19,6 +19,7 @@ import cupy
 
 from dask_p2p.backends._checks import transposed
 from dask_p2p.backends._launch import VARIANTS, WORD_SIZES_BYTES, Launch, plan_launches
+from dask_p2p.types import Array
 
 __all__ = ["permute_into", "warm_up"]
 
@@ -32,8 +33,8 @@ MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses wher
 
 
 def permute_into(
-    dst: Any,
-    src: Any,
+    dst: Array,
+    src: Array,
     axes: Sequence[int],
     *,
     stream: Any | None = None,

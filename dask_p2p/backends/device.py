@@ -27,6 +27,7 @@ from uuid import UUID
 from weakref import ref
 
 from dask_p2p.errors import DeviceLostError, TransferError
+from dask_p2p.types import Array
 
 __all__ = [
     "allocation",
@@ -255,13 +256,13 @@ def wait_until_written(blocks: Iterable[Any], *, any_stream: bool = True) -> Non
         mark_written(block)
 
 
-def mark_written(block: Any) -> None:
+def mark_written(block: Array) -> None:
     """Note that a block need not be waited for."""
     number = id(block)
     _written[number] = ref(block, partial(_forget_written, number))
 
 
-def _is_written(block: Any) -> bool:
+def _is_written(block: Array) -> bool:
     known = _written.get(id(block))
     return known is not None and known() is block
 

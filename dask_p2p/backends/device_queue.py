@@ -16,6 +16,7 @@ from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue, Timer
 from dask_p2p.backends.pitch import Pitch, engine_pitch
 from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
 from dask_p2p.backends.timing import StreamTimings
+from dask_p2p.types import Array, DTypeLike
 
 __all__ = ["DeviceQueue"]
 
@@ -29,7 +30,7 @@ _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses whe
 class _Prefetched(NamedTuple):
     """A part of a peer's block, in a slot or where it is."""
 
-    array: Any
+    array: Array
     slot: Slot | None
 
 
@@ -82,7 +83,7 @@ class DeviceQueue:
         self._allocated: list[Any] = []  # by `empty`, since the last `synchronize`
         self._items: dict[bytes, Any] = {}  # that `fill` has written, and may still read
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         # On the null stream: a block outlives this queue, and a pool keeps the memory of a
         # stream for that stream. Whatever stream an earlier task of the thread has left current,
         # what the null stream still does with memory that it gave back before must be over
@@ -104,7 +105,7 @@ class DeviceQueue:
         self._allocated.append(array)
         return array
 
-    def scratch(self, shape: Sequence[int], dtype: Any) -> Any:
+    def scratch(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         with self._private:
             array = self._backend.empty(shape, dtype)
         event = self._private.record()
@@ -115,18 +116,20 @@ class DeviceQueue:
     def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
         device_module.wait_until_written(blocks, any_stream=any_stream)
 
-    def permute(self, dst: Any, src: Any, axes: Sequence[int], *, concurrent: bool = False) -> None:
+    def permute(
+        self, dst: Array, src: Array, axes: Sequence[int], *, concurrent: bool = False
+    ) -> None:
         if src.device.id != self._device:
             self._permute_from_device(dst, src, axes)
         else:
             self._permute_on(self._concurrent if concurrent else self._stream, dst, src, axes)
 
-    def _permute_on(self, stream: Any, dst: Any, src: Any, axes: Sequence[int]) -> None:
+    def _permute_on(self, stream: Any, dst: Array, src: Array, axes: Sequence[int]) -> None:
         self._is_busy = True
         self._timings.begin(stream)
         self._backend.permute_into(dst, src, axes, stream=stream, low_occupancy=self._low_occupancy)
 
-    def _permute_from_device(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+    def _permute_from_device(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
         """Do it where another GPU of this process holds `src`; these need not reach each other."""
         with src.device:
             remote: Queue = self._backend.queue()
@@ -145,7 +148,7 @@ class DeviceQueue:
         self._stream.synchronize()
         self.permute_and_drop(dst, local, axes)
 
-    def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+    def permute_and_drop(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
         if isinstance(src, np.ndarray):
             local = self.scratch(src.shape, src.dtype)
             local.set(src, stream=self._stream)
@@ -158,7 +161,7 @@ class DeviceQueue:
         read.record(self._stream)
         self._unread.add(src, read)
 
-    def fill(self, dst: Any, value: Any) -> None:
+    def fill(self, dst: Array, value: Any) -> None:
         item = self._items.get(value.tobytes())
         if item is None:
             item = self._items[value.tobytes()] = self.scratch((1,), value.dtype)
@@ -166,7 +169,7 @@ class DeviceQueue:
         everywhere = self._cupy.broadcast_to(item, dst.shape)
         self._permute_on(self._stream, dst, everywhere, range(dst.ndim))
 
-    def prefetch(self, src: Any, slot_bytes: int) -> _Prefetched:
+    def prefetch(self, src: Array, slot_bytes: int) -> _Prefetched:
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
         slot = None
         if pitch is not None and src.nbytes <= slot_bytes:
@@ -178,7 +181,7 @@ class DeviceQueue:
         slot.full.record(self._copies)
         return _Prefetched(copy, slot)
 
-    def permute_prefetched(self, dst: Any, part: _Prefetched, axes: Sequence[int]) -> None:
+    def permute_prefetched(self, dst: Array, part: _Prefetched, axes: Sequence[int]) -> None:
         if part.slot is None:
             self._permute_on(self._stream, dst, part.array, axes)
             return
@@ -187,7 +190,7 @@ class DeviceQueue:
         part.slot.free.record(self._emptying)
         part.slot.is_used = True
 
-    def pack(self, dst: Any, src: Any) -> Callable[[], None]:
+    def pack(self, dst: Array, src: Array) -> Callable[[], None]:
         # By a copy engine too: beside UCX's copies it takes less from them than a kernel does.
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
         if pitch is not None and device_module.is_managed(src.data.ptr):
@@ -201,7 +204,7 @@ class DeviceQueue:
         wait: Callable[[], None] = packed.synchronize
         return wait
 
-    def _copy(self, dst: Any, src: Any, pitch: Pitch) -> None:
+    def _copy(self, dst: Array, src: Array, pitch: Pitch) -> None:
         self._is_busy = True
         self._timings.begin(self._copies)
         self._cupy.cuda.runtime.memcpy2DAsync(
@@ -209,7 +212,7 @@ class DeviceQueue:
             pitch.run_bytes, pitch.rows, _MEMCPY_DEFAULT, self._copies.ptr,
         )  # fmt: skip
 
-    def to_host(self, array: Any) -> Any:
+    def to_host(self, array: Array) -> Any:
         return array.get(stream=self._stream)
 
     def timing(self, timer: Timer) -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends.base import Backend, Timer
+from dask_p2p.types import Array, DTypeLike
 
 __all__ = ["HostQueue"]
 
@@ -19,7 +20,7 @@ class HostQueue:
         self.kind = backend.name
         self._backend = backend
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         return self._backend.empty(shape, dtype)
 
     scratch = empty
@@ -27,26 +28,28 @@ class HostQueue:
     def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
         pass
 
-    def permute(self, dst: Any, src: Any, axes: Sequence[int], *, concurrent: bool = False) -> None:
+    def permute(
+        self, dst: Array, src: Array, axes: Sequence[int], *, concurrent: bool = False
+    ) -> None:
         self._backend.permute_into(dst, src, axes)
 
-    def permute_and_drop(self, dst: Any, src: Any, axes: Sequence[int]) -> None:
+    def permute_and_drop(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
         self.permute(dst, src if isinstance(src, np.ndarray) else src.get(), axes)
 
-    def fill(self, dst: Any, value: Any) -> None:
+    def fill(self, dst: Array, value: Any) -> None:
         self.permute(dst, np.broadcast_to(value, dst.shape), range(dst.ndim))
 
-    def prefetch(self, src: Any, slot_bytes: int) -> Any:
+    def prefetch(self, src: Array, slot_bytes: int) -> Any:
         return src
 
-    def permute_prefetched(self, dst: Any, part: Any, axes: Sequence[int]) -> None:
+    def permute_prefetched(self, dst: Array, part: Any, axes: Sequence[int]) -> None:
         self.permute(dst, part, axes)
 
-    def pack(self, dst: Any, src: Any) -> Callable[[], None]:
+    def pack(self, dst: Array, src: Array) -> Callable[[], None]:
         self.permute(dst, src, range(src.ndim))
         return self.synchronize
 
-    def to_host(self, array: Any) -> Any:
+    def to_host(self, array: Array) -> Any:
         return array
 
     def timing(self, timer: Timer) -> Timer:

@@ -35,6 +35,7 @@ from dask_p2p.backends.base import Backend
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.environment import cpu_name
 from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.types import Array, DTypeLike
 
 __all__ = ["NUMPY", "NumpyBackend", "block_shape"]
 
@@ -74,7 +75,7 @@ class NumpyBackend(Backend):
     def module(self) -> Any:
         return np
 
-    def check(self, block: Any) -> None:
+    def check(self, block: Array) -> None:
         if isinstance(block, np.ma.MaskedArray):
             raise UnsupportedArrayError(
                 "Expected a plain numpy.ndarray, got a numpy.ma.MaskedArray, whose mask would be "
@@ -91,7 +92,7 @@ class NumpyBackend(Backend):
                 "map_blocks(np.asarray)."
             )
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray[Any, Any]:
         return np.empty(tuple(shape), dtype)
 
     def permute_into(
@@ -121,7 +122,7 @@ class NumpyBackend(Backend):
     def queue(self, *, beside_copies: bool = False) -> HostQueue:
         return HostQueue(self)
 
-    def to_host(self, array: Any) -> Any:
+    def to_host(self, array: Array) -> Any:
         return array
 
     def allocate(self, size_bytes: int) -> Any:

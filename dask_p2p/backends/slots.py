@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.backends.device import device_work
+from dask_p2p.types import Array
 
 __all__ = ["BeingRead", "KeptSlots", "Slot"]
 
@@ -90,7 +91,7 @@ class BeingRead:
         self._most = most
         self._kept: deque[tuple[Any, Any]] = deque()  # events, and what is read until then
 
-    def add(self, array: Any, read: Any) -> None:
+    def add(self, array: Array, read: Any) -> None:
         """Keep an array until this event has happened."""
         self._kept.append((read, array))
         while len(self._kept) > self._most or (self._kept and self._kept[0][0].done):

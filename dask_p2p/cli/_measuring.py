@@ -19,6 +19,7 @@ import click
 
 from dask_p2p.cli._options import ClusterSpec, check_fits, start
 from dask_p2p.layout import split_evenly
+from dask_p2p.types import DType
 
 if TYPE_CHECKING:
     from dask_p2p.measure import Case, Row, Way
@@ -132,7 +133,7 @@ def rows_of(matrix_bytes: int, itemsize: int) -> int:
 
 
 def slabs(
-    spec: ClusterSpec, shape: tuple[int, ...], dtype: Any, axes: tuple[int, ...], hint: str
+    spec: ClusterSpec, shape: tuple[int, ...], dtype: DType, axes: tuple[int, ...], hint: str
 ) -> Case:
     """Return an array in one slab a worker, if it fits into the memory that is free."""
     from dask_p2p.measure import Case

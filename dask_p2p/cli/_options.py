@@ -12,6 +12,7 @@ import click
 
 from dask_p2p.errors import P2PError
 from dask_p2p.layout import normal_axes
+from dask_p2p.types import DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -179,7 +180,7 @@ def _free_device_bytes() -> int:
 
 
 def check_fits(
-    spec: ClusterSpec, shape: tuple[int, ...], dtype: Any, axes: tuple[int, ...], hint: str
+    spec: ClusterSpec, shape: tuple[int, ...], dtype: DType, axes: tuple[int, ...], hint: str
 ) -> None:
     """Refuse arrays that this place cannot hold, or cannot cut into a slab for each worker."""
     from dask.utils import format_bytes

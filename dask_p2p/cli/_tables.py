@@ -8,11 +8,13 @@ import sys
 from collections import Counter
 from math import prod
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.table import Table
+
+from dask_p2p.types import DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -97,7 +99,7 @@ def devices_text(spec: ClusterSpec, names: Sequence[str]) -> str:
     )
 
 
-def array_text(shape: Sequence[int], dtype: Any) -> str:
+def array_text(shape: Sequence[int], dtype: DType) -> str:
     """Write an array's shape, dtype and size."""
     from dask.utils import format_bytes
 

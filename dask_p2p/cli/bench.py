@@ -42,6 +42,7 @@ from dask_p2p.cli._options import (
     scheduler_option,
     workers_option,
 )
+from dask_p2p.types import DType
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -170,7 +171,7 @@ def _even_cases(
 
 
 def _shapes(
-    spec: ClusterSpec, dtype: Any, shapes: Sequence[tuple[int, ...]], all_bytes: Sequence[int]
+    spec: ClusterSpec, dtype: DType, shapes: Sequence[tuple[int, ...]], all_bytes: Sequence[int]
 ) -> list[tuple[int, ...]]:
     """Return what the options ask for, smallest first; or one square matrix that fits."""
     sides = [measuring.rows_of(size_bytes, dtype.itemsize) for size_bytes in all_bytes]

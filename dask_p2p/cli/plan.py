@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from dask_p2p.cli._options import DTYPE, SHAPE, axes_option, order_of_axes
 from dask_p2p.layout import Chunks, box_shape, box_size, split_evenly
 from dask_p2p.plans import GridPlan, block_plans, redistribution, slab_chunks, stage_order
+from dask_p2p.types import DType
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +82,7 @@ def readers(plan: GridPlan) -> Iterator[Reader]:
 )
 @axes_option
 @click.option("--dtype", type=DTYPE, default="float32", show_default=True, metavar="NAME")
-def plan(shape: tuple[int, ...], workers: int, axes: tuple[int, ...] | None, dtype: Any) -> None:
+def plan(shape: tuple[int, ...], workers: int, axes: tuple[int, ...] | None, dtype: DType) -> None:
     """Show the slabs, tiles and stages of a transpose, and the bytes that each worker moves.
 
     Worker r holds slab r of the array, cut along its first axis, and makes slab r of the result. A
@@ -100,7 +101,7 @@ def plan(shape: tuple[int, ...], workers: int, axes: tuple[int, ...] | None, dty
 
 
 def _summary_rows(
-    plan: GridPlan, parts: Sequence[Reader], shape: tuple[int, ...], dtype: Any
+    plan: GridPlan, parts: Sequence[Reader], shape: tuple[int, ...], dtype: DType
 ) -> list[tuple[str, str]]:
     from dask.utils import format_bytes
 

@@ -22,6 +22,7 @@ from dask.utils import format_bytes
 from dask_p2p.errors import FileError
 from dask_p2p.files.file_errors import file_errors, no_space, on_worker
 from dask_p2p.files.tiling import input_box, tile_count, tile_steps, tiles, whole
+from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -272,13 +273,13 @@ def _settings(source: Any) -> dict[str, Any]:
     return settings | {"serializer": source.serializer, "chunk_key_encoding": keys}
 
 
-def _dimensions(array: Any) -> set[str]:
+def _dimensions(array: Array) -> set[str]:
     """Names of the axes, as far as they have some."""
     names = getattr(array.metadata, "dimension_names", None) or array.attrs.get(_DIMENSIONS, ())
     return set(filter(None, names))
 
 
-def _copy_group(zarr: Any, group: Any, array: Any, target: Path) -> None:
+def _copy_group(zarr: Any, group: Any, array: Array, target: Path) -> None:
     """Copy a group's attributes, and the arrays that say where this one's elements lie."""
     version, folder = group.metadata.zarr_format, Path(array.store.root)
     zarr.create_group(target, zarr_format=version, attributes=dict(group.attrs))

@@ -49,9 +49,9 @@ def note_transfer(worker: Any, record: Record) -> None:
     record
         Of an attempt that has made its block. The task has not returned yet.
     """
-    task = worker.state.tasks.get(record.key)
     waited_s = _waited_s(record)
-    if task is None or not waited_s:
+    task = worker.state.tasks.get(record.key) if waited_s else None
+    if task is None:
         return
     begun_s = min(stage.begun_s for stage in record.stages)
     start_s = min(record.start_s + begun_s, record.stop_s - waited_s) + worker.scheduler_delay

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, overload
 
 from dask.utils import key_split
 
+from dask_p2p.types import Key
+
 __all__ = [
     "RECORDS_OP",
     "Fallback",
@@ -65,7 +67,7 @@ class Fallback(NamedTuple):
 class Record(NamedTuple):
     """An attempt at a task: when it ran, what it read from where, and what came of it."""
 
-    key: Any
+    key: Key
     start_s: float  # since the epoch
     stop_s: float
     stages: Sequence[Stage] = ()

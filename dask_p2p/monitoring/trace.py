@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from dask_p2p.monitoring.records import Record, Stage
+from dask_p2p.types import Kind
 
 __all__ = ["trace"]
 
@@ -32,7 +33,7 @@ class _Slice(NamedTuple):
     start_s: float
     stop_s: float
     name: str
-    kind: str
+    kind: Kind
     args: dict[str, Any]
     parts: tuple[tuple[str, float], ...] = ()  # names and seconds
     flow: int | None = None  # that begins here, or ends

@@ -14,6 +14,7 @@ from dask.array.rechunk import _balance_chunksizes
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
 from dask_p2p.layout import Chunks, normal_axes
+from dask_p2p.types import DaskArray, DType
 
 __all__ = [
     "check_array",
@@ -39,7 +40,7 @@ _REMEDIES = {
 _REMEDY = "Make one with dask.array.from_array(x, chunks=...)"
 
 
-def check_array(x: Any) -> None:
+def check_array(x: DaskArray) -> None:
     """Refuse arrays whose blocks cannot be assembled from regions of bytes.
 
     Raises
@@ -62,12 +63,12 @@ def check_array(x: Any) -> None:
         )
 
 
-def has_unknown_chunks(x: Any) -> bool:
+def has_unknown_chunks(x: DaskArray) -> bool:
     """Return whether an array has unknown chunk sizes along any axis."""
     return any(size != size for sizes in x.chunks for size in sizes)  # nan
 
 
-def check_chunks_are_known(x: Any) -> None:
+def check_chunks_are_known(x: DaskArray) -> None:
     """Refuse arrays of which nothing can be planned.
 
     Raises
@@ -101,7 +102,7 @@ def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 def checked_chunks(
     chunks: Any,
     before: Chunks,
-    dtype: Any,
+    dtype: DType,
     balance: bool = False,
     block_size_limit: int | None = None,
 ) -> Chunks:

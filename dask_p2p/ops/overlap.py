@@ -21,6 +21,7 @@ from dask_p2p.ops.arguments import check_array, check_chunks_are_known
 from dask_p2p.plans import halo_plan
 from dask_p2p.plans.halo import BOUNDARIES
 from dask_p2p.registration import register_if_possible
+from dask_p2p.types import Array, DaskArray, DTypeLike
 from dask_p2p.versioned import versioned
 
 __all__ = ["map_overlap"]
@@ -28,17 +29,17 @@ __all__ = ["map_overlap"]
 
 def map_overlap(
     func: Callable[..., Any],
-    x: Any,
+    x: DaskArray,
     depth: Any,
     boundary: Any = "none",
     *,
     trim: bool = True,
-    dtype: Any = None,
-    meta: Any = None,
+    dtype: DTypeLike | None = None,
+    meta: Array | None = None,
     corners: bool = True,
     allow_rechunk: bool = True,
     **kwargs: Any,
-) -> Any:
+) -> DaskArray:
     """Map a function over blocks that have a rim of their neighbours' elements around them.
 
     One layer: the task of a block reads the rims, and nothing else, from the workers that hold
@@ -132,7 +133,7 @@ class Stencil:
     has_ends: tuple[bool, ...]
     chunks: Chunks
 
-    def __call__(self, block: Any, index: Index) -> Any:
+    def __call__(self, block: Array, index: Index) -> Any:
         shape, slices = [], []
         for i, sizes, (before, after), has_ends in zip(
             index, self.chunks, self.depth, self.has_ends, strict=True
@@ -151,7 +152,9 @@ class Stencil:
         return result[(*slices, ...)]
 
 
-def _meta(function: Callable[[Any], Any], x: Any, dtype: Any, meta: Any) -> Any:
+def _meta(
+    function: Callable[[Any], Any], x: DaskArray, dtype: DTypeLike | None, meta: Array | None
+) -> Array:
     """Return an empty array of the result's type and dtype: as it was given, or as Dask infers it.
 
     Dask calls the function with an empty array. On a GPU that takes milliseconds, each time.

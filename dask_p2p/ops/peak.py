@@ -17,6 +17,7 @@ from dask_p2p.ops.rechunk import planned
 from dask_p2p.ops.transpose import transposed
 from dask_p2p.registration import cluster_size
 from dask_p2p.transports.registry import idle_bytes, packed_bytes, staging_bytes
+from dask_p2p.types import DaskArray
 
 __all__ = ["MemoryEstimate", "estimate"]
 
@@ -53,7 +54,7 @@ class MemoryEstimate:
 
 
 def estimate(
-    x: Any,
+    x: DaskArray,
     axes: Sequence[int] | None = None,
     *,
     chunks: Any = None,

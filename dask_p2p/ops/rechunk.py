@@ -15,18 +15,19 @@ from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, ha
 from dask_p2p.ops.unknown import rechunk_unknown
 from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
 from dask_p2p.registration import cluster_size, register_if_possible
+from dask_p2p.types import DaskArray
 
 __all__ = ["planned", "rechunk", "redistributed"]
 
 
 def rechunk(
-    x: Any,
+    x: DaskArray,
     chunks: Any = "auto",
     *,
     axes: Sequence[int] | None = None,
     balance: bool = False,
     block_size_limit: int | None = None,
-) -> Any:
+) -> DaskArray:
     """Cut a Dask array into other blocks, moving only the regions of blocks that must move.
 
     One layer, one task for each block of the result. A block that is already there, as it is, is
@@ -88,7 +89,7 @@ def rechunk(
     )
 
 
-def redistributed(x: Any, order: tuple[int, ...], after: Chunks) -> Any:
+def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskArray:
     """Return an array in other blocks and with its axes in another order; all of it is checked."""
     is_permuted = order != tuple(range(x.ndim))
     if after == x.chunks and not is_permuted:

@@ -14,11 +14,12 @@ from dask_p2p.ops.arguments import (
 )
 from dask_p2p.ops.rechunk import redistributed
 from dask_p2p.plans import slab_chunks
+from dask_p2p.types import DaskArray
 
 __all__ = ["transpose", "transposed"]
 
 
-def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) -> Any:
+def transpose(x: DaskArray, axes: Sequence[int] | None = None, *, chunks: Any = None) -> DaskArray:
     """Permute the axes of a Dask array, moving only the regions of blocks that must move.
 
     On a `distributed` cluster each worker assembles its blocks of the result from regions that it
@@ -68,7 +69,9 @@ def transpose(x: Any, axes: Sequence[int] | None = None, *, chunks: Any = None) 
     return redistributed(x, *transposed(x, axes, chunks))
 
 
-def transposed(x: Any, axes: Sequence[int] | None, chunks: Any) -> tuple[tuple[int, ...], Chunks]:
+def transposed(
+    x: DaskArray, axes: Sequence[int] | None, chunks: Any
+) -> tuple[tuple[int, ...], Chunks]:
     """Return the axes and the chunks of a transpose.
 
     Raises

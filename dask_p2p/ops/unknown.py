@@ -7,13 +7,14 @@ from typing import Any
 import dask.array as da
 
 from dask_p2p.errors import ChunksError
+from dask_p2p.types import DaskArray
 
 __all__ = ["rechunk_unknown"]
 
 
 def rechunk_unknown(
-    x: Any, axes: tuple[int, ...], chunks: Any, balance: bool, block_size_limit: int | None
-) -> Any:
+    x: DaskArray, axes: tuple[int, ...], chunks: Any, balance: bool, block_size_limit: int | None
+) -> DaskArray:
     """Cut an array anew by Dask's tasks, which is possible along its other axes.
 
     Raises

@@ -46,6 +46,7 @@ from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 from dask_p2p.transports.reading import Reading, Request
+from dask_p2p.types import DType, Key, Kind
 
 __all__ = ["Handler", "Transport"]
 
@@ -94,14 +95,14 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
+    def obstacle(self, holder: str, kind: Kind, dtype: DType) -> Obstacle | None:
         """Why blocks of this kind ("numpy", "cupy") cannot come from `holder`; None if they may."""
 
     def boot_id(self, worker: str) -> str | None:
         """Return what tells the host of a worker, this one or another; None if it is not known."""
         return None
 
-    def probe(self, holder: str, kind: str) -> None:
+    def probe(self, holder: str, kind: Kind) -> None:
         """Bring a small known block from `holder`; raise `TransferError` if that fails.
 
         What is opened for it stays open.
@@ -131,18 +132,18 @@ class Transport(ABC):
     # --- flow control: arithmetic, which needs no worker ---
 
     @classmethod
-    def rank(cls, kind: str, options: Options) -> float:
+    def rank(cls, kind: Kind, options: Options) -> float:
         """Return its place where the order is auto, the least first; or `NOT_IN_AUTO`."""
         return NOT_IN_AUTO
 
     @classmethod
     @abstractmethod
-    def flow_control(cls, options: Options, kind: str) -> FlowControl:
+    def flow_control(cls, options: Options, kind: Kind) -> FlowControl:
         """In what parts, and how many of them at a time, regions should be asked for."""
 
     @classmethod
     def staging_bytes(
-        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+        cls, options: Options, kind: Kind, largest_bytes: int, remote_bytes: int, item_bytes: int
     ) -> int:
         """Return what one task holds of regions on their way; see `registry.staging_bytes`.
 
@@ -153,17 +154,17 @@ class Transport(ABC):
         return min(parts_held(flow.parts_in_flight, kind) * part_bytes, 2 * remote_bytes)
 
     @classmethod
-    def beside_bytes(cls, options: Options, kind: str) -> int:
+    def beside_bytes(cls, options: Options, kind: Kind) -> int:
         """Return what it may hold while parts of another transport are on their way."""
         return 0
 
     @classmethod
-    def packing(cls, options: Options, kind: str) -> PackingLimits:
+    def packing(cls, options: Options, kind: Kind) -> PackingLimits:
         """Return what a holder packs at most."""
         return PackingLimits(0, 0)
 
     @classmethod
-    def idle_bytes(cls, options: Options, kind: str) -> int:
+    def idle_bytes(cls, options: Options, kind: Kind) -> int:
         """Return what it keeps in buffers for later at most."""
         if not cls.idle_parts:
             return 0
@@ -193,7 +194,7 @@ class Transport(ABC):
     def publish(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
         """Note that these blocks of this worker are about to be read by others."""
 
-    def on_released(self, key: Any) -> None:  # noqa: B027  # optional
+    def on_released(self, key: Key) -> None:  # noqa: B027  # optional
         """Note that Dask gave up a block of this worker. Called on the event loop."""
 
     def on_worker_left(self, holder: str) -> None:  # noqa: B027  # optional

@@ -16,6 +16,7 @@ import numpy as np
 
 from dask_p2p.backends import backend_named
 from dask_p2p.backends.device import current_device
+from dask_p2p.types import Array, DTypeLike, Kind
 
 __all__ = ["Buffers", "buffer_bytes", "raw_bytes"]
 
@@ -31,7 +32,7 @@ def buffer_bytes(nbytes: int) -> int:
     return max(_GRANULE_BYTES, 1 << max(0, nbytes - 1).bit_length())
 
 
-def raw_bytes(array: Any) -> Any:
+def raw_bytes(array: Array) -> Any:
     """Return the bytes of a C-ordered array."""
     return array.reshape(-1).view("u1")
 
@@ -50,7 +51,7 @@ class Buffers:
         Kept for later at most.
     """
 
-    def __init__(self, kind: str, idle_bytes: int) -> None:
+    def __init__(self, kind: Kind, idle_bytes: int) -> None:
         self.kind = kind
         self.idle_limit_bytes = idle_bytes
         self._idle: defaultdict[tuple[int | None, int], deque[Any]]
@@ -61,7 +62,7 @@ class Buffers:
         """Bytes that are kept, and not in use."""
         return sum(size * len(kept) for (_, size), kept in list(self._idle.items()))
 
-    def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return a C-ordered array whose values are undefined."""
         dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
@@ -107,11 +108,11 @@ class _Owner:
         return interface
 
 
-def _allocate(kind: str, size_bytes: int) -> Any:
+def _allocate(kind: Kind, size_bytes: int) -> Any:
     return backend_named(kind).allocate(size_bytes)
 
 
-def _lend(kind: str, memory: Any, buffers: Buffers, size_bytes: int) -> Any:
+def _lend(kind: Kind, memory: Any, buffers: Buffers, size_bytes: int) -> Any:
     """Return an array of bytes whose owner gives the memory back when it dies."""
     owner = _Owner(memory)
     back = weakref.finalize(owner, buffers._put_back, size_bytes, memory)

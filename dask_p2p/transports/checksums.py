@@ -13,13 +13,14 @@ from dask_p2p.backends.checksum import ALGORITHMS, checksum
 from dask_p2p.errors import TransferError
 from dask_p2p.layout import Box
 from dask_p2p.transports.reading import Request
+from dask_p2p.types import Array, Key
 
 __all__ = ["algorithm_of", "check_sum", "region_sum"]
 
 _SUMS = 2**64
 
 
-def region_sum(key: Any, box: Box, region: Any, algorithm: str) -> int:
+def region_sum(key: Key, box: Box, region: Array, algorithm: str) -> int:
     """Return the checksum of a region of a block. This is nothing for an event loop."""
     asked = repr((key, tuple(map(tuple, box))))  # which escapes what cannot be encoded
     return checksum(region, algorithm, zlib.crc32(asked.encode()))

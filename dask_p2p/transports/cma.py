@@ -28,6 +28,7 @@ from dask_p2p.transports.flow_control import FlowControl, part_that_fits
 from dask_p2p.transports.reading import Pending, Request
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.same_host_reading import LeasedBlock
+from dask_p2p.types import Array, DType, Kind
 
 __all__ = ["CmaOptions", "CmaTransport"]
 
@@ -66,20 +67,20 @@ class CmaTransport(SameHostTransport):
     # --- flow control ---
 
     @classmethod
-    def rank(cls, kind: str, options: Options) -> float:
+    def rank(cls, kind: Kind, options: Options) -> float:
         # Between processes of one host with two cores and NumPy blocks Dask's own TCP takes twice
         # as long. Where checksums are asked for, cma is not used: it has none.
         return 10 if kind == "numpy" and not options.checksum else NOT_IN_AUTO
 
     @classmethod
-    def flow_control(cls, options: Options, kind: str) -> FlowControl:
+    def flow_control(cls, options: Options, kind: Kind) -> FlowControl:
         """Return parts that are read one at a time: the reader's own thread does it."""
         part_bytes = min(CmaOptions.of(options).part_bytes, _MOST_PART_BYTES)
         most_bytes = max(1, options.staging_limit_bytes // 2)  # the rest is for other hosts' parts
         return FlowControl(part_that_fits(part_bytes, most_bytes), parts_in_flight=0)
 
     @classmethod
-    def beside_bytes(cls, options: Options, kind: str) -> int:
+    def beside_bytes(cls, options: Options, kind: Kind) -> int:
         return buffer_bytes(cls.flow_control(options, kind).part_bytes or 0)
 
     # --- both sides ---
@@ -90,7 +91,7 @@ class CmaTransport(SameHostTransport):
         self.pools.append(self._buffers)
         self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
+    def obstacle(self, holder: str, kind: Kind, dtype: DType) -> Obstacle | None:
         if dtype.hasobject:
             return Obstacle("objects", "cma moves bytes, not Python objects")
         if not process_memory.is_there():
@@ -113,7 +114,7 @@ class CmaTransport(SameHostTransport):
             return Obstacle("other-process", "its memory is another process'")
         return None
 
-    def place_of(self, block: Any) -> dict[str, Any]:
+    def place_of(self, block: Array) -> dict[str, Any]:
         return {"address": process_memory.address_of(block)}
 
     def open_leased(

@@ -39,6 +39,7 @@ from dask_p2p.transports.requests import (
     checked_yes_or_no,
     no_more,
 )
+from dask_p2p.types import DType, Key, Kind
 
 __all__ = ["CommOptions", "CommTransport"]
 
@@ -63,24 +64,24 @@ class CommTransport(Transport):
     # --- flow control ---
 
     @classmethod
-    def rank(cls, kind: str, options: Options) -> float:
+    def rank(cls, kind: Kind, options: Options) -> float:
         return 90  # works always: the last resort
 
     @classmethod
-    def flow_control(cls, options: Options, kind: str) -> FlowControl:
+    def flow_control(cls, options: Options, kind: Kind) -> FlowControl:
         """Parts are as large as is configured, or as fits."""
         own = CommOptions.of(options)
         most_bytes = left_bytes(options, kind) // cls._held(own.parts_in_flight, kind)
         return FlowControl(max(1, min(own.part_bytes, most_bytes)), own.parts_in_flight)
 
     @staticmethod
-    def _held(in_flight: int, kind: str) -> int:
+    def _held(in_flight: int, kind: Kind) -> int:
         """Count parts at a time: with CuPy blocks they are in host and then in device memory."""
         return parts_held(in_flight, kind) + backend_named(kind).on_device
 
     @classmethod
     def staging_bytes(
-        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+        cls, options: Options, kind: Kind, largest_bytes: int, remote_bytes: int, item_bytes: int
     ) -> int:
         flow = cls.flow_control(options, kind)  # small parts come together
         part_bytes = min(max(item_bytes, flow.part_bytes or 0), remote_bytes)
@@ -88,7 +89,7 @@ class CommTransport(Transport):
         return min(cls._held(flow.parts_in_flight, kind) * part_bytes, copies * remote_bytes)
 
     @classmethod
-    def packing(cls, options: Options, kind: str) -> PackingLimits:
+    def packing(cls, options: Options, kind: Kind) -> PackingLimits:
         flow = cls.flow_control(options, kind)
         each_bytes = (flow.parts_in_flight + 1) * (flow.part_bytes or 0)
         return PackingLimits(
@@ -107,10 +108,10 @@ class CommTransport(Transport):
     def handlers(self) -> Mapping[str, Handler]:
         return {self.reading.op: self._serve}
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
+    def obstacle(self, holder: str, kind: Kind, dtype: DType) -> Obstacle | None:
         return None
 
-    def probe(self, holder: str, kind: str) -> None:
+    def probe(self, holder: str, kind: Kind) -> None:
         """Do nothing: there is nothing to prove, since Dask itself uses these connections."""
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
@@ -191,7 +192,7 @@ class CommTransport(Transport):
             answers.append(answer)
         return answers
 
-    def _pack(self, key: Any, box: Box, shape: tuple[int, ...]) -> Any:
+    def _pack(self, key: Key, box: Box, shape: tuple[int, ...]) -> Any:
         """Pack a region; return None if there is no room for it now."""
         block = find_block(self.host, key, shape)  # the box lies in the shape, and so in the block
         region = block[box_slices(box)]

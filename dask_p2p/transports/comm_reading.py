@@ -18,6 +18,7 @@ from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.flow_control import FlowControl, Pace
 from dask_p2p.transports.reading import Part, Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, mismatch
+from dask_p2p.types import Array
 
 __all__ = ["Answer", "CommReading"]
 
@@ -120,7 +121,7 @@ class CommReading(Reading):
     async def _region(self, part: Part, answer: Any) -> Any:
         request, box = self.requests[part.request], part.box
         try:
-            region: Any = check_reply(answer, request, self.name).get("data")
+            region: Array = check_reply(answer, request, self.name).get("data")
             shape = getattr(region, "shape", type(region).__name__)
             if shape != box_shape(box):
                 came = f"{shape} instead of {box_shape(box)} of {request}"
@@ -164,7 +165,7 @@ class Answer:
         return region
 
 
-def _check(name: str, request: Request, region: Any, box: Box, sent: Any) -> None:
+def _check(name: str, request: Request, region: Array, box: Box, sent: Any) -> None:
     """Raise `TransferError` unless the region is what the holder sent, by its checksum."""
     try:
         sum_name, remote = sent

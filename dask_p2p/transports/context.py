@@ -11,6 +11,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.monitoring.records import Record
 from dask_p2p.retry import Attempts
+from dask_p2p.types import Key, Kind
 
 if TYPE_CHECKING:
     from dask_p2p.transports.router import Router
@@ -35,13 +36,13 @@ class WorkerContext(Protocol):
 
     # --- for transports ---
 
-    def block(self, key: Any) -> Any:
+    def block(self, key: Key) -> Any:
         """Return the block with this key, which may be a probe's; `KeyError` if it is not here.
 
         It may be read from disk, so this is nothing for the event loop.
         """
 
-    def is_on_disk(self, key: Any) -> bool:
+    def is_on_disk(self, key: Key) -> bool:
         """Return whether a block is spilled, so that `block` would have to read it."""
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
@@ -54,16 +55,16 @@ class WorkerContext(Protocol):
 
     # --- for tasks ---
 
-    def publish(self, blocks: Mapping[Any, Any], kind: str, options: Options) -> None:
+    def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
         """Note that other workers are about to read these blocks of this kind."""
 
-    def memory_below(self, wanted_bytes: int, kind: str) -> int | None:
+    def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
         """Return all memory for blocks of this kind if that is less than wanted; else None."""
 
-    def record_failure(self, key: Any, cause: str) -> Attempts:
+    def record_failure(self, key: Key, cause: str) -> Attempts:
         """See `AttemptLog`."""
 
-    def forget_attempts(self, key: Any) -> None:
+    def forget_attempts(self, key: Key) -> None:
         """See `AttemptLog`."""
 
     def record(self, record: Record) -> None:

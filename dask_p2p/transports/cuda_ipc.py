@@ -15,6 +15,7 @@ from typing import Any
 
 from dask_p2p.backends.device import allocation, is_shareable, uuid
 from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.types import Array, DType
 
 __all__ = [
     "POOL_REMEDY",
@@ -89,7 +90,7 @@ def peer_obstacle(gpu: str) -> Obstacle | None:
     )
 
 
-def export(block: Any) -> Place:
+def export(block: Array) -> Place:
     """Return where a block lies.
 
     Raises
@@ -114,7 +115,7 @@ def export(block: Any) -> Place:
         return Place(uuid(device.id).hex(), handle.hex(), buffer_id, base, nbytes, pointer - base)
 
 
-def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> Any:
     """Return a CuPy array of memory that somebody else owns."""
     import cupy
 

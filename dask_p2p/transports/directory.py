@@ -34,6 +34,7 @@ from typing import Any
 from weakref import WeakSet
 
 from dask_p2p.transports.table import FILE, OWNER, Table, View, digest_of, views
+from dask_p2p.types import Key
 
 __all__ = ["DescriptorDirectory", "Lease", "PublishToken", "leave", "take"]
 
@@ -55,7 +56,7 @@ class _Published:
 class PublishToken:
     """Lets a block be looked up and published; it is cancelled when its key is withdrawn."""
 
-    key: Any
+    key: Key
     cancelled: bool = False
 
 
@@ -94,7 +95,7 @@ class DescriptorDirectory:
             reason = getattr(exc, "strerror", None) or exc
             self.refusal = f"its folder for descriptors cannot be set up: {reason}"
 
-    def token(self, key: Any) -> PublishToken:
+    def token(self, key: Key) -> PublishToken:
         """Return a token for a block that is about to be looked up and then published.
 
         Between the two it may be released by another thread, which does not wait for it.
@@ -104,7 +105,7 @@ class DescriptorDirectory:
             self._tokens.add(token)
         return token
 
-    def publish(self, key: Any, owner: Any, text: bytes, token: PublishToken | None = None) -> None:
+    def publish(self, key: Key, owner: Any, text: bytes, token: PublishToken | None = None) -> None:
         """Publish a block in the place of an earlier one with its key, or touch it if it is there.
 
         Parameters
@@ -146,7 +147,7 @@ class DescriptorDirectory:
             finally:  # not before: readers find the one or the other at any time
                 self._withdraw(replaced)
 
-    def touch(self, key: Any, owner: Any) -> bool:
+    def touch(self, key: Key, owner: Any) -> bool:
         """Keep a block's descriptor for longer; False if there is none, or an earlier block's."""
         with self._lock:
             entry = self._published.get(key)
@@ -155,7 +156,7 @@ class DescriptorDirectory:
             entry.touched_s = time.monotonic()
             return True
 
-    def withdraw(self, key: Any) -> None:
+    def withdraw(self, key: Key) -> None:
         """Withdraw an entry; its block is dropped as soon as no lease is left."""
         with self._lock:
             for token in self._tokens:
@@ -250,7 +251,7 @@ class Lease:
             view.end(self.byte)
 
 
-def take(folder: str, key: Any) -> Lease | None:
+def take(folder: str, key: Key) -> Lease | None:
     """Take a lease on a block; None if this folder's directory has no valid descriptor of it."""
     digest = digest_of(key)
     try:

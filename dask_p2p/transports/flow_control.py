@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from dask_p2p.backends import MOST_UNREAD, backend_named
 from dask_p2p.transports.buffers import buffer_bytes
+from dask_p2p.types import Kind
 
 __all__ = ["FlowControl", "Pace", "PackingLimits", "buffered_flow", "part_that_fits", "parts_held"]
 
@@ -109,6 +110,6 @@ def buffered_flow(
     return FlowControl(part_that_fits(part_bytes, most_bytes), in_flight)
 
 
-def parts_held(in_flight: int, kind: str) -> int:
+def parts_held(in_flight: int, kind: Kind) -> int:
     """Return how many parts a task holds at a time: those in flight, and those being placed."""
     return in_flight + 1 + (MOST_UNREAD if backend_named(kind).on_device else 0)

@@ -29,6 +29,7 @@ from dask_p2p.transports.reading import Arrived, Pending, Request
 from dask_p2p.transports.requests import checked_integer
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.same_host_reading import LeasedBlock
+from dask_p2p.types import Array, Kind
 
 __all__ = ["IpcOptions", "IpcTransport"]
 
@@ -54,16 +55,16 @@ class IpcTransport(SameHostTransport):
     # --- flow control ---
 
     @classmethod
-    def rank(cls, kind: str, options: Options) -> float:
+    def rank(cls, kind: Kind, options: Options) -> float:
         return 10 if kind == cls.kind else NOT_IN_AUTO
 
     @classmethod
-    def beside_bytes(cls, options: Options, kind: str) -> int:
+    def beside_bytes(cls, options: Options, kind: Kind) -> int:
         """Return what the slots of a queue may take: half at most, for other routes too."""
         return min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
 
     @classmethod
-    def flow_control(cls, options: Options, kind: str) -> FlowControl:
+    def flow_control(cls, options: Options, kind: Kind) -> FlowControl:
         """Return parts as large as a slot of the queue; what is requested is there at once."""
         slot_bytes = cls.beside_bytes(options, kind) // SLOTS
         return FlowControl(
@@ -72,7 +73,7 @@ class IpcTransport(SameHostTransport):
 
     @classmethod
     def staging_bytes(
-        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+        cls, options: Options, kind: Kind, largest_bytes: int, remote_bytes: int, item_bytes: int
     ) -> int:
         return SLOTS * min(cls.flow_control(options, kind).part_bytes or 0, largest_bytes)
 
@@ -91,10 +92,10 @@ class IpcTransport(SameHostTransport):
             return Obstacle("no-gpu", "one of the two has no GPU", "Run one worker a GPU")
         return cuda_ipc.peer_obstacle(remote.memory)
 
-    def wait_until_written(self, block: Any) -> None:
+    def wait_until_written(self, block: Array) -> None:
         wait_until_written([block], any_stream=self.options.any_producer_stream)
 
-    def place_of(self, block: Any) -> dict[str, Any]:
+    def place_of(self, block: Array) -> dict[str, Any]:
         return asdict(cuda_ipc.export(block))
 
     def open_leased(
@@ -166,7 +167,7 @@ def _checked_place(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.Place:
 class _IpcBlock(LeasedBlock):
     def __init__(
         self,
-        array: Any,
+        array: Array,
         mapping: cuda_ipc.Mapping,
         closed: Callable[[], None],
         *lease: Any,

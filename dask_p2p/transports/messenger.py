@@ -23,6 +23,7 @@ import numpy as np
 
 from dask_p2p.backends.device import relax_capture
 from dask_p2p.errors import Obstacle, SilentError, TransferError
+from dask_p2p.types import Array
 
 __all__ = ["Message", "Messenger", "ucxx_obstacle"]
 
@@ -49,7 +50,7 @@ class Message:
     """A message on its way. Its array is kept until UCX is done with it."""
 
     def __init__(
-        self, request: Any, array: Any, tag: int, give_up: Callable[[Message, float], None]
+        self, request: Any, array: Array, tag: int, give_up: Callable[[Message, float], None]
     ):
         self._request = request
         self._give_up = give_up
@@ -142,14 +143,14 @@ class Messenger:
         self._closed = False
         self._lock = threading.RLock()
 
-    def send(self, address: bytes, array: Any, tag: int) -> Message:
+    def send(self, address: bytes, array: Array, tag: int) -> Message:
         """Send a C-ordered array of bytes."""
         with self._lock:
             self._drive()
             request = self._endpoint(address).tag_send(self._wrap(array), self._lib.UCXXTag(tag))
             return self._noted(Message(request, array, tag, partial(self._forget_later, address)))
 
-    def receive(self, array: Any, tag: int) -> Message:
+    def receive(self, array: Array, tag: int) -> Message:
         """Receive a message into an array of bytes.
 
         A longer one is an error; a shorter one is not, and has to be told in another way.

@@ -48,6 +48,7 @@ from dask_p2p.transports.requests import (
     no_more,
 )
 from dask_p2p.transports.segments import Segment, SegmentName, Segments, region_at
+from dask_p2p.types import DType, Key, Kind
 
 __all__ = ["PinnedOptions", "PinnedTransport"]
 
@@ -74,23 +75,23 @@ class PinnedTransport(CommTransport):
     # --- flow control ---
 
     @classmethod
-    def rank(cls, kind: str, options: Options) -> float:
+    def rank(cls, kind: Kind, options: Options) -> float:
         return 60 if backend_named(kind).on_device else NOT_IN_AUTO
 
     @classmethod
-    def flow_control(cls, options: Options, kind: str) -> FlowControl:
+    def flow_control(cls, options: Options, kind: Kind) -> FlowControl:
         """Return parts of the configured size, or the largest for which there is room."""
         part_bytes, left = PinnedOptions.of(options).part_bytes, left_bytes(options, kind)
         return buffered_flow(part_bytes, _IN_FLIGHT, left, lambda n: cls._held(n, kind))
 
     @staticmethod
-    def _held(in_flight: int, kind: str) -> int:
+    def _held(in_flight: int, kind: Kind) -> int:
         """Count parts at a time: on the device those being placed, the one before, and the next."""
         return parts_held(in_flight, kind) + 2 * backend_named(kind).on_device
 
     @classmethod
     def staging_bytes(
-        cls, options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+        cls, options: Options, kind: Kind, largest_bytes: int, remote_bytes: int, item_bytes: int
     ) -> int:
         flow = cls.flow_control(options, kind)  # small parts come together
         part_bytes = buffer_bytes(min(max(item_bytes, flow.part_bytes or 0), remote_bytes))
@@ -98,7 +99,7 @@ class PinnedTransport(CommTransport):
         return min(cls._held(flow.parts_in_flight, kind) * part_bytes, copies * remote_bytes)
 
     @classmethod
-    def packing(cls, options: Options, kind: str) -> PackingLimits:
+    def packing(cls, options: Options, kind: Kind) -> PackingLimits:
         return PackingLimits(0, 0)  # into memory of the reader's
 
     # --- both sides ---
@@ -117,7 +118,7 @@ class PinnedTransport(CommTransport):
 
     # --- the reader's side, in task threads ---
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
+    def obstacle(self, holder: str, kind: Kind, dtype: DType) -> Obstacle | None:
         if dtype.hasobject:
             return Obstacle("objects", "pinned moves bytes, not Python objects")
         if holder not in self._obstacles:
@@ -254,7 +255,7 @@ class PinnedTransport(CommTransport):
         return answers
 
     def _pack_region(
-        self, segment: Segment, key: Any, shape: tuple[int, ...], box: Box, place: int, dtype: str
+        self, segment: Segment, key: Key, shape: tuple[int, ...], box: Box, place: int, dtype: str
     ) -> Any:
         block = find_block(self.host, key, shape)
         if dtype != dtype_text(block.dtype):

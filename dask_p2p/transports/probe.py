@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from dask_p2p.backends import BACKENDS, backend_for, backend_named
 from dask_p2p.errors import TransferError
+from dask_p2p.types import Array, Key, Kind
 
 __all__ = ["PROBE_BYTES", "Probes", "check_probe", "is_probe", "most_probe_bytes", "probe_key"]
 
@@ -27,12 +28,12 @@ _KEPT = 3  # one that proves routes, two by which links are measured
 _Key = tuple[str, str, int]
 
 
-def probe_key(kind: str, nbytes: int = PROBE_BYTES) -> _Key:
+def probe_key(kind: Kind, nbytes: int = PROBE_BYTES) -> _Key:
     """Return the key of a probe block: a 1-D array of this many bytes."""
     return (_NAME, kind, nbytes)
 
 
-def most_probe_bytes(kind: str, memory_bytes: int | None) -> int:
+def most_probe_bytes(kind: Kind, memory_bytes: int | None) -> int:
     """Return the size of the largest probe block of a worker with this memory, if it is bounded.
 
     Sizes are powers of two: all that there can be take no more than two of the largest.
@@ -43,7 +44,7 @@ def most_probe_bytes(kind: str, memory_bytes: int | None) -> int:
     return int(2 ** (most_bytes.bit_length() - 1))
 
 
-def is_probe(key: Any) -> bool:
+def is_probe(key: Key) -> bool:
     """Return whether this is the key of a probe block."""
     return isinstance(key, (tuple, list)) and len(key) == 3 and key[0] == _NAME
 
@@ -55,7 +56,7 @@ class Probes:
         self._blocks: OrderedDict[_Key, Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def block(self, key: Any, memory_bytes: int | None = None) -> Any:
+    def block(self, key: Key, memory_bytes: int | None = None) -> Any:
         """Return a probe block of a worker with this memory limit, if it has one.
 
         Raises
@@ -63,7 +64,7 @@ class Probes:
         ValueError
             If the key asks for what is no probe block, or for too large a one.
         """
-        _, kind, nbytes = key
+        _, kind, nbytes = cast(tuple[Any, ...], key)
         if kind not in tuple(BACKENDS):  # it may be of any type, hashable or not
             raise ValueError(f"expected a probe block of {', '.join(BACKENDS)}, got {key!r}")
         most_bytes = most_probe_bytes(kind, memory_bytes)
@@ -91,7 +92,7 @@ class Probes:
 # transpose on a machine would wait for that.
 
 
-def _content(kind: str, nbytes: int) -> Any:
+def _content(kind: Kind, nbytes: int) -> Any:
     pattern = _pattern(nbytes)
     backend = backend_named(kind)
     if not backend.on_device:
@@ -108,7 +109,7 @@ def _pattern(nbytes: int) -> np.ndarray[Any, Any]:
     return np.resize(np.arange(251, dtype="u1"), nbytes)
 
 
-def check_probe(region: Any, start: int = 0) -> None:
+def check_probe(region: Array, start: int = 0) -> None:
     """Raise `TransferError` unless this is what a probe block holds from this byte on, or a copy.
 
     It may lie in a peer's memory, and is read by a kernel then, as blocks are: that a copy engine

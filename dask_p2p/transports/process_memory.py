@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dask_p2p.types import DType
+
 __all__ = [
     "MOST_RUNS",
     "Runs",
@@ -91,7 +93,7 @@ def _in_memory(
     return extents, steps, order, outer, run_bytes
 
 
-def read(pid: int, runs: Runs, dtype: Any, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def read(pid: int, runs: Runs, dtype: DType, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Copy a region of another process into `memory`; return it as an array in the region's axes.
 
     Parameters

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dask_p2p.layout import Box, box_size, split_box, taper_last
 from dask_p2p.transports.flow_control import FlowControl
+from dask_p2p.types import Array, DType, Kind
 
 __all__ = ["Arrived", "Failed", "Part", "Pending", "Reading", "Region", "Request"]
 
@@ -22,8 +23,8 @@ class Request:
     key: Any  # Dask key
     holder: str  # address of the worker that holds it
     shape: tuple[int, ...]
-    dtype: Any  # numpy.dtype
-    kind: str  # that is wanted here: "numpy" or "cupy"
+    dtype: DType  # numpy.dtype
+    kind: Kind  # that is wanted here: "numpy" or "cupy"
     boxes: Sequence[Box]
 
     def __str__(self) -> str:
@@ -52,7 +53,7 @@ class Pending(Protocol):
 class Arrived:
     """A region that is already here."""
 
-    region: Any
+    region: Array
 
     def done(self) -> bool:
         """Return True."""

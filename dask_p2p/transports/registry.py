@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from dask_p2p.config import Options, register_transport
 from dask_p2p.transports.base import Transport
+from dask_p2p.types import Kind
 
 __all__ = ["idle_bytes", "left_bytes", "packed_bytes", "register", "staging_bytes"]
 
@@ -20,13 +21,13 @@ def register(*transports: type[Transport]) -> None:
         register_transport(transport.name, transport.rank)
 
 
-def _used(options: Options, kind: str) -> list[type[Transport]]:
+def _used(options: Options, kind: Kind) -> list[type[Transport]]:
     """Return the transports that may bring blocks of this kind."""
     known = (classes[name] for name in options.order(kind) if name in classes)
     return [transport for transport in known if kind in transport.kinds]
 
 
-def left_bytes(options: Options, kind: str) -> int:
+def left_bytes(options: Options, kind: Kind) -> int:
     """Return what parts of one transport may take, of those that copy them to their reader."""
     beside_bytes = sum(transport.beside_bytes(options, kind) for transport in _used(options, kind))
     return options.staging_limit_bytes - beside_bytes
@@ -34,7 +35,7 @@ def left_bytes(options: Options, kind: str) -> int:
 
 @lru_cache(maxsize=1024)  # each task of an array asks the same, before it does anything else
 def staging_bytes(
-    options: Options, kind: str, largest_bytes: int, remote_bytes: int, item_bytes: int
+    options: Options, kind: Kind, largest_bytes: int, remote_bytes: int, item_bytes: int
 ) -> int:
     """Return what one task holds at most beyond its inputs and its output.
 
@@ -65,7 +66,7 @@ def staging_bytes(
     return slots_bytes + sum(parts_bytes.values())
 
 
-def packed_bytes(options: Options, kind: str, readers: int, remote_bytes: int) -> int:
+def packed_bytes(options: Options, kind: Kind, readers: int, remote_bytes: int) -> int:
     """Return what one worker has packed at most, for so many tasks that read from it at a time.
 
     Parameters
@@ -83,6 +84,6 @@ def packed_bytes(options: Options, kind: str, readers: int, remote_bytes: int) -
     return min(options.staging_limit_bytes, readers * task_bytes, copies * remote_bytes)
 
 
-def idle_bytes(options: Options, kind: str) -> int:
+def idle_bytes(options: Options, kind: Kind) -> int:
     """Return what all transports keep in buffers for later at most."""
     return sum(transport.idle_bytes(options, kind) for transport in _used(options, kind))

@@ -25,6 +25,7 @@ from dask_p2p.errors import (
 )
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.reading import Request
+from dask_p2p.types import Array, Key
 
 __all__ = [
     "ask",
@@ -74,7 +75,7 @@ def _retrieve_error(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
+def check_block(array: Array, key: Key, shape: tuple[int, ...], dtype: Any = None) -> None:
     """Raise `BlockMismatchError` unless a block is what its Dask array declares.
 
     Without a dtype only the shape is compared: NumPy's dtypes do not all survive being sent as
@@ -86,7 +87,7 @@ def check_block(array: Any, key: Any, shape: tuple[int, ...], dtype: Any = None)
         raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")
 
 
-def find_block(host: WorkerContext, key: Any, shape: tuple[int, ...]) -> Any:
+def find_block(host: WorkerContext, key: Key, shape: tuple[int, ...]) -> Any:
     """Return the block that a reader asks for.
 
     Raises
@@ -118,7 +119,7 @@ def dtype_text(dtype: Any) -> str:
     return f"{text} {[(name, offset, dtype_text(field)) for name, field, offset in fields]}"
 
 
-def mismatch(block: Any, declared: Any, real: Any) -> BlockMismatchError:
+def mismatch(block: Array, declared: Any, real: Any) -> BlockMismatchError:
     """Return the error for a block that is not what its Dask array declares."""
     return BlockMismatchError(
         f"{block} is declared as {declared}, but it is {real}. Correct the chunks or the dtype "

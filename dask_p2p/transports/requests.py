@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dask_p2p.layout import Box
+from dask_p2p.types import Key
 
 __all__ = [
     "MalformedRequestError",
@@ -40,7 +41,7 @@ class MalformedRequestError(ValueError):
     """A request does not hold what readers send."""
 
 
-def checked_key(key: Any, depth: int = 0) -> Any:
+def checked_key(key: Key, depth: int = 0) -> Any:
     """Return a Dask key: text, bytes, a number, or a tuple of keys."""
     if type(key) in (str, bytes, int, float):
         return key

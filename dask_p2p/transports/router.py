@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
 from dask_p2p.transports.base import Transport
+from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned
 
 __all__ = ["BlockRef", "Route", "Router"]
@@ -74,7 +75,9 @@ class Router:
         self._proving: defaultdict[tuple[str, str, str], threading.Lock]
         self._proving = defaultdict(threading.Lock)
 
-    def routes(self, ref: BlockRef, kind: str, dtype: Any, order: tuple[str, ...]) -> list[Route]:
+    def routes(
+        self, ref: BlockRef, kind: Kind, dtype: DType, order: tuple[str, ...]
+    ) -> list[Route]:
         """Return the routes by which a block may come here, best first.
 
         Parameters
@@ -142,7 +145,7 @@ class Router:
     def _is_broken(self, route: Route) -> bool:
         return (route.holder, route.transport.name) in self._broken
 
-    def _works(self, route: Route, kind: str) -> bool:
+    def _works(self, route: Route, kind: Kind) -> bool:
         """Return whether a route works: the first time by trying it."""
         proof = (route.holder, route.transport.name, kind)
         if proof not in self._proved:

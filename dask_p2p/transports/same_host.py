@@ -42,6 +42,7 @@ from dask_p2p.transports.replies import ask, check_reply, dtype_text, find_block
 from dask_p2p.transports.requests import checked_blocks, no_more
 from dask_p2p.transports.same_host_reading import EmptyBlock, LeasedBlock, SameHostReading
 from dask_p2p.transports.table import TEXT_BYTES
+from dask_p2p.types import Array, DType, Key, Kind
 
 __all__ = ["DirectoryOptions", "SameHostTransport"]
 
@@ -89,10 +90,10 @@ class SameHostTransport(Transport):
         """Say what keeps a process of this host and user from being read; None if it can be."""
 
     @abstractmethod
-    def place_of(self, block: Any) -> dict[str, Any]:
+    def place_of(self, block: Array) -> dict[str, Any]:
         """Return where a block is, for `Descriptor.place`."""
 
-    def wait_until_written(self, block: Any) -> None:  # optional
+    def wait_until_written(self, block: Array) -> None:  # optional
         """Wait until all values of a block are there."""
 
     @abstractmethod
@@ -103,7 +104,7 @@ class SameHostTransport(Transport):
 
     # --- the reader's side, in task threads ---
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
+    def obstacle(self, holder: str, kind: Kind, dtype: DType) -> Obstacle | None:
         if kind != self.kind:
             title = backend_named(self.kind).title
             return Obstacle("other-kind", f"{self.name} moves {title} blocks, not {kind}")
@@ -235,7 +236,7 @@ class SameHostTransport(Transport):
             except Exception as exc:
                 logger.debug("block %r is not published: %s: %s", key, type(exc).__name__, exc)
 
-    def on_released(self, key: Any) -> None:
+    def on_released(self, key: Key) -> None:
         self._directory.withdraw(key)
 
     def on_worker_left(self, holder: str) -> None:
@@ -294,7 +295,7 @@ class SameHostTransport(Transport):
         self._find_and_publish(*first)
         self._publish_ahead(others)
 
-    def _find_and_publish(self, key: Any, shape: Any) -> None:
+    def _find_and_publish(self, key: Key, shape: Any) -> None:
         was_on_disk = self.host.is_on_disk(key)
         token = self._directory.token(key)
         self._publish(key, find_block(self.host, key, shape), token)
@@ -304,7 +305,7 @@ class SameHostTransport(Transport):
             while len(self._from_disk) > _MOST_FROM_DISK:
                 self._directory.withdraw(self._from_disk.popleft())
 
-    def _publish(self, key: Any, block: Any, token: PublishToken) -> None:
+    def _publish(self, key: Key, block: Array, token: PublishToken) -> None:
         """Describe a block in the directory, once all its values are there."""
         self.wait_until_written(block)
         if self._directory.touch(key, block):

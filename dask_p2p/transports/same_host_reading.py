@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.layout import Box, box_slices
 from dask_p2p.transports.directory import Lease
 from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Arrived, Failed, Pending, Reading, Region, Request
+from dask_p2p.types import Array
 
 __all__ = ["EmptyBlock", "LeasedBlock", "SameHostReading"]
 
@@ -62,7 +62,7 @@ class LeasedBlock(ABC):
 class EmptyBlock(LeasedBlock):
     """A block without elements: it has no address, and needs no lease."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Array) -> None:
         super().__init__(None, None)
         self._array = array
 

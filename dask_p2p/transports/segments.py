@@ -27,6 +27,7 @@ from dask_p2p.layout import Box, box_shape
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.descriptor import kernel_and_namespace
 from dask_p2p.transports.requests import checked_integer, checked_text
+from dask_p2p.types import DType, Kind
 
 __all__ = ["DeviceCopy", "Segment", "SegmentName", "Segments", "region_at"]
 
@@ -156,7 +157,7 @@ def _unpin(memory: np.ndarray[Any, Any]) -> None:
 class Segments(Buffers):
     """Segments of this process. Each is lent to one call, and comes back as buffers do."""
 
-    def __init__(self, kind: str, idle_bytes: int) -> None:
+    def __init__(self, kind: Kind, idle_bytes: int) -> None:
         super().__init__(kind, idle_bytes)
         self._by_address: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
 
@@ -227,7 +228,7 @@ class DeviceCopy:
         return self._copy
 
 
-def region_at(memory: Any, place: int, box: Box, dtype: Any) -> Any:
+def region_at(memory: Any, place: int, box: Box, dtype: DType) -> Any:
     """Return a region as a C-ordered array in memory of bytes, from this one on."""
     shape = box_shape(box)
     return memory[place : place + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)

@@ -27,7 +27,8 @@ import threading
 import weakref
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Any
+
+from dask_p2p.types import Key
 
 __all__ = ["FILE", "OWNER", "LockFile", "Table", "View", "digest_of", "views"]
 
@@ -161,7 +162,7 @@ class View(LockFile):
                 self.lock(slot, fcntl.F_UNLCK)
 
 
-def digest_of(key: Any) -> bytes:
+def digest_of(key: Key) -> bytes:
     """Return the digest by which a key's descriptor is found."""
     return blake2b(repr(key).encode(), digest_size=_ENTRY_BYTES).digest()
 

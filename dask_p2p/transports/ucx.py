@@ -63,6 +63,7 @@ from dask_p2p.transports.requests import (
 )
 from dask_p2p.transports.ucx_reading import SEND_OP, UcxReading
 from dask_p2p.transports.ucx_sending import Outbox, Sending
+from dask_p2p.types import DType, Kind
 
 __all__ = ["UcxOptions", "UcxTransport"]
 
@@ -97,13 +98,13 @@ class UcxTransport(Transport):
     # --- flow control ---
 
     @classmethod
-    def rank(cls, kind: str, options: Options) -> float:
+    def rank(cls, kind: Kind, options: Options) -> float:
         # Between processes of one host with two cores and NumPy blocks UCX takes 1.3 to 2 times as
         # long as Dask's own TCP.
         return 50 if backend_named(kind).on_device else NOT_IN_AUTO
 
     @classmethod
-    def flow_control(cls, options: Options, kind: str) -> FlowControl:
+    def flow_control(cls, options: Options, kind: Kind) -> FlowControl:
         """Return parts of the configured size, or the largest for which there is room.
 
         Blocks are asked for in their turn. A holder that is asked ahead of it, by all readers at
@@ -116,7 +117,7 @@ class UcxTransport(Transport):
         return buffered_flow(part_bytes, own.parts_in_flight, left, lambda n: parts_held(n, kind))
 
     @classmethod
-    def packing(cls, options: Options, kind: str) -> PackingLimits:
+    def packing(cls, options: Options, kind: Kind) -> PackingLimits:
         part_bytes = buffer_bytes(cls.flow_control(options, kind).part_bytes or 0)
         ahead = UcxOptions.of(options).parts_in_flight
         return PackingLimits((ahead + 2) * part_bytes, 2)  # into buffers of powers of two
@@ -139,7 +140,7 @@ class UcxTransport(Transport):
 
     # --- the reader's side, in task threads ---
 
-    def obstacle(self, holder: str, kind: str, dtype: Any) -> Obstacle | None:
+    def obstacle(self, holder: str, kind: Kind, dtype: DType) -> Obstacle | None:
         if dtype.hasobject:
             return Obstacle("objects", "ucx moves bytes, not Python objects")
         return self._own_obstacle()

@@ -21,6 +21,7 @@ from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.messenger import Message, Messenger
 from dask_p2p.transports.reading import Arrived, Part, Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text
+from dask_p2p.types import Array
 
 __all__ = ["SEND_OP", "UcxReading"]
 
@@ -144,7 +145,7 @@ class UcxReading(Reading):
         finally:
             self._pending.remove(message)
 
-    def note(self, number: int, part: Part, region: Any) -> None:
+    def note(self, number: int, part: Part, region: Array) -> None:
         """Compute the checksum of a region that has arrived, to be compared at the end."""
         if self._algorithm is not None:
             key = self.requests[part.request].key
@@ -192,7 +193,7 @@ class _Arriving:
 
     reading: UcxReading
     message: Message
-    region: Any
+    region: Array
     number: int  # of the message
     part: Part
 

@@ -18,6 +18,7 @@ from dask_p2p.transports.checksums import region_sum
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.messenger import Message, Messenger
 from dask_p2p.transports.replies import dtype_text, find_block, mismatch, refuse
+from dask_p2p.types import Array, Key
 
 __all__ = ["Outbox", "Sending"]
 
@@ -86,13 +87,13 @@ class Sending:
             self._outbox.close()
         return {}
 
-    def _find(self, key: Any, shape: tuple[int, ...]) -> Any:
+    def _find(self, key: Key, shape: tuple[int, ...]) -> Any:
         block = find_block(self._host, key, shape)
         if self._dtype != dtype_text(block.dtype):
             raise mismatch(f"block {key!r}", self._dtype, dtype_text(block.dtype))
         return block
 
-    def _send(self, key: Any, block: Any, boxes: Sequence[Box]) -> None:
+    def _send(self, key: Key, block: Array, boxes: Sequence[Box]) -> None:
         backend = backend_for(block)
         queue = backend.queue(beside_copies=True)
         queue.wait_until_written([block], any_stream=self._any_stream)
@@ -158,7 +159,7 @@ class Outbox:
             else:
                 time.sleep(_PAUSE_S)
 
-    def send(self, array: Any) -> None:
+    def send(self, array: Array) -> None:
         """Send an array; wait until there is room for another."""
         self._messenger.renew(self._address, self._remote_closed)
         message = self._messenger.send(self._address, raw_bytes(array), self._tag)

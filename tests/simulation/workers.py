@@ -246,7 +246,8 @@ class World:
         put(dask_p2p.worker, "make_transports", self._make_transports)
         put(dask_p2p.task, "whereabouts", self._whereabouts)
         put(same_host, "take", self._take)
-        clock = SimpleNamespace(monotonic=self.loop.time, time=self.loop.time, sleep=self._sleep)
+        now = self.loop.time
+        clock = SimpleNamespace(monotonic=now, perf_counter=now, time=now, sleep=self._sleep)
         for module in (same_host, directory, comm, dask_p2p.task):
             put(module, "time", clock)
         put(directory, "views", {})
