@@ -51,7 +51,8 @@ def _halting(regions):
 
     def __iter__(self):  # noqa: N807
         for part, pending in regions(self):
-            yield Region(part, SimpleNamespace(result=partial(_result, pending)))
+            here = SimpleNamespace(result=partial(_result, pending), done=pending.done)
+            yield Region(part, here)
 
     return __iter__
 
@@ -119,6 +120,7 @@ class SimulatedWorker:
         self.local_directory = world.folder  # that of all there were at this address
         self.security = SimpleNamespace(require_encryption=False)
         self.memory_manager = SimpleNamespace(memory_limit=None)
+        self.state = SimpleNamespace(tasks={})
         self.rpc = partial(_Rpc, world, self)
         self.stream_handlers = {"compute-task": self._compute, "remove-worker": lambda **_: None}
         self.news = []  # that the scheduler has sent, and that have not arrived
