@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import Counter
 from types import CodeType
 
 import pytest
@@ -48,10 +49,16 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts a cluster; skip what is slow, or needs more GPUs than there are."""
+    """Mark what starts a cluster; skip what is slow, or needs more GPUs than there are.
+
+    Files of many tests with clusters go first, so that no process is left alone with one at the end.
+    """
+    clusters = Counter()
     for item in items:
         if starts_cluster(item):
             item.add_marker("cluster")
+            clusters[item.path] += 1
+    items.sort(key=lambda item: -clusters[item.path])
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):
