@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 # Machines that are busy with clusters would fail examples by their time alone.
-settings.register_profile("default", deadline=None, max_examples=60)
+settings.register_profile("default", deadline=None, max_examples=40)
 settings.register_profile("slow", deadline=None, max_examples=300)
 settings.load_profile("default")
 
@@ -41,17 +41,17 @@ def pytest_configure(config):
 def pytest_xdist_auto_num_workers(config):
     """Run all tests in parallel, but one by one those that are named, and those on GPUs.
 
-    As many at a time as there are cores: with twice as many they took half as long again, since
-    each has a cluster whose workers share the cores too.
+    Half as many again as there are cores, since they wait a good deal. With twice as many they took
+    longer: each has a cluster whose workers share the cores too.
     """
     named = config.args_source is config.ArgsSource.ARGS
-    return 0 if named or gpu_count() else min(os.cpu_count() or 1, MOST_PROCESSES)
+    return 0 if named or gpu_count() else min(3 * (os.cpu_count() or 1) // 2, MOST_PROCESSES)
 
 
 def pytest_collection_modifyitems(config, items):
     """Mark what starts a cluster; skip what is slow, or needs more GPUs than there are.
 
-    Files of many tests with clusters go first, so that no process is left alone with one at the end.
+    Files of many tests with clusters go first: no process is left alone with one at the end.
     """
     clusters = Counter()
     for item in items:

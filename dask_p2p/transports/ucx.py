@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from dask_p2p.backends import backend_named
 from dask_p2p.backends.device import current_device
@@ -264,8 +265,9 @@ class UcxTransport(Transport):
             algorithm = None if checksum is None else algorithm_of(checksum)
             messenger = await self._started()
             address = await self._address_of(checked_text("reader", reader))
+            other_host = urlsplit(reader).hostname != urlsplit(self.host.address).hostname
             reserved = self.packed.reservation()
-            outbox = Outbox(messenger, address, closed, tag, ahead, wait_s, reserved)
+            outbox = Outbox(messenger, address, closed, tag, ahead, wait_s, reserved, other_host)
             any_stream = self.options.any_producer_stream
             sending = Sending(self.host, self._buffers, any_stream, dtype, outbox, algorithm)
             failure = await self.host.offload(sending.run, blocks, parts, threads=self._threads)

@@ -133,8 +133,10 @@ class Outbox:
         ahead: int,
         timeout_s: float,
         reserved: Reservation,
+        other_host: bool = False,
     ) -> None:
         self.sent_bytes = 0
+        self._other_host = other_host
         self._reserved = reserved
         self._messenger = messenger
         self._address = address
@@ -162,7 +164,9 @@ class Outbox:
     def send(self, array: Array) -> None:
         """Send an array; wait until there is room for another."""
         self._messenger.renew(self._address, self._remote_closed)
-        message = self._messenger.send(self._address, raw_bytes(array), self._tag)
+        message = self._messenger.send(
+            self._address, raw_bytes(array), self._tag, other_host=self._other_host
+        )
         self._sent.append((message, buffer_bytes(array.nbytes)))
         self._tag += 1
         self.sent_bytes += array.nbytes

@@ -47,15 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
 @pytest.fixture(scope="module")
 def client():
     with cluster_of(WORKERS) as client:
-        client.run(be_less_patient)
         yield client
-
-
-def be_less_patient():
-    """Have messages of ucx that nobody takes given up soon."""
-    from dask_p2p.transports import messenger
-
-    messenger._PATIENCE = 2
 
 
 @pytest.fixture(params=["comm", "ucx"])

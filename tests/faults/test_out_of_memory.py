@@ -191,13 +191,13 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
 
 def test_what_can_never_fit_is_refused_at_once():
     """Dask would let the worker try, again and again, until the operating system ends it."""
-    shape = (9200, 9200)  # 646 MiB
+    shape = (8400, 8400)  # 538 MiB
     # The default, not the short patience of other tests: blocks are read from disk here.
     patience = {"p2p.timeouts.request": "30 s"}
     # A worker alone takes 120 MiB. Of a much smaller limit that is so much that Dask, which looks
     # every now and then, spills later than the nanny ends a worker.
     with cluster_of(2, patience, memory_limit="800 MiB") as client:
-        x = one_block_each(client, source(shape, (575, 9200)), [*addresses(client)] * 8)
+        x = one_block_each(client, source(shape, (525, 8400)), [*addresses(client)] * 8)
         wait(x)
         y = dask_p2p.transpose(x, chunks=shape)
         with pytest.raises(
@@ -208,8 +208,8 @@ def test_what_can_never_fit_is_refused_at_once():
         assert all(failed == {} for failed in client.run(attempts).values())
         assert_nothing_is_held(client)
         # Inputs and outputs together are more than the limit, but they can go to disk.
-        rows = dask_p2p.transpose(x, chunks=(575, 9200)).sum(axis=1)
-        expected_rows = 9200.0 * np.arange(9200) + 9200.0 * 9199 * 9200 / 2
+        rows = dask_p2p.transpose(x, chunks=(525, 8400)).sum(axis=1)
+        expected_rows = 8400.0 * np.arange(8400) + 8400.0 * 8399 * 8400 / 2
         np.testing.assert_array_equal(
             client.compute(rows).result(timeout=3 * BOUND_S), expected_rows
         )
