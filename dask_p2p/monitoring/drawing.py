@@ -114,6 +114,16 @@ class LinksPlot:
             sizing_mode="stretch_both",
         )
         mapper = LinearColorMapper(_PALETTE, low=0, high=1, nan_color=theme.faint)
+        self._add_cells(mapper)
+        percent = NumeralTickFormatter(format="0%")
+        title = "of the best link of the same transport (in cells: GB/s)"
+        bar = ColorBar(color_mapper=mapper, formatter=percent, title=title, height=8, padding=4)
+        self.root.add_layout(bar, "above")
+        self.root.xaxis.major_label_orientation = 0.6
+        self.root.grid.visible = False
+        self.root.add_tools(HoverTool(tooltips=_LINK_TIPS))
+
+    def _add_cells(self, mapper: LinearColorMapper) -> None:
         self.root.rect(
             "holder",
             "reader",
@@ -134,13 +144,6 @@ class LinksPlot:
             text_baseline="middle",
             text_font_size="12px",
         )
-        percent = NumeralTickFormatter(format="0%")
-        title = "of the best link of the same transport (in cells: GB/s)"
-        bar = ColorBar(color_mapper=mapper, formatter=percent, title=title, height=8, padding=4)
-        self.root.add_layout(bar, "above")
-        self.root.xaxis.major_label_orientation = 0.6
-        self.root.grid.visible = False
-        self.root.add_tools(HoverTool(tooltips=_LINK_TIPS))
 
     def draw(self, picture: Picture) -> None:
         """Show a picture."""

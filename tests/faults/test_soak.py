@@ -44,7 +44,7 @@ def run(client, x, number):
         assert (got == expected(SHAPE).T).all()
 
 
-@pytest.mark.parametrize("runs", [90, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [60, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", [["cma"], ["comm"], ["ucx"]], ids=str)
 def test_nothing_grows(runs, order):
     with cluster_of(2, {**PARTS, "p2p.transports.order": order}) as client:
