@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 # Machines that are busy with clusters would fail examples by their time alone.
-settings.register_profile("default", deadline=None, max_examples=40)
+settings.register_profile("default", deadline=None, max_examples=25)
 settings.register_profile("slow", deadline=None, max_examples=300)
 settings.load_profile("default")
 

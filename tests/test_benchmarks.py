@@ -209,6 +209,7 @@ class TestRedistributions:
         redistributions.judged(rows[:2], case, 2)
         assert rows[0]["faster_by"] is None
 
+    @pytest.mark.slow
     def test_what_the_program_writes(self, client, tmp_path, monkeypatch):
         path = tmp_path / "made.json"
         monkeypatch.setattr(redistributions, "start", lambda _: nullcontext(client))

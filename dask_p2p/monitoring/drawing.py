@@ -19,6 +19,7 @@ from bokeh.models import (
     NumeralTickFormatter,
     Range1d,
     TableColumn,
+    Title,
 )
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
@@ -102,7 +103,7 @@ class LinksPlot:
         self._faint = theme.faint
         self.source = ColumnDataSource(name="p2p-links")
         self.root = figure(
-            title="Links",
+            title=Title(text="Links"),
             name="p2p-links-plot",
             x_range=FactorRange(),
             y_range=FactorRange(),
@@ -180,7 +181,7 @@ class StagesPlot:
 
     def __init__(self, theme: Theme) -> None:
         self.root = figure(
-            title="Stages",
+            title=Title(text="Stages"),
             name="p2p-stages-plot",
             x_axis_label="seconds",
             x_range=Range1d(0, 1),

@@ -116,6 +116,7 @@ def test_json_of_both_modes_and_the_rivals(bench, monkeypatch):
     assert "median_s" not in report["rows"][4]
 
 
+@pytest.mark.slow
 def test_several_arrays_ways_and_cases(bench, tmp_path):
     file = tmp_path / "out.json"
     args = ["--bytes", "64KiB", "--dtype", "int8", "--dtype", "complex128"]
@@ -339,6 +340,7 @@ def test_rivals_that_cannot_run_are_rows(capfd, dtype, way):
     assert any(reason in row["failed"] for reason in reasons)
 
 
+@pytest.mark.slow
 def test_rivals_without_dask_get_square_matrices(bench, monkeypatch):
     asked = []
 

@@ -167,7 +167,7 @@ def install(seed, faults, deadline_s, at=None, share=1.0, *, dask_worker):
     host = plugin._context
     host.call = FaultyCalls(type(host).call.__get__(host), dask_worker.faults, deadline_s)
     sends = FaultySends(_SEND, dask_worker.faults)
-    Messenger.send = lambda messenger, *message: sends(messenger, *message)
+    Messenger.send = lambda messenger, *message, **_: sends(messenger, *message)
 
 
 def remove(*, dask_worker):

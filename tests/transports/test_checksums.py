@@ -77,7 +77,7 @@ def link(request, loop, tmp_path, monkeypatch):
             monkeypatch.setattr(
                 Messenger,
                 "send",
-                lambda self, address, array, tag: send(self, address, link.change(array), tag),
+                lambda self, address, array, tag, **_: send(self, address, link.change(array), tag),
             )
         yield link
 
