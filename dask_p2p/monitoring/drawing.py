@@ -160,7 +160,7 @@ class LinksPlot:
         looks: Columns = {
             "outline": [_FELL_BACK if fell else self._faint for fell in fell_back],
             "outline_px": [(4 if fell else 1) if labelled else 2 * fell for fell in fell_back],
-            "label": [f"{gbs:.2g}" if labelled and gbs == gbs else "" for gbs in cells["gbs"]],
+            "label": [f"{gbs:.3g}" if labelled and gbs == gbs else "" for gbs in cells["gbs"]],
             "label_colour": ["#000000" if share > 0.45 else "#ffffff" for share in cells["share"]],
         }
         _replace(self.source, cells | looks)
