@@ -208,23 +208,36 @@ def start(spec: ClusterSpec, **options: Any) -> Iterator[Any]:
 
     Gives a client of it. What was started ends with the block.
     """
+    if spec.scheduler is not None:
+        cluster = connect(spec.scheduler)
+    else:
+        cluster = own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
+    with cluster as client, client.as_current():
+        yield client
+
+
+@contextlib.contextmanager
+def own_cluster(workers: int | None, **options: Any) -> Iterator[Any]:
+    """Start a cluster that ends with the command, and whose processes log nothing.
+
+    What a task meets comes back as the command's own error, in one line. What would be logged
+    besides are heartbeats that the cluster's end cuts off, and each of Dask's own P2P runs.
+    Gives a client, which is not the default one.
+    """
     from distributed import Client
 
     from dask_p2p.cluster import local_cluster
 
-    if spec.scheduler is not None:
-        with connect(spec.scheduler) as client, client.as_current():
-            yield client
-        return
-    # What a task meets comes back as the command's own error, in one line. What would be logged
-    # besides are heartbeats that the cluster's end cuts off, and each of Dask's own P2P runs.
     with (
-        local_cluster(
-            spec.workers, gpus=bool(spec.gpus), silence_logs=logging.CRITICAL, **options
-        ) as cluster,
-        Client(cluster) as client,
+        local_cluster(workers, silence_logs=logging.CRITICAL, **options) as cluster,
+        Client(cluster, set_as_default=False) as client,
     ):
+        client.run(_log_no_callbacks)  # Dask silences its own loggers alone
         yield client
+
+
+def _log_no_callbacks() -> None:
+    logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
 
 
 def connect(scheduler: str) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_p2p.cli._options import connect, one_line_errors
+from dask_p2p.cli._options import connect, one_line_errors, own_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -180,18 +180,21 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
 @contextlib.contextmanager
 def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
     """Give a client of the cluster named, or of one on this machine that ends with the job."""
-    from distributed import Client
+    from dask.system import CPU_COUNT
     from distributed.utils import silence_logging_cmgr
 
     with contextlib.ExitStack() as stack:
         # What goes wrong comes as the job's own error, in one line.
         stack.enter_context(silence_logging_cmgr(logging.CRITICAL))
-        if scheduler is None:
-            with _ctrl_c_later():
-                cluster = stack.enter_context(_local_cluster(workers))
-            client = stack.enter_context(Client(cluster, set_as_default=False))
-        else:
-            client = stack.enter_context(connect(scheduler))
+        if scheduler is not None:
+            yield stack.enter_context(connect(scheduler))
+            return
+        workers = workers or min(CPU_COUNT, _MOST_WORKERS)
+        # The data come from a disk and go to one: no way by a GPU is shorter. Workers may use all
+        # of this machine's memory, however few they are.
+        cluster = own_cluster(workers, gpus=False, memory_limit=1 / workers)
+        with _ctrl_c_later():
+            client = stack.enter_context(cluster)
         yield client
 
 
@@ -209,20 +212,6 @@ def _ctrl_c_later() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _local_cluster(workers: int | None) -> Any:
-    from dask.system import CPU_COUNT
-
-    from dask_p2p.cluster import local_cluster
-
-    workers = workers or min(CPU_COUNT, _MOST_WORKERS)
-    return local_cluster(
-        workers,
-        gpus=False,  # the data come from a disk and go to one: no way by a GPU is shorter
-        memory_limit=1 / workers,  # all of this machine's, however few the workers are
-        silence_logs=logging.CRITICAL,
-    )
 
 
 @contextlib.contextmanager

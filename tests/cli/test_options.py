@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import dask
+import pytest
+
+from dask_p2p.cli._options import own_cluster
+
+
+def fail_when_closed(dask_worker):
+    async def close(**kwargs):
+        closed = await original(**kwargs)
+        dask_worker.loop.add_callback(fail)
+        return closed
+
+    original, dask_worker.close = dask_worker.close, close
+
+
+def fail():
+    raise RuntimeError("ConnectionPool is closed")
+
+
+@pytest.mark.cluster
+def test_processes_of_an_own_cluster_log_nothing(capfd):
+    """A heartbeat that the cluster's end cuts off fails so, when the worker is silent no more."""
+    # What is forked off a server of other tests writes where that server writes.
+    with (
+        dask.config.set({"distributed.worker.multiprocessing-method": "spawn"}),
+        own_cluster(1, gpus=False) as client,
+    ):
+        client.run(fail_when_closed)
+    assert capfd.readouterr() == ("", "")
