@@ -92,12 +92,12 @@ class Assembly:
         self.output = output
         self.options = output.options
         self.context = context
+        self.ranges = Ranges(output.options.nvtx)
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
         self._local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
         start_s = perf_counter() if start_s is None else start_s
         self._sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
         self._kernels = Timer()  # of stage 0
-        self._ranges = Ranges(output.options.nvtx)
         self._local_queued = False
         self._out: Any = None
 
@@ -227,7 +227,7 @@ class Assembly:
         out = self._target(queue)
         queue.wait_until_written(self._local.values(), any_stream=self.options.any_producer_stream)
         axes = self.plan.axes
-        with self._ranges("own blocks"), queue.timing(self._kernels):
+        with self.ranges("own blocks"), queue.timing(self._kernels):
             for piece in self.plan.pieces:
                 if piece.source in self._local:
                     region = self._local[piece.source][box_slices(piece.src)]
@@ -266,7 +266,7 @@ class Assembly:
         for _, group in groupby(pending, key=lambda source: source.route):
             together = list(group)
             try:
-                with self._ranges("ask", together[0].route):
+                with self.ranges("ask", together[0].route):
                     read = sources.begin(together, queue.kind)
             except TransferError as exc:
                 sources.note_failure(together, exc)
@@ -279,7 +279,7 @@ class Assembly:
                 if read.transport.in_place:
                     try:
                         region = sources.wait_for(incoming)
-                        with self._ranges("copy", together[0].route), queue.timing(read.copies):
+                        with self.ranges("copy", together[0].route), queue.timing(read.copies):
                             incoming.prefetched = queue.prefetch(region, read.slot_bytes)
                         del region
                     except TransferError as exc:
@@ -326,19 +326,19 @@ class Assembly:
         place = box_slices(self._destination(source.pieces[part.piece], part.box))
         if incoming.prefetched is not None:
             out = self._target(queue)[place]
-            with self._ranges("place", source.route), queue.timing(incoming.read.kernels):
+            with self.ranges("place", source.route), queue.timing(incoming.read.kernels):
                 queue.permute_prefetched(out, incoming.prefetched, self.plan.axes)
             self._queue_local(queue)  # now that the first parts are on their way
         else:
             self._queue_local(queue)  # while the first part is on its way
             try:
-                with self._ranges("wait", source.route):
+                with self.ranges("wait", source.route):
                     region = self._sources.wait_for(incoming)
             except TransferError as exc:
                 self._sources.fail(incoming, exc)
                 return
             out = self._target(queue)[place]
-            with self._ranges("place", source.route), queue.timing(incoming.read.kernels):
+            with self.ranges("place", source.route), queue.timing(incoming.read.kernels):
                 queue.permute_and_drop(out, region, self.plan.axes)
         source.missing -= box_size(part.box)
         if self._in_sync:

@@ -23,7 +23,6 @@ from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError, VersionError
 from dask_p2p.layout import Index
-from dask_p2p.monitoring.ranges import Ranges
 from dask_p2p.monitoring.records import Fallback, Record
 from dask_p2p.plans import Plan
 from dask_p2p.retry import AttemptLog, pause_s
@@ -186,7 +185,7 @@ def assemble_block(
     runtime.under_way[key] = lambda: _under_way(key, start_s, plan, assembly)
     try:
         result = _finished(_attempt(key, start_s, plan, assembly, runtime), index, output)
-        runtime.record(_record(key, start_s, plan, assembly, result))
+        runtime.record(_ended(key, start_s, plan, assembly, result))
     finally:
         runtime.under_way.pop(key, None)
     return result
@@ -196,10 +195,10 @@ def _attempt(
     key: Key, start_s: float, plan: Plan, assembly: Assembly, runtime: WorkerContext
 ) -> Any:
     try:
-        with Ranges(assembly.options.nvtx)(key):
+        with assembly.ranges(key):
             return assembly.run()
     except TransferError as exc:
-        runtime.record(_record(key, start_s, plan, assembly, error=str(exc)))
+        runtime.record(_ended(key, start_s, plan, assembly, error=str(exc)))
         _try_again(key, exc, runtime, assembly.options)
     except DeviceLostError as exc:
         from distributed import Reschedule
@@ -213,7 +212,7 @@ def _finished(block: Array, index: Index, output: OutputSpec) -> Any:
     return block if output.post is None else output.post(block, index)
 
 
-def _record(
+def _ended(
     key: Key,
     start_s: float,
     plan: Plan,
@@ -225,35 +224,42 @@ def _record(
     output, context = assembly.output, assembly.context
     assert context is not None
     order = output.options.order(output.kind)
-    chunks = getattr(output.post, "chunks", plan.chunks)  # those of a plan may have rims
-    return Record(
-        key=key,
-        start_s=start_s,
-        stop_s=time.time(),
-        stages=tuple(assembly.stages),
-        worker=context.address,
+    stages = tuple(assembly.stages)
+    return _record(key, start_s, plan, assembly)._replace(
+        stages=stages,
         shape=tuple(getattr(block, "shape", ())),
         dtype=str(getattr(block, "dtype", "")),
         nbytes=int(getattr(block, "nbytes", 0)),
-        array_shape=tuple(map(sum, chunks)),
-        blocks=tuple(map(len, chunks)),
-        axes=assembly.plan.axes,
-        wasted_bytes=assembly.wasted_bytes,
         fallbacks=tuple(
             Fallback(stage.holder, name, failure.text[:_REASON_CHARS])
-            for stage in assembly.stages
+            for stage in stages
             for name, failure in context.router.given_up(stage.holder, stage.transport, order)
         ),
         error=error[:_REASON_CHARS],
-        kernel_s=assembly.kernel_s,
     )
 
 
 def _under_way(key: Key, start_s: float, plan: Plan, assembly: Assembly) -> Record:
     """Tell of an attempt that has not ended; any thread may ask."""
-    record = _record(key, start_s, plan, assembly)
     stages, wanted_bytes = assembly.stages_so_far, assembly.wanted_bytes
-    return record._replace(stages=stages, fallbacks=(), wanted_bytes=wanted_bytes)
+    return _record(key, start_s, plan, assembly)._replace(stages=stages, wanted_bytes=wanted_bytes)
+
+
+def _record(key: Key, start_s: float, plan: Plan, assembly: Assembly) -> Record:
+    """Note what is known of an attempt at any time."""
+    assert assembly.context is not None
+    chunks = getattr(assembly.output.post, "chunks", plan.chunks)  # those of a plan may have rims
+    return Record(
+        key=key,
+        start_s=start_s,
+        stop_s=time.time(),
+        worker=assembly.context.address,
+        array_shape=tuple(map(sum, chunks)),
+        blocks=tuple(map(len, chunks)),
+        axes=assembly.plan.axes,
+        wasted_bytes=assembly.wasted_bytes,
+        kernel_s=assembly.kernel_s,
+    )
 
 
 def _assemble(key: Key, plan: Any, index: Any, output: Any, *blocks: Any) -> NoReturn:

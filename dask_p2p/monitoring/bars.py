@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from dask_p2p.monitoring.charts import Chart, as_columns, busiest, short_names
+from dask_p2p.monitoring.lanes import in_lanes
 from dask_p2p.monitoring.records import Record, Stage
 from dask_p2p.monitoring.runs import Run
 
@@ -51,11 +52,17 @@ def bars(runs: Sequence[Run]) -> Chart:
     names = short_names([*shown, *{s.holder for r in kept for s in r.stages}])
     begun_s = kept[-1].start_s if kept else 0.0
     drawn: dict[str, list[tuple[Any, ...]]] = {part: [] for part in PARTS}
-    for record, track, tracks in _tracks(kept):
-        height = 0.9 / tracks
-        low = row[record.worker] - 0.45 + track * height
-        for part, bar in _bars_of(record, begun_s, low, height * 0.95, names):
-            drawn[part].append(bar)
+    of_workers: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in kept:
+        of_workers[record.worker].append(record)
+    for worker, of_worker in of_workers.items():
+        lanes = in_lanes(of_worker)  # tasks of one worker may run at once
+        for lane, of_lane in enumerate(lanes):
+            height = 0.9 / len(lanes)
+            low = row[worker] - 0.45 + lane * height
+            for record in of_lane:
+                for part, bar in _bars_of(record, begun_s, low, height * 0.95, names):
+                    drawn[part].append(bar)
     when = time.strftime(" from %H:%M:%S", time.localtime(begun_s)) if kept else ": no runs yet"
     columns = {part: as_columns(drawn[part], _BAR) for part in PARTS}
     return Chart(f"Stages{when}{note}", [names[worker] for worker in shown], columns)
@@ -105,19 +112,6 @@ def _newest(runs: Sequence[Run]) -> list[Run]:
     return shown
 
 
-def _tracks(records: Sequence[Record]) -> list[tuple[Record, int, int]]:
-    """Return each record with its track, and how many its worker has: tasks may run at once."""
-    ends: defaultdict[str, list[float]] = defaultdict(list)  # of the last task on each track
-    placed = []
-    for record in sorted(records, key=lambda record: record.start_s):
-        tracks = ends[record.worker]
-        free = (i for i, end_s in enumerate(tracks) if end_s <= record.start_s)
-        track = next(free, len(tracks))
-        tracks[track : track + 1] = [record.stop_s]
-        placed.append((record, track))
-    return [(record, track, len(ends[record.worker])) for record, track in placed]
-
-
 _BAR = (
     *("left", "right", "bottom", "top", "worker", "holder", "transport", "nbytes", "seconds"),
     *("name", "block", "error", "stop_s"),
@@ -129,8 +123,7 @@ def _bars_of(
 ) -> Iterable[tuple[str, tuple[Any, ...]]]:
     """Yield a task's bars: waiting, transfer and kernels one above the other, in front of it."""
     at_s, third = record.start_s - begun_s, height / 3
-    block = ", ".join(map(str, record.key[1:]))
-    task = record.name, block, record.error, record.stop_s
+    task = record.name, record.block, record.error, record.stop_s
 
     def bar(part: str, left: float, seconds: float, stage: Stage | None) -> tuple[str, Any]:
         bottom = low + max(PARTS.index(part) - 1, 0) * third
@@ -146,13 +139,10 @@ def _bars_of(
     if record.kernel_s:
         yield bar("kernel", at_s, record.kernel_s, None)
     for stage in record.stages:
-        left_s = at_s + stage.begun_s
-        wire_s = stage.wire_s if stage.wire_s is not None else 0.0
-        taken_s = max(wire_s, stage.waited_s + stage.kernel_s)
-        end_s = max(left_s, min(left_s + taken_s, at_s + length_s))
+        left_s, end_s = (moment_s - begun_s for moment_s in record.span_s(stage))
         if stage.waited_s:
             yield bar("waiting", left_s, stage.waited_s, stage)
-        if wire_s:
-            yield bar("transfer", left_s, wire_s, stage)
+        if stage.wire_s:
+            yield bar("transfer", left_s, stage.wire_s, stage)
         if stage.kernel_s:
             yield bar("kernel", max(left_s, end_s - stage.kernel_s), stage.kernel_s, stage)

@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 import dask
 
 from dask_p2p.monitoring.counters import COUNTERS, GAUGES, Values
-from dask_p2p.types import Kind
 
 __all__ = ["conceal", "expose"]
 
@@ -25,7 +24,7 @@ _PREFIXES = {"worker": "p2p", "scheduler": "p2p_cluster"}
 _exposed: WeakKeyDictionary[Any, Callable[[], Values]] = WeakKeyDictionary()  # by server
 
 
-def expose(server: Any, kind: Kind, read: Callable[[], Values]) -> None:
+def expose(server: Any, kind: str, read: Callable[[], Values]) -> None:
     """Have a server's page tell the package's figures too.
 
     Parameters
@@ -50,14 +49,14 @@ def conceal(server: Any) -> None:
 
 
 @cache
-def _register(kind: Kind) -> None:
+def _register(kind: str) -> None:
     from prometheus_client import REGISTRY
 
     REGISTRY.register(_Collector(kind))
 
 
 class _Collector:
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: str) -> None:
         self._kind = kind
 
     def describe(self) -> list[Any]:
@@ -84,7 +83,7 @@ class _Collector:
                 yield metric
 
 
-def _asked(kind: Kind) -> Any:
+def _asked(kind: str) -> Any:
     """Return the server of this process whose page is being made.
 
     None if none ever was, or if this release of Dask makes the page in another way: an error here

@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from dask_p2p.monitoring.lanes import in_lanes
 from dask_p2p.monitoring.records import Record, Stage
-from dask_p2p.types import Kind
 
 __all__ = ["trace"]
 
@@ -33,7 +33,7 @@ class _Slice(NamedTuple):
     start_s: float
     stop_s: float
     name: str
-    kind: Kind
+    kind: str  # "task", "stage" or "serve"
     args: dict[str, Any]
     parts: tuple[tuple[str, float], ...] = ()  # names and seconds
     flow: int | None = None  # that begins here, or ends
@@ -63,7 +63,7 @@ def trace(records: Iterable[Record]) -> str:
     ]
     for (worker, kind), slices in tracks.items():
         pid = numbers[worker]
-        for lane, of_lane in enumerate(_in_lanes(slices)):
+        for lane, of_lane in enumerate(in_lanes(slices)):
             tid = (pid * len(_TRACKS) + _TRACKS.index(kind)) * _MOST_TRACKS + lane
             events.append(_metadata("thread_name", pid, tid, name=kind))
             events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
@@ -87,17 +87,14 @@ def _task(record: Record) -> _Slice:
         args["error"] = record.error
     for holder, transport, reason in record.fallbacks:
         args[f"no {transport} from {holder}"] = reason
-    block = ", ".join(map(str, record.key[1:]))
-    name = f"{record.operation} ({block}){' failed' if record.error else ''}"
+    name = f"{record.operation} ({record.block}){' failed' if record.error else ''}"
     own = (("own blocks", record.kernel_s),)
     return _Slice(record.start_s, max(record.start_s, record.stop_s), name, "task", args, own)
 
 
 def _stage(record: Record, stage: Stage, flow: int) -> tuple[_Slice, _Slice]:
     """Return what the reader did, and what the holder did."""
-    spent_s = max(stage.wire_s or 0.0, stage.waited_s + stage.kernel_s)
-    start_s = min(record.start_s + max(0.0, stage.begun_s), max(record.start_s, record.stop_s))
-    stop_s = min(start_s + spent_s, max(start_s, record.stop_s))
+    start_s, stop_s = record.span_s(stage)
     args = {
         "holder": stage.holder,
         "reader": record.worker,
@@ -111,18 +108,6 @@ def _stage(record: Record, stage: Stage, flow: int) -> tuple[_Slice, _Slice]:
     name = f"{stage.holder} by {stage.transport}"
     read = _Slice(start_s, stop_s, name, "stage", args, parts, flow)
     return read, _Slice(start_s, stop_s, f"to {record.worker}", "serve", args, (), flow)
-
-
-def _in_lanes(slices: list[_Slice]) -> list[list[_Slice]]:
-    """Return slices in as few lists as possible in which none overlaps another one."""
-    lanes: list[list[_Slice]] = []
-    for slice_ in sorted(slices, key=lambda slice_: slice_[:3]):
-        free = (lane for lane in lanes if lane[-1].stop_s <= slice_.start_s)
-        lane = next(free, None)
-        if lane is None:
-            lanes.append(lane := [])
-        lane.append(slice_)
-    return lanes
 
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
