@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dask_p2p.cli._options import connect, one_line_errors, running_option, runs_option
+from dask_p2p.cli._signals import stoppable
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -61,14 +62,16 @@ def top(scheduler: str, runs: int, interval_s: float, once: bool) -> None:
         if once:
             console.print(_view(last_runs(client, runs), console.width))
             return
-        with suppress(KeyboardInterrupt), ExitStack() as stack:
+        with stoppable() as stopped, ExitStack() as stack:
             show: Callable[[Any], None] = console.print
             if console.is_terminal:
                 live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
                 show = partial(live.update, refresh=True)
-            while True:
+            while not stopped():
                 show(_view(last_runs(client, runs), console.width))
-                time.sleep(interval_s)
+                next_s = time.monotonic() + interval_s
+                while not stopped() and time.monotonic() < next_s:
+                    time.sleep(_QUICKEST_S / 2)
 
 
 def _view(runs: Runs, columns: int) -> Group:

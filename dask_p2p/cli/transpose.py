@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dask_p2p.cli._options import connect, one_line_errors, own_cluster
+from dask_p2p.cli._signals import ctrl_c_later, stoppable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -112,7 +111,7 @@ def transpose(
     began_s = time.perf_counter()
     if scheduler and workers:
         raise click.UsageError("--workers is for a cluster on this machine, not for --scheduler")
-    with one_line_errors(), _stoppable() as stopped:
+    with one_line_errors(), stoppable() as stopped:
         from dask_p2p.files import prepare
 
         wanted = chunks[0] if chunks and len(chunks) == 1 else chunks
@@ -153,31 +152,6 @@ def _run(
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[Callable[[], bool]]:
-    """Take Ctrl-C and SIGTERM, which batch systems send, as a wish to end soon and tidily.
-
-    Python's own way, an exception wherever the program just is, may hit a garbage collection,
-    which drops it, or a lock, which stays locked. The second Ctrl-C goes that way.
-    """
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set  # only the main thread may have handlers
-        return
-
-    def ask(*_: object) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
 def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
     """Give a client of the cluster named, or of one on this machine that ends with the job."""
     from dask.system import CPU_COUNT
@@ -193,25 +167,9 @@ def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
         # The data come from a disk and go to one: no way by a GPU is shorter. Workers may use all
         # of this machine's memory, however few they are.
         cluster = own_cluster(workers, gpus=False, memory_limit=1 / workers)
-        with _ctrl_c_later():
+        with ctrl_c_later():
             client = stack.enter_context(cluster)
         yield client
-
-
-@contextlib.contextmanager
-def _ctrl_c_later() -> Iterator[None]:
-    """Hold Ctrl-C back, forever in processes and threads that start inside.
-
-    A terminal sends it to the workers too, whose tracebacks nobody wants: they end with the job.
-    """
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # else it starts inside, and lets Ctrl-C through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

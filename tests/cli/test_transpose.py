@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import click
 import numpy as np
@@ -160,26 +159,6 @@ def test_scheduler_that_does_not_answer(dask, monkeypatch, address):
     result = dask("in.npy", "out.npy", "--scheduler", address, here=False)
     one_line(result, f"no scheduler answers at {address}")
     assert os.listdir() == ["in.npy"]
-
-
-def test_the_second_ctrl_c_does_not_wait():
-    before = signal.getsignal(signal.SIGINT)
-    with command._stoppable() as stopped:
-        assert not stopped()
-        signal.raise_signal(signal.SIGINT)
-        assert stopped()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_other_threads_have_no_handlers():
-    def use():
-        with command._stoppable() as stopped:
-            return stopped()
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(use).result() is False
 
 
 @pytest.mark.usefixtures("image")
