@@ -92,6 +92,11 @@ def assert_nothing_is_held(client):
     wait_until(lambda: not any(any(of.values()) for of in held(client).values()))
 
 
+def attempts(dask_worker):
+    """The tasks that failed on a worker, and will be tried again."""
+    return dask_worker.plugins[PLUGIN_NAME].context._failed
+
+
 class Gate:
     """Where a worker's thread waits, in the middle of a task, for the test to go on.
 

@@ -13,11 +13,13 @@ from distributed.spill import Slow, SpillBuffer
 
 import dask_p2p
 from dask_p2p.config import options
+from dask_p2p.errors import MemoryLimitError
 from dask_p2p.worker_context import DaskWorkerContext
 from tests.faults.support import (
     BOUND_S,
     addresses,
     assert_nothing_is_held,
+    attempts,
     cluster_of,
     expected,
     one_block_each,
@@ -170,3 +172,27 @@ def test_a_block_that_is_nowhere(spilled):
     host, _ = spilled
     with pytest.raises(KeyError, match="y"):
         host.block("y")
+
+
+def test_what_can_never_fit_is_refused_at_once():
+    """Dask would let the worker try, again and again, until the operating system ends it."""
+    shape = (8400, 8400)  # 538 MiB
+    # A worker alone takes 120 MiB. Of a much smaller limit that is so much that Dask, which looks
+    # every now and then, spills later than the nanny ends a worker.
+    with cluster_of(2, memory_limit="800 MiB") as client:
+        x = one_block_each(client, source(shape, (525, 8400)), [*addresses(client)] * 8)
+        wait(x)
+        y = dask_p2p.transpose(x, chunks=shape)
+        with pytest.raises(
+            MemoryLimitError, match=r"fits into the 800\.00 MiB .*missing"
+        ) as caught:
+            client.compute(y).result(timeout=BOUND_S)
+        assert caught.value.needed_bytes > y.nbytes
+        assert all(failed == {} for failed in client.run(attempts).values())
+        assert_nothing_is_held(client)
+        # Inputs and outputs together are more than the limit, but they can go to disk.
+        rows = dask_p2p.transpose(x, chunks=(525, 8400)).sum(axis=1)
+        expected_rows = 8400.0 * np.arange(8400) + 8400.0 * 8399 * 8400 / 2
+        np.testing.assert_array_equal(
+            client.compute(rows).result(timeout=3 * BOUND_S), expected_rows
+        )

@@ -19,6 +19,7 @@ from tests.faults.support import (
     BOUND_S,
     addresses,
     assert_nothing_is_held,
+    attempts,
     cluster_of,
     expected,
     one_block_each,
@@ -89,10 +90,6 @@ def check(client, x):
     got = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
     np.testing.assert_array_equal(got, expected(SHAPE).T)
     assert_nothing_is_held(client)
-
-
-def attempts(dask_worker):
-    return dask_worker.plugins[PLUGIN_NAME].context._failed
 
 
 @pytest.fixture(scope="module")
@@ -187,32 +184,6 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
     said = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
     assert len(said) == 1
     assert "out of memory for packing" in said[0]
-
-
-def test_what_can_never_fit_is_refused_at_once():
-    """Dask would let the worker try, again and again, until the operating system ends it."""
-    shape = (8400, 8400)  # 538 MiB
-    # The default, not the short patience of other tests: blocks are read from disk here.
-    patience = {"p2p.timeouts.request": "30 s"}
-    # A worker alone takes 120 MiB. Of a much smaller limit that is so much that Dask, which looks
-    # every now and then, spills later than the nanny ends a worker.
-    with cluster_of(2, patience, memory_limit="800 MiB") as client:
-        x = one_block_each(client, source(shape, (525, 8400)), [*addresses(client)] * 8)
-        wait(x)
-        y = dask_p2p.transpose(x, chunks=shape)
-        with pytest.raises(
-            MemoryLimitError, match=r"fits into the 800\.00 MiB .*missing"
-        ) as caught:
-            client.compute(y).result(timeout=BOUND_S)
-        assert caught.value.needed_bytes > y.nbytes
-        assert all(failed == {} for failed in client.run(attempts).values())
-        assert_nothing_is_held(client)
-        # Inputs and outputs together are more than the limit, but they can go to disk.
-        rows = dask_p2p.transpose(x, chunks=(525, 8400)).sum(axis=1)
-        expected_rows = 8400.0 * np.arange(8400) + 8400.0 * 8399 * 8400 / 2
-        np.testing.assert_array_equal(
-            client.compute(rows).result(timeout=3 * BOUND_S), expected_rows
-        )
 
 
 def test_leased_bytes_are_among_a_workers_metrics(pair):
