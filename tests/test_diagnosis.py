@@ -214,7 +214,7 @@ def slow_down():
     opened = CmaTransport.open_leased
 
     def opened_late(*args):
-        time.sleep(0.7)
+        time.sleep(0.4)
         return opened(*args)
 
     CmaTransport.open_leased = opened_late
