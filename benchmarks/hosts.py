@@ -289,15 +289,12 @@ def timed(client: Any, network: Any, mbit: int, side: int, repeats: int) -> dict
         blocks = [client.persist(x.blocks[i], workers=[a]) for i, a in enumerate(addresses)]
         x = client.persist(da.concatenate(blocks))
         wait(x)
-        for host in network.hosts[1:]:
-            network.limit(host, mbit)
-        started_s = time.perf_counter()
-        y = client.persist(dask_p2p.transpose(x))
-        wait(y)
-        if number:
-            times_s[order].append(time.perf_counter() - started_s)
-        for host in network.hosts[1:]:
-            network.limit(host, None)
+        with network.limited(network.hosts[1:], mbit):
+            started_s = time.perf_counter()
+            y = client.persist(dask_p2p.transpose(x))
+            wait(y)
+            if number:
+                times_s[order].append(time.perf_counter() - started_s)
         for axis in 0, 1:
             sums = dask.compute(y.sum(axis=axis), x.sum(axis=1 - axis))
             np.testing.assert_array_equal(*sums)

@@ -174,11 +174,11 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         return [worker for worker, there in zip(ready, answered, strict=True) if not there]
 
     def _ready(self) -> list[str]:
-        """Return the workers that have the plugin."""
+        """Return the workers that have the plugin; none once this one was taken off."""
         return [
             worker
             for worker, each in self._set_ups.items()
-            if each.task.done() and worker not in self._failed
+            if each.task.done() and worker not in self._failed and self._is_registered()
         ]
 
     def _tasks(self, name: str) -> Tasks:

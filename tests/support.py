@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import dask
@@ -84,6 +84,19 @@ def used(client, y):
     """Names of the transports by which the regions of a persisted output came."""
     exchange = collect(client, y.name)
     return {transport for _, _, transport in exchange.pairs} if exchange else set()
+
+
+@asynccontextmanager
+async def in_process(n_workers=2, **options):
+    """A cluster in this process, with an asynchronous client."""
+    from distributed import Client, LocalCluster
+
+    chosen = {"threads_per_worker": 1, "processes": False, "dashboard_address": ":0", **options}
+    async with (
+        LocalCluster(n_workers=n_workers, asynchronous=True, **chosen) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        yield cluster, client
 
 
 @contextmanager

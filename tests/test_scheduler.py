@@ -107,7 +107,7 @@ def test_records_are_fetched_once_and_outlive_their_worker():
     scheduler.records = {"good": noted[:2], "still": "still", "left": OSError(), "plain": None}
 
     async def main():
-        plugin = P2PSchedulerPlugin()
+        plugin = scheduler.plugins[PLUGIN_NAME] = P2PSchedulerPlugin()
         await plugin.start(scheduler)
         await plugin.register()
         del scheduler.workers["left"]
@@ -116,6 +116,9 @@ def test_records_are_fetched_once_and_outlive_their_worker():
         answers += await asyncio.gather(plugin.records(), plugin.records(since_s=1.5))
         plugin.remove_worker(scheduler, "good")
         answers += [await plugin.records("y"), await plugin.records("z"), await plugin.records(n=1)]
+        assert plugin._ready()
+        del scheduler.plugins[PLUGIN_NAME]
+        assert plugin._ready() == [], "an open page asks nobody any more"
         await plugin.close()
         return answers
 

@@ -10,10 +10,11 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import wait
 
 import dask_p2p
 from dask_p2p.task import PLUGIN_NAME
+from tests.support import in_process
 
 VALIDATE = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
 
@@ -24,17 +25,7 @@ def cluster(test):
     @functools.wraps(test)
     def run():
         async def main():
-            async with (
-                LocalCluster(
-                    n_workers=4,
-                    threads_per_worker=1,
-                    processes=False,
-                    protocol="tcp://",
-                    dashboard_address=":0",
-                    asynchronous=True,
-                ) as made,
-                Client(made, asynchronous=True) as client,
-            ):
+            async with in_process(4, protocol="tcp://") as (made, client):
                 workers = list(made.workers.values())
                 assert made.scheduler.validate
                 assert all(worker.state.validate for worker in workers)

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ ip link set lo up
 echo ready
 exec cat
 """
+_QDISC = ("tc", "qdisc")
 _SHAPE = ("burst", "64kb", "latency", "50ms")  # of a link with a rate
 
 
@@ -154,7 +155,6 @@ class Network:
     def __init__(self, n_hosts: int, n_networks: int = 2) -> None:
         self._networks = n_networks
         self._ending = ExitStack()
-        self._relays: dict[int, subprocess.Popen[bytes]] = {}
         with ExitStack() as undo:
             self._switch = self._made(Host("switch", n_hosts), undo)
             self.hosts = [self._made(Host(f"host{n}", n), undo) for n in range(n_hosts)]
@@ -170,9 +170,6 @@ class Network:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        for relay in self._relays.values():
-            relay.kill()
-            relay.wait()
         self._ending.close()
 
     def _join(self) -> None:
@@ -196,33 +193,46 @@ class Network:
 
     # --- what can be done to links ---
 
-    def set_up(self, host: Host, up: bool) -> None:
-        """Cut a host's links, or restore them."""
-        for network in range(self._networks):
-            self._switch.run("ip", "link", "set", _port(host, network), "up" if up else "down")
+    @contextmanager
+    def cut(self, host: Host) -> Iterator[None]:
+        """Cut a host's links."""
+        self._set(host, "down")
+        try:
+            yield
+        finally:
+            self._set(host, "up")
 
-    def limit(self, host: Host, mbit: float | None) -> None:
-        """Let each of a host's links carry so much both ways, 1e6 bits a second; None for all."""
-        change = "del" if mbit is None else "replace"
-        shape = [] if mbit is None else ["tbf", "rate", f"{mbit}mbit", *_SHAPE]
+    def _set(self, host: Host, state: str) -> None:
         for network in range(self._networks):
-            for end, device in (host, f"eth{network}"), (self._switch, _port(host, network)):
-                end.run("tc", "qdisc", change, "dev", device, "root", *shape)
+            self._switch.run("ip", "link", "set", _port(host, network), state)
 
-    def delay(self, host: Host, delay_s: float | None, network: int = 0) -> None:
-        """Have everything that a host sends or gets come later by so much; None for no delay.
+    @contextmanager
+    def limited(self, hosts: Sequence[Host], mbit: float) -> Iterator[None]:
+        """Let each link of these hosts carry so much both ways, 1e6 bits a second."""
+        ends = [
+            end
+            for host in hosts
+            for network in range(self._networks)
+            for end in ((host, f"eth{network}"), (self._switch, _port(host, network)))
+        ]
+        for host, device in ends:
+            host.run(
+                *_QDISC, "replace", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", *_SHAPE
+            )
+        try:
+            yield
+        finally:
+            for host, device in ends:
+                host.run(*_QDISC, "del", "dev", device, "root")
+
+    @contextmanager
+    def delayed(self, host: Host, delay_s: float, network: int = 0) -> Iterator[None]:
+        """Have everything that a host sends or gets come later by so much.
 
         Not every kernel has netem. A process takes each packet from one bridge to another instead.
         """
         port, bridge = _port(host, network), f"net{network}"
-        if delay_s is None:
-            self._switch.run("ip", "link", "set", port, "master", bridge)
-            relay = self._relays.pop(host.number)
-            relay.kill()
-            relay.wait()
-            self._switch.run("ip", "link", "del", "slow")
-            return
-        relay = self._relays[host.number] = subprocess.Popen(
+        relay = subprocess.Popen(
             [
                 *["nsenter", "--target", str(self._switch.pid), "--net"],
                 *[sys.executable, str(Path(__file__).with_name("relay.py"))],
@@ -231,13 +241,17 @@ class Network:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        assert relay.stdout is not None
-        assert relay.stdout.readline() == b"ready\n"
-        relay.stdout.close()
-        self._switch.run("ip", "link", "add", "slow", "type", "bridge")
-        for device, master in ("near", "slow"), ("far", bridge), (port, "slow"):
-            self._switch.run("ip", "link", "set", device, "master", master, "up")
-        self._switch.run("ip", "link", "set", "slow", "up")
+        with relay, ExitStack() as undo:
+            undo.callback(relay.kill)
+            assert relay.stdout is not None
+            assert relay.stdout.readline() == b"ready\n"
+            self._switch.run("ip", "link", "add", "slow", "type", "bridge")
+            undo.callback(self._switch.run, "ip", "link", "del", "slow")
+            undo.callback(self._switch.run, "ip", "link", "set", port, "master", bridge)
+            for device, master in ("near", "slow"), ("far", bridge), (port, "slow"):
+                self._switch.run("ip", "link", "set", device, "master", master, "up")
+            self._switch.run("ip", "link", "set", "slow", "up")
+            yield
 
 
 def _port(host: Host, network: int) -> str:

@@ -162,13 +162,10 @@ def test_a_slow_link(client, cluster, transport):
     shape = (4000, 800)
     crossing_bytes = 4000 * 800 * 8 / 4
     x = laid_out(client, shape)
-    cluster.network.limit(cluster.others[0], MBIT)
-    try:
+    with cluster.network.limited(cluster.others[:1], MBIT):
         start_s = time.monotonic()
         y = persisted(client, dask_p2p.transpose(x))
         took_s = time.monotonic() - start_s
-    finally:
-        cluster.network.limit(cluster.others[0], None)
     assert took_s > crossing_bytes * 8 / (MBIT * 1e6)
     assert {name for *_, name in pairs_of(client, y)} == {transport}
     np.testing.assert_array_equal(y.compute(), expected(shape).T)
@@ -179,14 +176,8 @@ def test_a_link_too_slow_for_the_deadline(client, cluster):
     shape = (4000, 2000)
     x = laid_out(client, shape)
     settings = {"p2p.timeouts.request": "1 s", "p2p.transports.order": ["comm"], "p2p.attempts": 12}
-    for host in cluster.others:
-        cluster.network.limit(host, MBIT / 2)
-    try:
-        with dask.config.set(settings):
-            y = persisted(client, dask_p2p.transpose(x))
-    finally:
-        for host in cluster.others:
-            cluster.network.limit(host, None)
+    with cluster.network.limited(cluster.others, MBIT / 2), dask.config.set(settings):
+        y = persisted(client, dask_p2p.transpose(x))
     run = collect(client, y.name)
     assert run.attempts > WORKERS, "the first attempts fail"
     np.testing.assert_array_equal(y.compute(), expected(shape).T)
@@ -194,13 +185,10 @@ def test_a_link_too_slow_for_the_deadline(client, cluster):
 
 def test_a_link_with_a_delay(client, cluster, transport):
     x = laid_out(client, SHAPE)
-    cluster.network.delay(cluster.others[0], DELAY_S)
-    try:
+    with cluster.network.delayed(cluster.others[0], DELAY_S):
         start_s = time.monotonic()
         y = persisted(client, dask_p2p.transpose(x))
         took_s = time.monotonic() - start_s
-    finally:
-        cluster.network.delay(cluster.others[0], None)
     assert took_s > 2 * DELAY_S
     assert {name for *_, name in pairs_of(client, y)} == {transport}
     np.testing.assert_array_equal(y.compute(), expected(SHAPE).T)
@@ -241,19 +229,17 @@ def test_a_host_that_is_cut_off_in_the_middle(client, cluster):
     shape = (4000, 2000)
     host, network = cluster.others[1], cluster.network
     x = laid_out(client, shape)
-    network.limit(host, MBIT)
     before_bytes = host.sent_bytes()
     results = []
-    for transport in ("comm", "ucx"):
-        with dask.config.set({"p2p.timeouts.request": "3 s", "p2p.transports.order": [transport]}):
-            results.append(client.persist(dask_p2p.transpose(x, chunks=(500 - len(results), 4000))))
-    try:
+    with network.limited([host], MBIT):
+        for transport in ("comm", "ucx"):
+            options = {"p2p.timeouts.request": "3 s", "p2p.transports.order": [transport]}
+            with dask.config.set(options):
+                y = dask_p2p.transpose(x, chunks=(500 - len(results), 4000))
+                results.append(client.persist(y))
         wait_until(lambda: host.sent_bytes() - before_bytes > 2e6)
-        network.set_up(host, False)
-        wait(results, timeout=BOUND_S)
-    finally:
-        network.limit(host, None)
-        network.set_up(host, True)
+        with network.cut(host):
+            wait(results, timeout=BOUND_S)
     assert {host_of(worker) for worker in addresses(client)} == {cluster.others[0].address()}
     for y in results:
         np.testing.assert_array_equal(y.compute(), expected(shape).T)

@@ -18,7 +18,7 @@ from dask_p2p.monitoring.fetching import fetch_records
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.worker_context import FALLBACK_TOPIC
-from tests.support import indexed
+from tests.support import in_process, indexed
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}
 
@@ -246,19 +246,9 @@ def test_without_a_client():
 
 
 def test_async_clients_and_clusters_without_the_plugin():
-    from distributed import Client, LocalCluster
 
     async def main():
-        async with (
-            LocalCluster(
-                n_workers=2,
-                threads_per_worker=1,
-                processes=False,
-                asynchronous=True,
-                dashboard_address=":0",
-            ) as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
+        async with in_process() as (_, client):
             assert await dask_p2p.last_runs(client) == ()
             await dask_p2p.register(client)
             assert await dask_p2p.last_runs(client) == ()

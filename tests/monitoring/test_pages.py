@@ -19,6 +19,7 @@ from dask_p2p.monitoring import pages as module
 from dask_p2p.monitoring.pages import add_pages
 from dask_p2p.task import PLUGIN_NAME
 from tests.monitoring.support import OpenPage
+from tests.support import in_process
 
 PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages")]
 IN_PROCESS = {"n_workers": 1, "threads_per_worker": 1, "processes": False}
@@ -179,10 +180,7 @@ def test_with_another_dask_there_is_a_warning(log):
 
 def test_a_cluster_without_a_dashboard_works():
     async def main():
-        async with (
-            LocalCluster(**IN_PROCESS, scheduler_kwargs=NO_DASHBOARD, asynchronous=True) as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
+        async with in_process(1, scheduler_kwargs=NO_DASHBOARD) as (_, client):
             await dask_p2p.register(client)
             y = dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6)))
             assert (await client.compute(y)).shape == (6, 8)

@@ -14,7 +14,7 @@ from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS, GAUGES
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
-from tests.support import persisted
+from tests.support import in_process, persisted
 from tests.transports.loopback import wait_until
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -92,25 +92,10 @@ def test_workers_and_the_scheduler_tell_what_was_moved(cluster, client):
         assert any(key[0] == f"dask_p2p_cluster_{family.name}" for key in after), family.name
 
 
-def local_cluster(**options):
-    from distributed import LocalCluster
-
-    return LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        processes=False,
-        asynchronous=True,
-        dashboard_address=":0",
-        worker_dashboard_address=":0",
-        **options,
-    )
-
-
 def test_servers_of_one_process_tell_their_own_figures():
-    from distributed import Client
 
     async def main():
-        async with local_cluster() as cluster, Client(cluster, asynchronous=True) as client:
+        async with in_process(worker_dashboard_address=":0") as (cluster, client):
             link = cluster.dashboard_link.replace("/status", "/metrics")
 
             async def pages():
@@ -138,7 +123,7 @@ def test_servers_of_one_process_tell_their_own_figures():
             assert not any(figure in page for page in of_workers)
             await client.unregister_scheduler_plugin(PLUGIN_NAME)
             assert (await pages())[0] == {}
-        async with local_cluster() as cluster, Client(cluster, asynchronous=True) as client:
+        async with in_process(worker_dashboard_address=":0") as (_, client):
             await dask_p2p.register(client)  # collectors are there already
 
     asyncio.run(main())

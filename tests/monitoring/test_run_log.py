@@ -14,6 +14,7 @@ from dask_p2p.monitoring import run_log
 from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.monitoring.run_log import RunLog
 from tests.monitoring.test_records import record
+from tests.support import in_process
 
 
 def test_a_run_ends_with_its_last_block():
@@ -61,7 +62,6 @@ def test_a_line():
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_scheduler_logs_runs_where_it_is_asked_to(wanted, monkeypatch, caplog):
-    from distributed import Client, LocalCluster
 
     monkeypatch.setattr(run_log, "_LOOK_S", 0.01)
 
@@ -69,16 +69,7 @@ def test_the_scheduler_logs_runs_where_it_is_asked_to(wanted, monkeypatch, caplo
         return [r for r in caplog.records if r.name == run_log.logger.name]
 
     async def main():
-        async with (
-            LocalCluster(
-                n_workers=2,
-                threads_per_worker=1,
-                processes=False,
-                asynchronous=True,
-                dashboard_address=":0",
-            ) as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
+        async with in_process() as (_, client):
             await dask_p2p.register(client)
             for _ in range(2):
                 await client.compute(dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6))))
