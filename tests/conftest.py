@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 from collections import Counter
+from functools import cache
 from types import CodeType
 
 import pytest
@@ -68,6 +70,12 @@ def pytest_collection_modifyitems(config, items):
     skip_without_gpus(items)
 
 
+def pytest_collection_finish():
+    """Have garbage collections leave out what is there by now: it is much, and it stays."""
+    gc.collect()
+    gc.freeze()
+
+
 STARTERS = {"LocalCluster", "local_cluster"}
 
 
@@ -93,6 +101,7 @@ def names_starter(function, seen):
     )
 
 
+@cache
 def names_in(code):
     """Names that a function uses, and the functions inside of it."""
     inner = (const for const in code.co_consts if isinstance(const, CodeType))

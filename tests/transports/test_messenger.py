@@ -309,7 +309,7 @@ def test_between_processes(other_process, nbytes):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
-@pytest.mark.parametrize("moment_s", [0, 0.005, 0.02])
+@pytest.mark.parametrize("moment_s", [0, 0.005, pytest.param(0.02, marks=pytest.mark.slow)])
 def test_a_sender_that_is_stopped_in_the_middle(other_process, how, moment_s):
     """It ends with the whole message or with an error, and the receiver lives on."""
     process, connection = other_process
