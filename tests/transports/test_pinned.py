@@ -33,6 +33,13 @@ from tests.transports.reading import open_block
 WHOLE = ((0, 6), (0, 10))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _little_garbage():
+    """Each test looks for what is left, after a garbage collection: have that be quick."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def setup(loop, tmp_path):
     with linked(PinnedTransport, loop, tmp_path, options()) as setup:
