@@ -27,7 +27,7 @@ def prepare_to_fork():
 
     with dask.config.set(FORKED):
         context = get_mp_context()  # which sets Dask's own preloads, once
-    context.set_forkserver_preload(["dask.array", "distributed", "dask_p2p.worker"])
+    context.set_forkserver_preload(["tests.forked"])
 
 
 def import_path():

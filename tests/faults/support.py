@@ -31,7 +31,8 @@ BOUND_S = 60  # within which everything must have ended
 def cluster_of(n_workers, options=None, **kwargs):
     """Start worker processes of one thread each; give a client whose cluster has the plugin."""
     prepare_to_fork()
-    kwargs = {"threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50} | kwargs
+    quick = {"scheduler_kwargs": {"dashboard": False}, "dashboard_address": ":0"}
+    kwargs = {"threads_per_worker": 1, "silence_logs": 50} | quick | kwargs
     settings = FORKED | {
         "distributed.scheduler.work-stealing": False,  # tasks stay where the test put them
     }

@@ -1,0 +1,14 @@
+"""What processes of clusters have when they are forked: all of it would take each its time."""
+
+from __future__ import annotations
+
+import dask.array  # noqa: F401
+import distributed.http.worker.prometheus
+import distributed.protocol.numpy
+import distributed.versions
+import tornado.platform.asyncio  # noqa: F401
+
+import dask_p2p.ops
+import dask_p2p.worker  # noqa: F401
+
+distributed.versions.get_versions()  # kept; looking them up takes as long as the rest of a start
