@@ -38,8 +38,8 @@ SETTINGS = {
     "p2p.transports.comm.part-bytes": "512 B",
     "p2p.transports.ucx.host-part-bytes": "512 B",
 }
-POSITIONS = (1, 2, 7)
-SEEDS = range(6)
+POSITIONS = (1, pytest.param(2, marks=pytest.mark.slow), 7)
+SEEDS = [pytest.param(n, marks=[pytest.mark.slow] if n > 2 else []) for n in range(6)]
 
 pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
 
