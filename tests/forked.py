@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import dask.array  # noqa: F401
-import distributed.http.worker.prometheus
 import distributed.protocol.numpy
 import distributed.versions
 import tornado.platform.asyncio  # noqa: F401
 
 import dask_p2p.ops
 import dask_p2p.worker  # noqa: F401
+
+with suppress(ImportError):  # an extra
+    import distributed.http.worker.prometheus
 
 distributed.versions.get_versions()  # kept; looking them up takes as long as the rest of a start

@@ -368,7 +368,7 @@ def test_a_holder_that_never_has_room_says_so(workers, cls):
     wait_until(lambda: not any(serving.usage().values()))
     taken.close()
     wait_until(lambda: serving.packed.reserved_bytes == 0)
-    assert read(times=1) == [EXPECTED]
+    assert read_at_once(reader, "x", BOXES, options(), times=1) == [EXPECTED]
     assert box_shape(BOXES[0]) == (24, 4)
 
 

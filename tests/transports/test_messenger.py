@@ -315,9 +315,9 @@ def test_a_sender_that_is_stopped_in_the_middle(other_process, how, moment_s):
     process, connection = other_process
     connection.recv_bytes()
     here = Messenger(None)
-    target = np.zeros(2**28, "u1")
+    target = np.zeros(2**27, "u1")
     received = here.receive(target, 5)
-    connection.send((here.address, 5, 2**28))
+    connection.send((here.address, 5, 2**27))
     wait_until(lambda: target[0] or target[1] or received.done or not moment_s)
     time.sleep(moment_s)
     os.kill(process.pid, how)
@@ -326,7 +326,7 @@ def test_a_sender_that_is_stopped_in_the_middle(other_process, how, moment_s):
     except TransferError:
         pass
     else:
-        np.testing.assert_array_equal(target, numbers(2**28))
+        np.testing.assert_array_equal(target, numbers(2**27))
     other = Messenger(None)
     small = np.zeros(10, "u1")
     received = here.receive(small, 6)
