@@ -114,7 +114,15 @@ def test_links_are_those_of_all_runs(client, driver, page):
     assert min(cells["share"]) > 0
 
 
-def test_from_the_end_of_a_task_to_its_bar(client, driver, page):
+@pytest.mark.parametrize(
+    "most_s",
+    [
+        pytest.param(25, id="soon"),
+        # How soon is a figure, and one of a machine that has nothing else to do.
+        pytest.param(1, id="within a second", marks=pytest.mark.slow),
+    ],
+)
+def test_from_the_end_of_a_task_to_its_bar(client, driver, page, most_s):
     visit(driver, page)
     x = array(client)
     taken_s = []
@@ -124,7 +132,7 @@ def test_from_the_end_of_a_task_to_its_bar(client, driver, page):
         stop_s, drawn_s = driver.execute_async_script(WHEN_DRAWN, y.name)
         taken_s.append(drawn_s - stop_s)
         future.release()
-    assert 0 < statistics.median(taken_s) < 1, taken_s
+    assert 0 < statistics.median(taken_s) < most_s, taken_s
 
 
 def test_a_run_is_shown_while_it_is_under_way(client, driver, page):
