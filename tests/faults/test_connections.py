@@ -144,12 +144,17 @@ def test_one_fault_in_messages_of_ucx(client, x, fault, position):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_faults_of_all_kinds(client, transport, x, seed):
     faults = faulty.ANSWERS + faulty.MESSAGES
-    end, done = transposed(client, x, faults, seed=seed, share=(0.1, 0.2, 0.4)[seed % 3])
+    share = (0.1, 0.2, 0.4)[seed % 3]
+    done = {}
+    for other in range(20):  # threads take turns as they like: at times all goes well
+        if done:
+            break
+        end, done = transposed(client, x, faults, seed=seed + 100 * other, share=share)
+        if isinstance(end, TransferError):
+            assert_named(end, client)
+        else:
+            assert_right(end)
     assert done, "no fault happened"
-    if isinstance(end, TransferError):
-        assert_named(end, client)
-    else:
-        assert_right(end)
     assert_nothing_is_held(client)
     assert_right(transposed(client, x, [])[0])
 
