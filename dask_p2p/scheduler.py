@@ -175,10 +175,12 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def _ready(self) -> list[str]:
         """Return the workers that have the plugin; none once this one was taken off."""
+        if not self._is_registered():
+            return []
         return [
             worker
             for worker, each in self._set_ups.items()
-            if each.task.done() and worker not in self._failed and self._is_registered()
+            if each.task.done() and worker not in self._failed
         ]
 
     def _tasks(self, name: str) -> Tasks:
