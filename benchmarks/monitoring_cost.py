@@ -47,7 +47,7 @@ def switch(on: bool, dask_worker: Any) -> None:
         return NOTHING
 
     without = {
-        (task, "_record"): lambda key, *args, **kwargs: key,
+        (task, "_ended"): lambda key, *args, **kwargs: key,
         (DaskWorkerContext, "record"): lambda self, key: self.forget_attempts(key),
         (HostQueue, "timing"): untimed,
         (DeviceQueue, "timing"): untimed,
@@ -71,6 +71,7 @@ def looking(client: Any) -> Iterator[None]:
     ended = threading.Event()
 
     def look() -> None:
+        ended.wait(random.uniform(0, LOOK_S))  # or each measurement would begin with a look
         while not ended.is_set():
             dask_p2p.last_runs(client, n=3)
             ended.wait(LOOK_S)
@@ -92,9 +93,12 @@ def run_once(client: Any, x: Any) -> float:
 
     start_s = time.perf_counter()
     y = client.persist(dask_p2p.transpose(x))
-    wait(y)
+    made = wait(y).done
     stop_s, name = time.perf_counter(), y.name
-    del y  # or the next run would find its blocks
+    for future in made:
+        if future.status != "finished":  # `wait` is content with failed ones
+            future.result()
+    del y, made, future  # or the next run would find its blocks
     while client.run_on_scheduler(is_there, name):
         time.sleep(SETTLE_S)
     return stop_s - start_s

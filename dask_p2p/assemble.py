@@ -32,7 +32,7 @@ from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.layout import Box, Index, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.monitoring.ranges import Ranges
-from dask_p2p.monitoring.records import Stage
+from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.plans import BlockPlan, Piece, Source
 from dask_p2p.reads import Incoming, OpenRead, RemoteSource
 from dask_p2p.sources import RemoteSources
@@ -110,6 +110,11 @@ class Assembly:
     def stages_so_far(self) -> tuple[Stage, ...]:
         """What has come from where by now. Any thread may ask."""
         return self._sources.so_far()
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """Better transports than those that were used, which had failed."""
+        return self._sources.fallbacks
 
     @property
     def wanted_bytes(self) -> int:

@@ -17,7 +17,7 @@ from dask_p2p.errors import (
     UnsuitableError,
 )
 from dask_p2p.layout import box_size
-from dask_p2p.monitoring.records import Stage
+from dask_p2p.monitoring.records import REASON_CHARS, Fallback, Stage
 from dask_p2p.plans import BlockPlan, Piece, stage_order
 from dask_p2p.reads import Incoming, OpenRead, RemoteSource
 from dask_p2p.retry import GRACE_S
@@ -68,6 +68,7 @@ class RemoteSources:
         self._options = options
         self._context = context
         self._start_s = start_s
+        self._order: tuple[str, ...] = ()  # of transports
         self._open: list[OpenRead] = []
         self._ordered: list[RemoteSource] = []
         self._wanted_bytes = 0
@@ -95,7 +96,7 @@ class RemoteSources:
         pieces: defaultdict[int, list[Piece]] = defaultdict(list)
         for piece in self._plan.pieces:
             pieces[piece.source].append(piece)
-        order = self._options.order(kind)
+        order = self._order = self._options.order(kind)
         # The same for all blocks of a worker.
         known: dict[tuple[str, ...], tuple[tuple[str, ...], list[Route]]] = {}
         sources = []
@@ -282,6 +283,18 @@ class RemoteSources:
         """Return what has come by now, while a thread is at work; any other may ask."""
         open_ = [read.so_far(self._dtype.itemsize, self._start_s) for read in tuple(self._open)]
         return (*self.stages, *open_)
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """For each stage the transports that should have been used, and had failed."""
+        if self._context is None:
+            return ()
+        given_up = self._context.router.given_up
+        return tuple(
+            Fallback(stage.holder, name, failure.text[:REASON_CHARS])
+            for stage in self.stages
+            for name, failure in given_up(stage.holder, stage.transport, self._order)
+        )
 
     @property
     def wanted_bytes(self) -> int:

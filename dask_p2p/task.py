@@ -12,6 +12,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,7 +24,7 @@ from dask_p2p.assemble import Assembly, OutputSpec
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, P2PWarning, TransferError, VersionError
 from dask_p2p.layout import Index
-from dask_p2p.monitoring.records import Fallback, Record
+from dask_p2p.monitoring.records import REASON_CHARS, Record
 from dask_p2p.plans import Plan
 from dask_p2p.retry import AttemptLog, pause_s
 from dask_p2p.transports.context import WorkerContext
@@ -45,8 +46,8 @@ logger = logging.getLogger(__name__)
 #: Name under which the worker plugin is registered.
 PLUGIN_NAME = "dask-p2p"
 
-_REASON_CHARS = 500  # that a record keeps of why something failed
 _TAKEN_OFF = "the worker's plugin was taken off while the task waited"
+_name_of = lru_cache(maxsize=256)(str)  # of a dtype, which NumPy takes 20 µs to tell
 _warned: WeakSet[Any] = WeakSet()  # workers that have said that they lack the plugin
 _unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers that lost it
 
@@ -221,32 +222,28 @@ def _ended(
     error: str = "",
 ) -> Record:
     """Note an attempt that has ended, on a worker with the plugin."""
-    output, context = assembly.output, assembly.context
-    assert context is not None
-    order = output.options.order(output.kind)
-    stages = tuple(assembly.stages)
-    return _record(key, start_s, plan, assembly)._replace(
-        stages=stages,
+    return _record(
+        key,
+        start_s,
+        plan,
+        assembly,
+        stages=tuple(assembly.stages),
         shape=tuple(getattr(block, "shape", ())),
-        dtype=str(getattr(block, "dtype", "")),
+        dtype=_name_of(getattr(block, "dtype", "")),
         nbytes=int(getattr(block, "nbytes", 0)),
-        fallbacks=tuple(
-            Fallback(stage.holder, name, failure.text[:_REASON_CHARS])
-            for stage in stages
-            for name, failure in context.router.given_up(stage.holder, stage.transport, order)
-        ),
-        error=error[:_REASON_CHARS],
+        fallbacks=assembly.fallbacks,
+        error=error[:REASON_CHARS],
     )
 
 
 def _under_way(key: Key, start_s: float, plan: Plan, assembly: Assembly) -> Record:
     """Tell of an attempt that has not ended; any thread may ask."""
     stages, wanted_bytes = assembly.stages_so_far, assembly.wanted_bytes
-    return _record(key, start_s, plan, assembly)._replace(stages=stages, wanted_bytes=wanted_bytes)
+    return _record(key, start_s, plan, assembly, stages=stages, wanted_bytes=wanted_bytes)
 
 
-def _record(key: Key, start_s: float, plan: Plan, assembly: Assembly) -> Record:
-    """Note what is known of an attempt at any time."""
+def _record(key: Key, start_s: float, plan: Plan, assembly: Assembly, **others: Any) -> Record:
+    """Note what is known of an attempt at any time, and others of its fields."""
     assert assembly.context is not None
     chunks = getattr(assembly.output.post, "chunks", plan.chunks)  # those of a plan may have rims
     return Record(
@@ -259,6 +256,7 @@ def _record(key: Key, start_s: float, plan: Plan, assembly: Assembly) -> Record:
         axes=assembly.plan.axes,
         wasted_bytes=assembly.wasted_bytes,
         kernel_s=assembly.kernel_s,
+        **others,
     )
 
 

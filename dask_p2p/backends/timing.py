@@ -53,8 +53,8 @@ class _Pair(NamedTuple):
 class StreamTimings:
     """Times work on streams, and waits for none of it.
 
-    Of many groups of one timer it times the first, the second, the fourth, the eighth and so on:
-    all of them would take the host longer than one exchange should be delayed.
+    Of many groups of one timer it times the first, the eighth, the 64th and so on: all of them
+    would take the host longer than one exchange should be delayed.
 
     Parameters
     ----------
@@ -74,7 +74,8 @@ class StreamTimings:
     def group(self, timer: Timer) -> Iterator[None]:
         """Add to a timer, in the end, what is queued in the block: on one stream, from `begin`."""
         number = timer.groups + 1
-        if number & (number - 1) == 0 and len(self._pairs) < MOST_PAIRS:
+        is_power_of_8 = number & (number - 1) == 0 and number.bit_length() % 3 == 1
+        if is_power_of_8 and len(self._pairs) < MOST_PAIRS:
             self._timer = timer
         try:
             yield

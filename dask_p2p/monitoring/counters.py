@@ -7,7 +7,7 @@ with Dask's heartbeat; the scheduler adds up those of all workers, also of those
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import NamedTuple
 
 from dask_p2p.monitoring.records import Record
@@ -62,29 +62,18 @@ class Counters:
 
     def __init__(self) -> None:
         self._values = _no_values()
+        self._new: deque[Record] = deque()  # not counted yet: a task is not to wait for it
         self._lock = threading.Lock()
 
     def add(self, record: Record) -> None:
-        """Count an attempt that has ended."""
-        operation = record.operation
-        with self._lock:
-            values = self._values
-            values["attempts"][operation] += 1
-            values["tasks"][operation] += not record.error
-            values["task_seconds"][operation] += max(0.0, record.stop_s - record.start_s)
-            values["wasted_bytes"][""] += record.wasted_bytes
-            values["kernel_seconds"][_OWN] += record.kernel_s
-            for stage in record.stages:
-                values["received_bytes"][stage.transport] += stage.nbytes
-                values["wait_seconds"][stage.transport] += stage.waited_s
-                values["transfer_seconds"][stage.transport] += stage.wire_s or 0.0
-                values["kernel_seconds"][stage.transport] += stage.kernel_s
-            for fallback in record.fallbacks:
-                values["fallbacks"][fallback.transport] += 1
+        """Count an attempt that has ended, with the next heartbeat."""
+        self._new.append(record)
 
     def values(self) -> Values:
         """Return a copy of all values."""
         with self._lock:
+            while self._new:
+                _count(self._values, self._new.popleft())
             return {name: dict(by_label) for name, by_label in self._values.items()}
 
 
@@ -111,6 +100,22 @@ class Totals:
         for values in (self._ended, *self._latest.values()):
             sum_into(sums, values)
         return {name: dict(by_label) for name, by_label in sums.items()}
+
+
+def _count(values: Values, record: Record) -> None:
+    operation = record.operation
+    values["attempts"][operation] += 1
+    values["tasks"][operation] += not record.error
+    values["task_seconds"][operation] += max(0.0, record.stop_s - record.start_s)
+    values["wasted_bytes"][""] += record.wasted_bytes
+    values["kernel_seconds"][_OWN] += record.kernel_s
+    for stage in record.stages:
+        values["received_bytes"][stage.transport] += stage.nbytes
+        values["wait_seconds"][stage.transport] += stage.waited_s
+        values["transfer_seconds"][stage.transport] += stage.wire_s or 0.0
+        values["kernel_seconds"][stage.transport] += stage.kernel_s
+    for fallback in record.fallbacks:
+        values["fallbacks"][fallback.transport] += 1
 
 
 def _no_values() -> Values:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from distributed.metrics import context_meter
+
 from dask_p2p.monitoring.records import Record
 
 __all__ = ["KERNEL", "TRANSFER", "meter", "note_transfer"]
@@ -26,8 +28,6 @@ def meter(record: Record) -> None:
     Activities of one thread add up to its time. Kernels of a GPU run beside what the thread waits
     for, and beside each other: what there is of them beyond the thread's time is not counted.
     """
-    from distributed.metrics import context_meter
-
     spent_s = record.stop_s - record.start_s
     waited_s = _waited_s(record)
     kernel_s = record.kernel_s + sum(stage.kernel_s for stage in record.stages)

@@ -22,6 +22,7 @@ from dask.utils import key_split
 from dask_p2p.types import Key
 
 __all__ = [
+    "REASON_CHARS",
     "RECORDS_OP",
     "Fallback",
     "Record",
@@ -34,6 +35,9 @@ __all__ = [
 
 #: By which a scheduler asks workers for their records, and a client the scheduler.
 RECORDS_OP = "p2p_records"
+
+#: That a record keeps of why something failed.
+REASON_CHARS = 500
 
 _SCHEDULER_RECORDS = 40_000  # that a scheduler keeps, and their stages
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from contextlib import nullcontext
+from functools import cache
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -59,16 +60,20 @@ def runtime(monkeypatch):
     cuda.Stream.null = SimpleNamespace(record=lambda: runtime.calls.append("record null"))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(device, "_private", {})
+    monkeypatch.setattr(device, "_keep_page", cache(device._keep_page.__wrapped__))
     return runtime
+
+
+WAITED = ["getDevice", "malloc", "free"]
 
 
 def test_a_block_is_waited_for_once(runtime):
     first, second = Block(), Block()
     device.wait_until_written([first])
-    assert runtime.calls == ["malloc", "free"]
+    assert runtime.calls == ["getDevice", "malloc", "malloc", "free"]  # one is kept
     device.wait_until_written([first, second])
     device.wait_until_written([first, second])
-    assert runtime.calls == ["malloc", "free"] * 2
+    assert runtime.calls[4:] == WAITED
     device.wait_until_written([])
 
 
@@ -97,7 +102,10 @@ def test_blocks_of_default_streams_need_the_null_stream_only(runtime):
 def test_without_memory_the_whole_device_is_waited_for(runtime):
     runtime.status["malloc"] = 2
     device.wait_for_all_streams()
-    assert runtime.calls == ["malloc", "deviceSynchronize"]
+    assert runtime.calls == ["getDevice", "malloc", "deviceSynchronize"]
+    runtime.status.clear()
+    device.wait_for_all_streams()
+    assert runtime.calls[3:] == ["getDevice", "malloc", "malloc", "free"]
 
 
 def test_the_null_stream_is_left_alone_while_a_blocking_stream_is_captured(runtime, monkeypatch):

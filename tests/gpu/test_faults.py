@@ -44,11 +44,11 @@ def flip_messages(dask_worker):
     """Flip a bit of each message that this worker sends over UCX."""
     from dask_p2p.transports.messenger import Messenger
 
-    def send(messenger, address, array, tag):
+    def send(messenger, address, array, tag, **others):
         changed = array.copy()
         changed[changed.size // 2] ^= 16
         np.asarray(changed[:1].get())  # it is there before UCX, which follows no stream, sends it
-        return original(messenger, address, changed, tag)
+        return original(messenger, address, changed, tag, **others)
 
     original = Messenger.send
     Messenger.send = send

@@ -368,7 +368,7 @@ def test_a_worker_leaves_as_soon_as_a_task_has_broken_its_gpu():
     from distributed import Client
 
     with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
-        dask_p2p.register(client)
+        warm(client)  # or probing might find the broken GPU before the task has told of it
         (victim, pid) = min(client.run(os.getpid).items())
         future = client.submit(fail_on_broken_device, workers=[victim], pure=False)
         with pytest.raises(Exception, match="illegal memory access"):
