@@ -112,8 +112,9 @@ def planned(
     With each come the chunks that are cut from its blocks, which are larger if there are very many.
     """
 
-    def threads() -> int:
-        return prod(cluster_size() or (1,))
+    def threads() -> int | None:
+        size = cluster_size()
+        return None if size is None else prod(size)
 
     direct = redistribution(before, axes, after)
     groups = grouped(direct, options.groups, threads)

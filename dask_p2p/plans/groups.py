@@ -7,9 +7,11 @@ cheap tasks on its worker hand them out, there are n² / g + n edges, and nothin
     one task a block    n² edges              grouped    n² / g edges        n edges
     sources ========> blocks                  sources ==========> groups ----------> blocks
 
-That costs one more task a block, about 0.5 ms each, and the latency of one more layer. Blocks of
-one group go to the same worker. So it is done only above `MOST_EDGES`, with at least `LEAST_GROUPS`
-groups, and two for each thread of a larger cluster.
+That costs one more task a block, about 0.5 ms each, and the latency of one more layer. It saves the
+scheduler's time for edges, and the 0.15 to 0.2 ms that a worker takes for each region that it reads,
+however small. Blocks of one group go to the same worker, and its memory is free when all of them are
+released. So it is done above `FEW_EDGES` where the groups are small, of about `SMALL_GROUP` elements
+at most, and above `MOST_EDGES` in any case; with two groups for each thread at least.
 
 On a very large cluster that is not enough. There the array goes through an intermediate grid, in
 which each task reads √n blocks: 2 n √n edges, but everything moves twice. So that is done only
@@ -26,18 +28,30 @@ from math import ceil, isqrt, prod
 from dask_p2p.layout import Chunks
 from dask_p2p.plans.grid import Cut, GridPlan
 
-__all__ = ["LEAST_GROUPS", "MOST_EDGES", "MOST_GROUPED_EDGES", "grid_between", "grouped"]
+__all__ = [
+    "FEW_EDGES",
+    "MANY_GROUPS",
+    "MOST_EDGES",
+    "MOST_GROUPED_EDGES",
+    "SMALL_GROUP",
+    "grid_between",
+    "grouped",
+]
 
+#: Edges that one layer has at most where groups are small.
+FEW_EDGES = 2_000
+#: Elements of a group that is small: 64 MiB of float64.
+SMALL_GROUP = 2**23
 #: Edges that one layer may have: some 0.7 s of the scheduler's time.
 MOST_EDGES = 20_000
-#: Tasks that there are at least, on a small cluster.
-LEAST_GROUPS = 64
+#: Groups of a larger array above that; more only if there are more threads.
+MANY_GROUPS = 64
 #: Edges above which an array rather moves twice: more than a minute of the scheduler's time.
 MOST_GROUPED_EDGES = 2_000_000
 _LEAST_GAIN = 2  # times as few edges in all: else the second layer is for nothing
 
 
-def grouped(plan: GridPlan, groups: int | None, threads: Callable[[], int]) -> GridPlan:
+def grouped(plan: GridPlan, groups: int | None, threads: Callable[[], int | None]) -> GridPlan:
     """Return the plan of larger blocks from which those of a plan can be cut; or the plan itself.
 
     Parameters
@@ -48,11 +62,12 @@ def grouped(plan: GridPlan, groups: int | None, threads: Callable[[], int]) -> G
         How many groups to make; 0 for none. None for as many as seem best, where there are many
         edges.
     threads
-        Returns how many the cluster has. It is asked only where that matters.
+        Returns how many the cluster has; None if there is none yet. It is asked only where that
+        matters.
     """
     blocks = prod(map(len, plan.chunks))
     if groups is None:
-        groups = max(LEAST_GROUPS, 2 * threads()) if plan.edges > MOST_EDGES else 0
+        groups = _best_number(plan, threads) if plan.edges > FEW_EDGES else 0
         allowed = plan.edges // _LEAST_GAIN - blocks
     else:
         allowed = plan.edges - 1
@@ -87,6 +102,15 @@ def grid_between(plan: GridPlan, passes: int | None, groups: GridPlan) -> Chunks
         chunks.append(_joined(finer, ceil(len(finer) / max(1, blocks))))
     before = tuple(mapping.src_sizes for mapping in plan.mappings)
     return None if tuple(chunks) in (before, plan.chunks) else tuple(chunks)
+
+
+def _best_number(plan: GridPlan, threads: Callable[[], int | None]) -> int:
+    """Return how many groups are best for many edges: few, but work for all threads."""
+    small = ceil(prod(map(sum, plan.chunks)) / SMALL_GROUP)
+    if plan.edges > MOST_EDGES:
+        small = min(small, MANY_GROUPS)
+    known = threads()
+    return max(small, MANY_GROUPS if known is None else 2 * known)
 
 
 def _merged(plan: GridPlan, axis: int, together: int) -> GridPlan:

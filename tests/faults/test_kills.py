@@ -141,3 +141,24 @@ def test_after_the_result_is_done(how, transport):
         wait_until(lambda: victim not in addresses(client), BOUND_S)
         np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
         assert_nothing_is_held(client)
+
+
+@pytest.mark.parametrize("when", ["a group is assembled", "blocks are handed out"])
+def test_a_worker_that_makes_groups_of_blocks(when):
+    with cluster_of(4, PARTS | {"p2p.groups": 4}) as client:
+        x = client.persist(source(SHAPE, (4, 48)))
+        wait(x)
+        y = dask_p2p.transpose(x)
+        assert 4 in map(len, y.dask.layers.values())
+        victim = addresses(client)[1]
+        if when == "a group is assembled":
+            client.run(set_trap, "placed", 1, "kill", workers=[victim])
+            y = client.persist(y)
+        else:
+            y = client.persist(y)
+            wait(y)
+            (pid,) = client.run(os.getpid, workers=[victim]).values()
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: victim not in addresses(client), BOUND_S)
+        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+        assert_nothing_is_held(client)

@@ -4,16 +4,22 @@ import pytest
 
 from dask_p2p.layout import block_indices
 from dask_p2p.plans import grid_between, grouped, redistribution
-from dask_p2p.plans.groups import LEAST_GROUPS, MOST_EDGES, MOST_GROUPED_EDGES
+from dask_p2p.plans.groups import (
+    FEW_EDGES,
+    MOST_EDGES,
+    MOST_GROUPED_EDGES,
+    SMALL_GROUP,
+)
 
 
 def edges(plan):
     return sum(len(plan.sources(index)) for index in block_indices(plan.chunks))
 
 
-def slabs(blocks):
+def slabs(blocks, rows=2):
     """A transpose of so many slabs."""
-    return redistribution(((2,) * blocks, (2 * blocks,)), (1, 0), ((2,) * blocks, (2 * blocks,)))
+    sizes, side = (rows,) * blocks, rows * blocks
+    return redistribution((sizes, (side,)), (1, 0), (sizes, (side,)))
 
 
 def never():
@@ -21,18 +27,36 @@ def never():
 
 
 def test_small_graphs_are_left_alone_and_no_cluster_is_asked():
-    plan = slabs(141)
-    assert edges(plan) <= MOST_EDGES
+    plan = slabs(44)
+    assert edges(plan) <= FEW_EDGES
     assert grouped(plan, None, never) is plan
     assert grouped(slabs(200), 0, never).chunks == slabs(200).chunks
 
 
-@pytest.mark.parametrize("threads", [4, 100])
-def test_large_ones_have_groups_for_all_threads(threads):
-    plan = slabs(1000)
+@pytest.mark.parametrize("blocks", [64, 141])
+@pytest.mark.parametrize("rows", [1, 100, 1000])
+def test_graphs_of_some_edges_have_groups_where_these_are_small(blocks, rows):
+    plan = slabs(blocks, rows)
+    assert FEW_EDGES < edges(plan) <= MOST_EDGES
+    large = grouped(plan, None, lambda: 4)
+    sizes = large.chunks[0]
+    if large is plan:
+        assert 2 * rows * (blocks * rows) > SMALL_GROUP, "two blocks would be small"
+    else:
+        assert max(sizes) * blocks * rows <= 1.1 * SMALL_GROUP
+        assert len(sizes) >= 8
+    assert rows > 1 or len(sizes) == 8
+
+
+@pytest.mark.parametrize(
+    ("threads", "rows", "wanted"),
+    [(4, 2, 8), (100, 2, 200), (None, 2, 64), (4, 10, 12), (4, 100, 64)],
+)
+def test_large_ones_have_groups_for_all_threads(threads, rows, wanted):
+    plan = slabs(1000, rows)
     large = grouped(plan, None, lambda: threads)
     groups = len(large.chunks[0])
-    assert groups <= max(LEAST_GROUPS, 2 * threads) <= groups * 1.1
+    assert groups <= wanted <= groups * 1.1
     assert edges(large) == 1000 * groups
     assert large.src_chunks == plan.src_chunks
     bounds = set()
@@ -40,7 +64,7 @@ def test_large_ones_have_groups_for_all_threads(threads):
     for size in large.chunks[0]:
         end += size
         bounds.add(end)
-    assert all(bound % 2 == 0 for bound in bounds), "groups are made of whole blocks"
+    assert all(bound % rows == 0 for bound in bounds), "groups are made of whole blocks"
 
 
 def test_a_number_that_is_asked_for():
