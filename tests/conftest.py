@@ -51,14 +51,14 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts a cluster; skip what is slow, or needs more GPUs than there are.
+    """Mark what starts a cluster, or programs; skip what is slow, or needs more GPUs than there are.
 
     Files that take long go first: no process is left alone with one at the end. A test with a
     cluster takes about as long as ten others.
     """
     weights = Counter()
     for item in items:
-        if starts_cluster(item):
+        if starts_cluster(item) or item.get_closest_marker("programs"):
             item.add_marker("cluster")
             weights[item.path] += 9
         weights[item.path] += 1

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 
 @pytest.mark.cluster
 def test_results_are_expressions_where_dask_plans_queries():

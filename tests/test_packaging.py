@@ -17,6 +17,8 @@ from packaging.specifiers import SpecifierSet
 import dask_p2p
 from dask_p2p.versioned import DASK_RELEASES
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(dask_p2p.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 GITHUB = ROOT / ".github"

@@ -17,7 +17,7 @@ from dask_p2p.errors import RegistrationError
 from dask_p2p.registration import workers_of
 from tests.support import indexed, result_of
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.programs
 
 ROOT = os.path.dirname(os.path.dirname(dask_p2p.__file__))
 FIRST = "b3fac44"  # the last commit before values had a format

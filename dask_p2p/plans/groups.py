@@ -7,11 +7,12 @@ cheap tasks on its worker hand them out, there are n² / g + n edges, and nothin
     one task a block    n² edges              grouped    n² / g edges        n edges
     sources ========> blocks                  sources ==========> groups ----------> blocks
 
-That costs one more task a block, about 0.5 ms each, and the latency of one more layer. It saves the
-scheduler's time for edges, and the 0.15 to 0.2 ms that a worker takes for each region that it reads,
-however small. Blocks of one group go to the same worker, and its memory is free when all of them are
-released. So it is done above `FEW_EDGES` where the groups are small, of about `SMALL_GROUP` elements
-at most, and above `MOST_EDGES` in any case; with two groups for each thread at least.
+That costs one more task a block, about 0.5 ms each, and the latency of one more layer. It saves
+the scheduler's time for edges, and the 0.15 to 0.2 ms that a worker takes for each region that it
+reads, however small. Blocks of one group go to the same worker, and its memory is free when all of
+them are released. So it is done above `FEW_EDGES` where the groups are small, of `SMALL_GROUP`
+elements or little more, and above `MOST_EDGES` in any case; with two groups for each thread at
+least.
 
 On a very large cluster that is not enough. There the array goes through an intermediate grid, in
 which each task reads √n blocks: 2 n √n edges, but everything moves twice. So that is done only

@@ -11,6 +11,8 @@ from dask_p2p.backends._tiling import VECTOR_THREADS, VECTOR_TILE
 
 from .emulator import SOURCE
 
+pytestmark = pytest.mark.programs
+
 NVCC = shutil.which("nvcc")
 STATIC_SHARED_LIMIT_BYTES = 48 << 10
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores")

@@ -18,6 +18,8 @@ from dask_p2p.cli import bench as command
 from dask_p2p.cli._options import ClusterSpec
 from dask_p2p.measure import Case
 
+pytestmark = pytest.mark.programs
+
 CASE = Case((8, 6), ((2,) * 4, (6,)), (1, 0), np.dtype("f4"))
 
 

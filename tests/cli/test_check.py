@@ -9,6 +9,8 @@ from dask_p2p.cli import p2p
 from dask_p2p.registration import workers_of
 from tests.test_diagnosis import GOOD, LINK
 
+pytestmark = pytest.mark.programs
+
 
 @pytest.fixture
 def run():

@@ -12,6 +12,8 @@ from dask_p2p import measure
 from dask_p2p.cli import _measuring, _options, p2p
 from dask_p2p.cli._options import ClusterSpec
 
+pytestmark = pytest.mark.programs
+
 GIB = 2**30
 
 

@@ -19,6 +19,8 @@ from skimage import data
 from dask_p2p.cli import _options, p2p
 from dask_p2p.cli import transpose as command
 
+pytestmark = pytest.mark.programs
+
 
 @pytest.fixture
 def image(tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ from packaging.utils import canonicalize_name
 
 from tests.deploy.support import BIN, DEPLOY, ROOT, environment, free_ports, look, running
 
+pytestmark = pytest.mark.programs
+
 DOCKER = DEPLOY / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 FILES = ["compose.yaml", "compose.gpu.yaml"]

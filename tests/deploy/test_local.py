@@ -12,6 +12,8 @@ import pytest
 
 from tests.deploy.support import BIN, DEPLOY, free_ports, look, output_of, running
 
+pytestmark = pytest.mark.programs
+
 LOCAL = DEPLOY / "local"
 UNITS = sorted(LOCAL.glob("*.service"))
 

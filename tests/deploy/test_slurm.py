@@ -12,6 +12,8 @@ import pytest
 
 from tests.deploy.support import BIN, DEPLOY, environment, output_of
 
+pytestmark = pytest.mark.programs
+
 SLURM = DEPLOY / "slurm"
 FAKES = Path(__file__).parent / "slurm"
 SCRIPTS = [*sorted(DEPLOY.glob("*/*.sh")), DEPLOY.parent / ".ci" / "package"]

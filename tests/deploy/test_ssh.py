@@ -15,6 +15,8 @@ from tests.deploy.support import DEPLOY, free_ports, output_of, running
 from tests.support import import_path
 from tests.transports.loopback import wait_until
 
+pytestmark = pytest.mark.programs
+
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
 

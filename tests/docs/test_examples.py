@@ -27,6 +27,8 @@ from tests.docs.pages import (
     cells_of,
 )
 
+pytestmark = pytest.mark.programs
+
 BLOCKS = {page: blocks_of(page) for page in (README, *PAGES)}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -33,6 +33,7 @@ MBIT = 100
 DELAY_S = 0.05
 
 pytestmark = [
+    pytest.mark.programs,
     pytest.mark.cluster,
     pytest.mark.skipif(obstacle() is not None, reason=f"no hosts can be made: {obstacle()}"),
 ]

@@ -15,7 +15,10 @@ import dask_p2p
 from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
 from tests.support import import_path, persisted
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
 
 IN_RUNS = """
     const data = Bokeh.documents[0].get_model_by_name("p2p-runs").data;

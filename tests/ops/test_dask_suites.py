@@ -19,6 +19,8 @@ import pytest
 from tests.ops.dask_suites import DASK, DISTRIBUTED, DISTRIBUTED_SOURCE
 from tests.support import import_path
 
+pytestmark = pytest.mark.programs
+
 
 def passed_and_failed(folder, *arguments, source=None):
     """Numbers of tests that passed, and that failed as they were expected to."""
