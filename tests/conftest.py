@@ -51,7 +51,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts a cluster, or programs; skip what is slow, or needs more GPUs than there are.
+    """Mark what starts a cluster, or programs; skip what is slow, or needs GPUs that are not there.
 
     Files that take long go first: no process is left alone with one at the end. A test with a
     cluster takes about as long as ten others.

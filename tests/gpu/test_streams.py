@@ -368,12 +368,14 @@ def test_a_worker_leaves_as_soon_as_a_task_has_broken_its_gpu():
     from distributed import Client
 
     with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
-        warm(client)  # or probing might find the broken GPU before the task has told of it
+        warm(client)
         (victim, pid) = min(client.run(os.getpid).items())
         future = client.submit(fail_on_broken_device, workers=[victim], pure=False)
-        with pytest.raises(Exception, match="illegal memory access"):
-            future.result(timeout=BOUND_S)
         wait_until(lambda: pid not in client.run(os.getpid).values(), BOUND_S)
+        # The task has told of it, unless another thread of its worker found out before it did.
+        if future.status != "pending":
+            with pytest.raises(Exception, match="illegal memory access"):
+                future.result(timeout=BOUND_S)
 
 
 def on_device(block, block_info):
