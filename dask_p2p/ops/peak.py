@@ -96,12 +96,12 @@ def estimate(
     """
     order, after = transposed(x, axes, chunks)
     options = checked_options()
-    plans = [plan for plan, _ in planned(x.chunks, order, after, options)]
-    threads = 1
-    if workers is None:
-        workers, threads = cluster_size() or (max(map(len, x.chunks), default=1), 1)
+    cluster = cluster_size() if workers is None else (workers, 1)
+    workers, threads = cluster or (max(map(len, x.chunks), default=1), 1)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise InputError(f"expected a number of workers, at least 1, got workers={workers!r}.")
+    in_all = workers * threads if cluster else None
+    plans = [plan for plan, _ in planned(x.chunks, order, after, options, lambda: in_all)]
     kind = backend_for(x._meta).name
     item_bytes = x.dtype.itemsize
     input_bytes, _ = _even_share(x.chunks, workers, item_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -104,18 +104,23 @@ def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskAr
     return x
 
 
+def cluster_threads() -> int | None:
+    """Return how many threads the workers of the current client have; None without one."""
+    size = cluster_size()
+    return None if size is None else prod(size)
+
+
 def planned(
-    before: Chunks, axes: tuple[int, ...], after: Chunks, options: Options
+    before: Chunks,
+    axes: tuple[int, ...],
+    after: Chunks,
+    options: Options,
+    threads: Callable[[], int | None] = cluster_threads,
 ) -> list[tuple[GridPlan, Chunks]]:
     """Return the plans by which an array is cut anew, one after the other.
 
     With each come the chunks that are cut from its blocks, which are larger if there are very many.
     """
-
-    def threads() -> int | None:
-        size = cluster_size()
-        return None if size is None else prod(size)
-
     direct = redistribution(before, axes, after)
     groups = grouped(direct, options.groups, threads)
     between = grid_between(direct, options.passes, groups)

@@ -45,6 +45,16 @@ def test_blocks_that_are_not_even():
     assert found.output_bytes == 60 * 10 * 8
 
 
+@pytest.mark.parametrize(("workers", "rows"), [(4, 13), (16, 4), (None, 1)])
+def test_groups_of_blocks_are_those_of_so_many_workers(workers, rows):
+    """Two for each of them; without a cluster nobody knows yet, and 64 would gain too little."""
+    x = da.ones((1600, 1600), chunks=(16, 1600))
+    found = dask_p2p.estimate(x, chunks=(16, 1600), workers=workers)
+    groups = -(-100 // rows)
+    each = -(-groups // (workers or 100))
+    assert found.output_bytes == each * rows * 16 * 1600 * 8
+
+
 def test_the_options_that_count():
     x = da.ones((8192, 8192), chunks=(2048, 8192))
     with dask.config.set({"p2p.memory.staging-limit": "10 MiB"}):
