@@ -87,18 +87,14 @@ def looking(client: Any) -> Iterator[None]:
 
 def run_once(client: Any, x: Any) -> float:
     """Transpose once; return the seconds until all blocks are there."""
-    from distributed import wait
-
     import dask_p2p
+    from dask_p2p.measure import wait_for_blocks
 
     start_s = time.perf_counter()
     y = client.persist(dask_p2p.transpose(x))
-    made = wait(y).done
+    wait_for_blocks(y)
     stop_s, name = time.perf_counter(), y.name
-    for future in made:
-        if future.status != "finished":  # `wait` is content with failed ones
-            future.result()
-    del y, made, future  # or the next run would find its blocks
+    del y  # or the next run would find its blocks
     while client.run_on_scheduler(is_there, name):
         time.sleep(SETTLE_S)
     return stop_s - start_s

@@ -33,6 +33,7 @@ __all__ = [
     "no_op",
     "p2p_with",
     "place_blocks",
+    "wait_for_blocks",
 ]
 
 #: What was measured of one way with one array; benchmarks/README.md says what the fields mean.
@@ -110,7 +111,7 @@ def place_blocks(client: Any, make: Callable[[], Any]) -> Any:
     with dask.annotate(workers=place, allow_other_workers=True):
         x = make()
     x = client.persist(x, optimize_graph=False)  # optimizing forgets where blocks should be
-    _wait_for(x)
+    wait_for_blocks(x)
     return x
 
 
@@ -253,11 +254,11 @@ def _run_once(
     kept = _made_one_by_one(client, y) if way.one_by_one else None
     if kept is None:
         y = client.persist(y)
-        _wait_for(y)
+        wait_for_blocks(y)
     stop_s, until_s = time.perf_counter(), time.time()
     if kept is not None:  # persisting only gives `y` what was made
         y = client.persist(y)
-        _wait_for(y)
+        wait_for_blocks(y)
         del kept
     if "first_s" not in row:
         row |= {"one_by_one": way.one_by_one, "first_s": stop_s - start_s}
@@ -311,12 +312,12 @@ def _made_one_by_one(client: Any, y: DaskArray) -> list[Any]:
     futures = []
     for key in flatten(y.__dask_keys__()):
         future = client.get(y.dask, key, sync=False)
-        _wait_for(future)
+        wait_for_blocks(future)
         futures.append(future)
     return futures
 
 
-def _wait_for(blocks: Any) -> None:
+def wait_for_blocks(blocks: Any) -> None:
     """Wait until all blocks are there; `distributed.wait` alone is content with failed ones."""
     from distributed import wait
 
