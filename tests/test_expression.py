@@ -9,7 +9,6 @@ import pytest
 pytestmark = pytest.mark.programs
 
 
-@pytest.mark.cluster
 def test_results_are_expressions_where_dask_plans_queries():
     """Dask decides when `dask.array` is imported; no option changes it later."""
     env = {**os.environ, "DASK_ARRAY__QUERY_PLANNING": "True"}

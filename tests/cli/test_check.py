@@ -17,7 +17,6 @@ def run():
     return lambda *args: CliRunner().invoke(p2p, ["check", *args])
 
 
-@pytest.mark.cluster
 def test_a_cluster_that_it_starts(run):
     result = run("--workers", "2", "--cpu")
     assert result.exit_code == 0, result.output
@@ -36,7 +35,6 @@ def test_a_cluster_that_is_there(run, cluster, client):
         assert worker in result.output
 
 
-@pytest.mark.cluster
 def test_one_worker_makes_no_pair(run):
     result = run("--workers", "1", "--cpu")
     assert result.exit_code == 0, result.output

@@ -129,7 +129,6 @@ def test_dtypes_that_gpus_lack(monkeypatch, dtype):
     assert "CuPy has no dtype" in result.stderr
 
 
-@pytest.mark.cluster
 def test_the_program_starts_a_cluster_of_its_own():
     done = subprocess.run(
         [sys.executable, "-m", "dask", "p2p", "demo", "--cpu", "--size", "64", "--workers", "1"],

@@ -209,7 +209,6 @@ def test_the_group_wants_commands(monkeypatch):
 PROGRAM = [sys.executable, "-m", "dask", "p2p", "transpose"]
 
 
-@pytest.mark.cluster
 def test_the_program_starts_a_cluster_of_its_own(image):
     done = subprocess.run(
         [*PROGRAM, "in.npy", "out.npy", "--axes", "2,0,1", "--workers", "2"],
@@ -221,7 +220,6 @@ def test_the_program_starts_a_cluster_of_its_own(image):
     np.testing.assert_array_equal(np.load("out.npy"), image.transpose(2, 0, 1))
 
 
-@pytest.mark.cluster
 @pytest.mark.usefixtures("image")
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_the_program_leaves_nothing_when_it_is_stopped(how):
@@ -250,7 +248,6 @@ def test_the_program_leaves_nothing_when_it_is_stopped(how):
     assert os.listdir() == ["in.npy"]
 
 
-@pytest.mark.cluster
 def test_the_program_tells_a_workers_trouble_in_one_line(image):
     # A limit that the file itself stays under, but not the space that would be reserved.
     limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *PROGRAM]

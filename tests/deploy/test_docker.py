@@ -98,7 +98,6 @@ def test_locks_have_all_that_is_needed(lock, extras):
     assert len(re.findall(r"--hash=sha256:", text)) >= len(locked)
 
 
-@pytest.mark.cluster
 def test_the_commands_make_a_healthy_cluster(tmp_path):
     port, dashboard = free_ports(2)
     services = compose()["services"]

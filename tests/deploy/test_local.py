@@ -36,12 +36,10 @@ def settings(**changed):
     return dict(line.split("=") for line in lines if line and line[0] != "#") | changed
 
 
-@pytest.mark.cluster
 def test_the_script_runs():
     assert "every element is right: True" in output_of(sys.executable, LOCAL / "cpu.py")
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize("config", ["p2p-cluster.yaml", pytest.param(None, marks=pytest.mark.slow)])
 def test_the_units_make_a_cluster_and_the_configuration_puts_the_plugin_on_it(tmp_path, config):
     port, dashboard = map(str, free_ports(2))

@@ -47,7 +47,6 @@ def slurm(tmp_path):
 
 
 @pytest.mark.slow  # two nodes on one machine take it a while; jobs of one node are below
-@pytest.mark.cluster
 def test_a_job_of_two_nodes(tmp_path, slurm):
     shutil.copy(SLURM / "transpose.py", tmp_path)
     header = {
@@ -67,7 +66,6 @@ def test_a_job_of_two_nodes(tmp_path, slurm):
     assert not list((tmp_path / "jobs").iterdir()), "a step goes on after the job"
 
 
-@pytest.mark.cluster
 def test_jobs_that_come_and_go_with_a_cluster(tmp_path, slurm):
     program = (SLURM / "cluster.py").read_text()
     fewer = program.replace("WORKERS_PER_NODE = 8", "WORKERS_PER_NODE = 1")

@@ -48,7 +48,6 @@ def server(folder, port):
         yield home
 
 
-@pytest.mark.cluster
 @pytest.mark.skipif(SSHD is None, reason="there is no sshd: apt-get install openssh-server")
 def test_a_cluster_on_hosts_that_ssh_reaches(tmp_path):
     (port,) = free_ports(1)

@@ -110,7 +110,6 @@ def test_the_code_of_a_page_runs(page, client):
             run(block, names)
 
 
-@pytest.mark.cluster
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
 def test_the_code_of_a_notebook_runs(notebook, monkeypatch):

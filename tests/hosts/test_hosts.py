@@ -34,7 +34,6 @@ DELAY_S = 0.05
 
 pytestmark = [
     pytest.mark.programs,
-    pytest.mark.cluster,
     pytest.mark.skipif(obstacle() is not None, reason=f"no hosts can be made: {obstacle()}"),
 ]
 

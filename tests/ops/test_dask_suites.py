@@ -43,7 +43,6 @@ def test_those_of_dask(tmp_path):
     assert failed == len(DASK)
 
 
-@pytest.mark.cluster
 @pytest.mark.skipif(DISTRIBUTED_SOURCE is None, reason="needs DISTRIBUTED_SOURCE, a checkout")
 def test_those_of_distributed(tmp_path):
     source = os.path.abspath(DISTRIBUTED_SOURCE)
