@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from asyncio import AbstractEventLoop
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
-from distributed import Worker
+from distributed import Status, Worker
 
 from dask_p2p.backends import backend_named
 from dask_p2p.backends.device import device_work
@@ -46,7 +47,9 @@ _SERVING_THREADS = 2  # that pack regions for other workers
 _LOOKS = 10  # for a block that is being spilled, or brought back
 _KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them was read
 _ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
-_LEAVE_S = 1.0  # from the loss of its GPU until a worker's process ends
+_POLL_S = 0.01
+_TELL_S = 1.0  # that tasks have to tell of the GPU that they lost
+_LEAVE_S = 1.0  # from then on until a worker's process ends
 
 
 class DaskWorkerContext(AttemptLog):
@@ -249,9 +252,25 @@ def _with_device(function: Callable[..., _T], *args: Any) -> _T:
         return function(*args)
 
 
+async def _until_told(worker: Worker) -> None:
+    """Wait, not long, until one of the tasks that run here has failed: it says what was wrong.
+
+    Whatever else runs is done anew elsewhere, and must not fail with the GPU as well.
+    """
+    worker.status = Status.closing_gracefully  # no other task begins
+    running = set(worker.state.executing)
+    deadline_s = time.monotonic() + _TELL_S
+    while running and time.monotonic() < deadline_s:
+        await asyncio.sleep(_POLL_S)
+        if any(task.state == "error" for task in running):
+            break
+        running &= worker.state.executing
+
+
 async def _end_process(worker: Worker) -> None:
     """Close a worker, and end its process soon: closing often hangs or fails with a lost GPU."""
     try:
+        await _until_told(worker)
         closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")
         await asyncio.wait_for(closing, _LEAVE_S)
     finally:

@@ -1,0 +1,84 @@
+"""Workers whose GPU is lost while tasks run, as far as that can be told without a GPU."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from distributed import get_worker, wait
+
+from dask_p2p.errors import DeviceLostError
+from dask_p2p.task import PLUGIN_NAME
+from tests.faults.support import BOUND_S, addresses, cluster_of
+from tests.transports.loopback import wait_until
+
+
+def lose_device(dask_worker):
+    """Find the GPU lost, as a thread does that serves other workers."""
+    host = dask_worker.plugins[PLUGIN_NAME].context
+    assert host.on_device_lost(DeviceLostError("the GPU of this process works no more"))
+
+
+def break_device(others=()):
+    while any(not os.path.exists(path) for path in others):  # until these run, too
+        time.sleep(0.01)
+    lose_device(get_worker())
+    time.sleep(0.2)  # its own error comes later
+    raise RuntimeError("illegal memory access")
+
+
+def outlast_device(path):
+    """Run for long where it runs first, and give the process' number where it runs again."""
+    if not os.path.exists(path):
+        with open(path, "x"):
+            time.sleep(BOUND_S)
+    return os.getpid()
+
+
+def note_and_return(path):
+    with open(path, "x"):
+        return os.getpid()
+
+
+def pid_of(client, worker):
+    return client.run(os.getpid, workers=[worker])[worker]
+
+
+def test_the_task_that_broke_it_tells():
+    with cluster_of(2, {"distributed.scheduler.allowed-failures": 0}) as client:
+        victim = addresses(client)[0]
+        pid = pid_of(client, victim)
+        broken = client.submit(break_device, workers=[victim], pure=False)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            broken.result(timeout=BOUND_S)
+        wait_until(lambda: pid not in client.run(os.getpid).values(), BOUND_S)
+
+
+def test_tasks_beside_it_run_again(tmp_path):
+    """They do not wait until these have ended, nor fail with the one that broke it."""
+    path = str(tmp_path / "began")
+    with cluster_of(2, threads_per_worker=2) as client:
+        victim = addresses(client)[0]
+        pid = pid_of(client, victim)
+        here = {"workers": [victim], "allow_other_workers": True, "pure": False}
+        beside = client.submit(outlast_device, path, **here)
+        broken = client.submit(break_device, [path], **here)
+        began_s = time.monotonic()
+        assert beside.result(timeout=BOUND_S) != pid
+        assert time.monotonic() - began_s < BOUND_S / 2
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            broken.result(timeout=BOUND_S)
+
+
+def test_nothing_begins_on_it(tmp_path):
+    path = str(tmp_path / "began")
+    with cluster_of(1) as client:
+        (victim,) = addresses(client)
+        pid = pid_of(client, victim)
+        first = client.submit(outlast_device, str(tmp_path / "first"), pure=False)
+        wait_until(lambda: (tmp_path / "first").exists(), BOUND_S)
+        queued = client.submit(note_and_return, path, pure=False)
+        client.run(lose_device, workers=[victim])
+        wait([first, queued], timeout=BOUND_S)
+        assert pid not in (first.result(), queued.result())
