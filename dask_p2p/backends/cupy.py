@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends.base import Backend
-from dask_p2p.backends.device import is_shareable, private_stream
+from dask_p2p.backends.device import private_stream
 from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.driver import is_shareable
 from dask_p2p.environment import link_gbs, on_gpu
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike

@@ -1,4 +1,4 @@
-"""What the package asks of a GPU besides kernels: which one, what to wait for, does it still work.
+"""What the package asks of a GPU besides kernels: what to wait for, and does it still work.
 
 Users' tasks may write a block on any stream of any library, and may capture CUDA graphs while other
 threads of the worker serve peers. So these rules hold for all of this package's code:
@@ -20,27 +20,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
-from uuid import UUID
 from weakref import ref
 
+from dask_p2p.backends.driver import driver
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.types import Array
 
 __all__ = [
-    "allocation",
     "current_device",
     "device_work",
-    "is_managed",
-    "is_shareable",
     "mark_written",
     "order_after_null_stream",
     "private_stream",
     "raise_if_lost",
     "relax_capture",
-    "uuid",
     "wait_for_all_streams",
     "wait_for_null_stream",
     "wait_until_written",
@@ -69,78 +65,6 @@ def current_device() -> int | None:
         return int(cupy.cuda.runtime.getDevice())
     except cupy.cuda.runtime.CUDARuntimeError:
         return None
-
-
-@cache
-def uuid(device: int) -> bytes:
-    """Return the UUID of a GPU, 16 bytes; no bytes if it cannot be found out.
-
-    CuPy's own is cut at its first zero byte, which one UUID in sixteen has.
-    """
-    with suppress(Exception):  # not installed, or one of the many errors of a driver
-        from cuda.bindings import driver
-
-        error, number = driver.cuDeviceGet(device)
-        if error == driver.CUresult.CUDA_SUCCESS:
-            error, result = driver.cuDeviceGetUuid(number)
-            if error == driver.CUresult.CUDA_SUCCESS:
-                return bytes(result.bytes)
-    with suppress(Exception):
-        import cupy
-        import pynvml
-
-        pynvml.nvmlInit()
-        bus_id = cupy.cuda.runtime.deviceGetPCIBusId(device)
-        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id)
-        return UUID(str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")).bytes
-    return b""
-
-
-def is_shareable(address: int) -> bool:
-    """Return whether CUDA IPC can share memory with other processes, as far as is known.
-
-    It cannot if the memory is managed, or of `cudaMallocAsync`.
-    """
-    with suppress(TransferError):
-        return bool(_attribute(_driver(), "IS_LEGACY_CUDA_IPC_CAPABLE", address))
-    return True
-
-
-def is_managed(address: int) -> bool:
-    """Return whether memory is managed: its pages are where they were touched last."""
-    with suppress(TransferError):
-        return bool(_attribute(_driver(), "IS_MANAGED", address))
-    return False
-
-
-def allocation(address: int) -> tuple[int, int, int]:
-    """Return the address, the size in bytes and the id of the allocation that memory belongs to.
-
-    The id is unique in this process.
-
-    Raises
-    ------
-    ImportError
-        Without cuda-bindings.
-    TransferError
-        If the driver does not tell.
-    """
-    from cuda.bindings import driver
-
-    names = ("RANGE_START_ADDR", "RANGE_SIZE", "BUFFER_ID")
-    base, size_bytes, buffer_id = (int(_attribute(driver, name, address)) for name in names)
-    return base, size_bytes, buffer_id
-
-
-def _attribute(driver: Any, name: str, address: int) -> Any:
-    """Return what the driver knows of memory; `TransferError` if it does not tell."""
-    if driver is None:
-        raise TransferError(f"cuda-bindings is needed for {name}; install dask-p2p[cuda13]")
-    attribute = getattr(driver.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
-    error, value = driver.cuPointerGetAttribute(attribute, address)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise TransferError(f"the CUDA driver does not report {attribute.name}: {error.name}")
-    return value
 
 
 # --- streams ---
@@ -311,26 +235,14 @@ def relax_capture() -> Any:
 
     Return what was set before.
     """
-    if "cupy" not in sys.modules or _driver() is None:
+    if "cupy" not in sys.modules or driver() is None:
         return None
-    return _exchange_capture_mode(_driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    return _exchange_capture_mode(driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
 
 def _exchange_capture_mode(mode: Any) -> Any:
-    error, before = _driver().cuThreadExchangeStreamCaptureMode(mode)
-    return before if error == _driver().CUresult.CUDA_SUCCESS else None
-
-
-@cache
-def _driver() -> Any:
-    """Return cuda-bindings' driver API; None if it or the driver is not installed."""
-    try:
-        from cuda.bindings import driver
-
-        driver.cuDriverGetVersion()
-    except Exception:  # one class for each thing that can be missing
-        return None
-    return driver
+    error, before = driver().cuThreadExchangeStreamCaptureMode(mode)
+    return before if error == driver().CUresult.CUDA_SUCCESS else None
 
 
 def raise_if_lost() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from dask_p2p.backends import device as device_module
 from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue, Timer
+from dask_p2p.backends.driver import is_managed
 from dask_p2p.backends.pitch import Pitch, engine_pitch
 from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
 from dask_p2p.backends.timing import StreamTimings
@@ -96,7 +97,7 @@ class DeviceQueue:
                 if not self._kept_slots.clear():
                     raise
                 array = self._backend.empty(shape, dtype)
-            if array.nbytes and device_module.is_managed(array.data.ptr):
+            if array.nbytes and is_managed(array.data.ptr):
                 # All its pages at once; kernels would create them one by one.
                 self._cupy.cuda.runtime.memPrefetchAsync(
                     array.data.ptr, array.nbytes, self._device, stream.ptr
@@ -193,7 +194,7 @@ class DeviceQueue:
     def pack(self, dst: Array, src: Array) -> Callable[[], None]:
         # By a copy engine too: beside UCX's copies it takes less from them than a kernel does.
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
-        if pitch is not None and device_module.is_managed(src.data.ptr):
+        if pitch is not None and is_managed(src.data.ptr):
             pitch = None  # such memory they bring through the host
         if pitch is None:
             self.permute(dst, src, range(src.ndim))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
-from dask_p2p.backends.device import allocation, is_shareable, uuid
+from dask_p2p.backends.driver import allocation, is_shareable, uuid
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.types import Array, DType
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.backends import device
+from dask_p2p.backends import device, driver
 from dask_p2p.errors import P2PWarning
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.registration import workers_of
@@ -123,7 +123,7 @@ def test_where_memory_cannot_be_shared_another_way_is_taken(trouble):
 
 
 def uuid(dask_worker):
-    return device.uuid(device.current_device()).hex()
+    return driver.uuid(device.current_device()).hex()
 
 
 def devices(dask_worker):

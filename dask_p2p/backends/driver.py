@@ -1,0 +1,99 @@
+"""What CUDA's driver tells of GPUs and of memory.
+
+Nothing of CUDA is imported before a function is called.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+from typing import Any
+from uuid import UUID
+
+from dask_p2p.errors import TransferError
+
+__all__ = ["allocation", "driver", "is_managed", "is_shareable", "uuid"]
+
+
+@cache
+def driver() -> Any:
+    """Return cuda-bindings' driver API; None if it or the driver is not installed."""
+    try:
+        from cuda.bindings import driver as api
+
+        api.cuDriverGetVersion()
+    except Exception:  # one class for each thing that can be missing
+        return None
+    return api
+
+
+@cache
+def uuid(device: int) -> bytes:
+    """Return the UUID of a GPU, 16 bytes; no bytes if it cannot be found out.
+
+    CuPy's own is cut at its first zero byte, which one UUID in sixteen has.
+    """
+    with suppress(Exception):  # not installed, or one of the many errors of a driver
+        from cuda.bindings import driver as api
+
+        error, number = api.cuDeviceGet(device)
+        if error == api.CUresult.CUDA_SUCCESS:
+            error, result = api.cuDeviceGetUuid(number)
+            if error == api.CUresult.CUDA_SUCCESS:
+                return bytes(result.bytes)
+    with suppress(Exception):
+        import cupy
+        import pynvml
+
+        pynvml.nvmlInit()
+        bus_id = cupy.cuda.runtime.deviceGetPCIBusId(device)
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id)
+        return UUID(str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")).bytes
+    return b""
+
+
+def is_shareable(address: int) -> bool:
+    """Return whether CUDA IPC can share memory with other processes, as far as is known.
+
+    It cannot if the memory is managed, or of `cudaMallocAsync`.
+    """
+    with suppress(TransferError):
+        return bool(_attribute(driver(), "IS_LEGACY_CUDA_IPC_CAPABLE", address))
+    return True
+
+
+def is_managed(address: int) -> bool:
+    """Return whether memory is managed: its pages are where they were touched last."""
+    with suppress(TransferError):
+        return bool(_attribute(driver(), "IS_MANAGED", address))
+    return False
+
+
+def allocation(address: int) -> tuple[int, int, int]:
+    """Return the address, the size in bytes and the id of the allocation that memory belongs to.
+
+    The id is unique in this process.
+
+    Raises
+    ------
+    ImportError
+        Without cuda-bindings.
+    TransferError
+        If the driver does not tell.
+    """
+    from cuda.bindings import driver as api
+
+    names = ("RANGE_START_ADDR", "RANGE_SIZE", "BUFFER_ID")
+    base, size_bytes, buffer_id = (int(_attribute(api, name, address)) for name in names)
+    return base, size_bytes, buffer_id
+
+
+def _attribute(api: Any, name: str, address: int) -> Any:
+    """Return what the driver knows of memory; `TransferError` if it does not tell."""
+    if api is None:
+        raise TransferError(f"cuda-bindings is needed for {name}; install dask-p2p[cuda13]")
+    attribute = getattr(api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+    error, value = api.cuPointerGetAttribute(attribute, address)
+    if error != api.CUresult.CUDA_SUCCESS:
+        raise TransferError(f"the CUDA driver does not report {attribute.name}: {error.name}")
+    return value
