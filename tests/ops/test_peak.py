@@ -16,19 +16,19 @@ MIB = 2**20
     ("shape", "chunks", "workers", "expected"),
     [
         # 128 MiB on each worker; parts of 16 MiB, of which a reader has three, if comm is needed;
-        # one of 2 MiB that cma reads beside them; cma keeps two buffers of that size.
-        ((8192, 8192), (2048, 8192), 4, (128, 128, 50 + 4, 128)),
-        ((8192, 8192), (2048, 8192), 2, (256, 256, 50 + 4, 48)),
-        ((8192, 8192), (2048, 8192), 3, (256, 256, 50 + 4, 96)),  # four blocks on three workers
+        # one of 1 MiB that cma reads beside them; cma keeps two buffers of that size.
+        ((8192, 8192), (2048, 8192), 4, (128, 128, 49 + 2, 128)),
+        ((8192, 8192), (2048, 8192), 2, (256, 256, 49 + 2, 48)),
+        ((8192, 8192), (2048, 8192), 3, (256, 256, 49 + 2, 96)),  # four blocks on three workers
         ((8192, 8192), (2048, 8192), 1, (512, 512, 0, 0)),
         (
             (8192, 8192),
             (2048, 8192),
             None,
-            (128, 128, 50 + 4, 128),
+            (128, 128, 49 + 2, 128),
         ),  # as many as there are slabs
         # Regions are smaller than parts: all may be on their way at a time.
-        ((1024, 1024), (256, 1024), 4, (2, 2, 2.5 + 4, 2)),
+        ((1024, 1024), (256, 1024), 4, (2, 2, 2.5 + 2, 2)),
     ],
 )
 def test_what_is_added_up(shape, chunks, workers, expected):
@@ -59,8 +59,8 @@ def test_the_options_that_count():
     x = da.ones((8192, 8192), chunks=(2048, 8192))
     with dask.config.set({"p2p.memory.staging-limit": "10 MiB"}):
         found = dask_p2p.estimate(x, workers=4)
-    assert found.staging_bytes <= (10 + 4) * MIB
-    assert found.staging_bytes > (9 + 4) * MIB
+    assert found.staging_bytes <= (10 + 2) * MIB
+    assert found.staging_bytes > (9 + 2) * MIB
     assert found.packed_bytes == 10 * MIB
     with dask.config.set({"p2p.transports.order": ["ucx"]}):
         with_ucx = dask_p2p.estimate(x, workers=4)
