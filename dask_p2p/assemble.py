@@ -32,7 +32,6 @@ from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.layout import Box, Index, box_size, box_slices
 from dask_p2p.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.monitoring.ranges import Ranges
-from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.plans import BlockPlan, Piece, Source
 from dask_p2p.reads import Incoming, OpenRead, RemoteSource
 from dask_p2p.sources import RemoteSources
@@ -78,6 +77,11 @@ class Assembly:
         The worker's; needed where there are references.
     start_s
         When the task started, by the performance counter; by default now.
+
+    Attributes
+    ----------
+    sources : RemoteSources
+        What is read from others, and how that goes.
     """
 
     def __init__(
@@ -96,40 +100,15 @@ class Assembly:
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
         self._local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
         start_s = perf_counter() if start_s is None else start_s
-        self._sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
+        self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
         self._kernels = Timer()  # of stage 0
         self._local_queued = False
         self._out: Any = None
 
     @property
-    def stages(self) -> list[Stage]:
-        """What came from where."""
-        return self._sources.stages
-
-    @property
-    def stages_so_far(self) -> tuple[Stage, ...]:
-        """What has come from where by now. Any thread may ask."""
-        return self._sources.so_far()
-
-    @property
-    def fallbacks(self) -> tuple[Fallback, ...]:
-        """Better transports than those that were used, which had failed."""
-        return self._sources.fallbacks
-
-    @property
-    def wanted_bytes(self) -> int:
-        """Bytes that are to come from others, in all. Any thread may ask."""
-        return self._sources.wanted_bytes
-
-    @property
     def kernel_s(self) -> float:
         """Seconds of kernels for what this worker holds itself."""
         return self._kernels.seconds
-
-    @property
-    def wasted_bytes(self) -> int:
-        """What came, and had to be read again."""
-        return self._sources.wasted_bytes
 
     def key(self, slot: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -181,14 +160,14 @@ class Assembly:
             if self._in_sync:
                 self._queue_local(queue)
                 queue.synchronize()
-            pending = self._sources.in_stage_order(
+            pending = self.sources.in_stage_order(
                 self._remote, queue.kind, has_local=bool(self._local)
             )
             while True:
                 self._read_remote(pending, queue)
                 self._queue_local(queue)
                 queue.synchronize()
-                pending = self._sources.unconfirmed()
+                pending = self.sources.unconfirmed()
                 if not pending:
                     break
         finally:
@@ -198,7 +177,11 @@ class Assembly:
     def _target(self, queue: Queue) -> Any:
         """Return the output. It is allocated late, while the first parts are on their way."""
         if self._out is None:
-            self._out = queue.empty(self.plan.shape, self.output.dtype)
+            shape, dtype = self.plan.shape, self.output.dtype
+            if self.context is None:
+                self._out = queue.empty(shape, dtype)
+            else:
+                self._out = self.context.empty_output(shape, dtype, queue)
         return self._out
 
     def _need(self, kind: Kind) -> Need:
@@ -222,7 +205,7 @@ class Assembly:
         try:
             queue.synchronize()
         finally:
-            self._sources.close()
+            self.sources.close()
 
     def _queue_local(self, queue: Queue) -> None:
         """Queue stage 0, once: in async mode when the first regions are on their way."""
@@ -244,7 +227,7 @@ class Assembly:
         """Read remote blocks, each by the best route that works."""
         while pending:
             self._read_once(pending, queue)
-            pending = self._sources.failed(pending)
+            pending = self.sources.failed(pending)
 
     def _read_once(self, pending: list[RemoteSource], queue: Queue) -> None:
         """Try one route for each source. What fails is read again whole.
@@ -266,7 +249,7 @@ class Assembly:
 
         Yields True when a region is in place.
         """
-        sources = self._sources
+        sources = self.sources
         ahead: deque[Incoming] = deque()
         for _, group in groupby(pending, key=lambda source: source.route):
             together = list(group)
@@ -338,9 +321,9 @@ class Assembly:
             self._queue_local(queue)  # while the first part is on its way
             try:
                 with self.ranges("wait", source.route):
-                    region = self._sources.wait_for(incoming)
+                    region = self.sources.wait_for(incoming)
             except TransferError as exc:
-                self._sources.fail(incoming, exc)
+                self.sources.fail(incoming, exc)
                 return
             out = self._target(queue)[place]
             with self.ranges("place", source.route), queue.timing(incoming.read.kernels):

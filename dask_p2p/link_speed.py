@@ -157,7 +157,7 @@ def _bring_probe(
     output = OutputSpec((name,), np.dtype("u1"), kind, options)
     assembly = Assembly(plan, output, [BlockRef(key, (holder,))], context)
     block = assembly.run()
-    return block, assembly.stages[-1].transport
+    return block, assembly.sources.stages[-1].transport
 
 
 def clear_probes(dask_worker: Any) -> None:

@@ -227,18 +227,18 @@ def _ended(
         start_s,
         plan,
         assembly,
-        stages=tuple(assembly.stages),
+        stages=tuple(assembly.sources.stages),
         shape=tuple(getattr(block, "shape", ())),
         dtype=_name_of(getattr(block, "dtype", "")),
         nbytes=int(getattr(block, "nbytes", 0)),
-        fallbacks=assembly.fallbacks,
+        fallbacks=assembly.sources.fallbacks,
         error=error[:REASON_CHARS],
     )
 
 
 def _under_way(key: Key, start_s: float, plan: Plan, assembly: Assembly) -> Record:
     """Tell of an attempt that has not ended; any thread may ask."""
-    stages, wanted_bytes = assembly.stages_so_far, assembly.wanted_bytes
+    stages, wanted_bytes = assembly.sources.so_far(), assembly.sources.wanted_bytes
     return _record(key, start_s, plan, assembly, stages=stages, wanted_bytes=wanted_bytes)
 
 
@@ -254,7 +254,7 @@ def _record(key: Key, start_s: float, plan: Plan, assembly: Assembly, **others: 
         array_shape=tuple(map(sum, chunks)),
         blocks=tuple(map(len, chunks)),
         axes=assembly.plan.axes,
-        wasted_bytes=assembly.wasted_bytes,
+        wasted_bytes=assembly.sources.wasted_bytes,
         kernel_s=assembly.kernel_s,
         **others,
     )

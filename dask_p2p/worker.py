@@ -135,7 +135,8 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         packed = {id(transport.packed): transport.packed for transport in transports}
         staging_bytes = {
             "packed": sum(budget.reserved_bytes for budget in packed.values()),
-            "kept": sum(transport.kept_bytes for transport in transports),
+            "kept": sum(transport.kept_bytes for transport in transports)
+            + self._context.outputs.idle_bytes,
         }
         gauges: Values = {
             "leased_bytes": {"": self.leased_bytes},

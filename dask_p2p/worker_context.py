@@ -11,7 +11,7 @@ import os
 import time
 from asyncio import AbstractEventLoop
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -20,18 +20,20 @@ import numpy as np
 from distributed import Status, Worker
 
 from dask_p2p.backends import backend_named
+from dask_p2p.backends.base import Queue
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, Obstacle, P2PWarning
 from dask_p2p.monitoring.counters import Counters
 from dask_p2p.monitoring.fine import meter, note_transfer
 from dask_p2p.monitoring.records import Record, RecordLog, packed
+from dask_p2p.outputs import OutputMemory
 from dask_p2p.retry import AttemptLog
 from dask_p2p.spilling import find_in_memory, is_spilled, read_spilled
 from dask_p2p.task import warn_client
 from dask_p2p.transports.probe import Probes, is_probe, probe_key
 from dask_p2p.transports.router import BlockRef, Router
-from dask_p2p.types import Array, Key, Kind
+from dask_p2p.types import Array, DType, Key, Kind
 
 __all__ = ["FALLBACK_TOPIC", "DaskWorkerContext"]
 
@@ -77,6 +79,7 @@ class DaskWorkerContext(AttemptLog):
             worker.address.startswith(_ENCRYPTED)
         )
         self.probes = Probes()
+        self.outputs = OutputMemory(worker, options.retain_s)
         self._worker = worker
         self._gone: set[str] = set()
         self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
@@ -177,6 +180,9 @@ class DaskWorkerContext(AttemptLog):
         for name in options.order(kind):
             self.router.transports[name].publish(blocks)
 
+    def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
+        return self.outputs.empty(shape, dtype, queue)
+
     def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
         limit_bytes = self._worker.memory_manager.memory_limit
         return backend_named(kind).memory_below(wanted_bytes, limit_bytes)
@@ -244,6 +250,7 @@ class DaskWorkerContext(AttemptLog):
         if self._forgetting is not None:
             self._forgetting.cancel()
         self._from_disk.clear()
+        self.outputs.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -123,6 +123,9 @@ class FakePeers:
     def publish(self, blocks, kind, options):
         self.served += blocks
 
+    def empty_output(self, shape, dtype, queue):
+        return queue.empty(shape, dtype)
+
     def memory_below(self, wanted_bytes, kind):
         limit_bytes = self.memory
         return None if limit_bytes is None or wanted_bytes <= limit_bytes else limit_bytes
@@ -174,7 +177,7 @@ def test_stage_order_and_leases(peers, quick, log):
     check(made.run())
     assert opened(log) == [("quick", "c"), ("quick", "a")]  # b, then around: c, a
     assert quick.open_now == []
-    assert [(s.holder, s.transport, s.nbytes) for s in made.stages] == [
+    assert [(s.holder, s.transport, s.nbytes) for s in made.sources.stages] == [
         ("c", "quick", 72),
         ("a", "quick", 72),
     ]
@@ -222,7 +225,7 @@ def test_the_own_host_is_read_while_others_are_waited_for(
         return
     check(made.run())
     assert [name for name, _ in opened(log)] == ["slow", "quick"]
-    assert sorted(stage.holder for stage in made.stages) == ["c", "far"]
+    assert sorted(stage.holder for stage in made.sources.stages) == ["c", "far"]
 
 
 def test_a_reader_without_blocks(peers, log):
@@ -307,7 +310,10 @@ def test_a_failure_in_the_middle_of_a_block(quick, slow, peers, log):
     made = assembly(peers)
     check(made.run())
     assert ("slow", "c") in opened(log)
-    assert sorted((s.holder, s.transport) for s in made.stages) == [("a", "quick"), ("c", "slow")]
+    assert sorted((s.holder, s.transport) for s in made.sources.stages) == [
+        ("a", "quick"),
+        ("c", "slow"),
+    ]
     assert quick.open_now == slow.open_now == []
 
 
@@ -467,7 +473,7 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
     monkeypatch.setattr(FakeReading, "confirm", confirm)
     made = assembly(peers)
     np.testing.assert_array_equal(made.run(), X.T[3:6])
-    assert [(stage.holder, stage.transport) for stage in made.stages] == [
+    assert [(stage.holder, stage.transport) for stage in made.sources.stages] == [
         ("a", "quick"),
         ("c", "slow"),
     ]

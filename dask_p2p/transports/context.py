@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from dask_p2p.backends.base import Queue
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.monitoring.records import Record
 from dask_p2p.retry import Attempts
-from dask_p2p.types import Key, Kind
+from dask_p2p.types import Array, DType, Key, Kind
 
 if TYPE_CHECKING:
     from dask_p2p.transports.router import Router
@@ -57,6 +58,9 @@ class WorkerContext(Protocol):
 
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
         """Note that other workers are about to read these blocks of this kind."""
+
+    def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
+        """Return an array whose values are undefined, for what the queue will do."""
 
     def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
         """Return all memory for blocks of this kind if that is less than wanted; else None."""

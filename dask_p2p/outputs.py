@@ -1,0 +1,75 @@
+"""Host memory of outputs that are gone, kept a while for the next ones.
+
+New memory is dear: the system clears each page when it is touched first, which takes a fifth of an
+exchange's time. Dask's workers have the C library give free memory back at once.
+"""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop, TimerHandle
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+from typing import Any
+
+from distributed import Worker
+
+from dask_p2p.backends.base import Queue
+from dask_p2p.transports.buffers import Buffers
+from dask_p2p.types import Array, DType
+
+__all__ = ["OutputMemory"]
+
+_LEAST_BYTES = 2**19  # less is allocated sooner than it is looked for
+_SHARE = 16  # at most this part of a worker's memory limit is kept
+
+
+class OutputMemory(Buffers):
+    """Memory for outputs, kept until none has come back for a while.
+
+    None is kept where the worker has no memory limit, or uses half of it.
+
+    Parameters
+    ----------
+    worker
+        Dask's.
+    retain_s
+        How long it is kept; 0 for not at all.
+    """
+
+    def __init__(self, worker: Worker, retain_s: float) -> None:
+        super().__init__("numpy", 0)
+        self._worker: Worker | None = worker  # None once it is closed: outputs may outlive it
+        self._retain_s = retain_s
+        self._clearing: TimerHandle | None = None
+
+    def empty(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
+        """Return an array whose values are undefined, for what the queue will do."""
+        size_bytes = prod(shape) * dtype.itemsize
+        if queue.kind != self.kind or dtype.hasobject or size_bytes < _LEAST_BYTES:
+            return queue.empty(shape, dtype)
+        return self.take(tuple(shape), dtype)
+
+    def _put_back(self, size_bytes: int, memory: Any) -> None:
+        worker = self._worker
+        if worker is None or not self._retain_s:
+            return
+        limit_bytes = worker.memory_manager.memory_limit or 0
+        is_free = worker.monitor.get_process_memory() <= limit_bytes / 2
+        self.idle_limit_bytes = limit_bytes // _SHARE if is_free else 0
+        super()._put_back(size_bytes, memory)
+        loop: AbstractEventLoop = worker.loop.asyncio_loop
+        with suppress(RuntimeError):  # it is closed
+            loop.call_soon_threadsafe(self._clear_later, loop)
+
+    def _clear_later(self, loop: AbstractEventLoop) -> None:
+        if self._clearing is not None:
+            self._clearing.cancel()
+        self._clearing = loop.call_later(self._retain_s, self.clear)
+
+    def close(self) -> None:
+        """Keep nothing any more."""
+        self._worker = None
+        if self._clearing is not None:
+            self._clearing.cancel()
+        self.clear()

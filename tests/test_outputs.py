@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+from types import SimpleNamespace
+
+import dask
+import numpy as np
+import psutil
+import pytest
+from distributed import Client, LocalCluster, wait
+
+import dask_p2p
+from dask_p2p.backends import backend_named
+from dask_p2p.outputs import OutputMemory
+from dask_p2p.task import PLUGIN_NAME
+from tests.faults.support import expected, source
+
+MIB = 2**20
+
+
+class Worker:
+    """What output memory sees of Dask's."""
+
+    def __init__(self, limit_bytes=64 * MIB, used_bytes=0):
+        self.memory_manager = SimpleNamespace(memory_limit=limit_bytes)
+        self.used_bytes = used_bytes
+        self.monitor = SimpleNamespace(get_process_memory=lambda: self.used_bytes)
+        self.loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
+
+
+def taken(memory, shape=(MIB // 8,), dtype="f8"):
+    return memory.empty(shape, np.dtype(dtype), backend_named("numpy").queue())
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def on_loop(test):
+    return lambda: asyncio.run(test())
+
+
+@on_loop
+async def test_an_output_that_is_gone_makes_room_for_the_next():
+    memory = OutputMemory(Worker(), retain_s=60)
+    first = taken(memory)
+    where = address(first)
+    view = first[::2]
+    del first
+    assert address(taken(memory)) != where, "a view keeps it"
+    del view
+    memory.clear()
+    first = taken(memory, (300, 400), "i4,f4")
+    where = address(first)
+    del first
+    assert memory.idle_bytes == MIB
+    assert address(taken(memory, (MIB,), "u1")) == where
+    memory.close()
+    assert memory.idle_bytes == 0
+
+
+class Clock:
+    """A loop whose time the test sets."""
+
+    def __init__(self):
+        self.now_s, self.calls = 0.0, []
+
+    def call_soon_threadsafe(self, function, *args):
+        function(*args)
+
+    def call_later(self, delay_s, function):
+        call = [self.now_s + delay_s, function]
+        self.calls.append(call)
+        return SimpleNamespace(cancel=lambda: call in self.calls and self.calls.remove(call))
+
+    def advance(self, seconds):
+        self.now_s += seconds
+        for due in [call for call in self.calls if call[0] <= self.now_s]:
+            self.calls.remove(due)
+            due[1]()
+
+
+@on_loop
+async def test_it_is_given_back_when_none_has_come_for_a_while():
+    worker = Worker()
+    worker.loop.asyncio_loop = clock = Clock()
+    memory = OutputMemory(worker, retain_s=2)
+    for _ in range(4):
+        taken(memory)  # and drop it
+        clock.advance(1.9)
+        assert memory.idle_bytes == MIB
+    clock.advance(0.2)
+    assert memory.idle_bytes == 0
+    taken(memory)
+    memory.close()
+    assert (memory.idle_bytes, clock.calls) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "used_bytes", "retain_s", "kept"),
+    [
+        (64 * MIB, 32 * MIB, 60, 4),
+        (64 * MIB, 32 * MIB + 1, 60, 0),
+        (63 * MIB, 0, 60, 3),
+        (15 * MIB, 0, 60, 0),
+        (None, 0, 60, 0),
+        (0, 0, 60, 0),
+        (64 * MIB, 0, 0, 0),
+    ],
+)
+def test_no_more_is_kept_than_there_is_room_for(limit_bytes, used_bytes, retain_s, kept):
+    async def main():
+        memory = OutputMemory(Worker(limit_bytes, used_bytes), retain_s)
+        outputs = [taken(memory) for _ in range(6)]
+        outputs.clear()
+        assert memory.idle_bytes == kept * MIB
+
+    asyncio.run(main())
+
+
+@on_loop
+async def test_what_is_small_or_of_objects_is_not_kept():
+    memory = OutputMemory(Worker(), retain_s=60)
+    assert taken(memory, (100, 10)).flags.owndata
+    assert taken(memory, (MIB,), object)[0] is None
+    assert taken(memory, (), "f8").shape == ()
+    gc.collect()
+    assert memory.idle_bytes == 0
+
+
+def test_an_output_may_outlive_its_worker():
+    """Whose loop is closed."""
+    memory, made = asyncio.run(_one(closes=False))
+    del made
+    memory, made = asyncio.run(_one(closes=True))
+    made[...] = 1
+    del made
+    assert memory.idle_bytes == 0
+
+
+async def _one(closes):
+    memory = OutputMemory(Worker(), retain_s=60)
+    output = taken(memory)
+    if closes:
+        memory.close()
+    return memory, output
+
+
+def idle_bytes(dask_worker):
+    return dask_worker.plugins[PLUGIN_NAME].context.outputs.idle_bytes
+
+
+def rss_bytes():
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def until(condition, timeout_s=30):
+    return asyncio.wait_for(_until(condition), timeout_s)
+
+
+async def _until(condition):
+    while not await condition():
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("retain", ["2 s", "0 s"])
+def test_workers_give_the_memory_back(retain):
+    """By default, too, soon after the last output is gone."""
+
+    async def main():
+        shape = (2000, 4000)
+        async with (
+            LocalCluster(
+                2, threads_per_worker=1, asynchronous=True, dashboard_address=":0"
+            ) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await dask_p2p.register(client)
+            x = client.persist(source(shape, (1000, 4000)))
+            await wait(x)
+
+            async def kept_bytes():
+                return sum((await client.run(idle_bytes)).values())
+
+            async def transposed():
+                y = client.persist(dask_p2p.transpose(x))
+                got = await client.compute(y)
+                np.testing.assert_array_equal(got, expected(shape).T)
+
+            await transposed()
+            await until(lambda: kept_bytes() if retain == "2 s" else no_bytes(kept_bytes()))
+            await until(lambda: no_bytes(kept_bytes()))
+            before = await client.run(rss_bytes)
+            for _ in range(3):
+                await transposed()
+            await until(lambda: no_bytes(kept_bytes()))
+            await asyncio.sleep(0.5)  # blocks are released later than the futures
+            await until(lambda: no_bytes(kept_bytes()))
+            for worker, rss in (await client.run(rss_bytes)).items():
+                assert rss - before[worker] < 16 * MIB, "of blocks of 32 MB"
+
+    with dask.config.set({"p2p.memory.retain": retain}):
+        asyncio.run(main())
+
+
+async def no_bytes(counting):
+    return not await counting
