@@ -209,14 +209,14 @@ def checked_options() -> Options:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most like another, as a whole and in its last part."""
+    """Return the first name of a section, or the one most like another in all or its last part."""
 
     def likeness(other: str) -> float:
         pairs = [(name, other), (name.split(".")[-1], other.split(".")[-1])]
         return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
     of_section = [other for other in known if other.startswith(f"{name}.")]
-    return max(of_section or known, key=likeness)
+    return of_section[0] if of_section else max(known, key=likeness)
 
 
 def options() -> Options:
@@ -236,7 +236,7 @@ def options() -> Options:
         checksum=_read("checksum", yes_or_no),
         producer_streams=_read("producer-streams", _one_of(PRODUCER_STREAMS)),
         staging_limit_bytes=_read("memory.staging-limit", positive_bytes),
-        retain_s=_read("memory.retain", duration_s),
+        retain_s=_read("memory.retain-outputs", duration_s),
         transports=_read("transports.order", _transports),
         request_timeout_s=_read("timeouts.request", duration_s),
         backoff_s=_read("timeouts.backoff", duration_s),

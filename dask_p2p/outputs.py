@@ -20,7 +20,7 @@ from dask_p2p.types import Array, DType
 
 __all__ = ["OutputMemory"]
 
-_LEAST_BYTES = 2**19  # less is allocated sooner than it is looked for
+_LEAST_BYTES = 2**20  # less is allocated sooner than it is looked for
 _SHARE = 16  # at most this part of a worker's memory limit is kept
 
 

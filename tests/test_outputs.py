@@ -51,7 +51,7 @@ async def test_an_output_that_is_gone_makes_room_for_the_next():
     assert address(taken(memory)) != where, "a view keeps it"
     del view
     memory.clear()
-    first = taken(memory, (300, 400), "i4,f4")
+    first = taken(memory, (128, 1024), "i4,f4")
     where = address(first)
     del first
     assert memory.idle_bytes == MIB
@@ -201,7 +201,7 @@ def test_workers_give_the_memory_back(retain):
             for worker, rss in (await client.run(rss_bytes)).items():
                 assert rss - before[worker] < 16 * MIB, "of blocks of 32 MB"
 
-    with dask.config.set({"p2p.memory.retain": retain}):
+    with dask.config.set({"p2p.memory.retain-outputs": retain}):
         asyncio.run(main())
 
 
