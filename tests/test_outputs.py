@@ -173,7 +173,7 @@ def test_workers_give_the_memory_back(retain):
         shape = (2000, 4000)
         async with (
             LocalCluster(
-                2, threads_per_worker=1, asynchronous=True, dashboard_address=":0"
+                n_workers=2, threads_per_worker=1, asynchronous=True, dashboard_address=":0"
             ) as cluster,
             Client(cluster, asynchronous=True) as client,
         ):
