@@ -4,17 +4,16 @@ import asyncio
 import gc
 from types import SimpleNamespace
 
-import dask
 import numpy as np
 import psutil
 import pytest
-from distributed import Client, LocalCluster, wait
 
 import dask_p2p
 from dask_p2p.backends import backend_named
 from dask_p2p.outputs import OutputMemory
 from dask_p2p.task import PLUGIN_NAME
-from tests.faults.support import expected, source
+from tests.faults.support import BOUND_S, cluster_of, expected, source
+from tests.transports.loopback import wait_until
 
 MIB = 2**20
 
@@ -156,54 +155,30 @@ def rss_bytes():
     return psutil.Process().memory_info().rss
 
 
-def until(condition, timeout_s=30):
-    return asyncio.wait_for(_until(condition), timeout_s)
+def test_workers_give_the_memory_back():
+    """By default, soon after the last output is gone."""
+    shape = (2000, 4000)
 
+    def kept_bytes():
+        return sum(client.run(idle_bytes).values())
 
-async def _until(condition):
-    while not await condition():
-        await asyncio.sleep(0.05)
+    def transposed():
+        y = client.persist(dask_p2p.transpose(x))
+        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(shape).T)
 
-
-@pytest.mark.parametrize("retain", ["2 s", "0 s"])
-def test_workers_give_the_memory_back(retain):
-    """By default, too, soon after the last output is gone."""
-
-    async def main():
-        shape = (2000, 4000)
-        async with (
-            LocalCluster(
-                n_workers=2, threads_per_worker=1, asynchronous=True, dashboard_address=":0"
-            ) as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
-            await dask_p2p.register(client)
-            x = client.persist(source(shape, (1000, 4000)))
-            await wait(x)
-
-            async def kept_bytes():
-                return sum((await client.run(idle_bytes)).values())
-
-            async def transposed():
-                y = client.persist(dask_p2p.transpose(x))
-                got = await client.compute(y)
-                np.testing.assert_array_equal(got, expected(shape).T)
-
-            await transposed()
-            await until(lambda: kept_bytes() if retain == "2 s" else no_bytes(kept_bytes()))
-            await until(lambda: no_bytes(kept_bytes()))
-            before = await client.run(rss_bytes)
-            for _ in range(3):
-                await transposed()
-            await until(lambda: no_bytes(kept_bytes()))
-            await asyncio.sleep(0.5)  # blocks are released later than the futures
-            await until(lambda: no_bytes(kept_bytes()))
-            for worker, rss in (await client.run(rss_bytes)).items():
-                assert rss - before[worker] < 16 * MIB, "of blocks of 32 MB"
-
-    with dask.config.set({"p2p.memory.retain-outputs": retain}):
-        asyncio.run(main())
-
-
-async def no_bytes(counting):
-    return not await counting
+    with cluster_of(2) as client:
+        x = client.persist(source(shape, (1000, 4000)))
+        transposed()
+        wait_until(kept_bytes, BOUND_S)
+        wait_until(lambda: not kept_bytes(), BOUND_S)
+        before = client.run(rss_bytes)
+        for _ in range(3):
+            transposed()
+        # Blocks are released later than the futures.
+        wait_until(
+            lambda: all(
+                rss - before[worker] < 16 * MIB  # of blocks of 32 MB
+                for worker, rss in client.run(rss_bytes).items()
+            ),
+            BOUND_S,
+        )
