@@ -15,7 +15,7 @@ from typing import Any
 from distributed import Worker
 
 from dask_p2p.backends.base import Queue
-from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.types import Array, DType
 
 __all__ = ["OutputMemory"]
@@ -46,17 +46,25 @@ class OutputMemory(Buffers):
     def empty(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
         """Return an array whose values are undefined, for what the queue will do."""
         size_bytes = prod(shape) * dtype.itemsize
-        if queue.kind != self.kind or dtype.hasobject or size_bytes < _LEAST_BYTES:
+        # Of what is not kept no more is allocated than it needs: a buffer is up to twice as large.
+        is_kept = size_bytes >= _LEAST_BYTES and buffer_bytes(size_bytes) <= self._most_bytes
+        if queue.kind != self.kind or dtype.hasobject or not is_kept:
             return queue.empty(shape, dtype)
         return self.take(tuple(shape), dtype)
 
+    @property
+    def _most_bytes(self) -> int:
+        """What may be kept, as long as there is memory."""
+        if self._worker is None or not self._retain_s:
+            return 0
+        return (self._worker.memory_manager.memory_limit or 0) // _SHARE
+
     def _put_back(self, size_bytes: int, memory: Any) -> None:
-        worker = self._worker
-        if worker is None or not self._retain_s:
+        worker, most_bytes = self._worker, self._most_bytes
+        if worker is None:
             return
-        limit_bytes = worker.memory_manager.memory_limit or 0
-        is_free = worker.monitor.get_process_memory() <= limit_bytes / 2
-        self.idle_limit_bytes = limit_bytes // _SHARE if is_free else 0
+        is_free = worker.monitor.get_process_memory() <= most_bytes * _SHARE / 2
+        self.idle_limit_bytes = most_bytes if is_free else 0
         super()._put_back(size_bytes, memory)
         loop: AbstractEventLoop = worker.loop.asyncio_loop
         with suppress(RuntimeError):  # it is closed

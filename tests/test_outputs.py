@@ -119,13 +119,16 @@ def test_no_more_is_kept_than_there_is_room_for(limit_bytes, used_bytes, retain_
 
 
 @on_loop
-async def test_what_is_small_or_of_objects_is_not_kept():
+async def test_what_is_small_or_large_or_of_objects_is_not_kept():
     memory = OutputMemory(Worker(), retain_s=60)
     assert taken(memory, (100, 10)).flags.owndata
+    assert taken(memory, (4 * MIB + 1,), "u1").flags.owndata, "too large to be kept"
     assert taken(memory, (MIB,), object)[0] is None
     assert taken(memory, (), "f8").shape == ()
     gc.collect()
     assert memory.idle_bytes == 0
+    assert not taken(memory, (4 * MIB,), "u1").flags.owndata
+    assert memory.idle_bytes == 4 * MIB
 
 
 def test_an_output_may_outlive_its_worker():
