@@ -66,7 +66,7 @@ class Options:
     checksum: bool
     producer_streams: str
     staging_limit_bytes: int
-    retain_s: float
+    retain_outputs_s: float
     transports: tuple[str, ...] | None
     request_timeout_s: float
     backoff_s: float
@@ -236,7 +236,7 @@ def options() -> Options:
         checksum=_read("checksum", yes_or_no),
         producer_streams=_read("producer-streams", _one_of(PRODUCER_STREAMS)),
         staging_limit_bytes=_read("memory.staging-limit", positive_bytes),
-        retain_s=_read("memory.retain-outputs", duration_s),
+        retain_outputs_s=_read("memory.retain-outputs", duration_s),
         transports=_read("transports.order", _transports),
         request_timeout_s=_read("timeouts.request", duration_s),
         backoff_s=_read("timeouts.backoff", duration_s),

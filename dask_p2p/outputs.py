@@ -27,7 +27,7 @@ _SHARE = 16  # at most this part of a worker's memory limit is kept
 class OutputMemory(Buffers):
     """Memory for outputs, kept until none has come back for a while.
 
-    None is kept where the worker has no memory limit, or uses half of it.
+    None is kept where the worker has no memory limit, nor what comes back while it uses half of it.
 
     Parameters
     ----------
@@ -61,10 +61,9 @@ class OutputMemory(Buffers):
 
     def _put_back(self, size_bytes: int, memory: Any) -> None:
         worker, most_bytes = self._worker, self._most_bytes
-        if worker is None:
+        if worker is None or worker.monitor.get_process_memory() > most_bytes * _SHARE / 2:
             return
-        is_free = worker.monitor.get_process_memory() <= most_bytes * _SHARE / 2
-        self.idle_limit_bytes = most_bytes if is_free else 0
+        self.idle_limit_bytes = most_bytes
         super()._put_back(size_bytes, memory)
         loop: AbstractEventLoop = worker.loop.asyncio_loop
         with suppress(RuntimeError):  # it is closed

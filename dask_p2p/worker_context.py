@@ -79,7 +79,7 @@ class DaskWorkerContext(AttemptLog):
             worker.address.startswith(_ENCRYPTED)
         )
         self.probes = Probes()
-        self.outputs = OutputMemory(worker, options.retain_s)
+        self.outputs = OutputMemory(worker, options.retain_outputs_s)
         self._worker = worker
         self._gone: set[str] = set()
         self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
