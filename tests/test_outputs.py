@@ -5,14 +5,15 @@ import gc
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 
 import dask_p2p
 from dask_p2p.backends import backend_named
 from dask_p2p.outputs import OutputMemory
 from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.transports.process_memory import address_of
 from tests.faults.support import BOUND_S, cluster_of, expected, source
+from tests.faults.test_soak import measure
 from tests.transports.loopback import wait_until
 
 MIB = 2**20
@@ -32,10 +33,6 @@ def taken(memory, shape=(MIB // 8,), dtype="f8"):
     return memory.empty(shape, np.dtype(dtype), backend_named("numpy").queue())
 
 
-def address(array):
-    return array.__array_interface__["data"][0]
-
-
 def on_loop(test):
     return lambda: asyncio.run(test())
 
@@ -44,17 +41,17 @@ def on_loop(test):
 async def test_an_output_that_is_gone_makes_room_for_the_next():
     memory = OutputMemory(Worker(), retain_s=60)
     first = taken(memory)
-    where = address(first)
+    where = address_of(first)
     view = first[::2]
     del first
-    assert address(taken(memory)) != where, "a view keeps it"
+    assert address_of(taken(memory)) != where, "a view keeps it"
     del view
     memory.clear()
     first = taken(memory, (128, 1024), "i4,f4")
-    where = address(first)
+    where = address_of(first)
     del first
     assert memory.idle_bytes == MIB
-    assert address(taken(memory, (MIB,), "u1")) == where
+    assert address_of(taken(memory, (MIB,), "u1")) == where
     memory.close()
     assert memory.idle_bytes == 0
 
@@ -153,11 +150,6 @@ def idle_bytes(dask_worker):
     return dask_worker.plugins[PLUGIN_NAME].context.outputs.idle_bytes
 
 
-def rss_bytes():
-    gc.collect()
-    return psutil.Process().memory_info().rss
-
-
 def test_workers_give_the_memory_back():
     """By default, soon after the last output is gone."""
     shape = (2000, 4000)
@@ -174,14 +166,14 @@ def test_workers_give_the_memory_back():
         transposed()
         wait_until(kept_bytes, BOUND_S)
         wait_until(lambda: not kept_bytes(), BOUND_S)
-        before = client.run(rss_bytes)
+        before = client.run(measure)
         for _ in range(3):
             transposed()
         # Blocks are released later than the futures.
         wait_until(
             lambda: all(
-                rss - before[worker] < 16 * MIB  # of blocks of 32 MB
-                for worker, rss in client.run(rss_bytes).items()
+                now["memory"] - before[worker]["memory"] < 16 * MIB  # of blocks of 32 MB
+                for worker, now in client.run(measure).items()
             ),
             BOUND_S,
         )

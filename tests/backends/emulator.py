@@ -15,6 +15,7 @@ import pytest
 
 import dask_p2p.backends
 from dask_p2p.backends._launch import MAX_GRID, plan_launches
+from dask_p2p.transports.process_memory import address_of
 
 SOURCE = Path(dask_p2p.backends.__file__).with_name("transpose.cu")
 HARNESS = Path(__file__).with_name("emulate.cpp")
@@ -36,17 +37,13 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
-
-
 def permute(dst, src, axes, *, backwards=False, max_grid=MAX_GRID):
     """Do what cupy_kernels.permute_into does; return the names of the kernels used."""
     view = src.transpose(axes)
     assert dst.shape == view.shape
     launches = plan_launches(
-        address(dst),
-        address(view),
+        address_of(dst),
+        address_of(view),
         dst.shape,
         dst.itemsize,
         dst.strides,

@@ -46,7 +46,7 @@ def pid_of(client, worker):
 
 
 def test_the_task_that_broke_it_tells():
-    with cluster_of(2, {"distributed.scheduler.allowed-failures": 0}) as client:
+    with cluster_of(2) as client:
         victim = addresses(client)[0]
         pid = pid_of(client, victim)
         broken = client.submit(break_device, workers=[victim], pure=False)

@@ -7,12 +7,9 @@ import pytest
 
 from dask_p2p.backends.device import private_stream
 from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.process_memory import address_of
 
 KIB = 2**10
-
-
-def address(array):
-    return array.__array_interface__["data"][0]
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i1", "c16", [("a", "i1"), ("b", ">f8")], "M8[s]"])
@@ -27,17 +24,17 @@ def test_what_is_taken(shape, dtype):
 def test_a_buffer_comes_back_with_its_last_view():
     buffers = Buffers("numpy", 2**20)
     first = buffers.take((100, 100), "f8")
-    where = address(first)
+    where = address_of(first)
     view = first[3:, ::2].T
     del first
     gc.collect()
     assert buffers.idle_bytes == 0
     second = buffers.take((100, 100), "f8")
-    assert address(second) != where
+    assert address_of(second) != where
     view[...] = 1  # is still its own
     del view
     assert buffers.idle_bytes == 128 * KIB
-    assert address(buffers.take((10000,), "f8")) == where
+    assert address_of(buffers.take((10000,), "f8")) == where
 
 
 def test_sizes_that_are_near_share_buffers():
