@@ -164,11 +164,12 @@ class Assembly:
                 self._remote, queue.kind, has_local=bool(self._local)
             )
             while True:
-                self._read_remote(pending, queue)
+                while pending:  # each by the best route that works
+                    self._read_once(pending, queue)
+                    pending = self.sources.failed(pending)
                 self._queue_local(queue)
                 queue.synchronize()
-                pending = self.sources.unconfirmed()
-                if not pending:
+                if not (pending := self.sources.unconfirmed()):
                     break
         finally:
             self._finish(queue)
@@ -222,12 +223,6 @@ class Assembly:
                     queue.permute(out[box_slices(piece.dst)], region, axes, concurrent=True)
             for fill in self.plan.fills:
                 queue.fill(out[box_slices(fill.dst)], np.full((), fill.value, self.output.dtype))
-
-    def _read_remote(self, pending: list[RemoteSource], queue: Queue) -> None:
-        """Read remote blocks, each by the best route that works."""
-        while pending:
-            self._read_once(pending, queue)
-            pending = self.sources.failed(pending)
 
     def _read_once(self, pending: list[RemoteSource], queue: Queue) -> None:
         """Try one route for each source. What fails is read again whole.

@@ -14,7 +14,7 @@ from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import checked_options, options
 from dask_p2p.errors import ConfigError
 from dask_p2p.transports.comm import CommOptions
-from dask_p2p.transports.same_host import DirectoryOptions
+from dask_p2p.transports.directory import DirectoryOptions
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -151,7 +151,7 @@ def test_former_names_of_options_still_work():
         assert DirectoryOptions.of(checked_options()).retain_s == 7
     program = """
 from dask_p2p.config import options
-from dask_p2p.transports.same_host import DirectoryOptions
+from dask_p2p.transports.directory import DirectoryOptions
 print(DirectoryOptions.of(options()).retain_s)
 """
     env = {**os.environ, "DASK_P2P__TRANSPORTS__BOARD__RETAIN": "3 s"}

@@ -208,16 +208,16 @@ def slow_down():
     import time
 
     from dask_p2p import link_speed
-    from dask_p2p.transports.cma import CmaTransport
+    from dask_p2p.transports.cma import CmaReading
 
     link_speed._REPEATS, link_speed.most_probe_bytes = 1, lambda *_: 2**20
-    opened = CmaTransport.open_leased
+    opened = CmaReading.open_leased
 
     def opened_late(*args):
         time.sleep(0.4)
         return opened(*args)
 
-    CmaTransport.open_leased = opened_late
+    CmaReading.open_leased = opened_late
 
 
 def test_a_transport_that_is_quicker_by_far_is_used_and_told():

@@ -24,7 +24,7 @@ from dask_p2p import task as task_module
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.transports.same_host import DirectoryOptions
+from dask_p2p.transports.directory import DirectoryOptions
 from dask_p2p.transports.ucx import UcxOptions
 from tests.support import import_path, indexed, result_of
 from tests.transports.loopback import wait_until

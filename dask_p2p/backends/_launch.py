@@ -114,6 +114,11 @@ class Launch(NamedTuple):
     first_tile: int = 0  # number of the grid's first tile
 
     @property
+    def word_bytes(self) -> int:
+        """Of what its kernel reads and writes at a time."""
+        return int(self.entry.rpartition("_")[2])
+
+    @property
     def tile_count(self) -> int:
         """How many tiles there are in all: the grid, if it was not too large for one launch."""
         return prod(self.tiles) * prod(axis.extent for axis in self.outer)

@@ -70,7 +70,7 @@ class CupyBackend(Backend):
 
     def queue(self, *, beside_copies: bool = False) -> DeviceQueue:
         _cupy()  # which says what to install
-        return DeviceQueue(self, beside_copies)
+        return DeviceQueue(self.name, beside_copies)
 
     def to_host(self, array: Array) -> Any:
         return array.get()

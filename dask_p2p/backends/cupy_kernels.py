@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import cupy
 
 from dask_p2p.backends._checks import transposed
-from dask_p2p.backends._launch import VARIANTS, WORD_SIZES_BYTES, Launch, plan_launches
+from dask_p2p.backends._launch import VARIANTS, WORD_SIZES_BYTES, plan_launches
 from dask_p2p.types import Array
 
 __all__ = ["permute_into", "warm_up"]
@@ -64,21 +64,17 @@ def permute_into(
     with nullcontext() if is_current else cupy.cuda.Device(device_id):
         on_stream = cupy.cuda.get_current_stream() if stream is None else stream
         for launch in launches:
-            _run(launch, device_id, on_stream, low_occupancy)
-
-
-def _run(launch: Launch, device_id: int, stream: Any, low_occupancy: bool) -> None:
-    if launch.entry == "memcpy":
-        cupy.cuda.runtime.memcpyAsync(
-            launch.dst, launch.src, launch.i.extent, MEMCPY_DEFAULT, stream.ptr
-        )
-        return
-    word_bytes = int(launch.entry.rpartition("_")[2])
-    loaded = _compiled(device_id, word_bytes)[launch.entry]
-    arguments = (launch.pack(),)
-    unused_bytes = loaded.unused_bytes if low_occupancy else 0
-    # With the stream as an argument: making it the current one takes as long as a launch.
-    loaded.function((launch.grid,), launch.threads, arguments, unused_bytes, stream=stream)
+            if launch.entry == "memcpy":
+                cupy.cuda.runtime.memcpyAsync(
+                    launch.dst, launch.src, launch.i.extent, MEMCPY_DEFAULT, on_stream.ptr
+                )
+                continue
+            loaded = _compiled(device_id, launch.word_bytes)[launch.entry]
+            unused_bytes = loaded.unused_bytes if low_occupancy else 0
+            # With the stream as an argument: making it the current one takes as long as a launch.
+            loaded.function(
+                (launch.grid,), launch.threads, (launch.pack(),), unused_bytes, stream=on_stream
+            )
 
 
 class _Loaded(NamedTuple):

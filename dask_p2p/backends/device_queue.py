@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_p2p.backends import device as device_module
-from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue, Timer
+from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer
 from dask_p2p.backends.driver import is_managed
 from dask_p2p.backends.pitch import Pitch, engine_pitch
 from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
 from dask_p2p.backends.timing import StreamTimings
-from dask_p2p.types import Array, DTypeLike
+from dask_p2p.types import Array, DTypeLike, Kind
 
 __all__ = ["DeviceQueue"]
 
@@ -59,13 +59,15 @@ class DeviceQueue:
     _per_thread = threading.local()  # streams by device
     _kept_slots = KeptSlots()
 
-    def __init__(self, backend: Backend, beside_copies: bool = False) -> None:
+    def __init__(self, kind: Kind, beside_copies: bool = False) -> None:
         import cupy
 
+        from dask_p2p.backends import cupy_kernels
+
         self._cupy = cupy
+        self._kernels = cupy_kernels
         self._low_occupancy = beside_copies
-        self._backend = backend
-        self.kind = backend.name
+        self.kind = kind
         known: dict[Any, Any] = self._per_thread.__dict__
         self._device = device = cupy.cuda.runtime.getDevice()
         if device not in known:
@@ -92,11 +94,11 @@ class DeviceQueue:
         device_module.wait_for_null_stream()
         with self._cupy.cuda.Stream.null as stream:
             try:
-                array = self._backend.empty(shape, dtype)
+                array = self._cupy.empty(tuple(shape), dtype)
             except MemoryError:
                 if not self._kept_slots.clear():
                     raise
-                array = self._backend.empty(shape, dtype)
+                array = self._cupy.empty(tuple(shape), dtype)
             if array.nbytes and is_managed(array.data.ptr):
                 # All its pages at once; kernels would create them one by one.
                 self._cupy.cuda.runtime.memPrefetchAsync(
@@ -108,7 +110,7 @@ class DeviceQueue:
 
     def scratch(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         with self._private:
-            array = self._backend.empty(shape, dtype)
+            array = self._cupy.empty(tuple(shape), dtype)
         event = self._private.record()
         for stream in self._all:
             stream.wait_event(event)
@@ -128,12 +130,12 @@ class DeviceQueue:
     def _permute_on(self, stream: Any, dst: Array, src: Array, axes: Sequence[int]) -> None:
         self._is_busy = True
         self._timings.begin(stream)
-        self._backend.permute_into(dst, src, axes, stream=stream, low_occupancy=self._low_occupancy)
+        self._kernels.permute_into(dst, src, axes, stream=stream, low_occupancy=self._low_occupancy)
 
     def _permute_from_device(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
         """Do it where another GPU of this process holds `src`; these need not reach each other."""
         with src.device:
-            remote: Queue = self._backend.queue()
+            remote = DeviceQueue(self.kind)
             packed = remote.scratch(src.shape, src.dtype)
             remote.pack(packed, src)()
             remote.synchronize()
@@ -261,7 +263,7 @@ class DeviceQueue:
         step_bytes = -(-slot_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         event = self._cupy.cuda.Event
         with self._copies:
-            memory = self._backend.empty((SLOTS * step_bytes,), np.uint8)
+            memory = self._cupy.empty((SLOTS * step_bytes,), np.uint8)
         for number in range(SLOTS):
             part = memory[number * step_bytes :][:slot_bytes]
             yield Slot(part, event(disable_timing=True), event(disable_timing=True))

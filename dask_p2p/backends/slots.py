@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from dask_p2p.backends.device import device_work
+from dask_p2p.backends.repeating import RepeatingTimer
 from dask_p2p.types import Array
 
 __all__ = ["BeingRead", "KeptSlots", "Slot"]
@@ -27,15 +27,13 @@ class Slot:
 class KeptSlots:
     """Slots that queues no longer use, for the next queue: allocating delays its first copy.
 
-    They are given up when nobody has used any for `KEEP_S`, or when memory runs out.
+    They are given up when nobody has used any for a while, or when memory runs out.
     """
 
-    KEEP_S = 1.0
-
-    def __init__(self) -> None:
+    def __init__(self, keep_s: float = 1.0) -> None:
         self._kept: dict[int | None, list[list[Slot]]] = {}  # by device
         self._used_s = 0.0  # monotonic
-        self._timer: threading.Timer | None = None
+        self._timer = RepeatingTimer(keep_s, self._expire)
         self._lock = threading.Lock()
 
     def take(self, device: int | None, slot_bytes: int) -> list[Slot]:
@@ -57,8 +55,7 @@ class KeptSlots:
         with self._lock:
             self._kept.setdefault(device, []).append(slots)
             self._used_s = time.monotonic()
-            if self._timer is None:
-                self._start_timer()
+        self._timer.start()
 
     def clear(self) -> bool:
         """Give all up; return whether there were any."""
@@ -66,19 +63,12 @@ class KeptSlots:
             kept, self._kept = self._kept, {}
         return any(kept.values())
 
-    def _start_timer(self) -> None:
-        self._timer = threading.Timer(self.KEEP_S, self._expire)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _expire(self) -> None:
+    def _expire(self) -> bool:
         with self._lock:
-            if time.monotonic() - self._used_s < self.KEEP_S:
-                self._start_timer()
-                return
-            self._timer = None
-        with device_work():
-            self.clear()
+            if time.monotonic() - self._used_s < self._timer.interval_s:
+                return True
+        self.clear()
+        return False
 
 
 class BeingRead:

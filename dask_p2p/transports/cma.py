@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from secrets import token_bytes
 from typing import Any, ClassVar
@@ -27,10 +28,10 @@ from dask_p2p.transports.directory import Lease
 from dask_p2p.transports.flow_control import FlowControl, part_that_fits
 from dask_p2p.transports.reading import Pending, Request
 from dask_p2p.transports.same_host import SameHostTransport
-from dask_p2p.transports.same_host_reading import LeasedBlock
+from dask_p2p.transports.same_host_reading import LeasedBlock, SameHostReading
 from dask_p2p.types import Array, DType, Kind
 
-__all__ = ["CmaOptions", "CmaTransport"]
+__all__ = ["CmaOptions", "CmaReading", "CmaTransport"]
 
 _TOKEN_BYTES = 16
 _LET_READ = (
@@ -60,7 +61,7 @@ class CmaTransport(SameHostTransport):
     """
 
     name: ClassVar[str] = "cma"
-    kind: ClassVar[str] = "numpy"
+    kind: ClassVar[Kind] = "numpy"
     kinds: ClassVar[tuple[str, ...]] = ("numpy",)
     idle_parts: ClassVar[int] = 2
 
@@ -89,6 +90,7 @@ class CmaTransport(SameHostTransport):
         super().__init__(host, options)
         self._buffers = Buffers("numpy", self.idle_bytes(options, "numpy"))
         self.pools.append(self._buffers)
+        self.reading = partial(CmaReading, self._buffers)
         self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
 
     def obstacle(self, holder: str, kind: Kind, dtype: DType) -> Obstacle | None:
@@ -117,16 +119,25 @@ class CmaTransport(SameHostTransport):
     def place_of(self, block: Array) -> dict[str, Any]:
         return {"address": process_memory.address_of(block)}
 
-    def open_leased(
-        self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
-    ) -> LeasedBlock:
+
+class CmaReading(SameHostReading):
+    """Blocks that are copied from another process' memory, part by part."""
+
+    transport: ClassVar[str] = "cma"
+    kind: ClassVar[Kind] = "numpy"
+
+    def __init__(self, buffers: Buffers, *args: Any) -> None:
+        super().__init__(*args)
+        self._buffers = buffers
+
+    def open_leased(self, descriptor: Descriptor, block: Request, lease: Lease) -> LeasedBlock:
         address = descriptor.place.get("address") if isinstance(descriptor.place, dict) else None
         if type(address) is not int or not 0 <= address < 2**64:
             raise TransferError(
                 f"cma: the descriptor of {block} has no address: {descriptor.place!r}"
             )
         _check_runs(block, descriptor)
-        return _CmaBlock(peer, descriptor, address, self._buffers, block, lease)
+        return _CmaBlock(self.peer.pid, descriptor.strides, address, self._buffers, block, lease)
 
 
 def _check_runs(block: Request, descriptor: Descriptor) -> None:
@@ -144,17 +155,16 @@ def _check_runs(block: Request, descriptor: Descriptor) -> None:
 class _CmaBlock(LeasedBlock):
     def __init__(
         self,
-        peer: Peer,
-        descriptor: Descriptor,
+        pid: int,
+        strides: tuple[int, ...],
         address: int,
         buffers: Buffers,
         block: Request,
         lease: Lease,
     ) -> None:
         super().__init__(block, lease)
-        self._request = block
-        self._pid = peer.pid
-        self._strides = descriptor.strides
+        self._pid = pid
+        self._strides = strides
         self._address = address
         self._unread = sum(map(box_size, block.boxes))  # elements
         self._buffers = buffers
@@ -172,7 +182,7 @@ class _CmaBlock(LeasedBlock):
         return region
 
     def _copied(self, box: Box) -> Any:
-        block = self._request
+        block = self.block
         shape, dtype = box_shape(box), block.dtype
         if 0 in shape:
             return np.empty(shape, dtype)

@@ -9,11 +9,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 from dask_p2p.backends.driver import allocation, is_shareable, uuid
+from dask_p2p.backends.repeating import RepeatingTimer
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.types import Array, DType
 
@@ -142,13 +143,8 @@ class Mapping:
     place: Place  # of a block in it
     address: int  # here
     is_kept: bool  # while nobody uses it
-    owner: Mappings = field(repr=False)
     users: int = 0
     unused_since_s: float = 0.0  # monotonic
-
-    def release(self) -> None:
-        """Note that one user is done, its kernels included."""
-        self.owner._release(self)
 
     def overlaps(self, process: str, place: Place) -> bool:
         """Return whether it maps addresses of an allocation of a process."""
@@ -184,6 +180,7 @@ class Mappings:
         self._retired: list[Mapping] = []  # to be closed when nobody uses them
         self._lock = threading.Lock()  # not held while the driver is called
         self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # a process
+        self._timer = RepeatingTimer(self.UNUSED_S, self._close_in_time)
 
     def __len__(self) -> int:
         """Count the mappings that are open."""
@@ -209,10 +206,24 @@ class Mappings:
             _close(freed)
             address = self._map(process, bytes.fromhex(place.handle))
             is_kept = place.nbytes >= 2 * block_bytes
-            mapping = Mapping(process, place, address, is_kept, self, users=1)
+            mapping = Mapping(process, place, address, is_kept, users=1)
             with self._lock:
                 self._open[process, place.buffer_id] = mapping
             return mapping
+
+    def release(self, mapping: Mapping) -> None:
+        """Note that one user is done, its kernels included."""
+        with self._lock:
+            mapping.users -= 1
+            mapping.unused_since_s = time.monotonic()
+            if mapping.users:
+                return
+            due = [mapping] if mapping in self._retired or not mapping.is_kept else []
+            due += self._excess(mapping.process)
+            self._forget(due)
+        _close(due)
+        if self._open:
+            self._timer.start()
 
     def _used(self, process: str, place: Place) -> Mapping | None:
         mapping = self._open.get((process, place.buffer_id))
@@ -250,6 +261,16 @@ class Mappings:
             if process is not None:
                 self._opening.pop(process, None)
 
+    def close(self) -> None:
+        """Close all that is not in use, and the rest when it is released."""
+        self._timer.cancel()
+        self.retire(None)
+        self.close_unused()
+
+    def _close_in_time(self) -> bool:
+        self.close_unused()
+        return len(self) > 0
+
     def close_unused(self) -> None:
         """Close what has not been used for long, or never will be. Not for an event loop."""
         oldest_s = time.monotonic() - self.UNUSED_S
@@ -261,17 +282,6 @@ class Mappings:
         with self._lock:
             every = [*self._open.values(), *self._retired]
             due = [mapping for mapping in every if not mapping.users and is_due(mapping)]
-            self._forget(due)
-        _close(due)
-
-    def _release(self, mapping: Mapping) -> None:
-        with self._lock:
-            mapping.users -= 1
-            mapping.unused_since_s = time.monotonic()
-            if mapping.users:
-                return
-            due = [mapping] if mapping in self._retired or not mapping.is_kept else []
-            due += self._excess(mapping.process)
             self._forget(due)
         _close(due)
 

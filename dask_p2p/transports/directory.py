@@ -33,14 +33,24 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
+from dask_p2p.config import Section, duration_s, option, section
 from dask_p2p.transports.table import FILE, OWNER, Table, View, digest_of, views
 from dask_p2p.types import Key
 
-__all__ = ["DescriptorDirectory", "Lease", "PublishToken", "leave", "take"]
+__all__ = ["DescriptorDirectory", "DirectoryOptions", "Lease", "PublishToken", "leave", "take"]
 
 logger = logging.getLogger(__name__)
 
 _LINGER_S = 0.1
+
+
+@section("transports.directory")
+@dataclass(frozen=True, slots=True)
+class DirectoryOptions(Section):
+    """See p2p-schema.yaml."""
+
+    wait_s: float = option("wait", duration_s)
+    retain_s: float = option("retain", duration_s)
 
 
 @dataclass(slots=True)

@@ -7,31 +7,28 @@ the holder's memory. The reader's queue fetches them over NVLink or PCIe, part b
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, ClassVar
 
 from dask_p2p.backends import SLOTS
 from dask_p2p.backends.device import wait_until_written
 from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, section, size_bytes
-from dask_p2p.errors import Obstacle, TransferError
-from dask_p2p.layout import Box, box_slices
+from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import Descriptor, Peer
 from dask_p2p.transports.directory import Lease
 from dask_p2p.transports.flow_control import FlowControl
-from dask_p2p.transports.reading import Arrived, Pending, Request
+from dask_p2p.transports.reading import Request
 from dask_p2p.transports.requests import checked_integer
 from dask_p2p.transports.same_host import SameHostTransport
-from dask_p2p.transports.same_host_reading import LeasedBlock
+from dask_p2p.transports.same_host_reading import ArrayBlock, LeasedBlock, SameHostReading
 from dask_p2p.types import Array, Kind
 
-__all__ = ["IpcOptions", "IpcTransport"]
+__all__ = ["IpcOptions", "IpcReading", "IpcTransport"]
 
 _SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
 
@@ -48,7 +45,7 @@ class IpcTransport(SameHostTransport):
     """Blocks of GPUs of this host, mapped by CUDA IPC. `Peer.memory` is the GPU's UUID, in hex."""
 
     name: ClassVar[str] = "ipc"
-    kind: ClassVar[str] = "cupy"
+    kind: ClassVar[Kind] = "cupy"
     kinds: ClassVar[tuple[str, ...]] = ("cupy",)
     in_place: ClassVar[bool] = True
 
@@ -82,7 +79,7 @@ class IpcTransport(SameHostTransport):
     def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
         self._mappings = cuda_ipc.Mappings()
-        self._closing: asyncio.TimerHandle | None = None
+        self.reading = partial(IpcReading, self._mappings)
 
     def describe_memory(self) -> str:
         return cuda_ipc.gpu_uuid()
@@ -98,17 +95,42 @@ class IpcTransport(SameHostTransport):
     def place_of(self, block: Array) -> dict[str, Any]:
         return asdict(cuda_ipc.export(block))
 
-    def open_leased(
-        self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
-    ) -> LeasedBlock:
+    def on_worker_left(self, holder: str) -> None:
+        known = self._peers.get(holder)
+        super().on_worker_left(holder)
+        if known is not None:
+            self._mappings.retire(known[0].folder)
+            self.offload(self._mappings.close_unused)
+
+    def usage(self) -> dict[str, int]:
+        return {**super().usage(), "mapped": len(self._mappings)}
+
+    async def close(self) -> None:
+        await super().close()
+        with suppress(DeviceLostError):  # what was mapped is gone with it
+            await self.host.offload(self._mappings.close)
+
+
+class IpcReading(SameHostReading):
+    """Blocks that are mapped, and read where they lie."""
+
+    transport: ClassVar[str] = "ipc"
+    kind: ClassVar[Kind] = "cupy"
+    is_tapered: ClassVar[bool] = True
+
+    def __init__(self, mappings: cuda_ipc.Mappings, *args: Any) -> None:
+        super().__init__(*args)
+        self._mappings = mappings
+
+    def open_leased(self, descriptor: Descriptor, block: Request, lease: Lease) -> LeasedBlock:
         try:
             place = _checked_place(tuple(descriptor.place.items()))
         except (AttributeError, TypeError, ValueError) as exc:
             raise TransferError(f"ipc: the descriptor of {block} cannot be read: {exc}") from exc
-        if place.gpu != peer.memory and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
+        if place.gpu != self.peer.memory and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
             raise TransferError(f"ipc: {block} is on another GPU than its holder's: {obstacle}")
         block_bytes = prod(block.shape) * block.dtype.itemsize
-        mapping = self._mappings.acquire(peer.folder, place, block_bytes)
+        mapping = self._mappings.acquire(self.peer.folder, place, block_bytes)
         try:
             array = cuda_ipc.array_at(
                 mapping.address + place.offset_bytes,
@@ -117,42 +139,9 @@ class IpcTransport(SameHostTransport):
                 block.dtype,
             )
         except BaseException:
-            mapping.release()
+            self._mappings.release(mapping)
             raise
-        return _IpcBlock(array, mapping, self._closed_one, block, lease)
-
-    def _closed_one(self) -> None:
-        # Not when a mapping is opened: the event loop would be in the way of the first copy.
-        if self._closing is None:
-            with suppress(RuntimeError):  # the loop is closed
-                self.host.loop.call_soon_threadsafe(self._close_later)
-
-    def on_worker_left(self, holder: str) -> None:
-        known = self._peers.get(holder)
-        super().on_worker_left(holder)
-        if known is not None:
-            self._mappings.retire(known[0].folder)
-            self.offload(self._mappings.close_unused)
-
-    def _close_later(self) -> None:
-        if self._closing is None and not self._closed:
-            self._closing = self.host.loop.call_later(self._mappings.UNUSED_S, self._close_unused)
-
-    def _close_unused(self) -> None:
-        self._closing = None
-        self.offload(self._mappings.close_unused)
-        if len(self._mappings):
-            self._close_later()
-
-    def usage(self) -> dict[str, int]:
-        return {**super().usage(), "mapped": len(self._mappings)}
-
-    async def close(self) -> None:
-        await super().close()
-        if self._closing is not None:
-            self._closing.cancel()
-        self._mappings.retire(None)
-        await self.host.offload(self._mappings.close_unused)
+        return ArrayBlock(array, block, lease, partial(self._mappings.release, mapping))
 
 
 @lru_cache(maxsize=1024)  # tasks of a worker read the same blocks, one task after the other
@@ -162,26 +151,3 @@ def _checked_place(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.Place:
     checked_integer("buffer_id", place.buffer_id, 0, 2**64)
     checked_integer("offset_bytes", place.offset_bytes, 0, 2**63)
     return place
-
-
-class _IpcBlock(LeasedBlock):
-    def __init__(
-        self,
-        array: Array,
-        mapping: cuda_ipc.Mapping,
-        closed: Callable[[], None],
-        *lease: Any,
-    ) -> None:
-        super().__init__(*lease)
-        self._tell_closed = closed
-        self._array = array
-        self._mapping = mapping
-
-    def region(self, box: Box) -> Pending:
-        return Arrived(self._array[box_slices(box)])
-
-    def close(self) -> None:
-        if self.is_open:
-            super().close()
-            self._mapping.release()
-            self._tell_closed()

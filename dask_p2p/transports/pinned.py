@@ -19,7 +19,6 @@ Memory whose call got no answer is not reused: the holder may still write there.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,7 +27,7 @@ from dask_p2p.backends import BACKENDS, backend_for, backend_named, device_of
 from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, positive_bytes, section
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.layout import Box, box_size, box_slices
-from dask_p2p.retry import GRACE_S, MEET_S
+from dask_p2p.retry import MEET_S
 from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.checksums import region_sum
@@ -38,7 +37,7 @@ from dask_p2p.transports.flow_control import FlowControl, PackingLimits, buffere
 from dask_p2p.transports.pinned_reading import READ_OP, PinnedReading
 from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.registry import left_bytes
-from dask_p2p.transports.replies import ask, dtype_text, find_block, mismatch, refuse
+from dask_p2p.transports.replies import ask_and_wait, dtype_text, find_block, mismatch, refuse
 from dask_p2p.transports.requests import (
     checked_blocks,
     checked_integers,
@@ -135,12 +134,8 @@ class PinnedTransport(CommTransport):
         except (OSError, AttributeError, MemoryError) as exc:
             return Obstacle("no-shared-memory", f"this worker has no memory to share: {exc}")
         named = {"blocks": [], "parts": [], "dtype": "", **self._named(segment, [])}
-        asking = ask(self.host, holder, READ_OP, MEET_S, "shared memory", **named)
-        meeting = asyncio.run_coroutine_threadsafe(asking, self.host.loop)
-        try:
-            reply = meeting.result(MEET_S + GRACE_S)
-        except TimeoutError:
-            raise TransferError("pinned: the worker's event loop did not respond") from None
+        about = "shared memory"
+        reply = ask_and_wait("pinned", self.host, holder, READ_OP, MEET_S, about, **named)
         if isinstance(reply, dict) and reply.get("status") == "ok":
             return None
         message = reply.get("message", reply) if isinstance(reply, dict) else reply

@@ -23,12 +23,14 @@ from dask_p2p.errors import (
     UnsuitableError,
     UnsupportedArrayError,
 )
+from dask_p2p.retry import GRACE_S
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.reading import Request
 from dask_p2p.types import Array, Key
 
 __all__ = [
     "ask",
+    "ask_and_wait",
     "check_block",
     "check_reply",
     "dtype_text",
@@ -67,6 +69,29 @@ async def ask(
     except Exception as exc:  # of the holder's, which Dask raises here; or its answer is garbled
         why = f"{type(exc).__name__}: {exc}"
         raise TransferError(f"{holder} could not answer about {about}: {why}", why) from exc
+
+
+def ask_and_wait(
+    transport: str,
+    host: WorkerContext,
+    holder: str,
+    op: str,
+    timeout_s: float,
+    about: Any,
+    **kwargs: Any,
+) -> Any:
+    """Do the same from a task thread, for a transport of this name.
+
+    Raises
+    ------
+    TransferError
+        In place of an answer, too, if this worker's event loop does not respond.
+    """
+    asking = ask(host, holder, op, timeout_s, about, **kwargs)
+    try:
+        return asyncio.run_coroutine_threadsafe(asking, host.loop).result(timeout_s + GRACE_S)
+    except TimeoutError:
+        raise TransferError(f"{transport}: the worker's event loop did not respond") from None
 
 
 def _retrieve_error(task: asyncio.Future[Any]) -> None:

@@ -17,16 +17,14 @@ import os
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from dask_p2p.backends import backend_for, backend_named
-from dask_p2p.config import Options, Section, duration_s, option, section
+from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
-from dask_p2p.retry import GRACE_S, MEET_S, PUBLISH_REQUESTS
+from dask_p2p.retry import MEET_S
 from dask_p2p.transports.base import Handler, Transport
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import (
@@ -36,38 +34,28 @@ from dask_p2p.transports.descriptor import (
     kernel_and_namespace,
     no_directory,
 )
-from dask_p2p.transports.directory import DescriptorDirectory, Lease, PublishToken, leave, take
+from dask_p2p.transports.directory import DescriptorDirectory, DirectoryOptions, PublishToken, leave
 from dask_p2p.transports.reading import Reading, Request
-from dask_p2p.transports.replies import ask, check_reply, dtype_text, find_block, refuse
+from dask_p2p.transports.replies import ask_and_wait, dtype_text, find_block, refuse
 from dask_p2p.transports.requests import checked_blocks, no_more
-from dask_p2p.transports.same_host_reading import EmptyBlock, LeasedBlock, SameHostReading
+from dask_p2p.transports.same_host_reading import SameHostReading, publish_op
 from dask_p2p.transports.table import TEXT_BYTES
 from dask_p2p.types import Array, DType, Key, Kind
 
-__all__ = ["DirectoryOptions", "SameHostTransport"]
+__all__ = ["SameHostTransport"]
 
 logger = logging.getLogger(__name__)
 
 _EXPIRE_S = 0.1
 _CLOSE_S = 5.0  # how long closing waits for readers
-_POLL_S = 20e-6
 _MOST_FROM_DISK = 2
-_MOST_PUBLISHED = 10_000  # by one request
-
-
-@section("transports.directory")
-@dataclass(frozen=True, slots=True)
-class DirectoryOptions(Section):
-    """See p2p-schema.yaml."""
-
-    wait_s: float = option("wait", duration_s)
-    retain_s: float = option("retain", duration_s)
 
 
 class SameHostTransport(Transport):
     """Blocks of other processes of this host, found in their descriptor directories."""
 
-    kind: ClassVar[str]  # of the blocks that it moves
+    kind: ClassVar[Kind]  # of the blocks that it moves
+    reading: Callable[..., SameHostReading]  # made with requests, flow, worker, peer, and options
     within_host: ClassVar[bool] = True
 
     def __init__(self, host: WorkerContext, options: Options) -> None:
@@ -77,7 +65,7 @@ class SameHostTransport(Transport):
         self._expiring: asyncio.TimerHandle | None = None
         self._closed = False
         self._from_disk: deque[Any] = deque()  # keys of published blocks that are spilled
-        self._peer_op, self._publish_op = f"p2p_{self.name}_peer", f"p2p_{self.name}_post"
+        self._peer_op = f"p2p_{self.name}_peer"
 
     # --- what differs between them ---
 
@@ -95,12 +83,6 @@ class SameHostTransport(Transport):
 
     def wait_until_written(self, block: Array) -> None:  # optional
         """Wait until all values of a block are there."""
-
-    @abstractmethod
-    def open_leased(
-        self, peer: Peer, descriptor: Descriptor, block: Request, lease: Lease
-    ) -> LeasedBlock:
-        """Return a block on which a lease was taken. If this fails, the lease is ended."""
 
     # --- the reader's side, in task threads ---
 
@@ -124,22 +106,7 @@ class SameHostTransport(Transport):
         if obstacle is not None:
             message = f"{requests[0].holder} cannot be read in place: {obstacle}"
             raise TransferError(f"{self.name}: {message}", obstacle=obstacle)
-        flow = self.flow_for(requests, options)
-        lease = partial(self._open, peer, options)
-        return SameHostReading(requests, flow, lease, is_tapered=self.in_place)
-
-    def _open(self, peer: Peer, options: Options, requests: Sequence[Request]) -> LeasedBlock:
-        """Take a lease on the first of these blocks; the holder may be asked for the others too."""
-        block = requests[0]
-        if 0 in block.shape:
-            return EmptyBlock(backend_named(self.kind).empty(block.shape, block.dtype))
-        with ExitStack() as undo:
-            lease = self._lease(peer, requests, options)
-            undo.callback(lease.close)
-            descriptor = Descriptor.parse(lease.text, block, self.name)
-            opened = self.open_leased(peer, descriptor, block, lease)
-            undo.pop_all()
-        return opened
+        return self.reading(requests, self.flow_for(requests, options), self.host, peer, options)
 
     def _known(self, holder: str) -> tuple[Peer, Obstacle | None]:
         """Return where a worker runs, and what keeps its memory from being read.
@@ -148,7 +115,8 @@ class SameHostTransport(Transport):
         """
         known = self._peers.get(holder)
         if known is None:
-            reply = self._ask(holder, self._peer_op, MEET_S, "where it runs")
+            op, about = self._peer_op, "where it runs"
+            reply = ask_and_wait(self.name, self.host, holder, op, MEET_S, about)
             try:
                 peer = Peer.parse(reply["peer"])
             except (TypeError, ValueError, KeyError) as exc:
@@ -165,48 +133,10 @@ class SameHostTransport(Transport):
         local = self._describe()
         return apart(local, peer) or self.memory_obstacle(local, peer)
 
-    def _ask(self, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any) -> Any:
-        """Call a holder's handler, from a task thread."""
-        asking = ask(self.host, holder, op, timeout_s, about, **kwargs)
-        try:
-            return asyncio.run_coroutine_threadsafe(asking, self.host.loop).result(
-                timeout_s + GRACE_S
-            )
-        except TimeoutError:
-            raise TransferError(f"{self.name}: the worker's event loop did not respond") from None
-
-    def _lease(self, peer: Peer, requests: Sequence[Request], options: Options) -> Lease:
-        """Take a lease on the first block; if the holder does not publish by itself, ask it to."""
-        block = requests[0]
-        deadline_s = time.monotonic() + DirectoryOptions.of(options).wait_s
-        try:
-            while (lease := take(peer.folder, block.key)) is None:
-                if time.monotonic() > deadline_s:
-                    break
-                time.sleep(_POLL_S)
-            for _ in range(PUBLISH_REQUESTS):
-                if lease is not None:
-                    break
-                timeout_s = options.request_timeout_s
-                about = f"block {block.key!r}"
-                # The others too, so that it need be asked once only.
-                blocks = [(request.key, request.shape) for request in requests[:_MOST_PUBLISHED]]
-                reply = self._ask(block.holder, self._publish_op, timeout_s, about, blocks=blocks)
-                check_reply(reply, block, self.name)
-                # It may be gone again: moved and back, or one of many that were on disk.
-                lease = take(peer.folder, block.key)
-        except OSError as exc:
-            message = f"{self.name}: the descriptors of {block.holder} cannot be read: {exc}"
-            raise TransferError(message) from exc
-        if lease is None:
-            message = f"{block.holder} published and withdrew {block} {PUBLISH_REQUESTS} times"
-            raise TransferError(f"{self.name}: {message}")
-        return lease
-
     # --- the holder's side ---
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {self._peer_op: self._answer_peer, self._publish_op: self._answer_publish}
+        return {self._peer_op: self._answer_peer, publish_op(self.name): self._answer_publish}
 
     @property
     def refusal(self) -> Obstacle | None:

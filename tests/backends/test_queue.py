@@ -290,9 +290,8 @@ def used_slot(nbytes):
     return Slot(np.empty(nbytes, "u1"), None, None, is_used=True)
 
 
-def test_slots_are_kept_for_the_next_queue(monkeypatch):
-    kept = KeptSlots()
-    monkeypatch.setattr(kept, "KEEP_S", 0.2)
+def test_slots_are_kept_for_the_next_queue():
+    kept = KeptSlots(keep_s=0.2)
     large = [used_slot(100)]
     kept.keep(0, large)
     assert not large[0].is_used

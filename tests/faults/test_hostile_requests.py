@@ -27,10 +27,10 @@ from dask_p2p.transports import ipc as ipc_module
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports.cma import CmaTransport
 from dask_p2p.transports.comm import CommTransport
+from dask_p2p.transports.directory import DirectoryOptions
 from dask_p2p.transports.ipc import IpcTransport
 from dask_p2p.transports.pinned import PinnedTransport
 from dask_p2p.transports.replies import find_block, refuse
-from dask_p2p.transports.same_host import DirectoryOptions
 from dask_p2p.transports.segments import Segment
 from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.worker import P2PPlugin

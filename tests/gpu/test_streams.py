@@ -7,6 +7,7 @@ import time
 import dask
 import dask.array as da
 import numpy as np
+import psutil
 import pytest
 from distributed import wait
 
@@ -348,7 +349,7 @@ def test_a_worker_whose_gpu_is_lost_leaves_and_its_work_is_done_elsewhere(order)
         y = dask_p2p.transpose(x)
         got = client.compute(y.map_blocks(lambda b: b.get(), meta=np.empty((0, 0), "f4")))
         np.testing.assert_array_equal(result_of(client, got, BOUND_S), VALUES.T)
-        wait_until(lambda: pid not in client.run(os.getpid).values(), BOUND_S)
+        wait_until(lambda: not psutil.pid_exists(pid), BOUND_S)
         # Its nanny has started another one, on the same GPU.
         client.wait_for_workers(2, timeout=BOUND_S)
         z = persisted(client, dask_p2p.transpose(late_array("null")))
@@ -373,7 +374,8 @@ def test_a_worker_leaves_as_soon_as_a_task_has_broken_its_gpu():
         future = client.submit(fail_on_broken_device, workers=[victim], pure=False)
         with pytest.raises(Exception, match="illegal memory access"):
             future.result(timeout=BOUND_S)
-        wait_until(lambda: pid not in client.run(os.getpid).values(), BOUND_S)
+        wait_until(lambda: not psutil.pid_exists(pid), BOUND_S)
+        client.wait_for_workers(2, timeout=BOUND_S)
 
 
 def on_device(block, block_info):
@@ -399,7 +401,9 @@ def test_two_gpus_of_one_process(scheduler):
     x = x.map_blocks(on_device, dtype="f4", meta=cupy.empty((0, 0), "f4"))
     if scheduler == "one process":
         with (
-            LocalCluster(2, processes=False, threads_per_worker=2, dashboard_address=":0") as one,
+            LocalCluster(
+                n_workers=2, processes=False, threads_per_worker=2, dashboard_address=":0"
+            ) as one,
             Client(one) as client,
         ):
             x = persisted(client, x)

@@ -22,7 +22,16 @@ import dask_p2p.task
 import dask_p2p.worker
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.transports import comm, cuda_ipc, descriptor, directory, ipc, same_host, table
+from dask_p2p.transports import (
+    comm,
+    cuda_ipc,
+    descriptor,
+    directory,
+    ipc,
+    same_host,
+    same_host_reading,
+    table,
+)
 from dask_p2p.transports.flow_control import FlowControl
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.same_host_reading import LeasedBlock
@@ -167,9 +176,8 @@ class SimulatedWorker:
         self.directory.refusal = "killed"
         transport = self.plugin._transports["ipc"]
         transport._closed = True
-        for timer in (transport._expiring, transport._closing):
-            if timer is not None:
-                timer.cancel()
+        if transport._expiring is not None:
+            transport._expiring.cancel()
         self.world.buried(self)
 
 
@@ -247,12 +255,14 @@ class World:
         put(dask_p2p.worker, "DaskWorkerContext", Context)
         put(dask_p2p.worker, "make_transports", self._make_transports)
         put(dask_p2p.task, "whereabouts", self._whereabouts)
-        put(same_host, "take", self._take)
+        put(same_host_reading, "take", self._take)
         now = self.loop.time
         clock = SimpleNamespace(monotonic=now, perf_counter=now, time=now, sleep=self._sleep)
-        for module in (same_host, directory, comm, dask_p2p.task):
+        for module in (same_host, same_host_reading, directory, comm, dask_p2p.task):
             put(module, "time", clock)
         put(directory, "views", {})
+        no_timer = SimpleNamespace(start=lambda: None, cancel=lambda: None)  # it runs in real time
+        put(cuda_ipc, "RepeatingTimer", lambda interval_s, function: no_timer)
         put(table.View, "begin", _halting_begin(table.View.begin))
         put(LeasedBlock, "confirm", _halting_confirm(LeasedBlock.confirm))
 

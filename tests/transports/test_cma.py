@@ -15,11 +15,10 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
-from dask_p2p.transports import process_memory, same_host
+from dask_p2p.transports import process_memory, same_host, same_host_reading
 from dask_p2p.transports.cma import CmaTransport
-from dask_p2p.transports.directory import leave
+from dask_p2p.transports.directory import DirectoryOptions, leave
 from dask_p2p.transports.probe import PROBE_BYTES
-from dask_p2p.transports.same_host import DirectoryOptions
 from dask_p2p.transports.table import OWNER
 from tests.support import with_section
 from tests.transports.conformance import Conformance
@@ -67,13 +66,13 @@ class TestCma(Conformance):
 
     def test_a_block_that_is_gone_again_is_asked_for_again(self, setup, block, monkeypatch):
         key, array = block
-        real = same_host.take
+        real = same_host_reading.take
 
         def take(folder, key):
             asked = setup.host.calls.count("p2p_cma_post")
             return real(folder, key) if asked == 2 else None
 
-        monkeypatch.setattr(same_host, "take", take)
+        monkeypatch.setattr(same_host_reading, "take", take)
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert setup.host.calls.count("p2p_cma_post") == 2
 

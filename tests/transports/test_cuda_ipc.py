@@ -12,6 +12,7 @@ import pytest
 from dask_p2p.errors import TransferError
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.cuda_ipc import Mappings, Place, array_at
+from tests.transports.loopback import wait_until
 
 MIB = 2**20
 GPU_BYTES = 2**30
@@ -86,13 +87,13 @@ def test_a_mapping_is_kept_while_it_is_read_and_closed_after(runtime):
     mappings = Mappings()
     read, idle = acquire(mappings, "p", 1, "aa"), acquire(mappings, "p", 2, "bb")
     other = acquire(mappings, "q", 1, "cc")
-    idle.release()
+    mappings.release(idle)
     mappings.retire("p")
     mappings.close_unused()
     assert set(runtime.open) == {read.address, other.address}
-    read.release()
+    mappings.release(read)
     assert set(runtime.open) == {other.address}
-    other.release()
+    mappings.release(other)
     assert set(runtime.open) == {other.address}, "its process is still there"
     mappings.retire(None)
     mappings.close_unused()
@@ -105,9 +106,9 @@ def test_an_allocation_of_one_block_is_closed_with_its_last_user(runtime):
     mappings = Mappings()
     first = acquire(mappings, "p", 1, nbytes=MIB, block_bytes=MIB - 100)
     again = acquire(mappings, "p", 1, nbytes=MIB, block_bytes=MIB - 100)
-    first.release()
+    mappings.release(first)
     assert len(runtime.open) == 1
-    again.release()
+    mappings.release(again)
     assert runtime.open == {}
     assert len(mappings) == 0
 
@@ -117,12 +118,36 @@ def test_what_nobody_used_for_long_is_closed(runtime, monkeypatch):
     monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     mappings = Mappings()
     used, idle, fresh = (acquire(mappings, "p", n, f"{n:02x}") for n in range(3))
-    idle.release()
+    mappings.release(idle)
     now_s[0] += Mappings.UNUSED_S
-    fresh.release()
+    mappings.release(fresh)
     mappings.close_unused()
     assert opened(runtime) == {"00", "02"}
     assert used.users == 1
+
+
+def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
+    monkeypatch.setattr(Mappings, "UNUSED_S", 0.1)
+    mappings = Mappings()
+    used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
+    mappings.release(idle)
+    wait_until(lambda: opened(runtime) == {"00"}, 5)
+    mappings.release(used)
+    wait_until(lambda: opened(runtime) == set(), 5)
+
+
+def test_nothing_is_closed_by_itself_after_the_end(runtime, monkeypatch):
+    monkeypatch.setattr(Mappings, "UNUSED_S", 0.1)
+    mappings = Mappings()
+    used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
+    mappings.release(idle)
+    mappings.close()
+    assert opened(runtime) == {"00"}
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    for thread in threads:
+        thread.join(5)
+    mappings.release(used)
+    assert opened(runtime) == set()
 
 
 def test_unused_mappings_of_a_process_are_bounded_by_what_a_gpu_has(runtime, monkeypatch):
@@ -132,9 +157,9 @@ def test_unused_mappings_of_a_process_are_bounded_by_what_a_gpu_has(runtime, mon
     third = GPU_BYTES // 3
     kept = acquire(mappings, "p", 0, "00", nbytes=MIB)
     other = acquire(mappings, "q", 0, "ff", nbytes=third)
-    other.release()
+    mappings.release(other)
     for buffer_id in range(1, 9):
-        acquire(mappings, "p", buffer_id, f"{buffer_id:02x}", nbytes=third).release()
+        mappings.release(acquire(mappings, "p", buffer_id, f"{buffer_id:02x}", nbytes=third))
     assert kept.address in runtime.open, "it is in use"
     assert opened(runtime) == {"00", "ff", "07", "08"}
 
@@ -144,7 +169,7 @@ def test_an_allocation_in_the_place_of_a_freed_one_is_not_read_through_the_old_m
     mappings = Mappings()
     old = acquire(mappings, "p", 1, "aa", base=4096, nbytes=MIB)
     elsewhere = acquire(mappings, "q", 1, "bb", base=4096, nbytes=MIB)
-    old.release()
+    mappings.release(old)
     new = acquire(mappings, "p", 2, "aa", base=4096 + MIB - 1, nbytes=MIB)
     assert set(runtime.open) == {elsewhere.address, new.address}
 
@@ -173,7 +198,7 @@ def test_nobody_waits_for_the_mapping_of_another_process(runtime, monkeypatch):
     for thread in threads:
         thread.start()
     assert slow.wait(30)
-    acquire(mappings, "q", 1, "bb").release()
+    mappings.release(acquire(mappings, "q", 1, "bb"))
     assert opened(runtime) == {"bb"}
     go_on.set()
     for thread in threads:
@@ -185,7 +210,7 @@ def test_what_is_in_the_way_is_closed(runtime):
     mappings = Mappings()
     old = acquire(mappings, "p", 1, "aa")
     used = acquire(mappings, "p", 2, "bb")
-    old.release()
+    mappings.release(old)
     runtime.in_the_way[bytes.fromhex("cc")] = old.address
     new = acquire(mappings, "p", 3, "cc")
     assert set(runtime.open) == {used.address, new.address}

@@ -15,11 +15,11 @@ import pytest
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, Obstacle, TransferError
-from dask_p2p.transports import cuda_ipc, ipc
+from dask_p2p.transports import cuda_ipc, ipc, same_host, same_host_reading
 from dask_p2p.transports import descriptor as description
-from dask_p2p.transports import same_host as module
+from dask_p2p.transports.directory import DirectoryOptions
 from dask_p2p.transports.ipc import IpcTransport
-from dask_p2p.transports.same_host import DirectoryOptions
+from dask_p2p.transports.replies import ask_and_wait
 from dask_p2p.transports.table import OWNER
 from tests.support import with_section
 from tests.transports.conformance import Conformance
@@ -63,7 +63,7 @@ def device(monkeypatch):
     monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda: "aa")
     monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: None)
     monkeypatch.setattr(ipc, "wait_until_written", lambda blocks, any_stream: None)
-    monkeypatch.setattr(module, "backend_for", lambda block: SimpleNamespace(name="cupy"))
+    monkeypatch.setattr(same_host, "backend_for", lambda block: SimpleNamespace(name="cupy"))
     describe = IpcTransport._describe
     pids = {"reader": 1, "holder": 2}
     monkeypatch.setattr(
@@ -200,7 +200,8 @@ class TestIpcEmulated(Conformance):
         remote.close()
         remote.close()
         remote = self.open(setup, key, array)
-        assert remote.reading._opened[0]._mapping.users == 1
+        (mapping,) = setup.reader._mappings._open.values()
+        assert mapping.users == 1
         remote.close()
 
     def test_nothing_is_posted_before_its_values_are_there(self, setup, block, monkeypatch):
@@ -242,14 +243,14 @@ class TestIpcEmulated(Conformance):
     def test_an_event_loop_that_is_stuck(self, setup, loop):
         loop.loop.call_soon_threadsafe(time.sleep, 1)
         with pytest.raises(TransferError, match="ipc: the worker's event loop did not respond"):
-            setup.reader._ask("holder", "p2p_ipc_peer", -9.8, "where it runs")
+            ask_and_wait("ipc", setup.reader.host, "holder", "p2p_ipc_peer", -9.8, "where it runs")
 
     def test_a_directory_that_cannot_be_read(self, setup, block, monkeypatch):
         def take(folder, key):
             raise PermissionError("not yours")
 
         key, array = block
-        monkeypatch.setattr(module, "take", take)
+        monkeypatch.setattr(same_host_reading, "take", take)
         with pytest.raises(
             TransferError, match="the descriptors of holder cannot be read: not yours"
         ):

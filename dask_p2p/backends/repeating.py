@@ -1,0 +1,53 @@
+"""Something that is looked after every now and then, by a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from dask_p2p.backends.device import device_work
+from dask_p2p.errors import DeviceLostError
+
+__all__ = ["RepeatingTimer"]
+
+
+class RepeatingTimer:
+    """Calls a function again and again, until it returns False.
+
+    Parameters
+    ----------
+    interval_s
+        Between the calls, and before the first.
+    function
+        May work with the device; it returns whether to go on.
+    """
+
+    def __init__(self, interval_s: float, function: Callable[[], bool]) -> None:
+        self.interval_s = interval_s
+        self._function = function
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin, unless it goes on already. Any thread may call this."""
+        with self._lock:
+            if self._timer is None:
+                self._timer = threading.Timer(self.interval_s, self._call)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def cancel(self) -> None:
+        """End it, until it is started again."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
+
+    def _call(self) -> None:
+        # First: what is used from here on may come too late for this call.
+        with self._lock:
+            self._timer = None
+        with suppress(DeviceLostError), device_work():  # with the device all that it had is gone
+            if self._function():
+                self.start()
