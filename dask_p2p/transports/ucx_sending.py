@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-from dask_p2p.backends import backend_for, device_of
+from dask_p2p.backends import Queue, backend_for, device_of
 from dask_p2p.errors import TransferError
 from dask_p2p.layout import Box, box_shape, box_size, box_slices
 from dask_p2p.transports.budget import LIMIT_REACHED, Reservation
@@ -65,27 +66,31 @@ class Sending:
         self._dtype = dtype
         self._outbox = outbox
         self._algorithm = algorithm
-        # With the key, the box, and how to wait for the values.
-        self._packed: deque[tuple[Any, Any, Box, Callable[[], None]]] = deque()
+        self._packed: deque[_Packed] = deque()
+        self._queues: dict[Any, Queue] = {}  # by kind and device
 
     def run(
         self, blocks: Sequence[tuple[Any, tuple[int, ...]]], parts: Sequence[tuple[int, Box]]
     ) -> dict[str, Any]:
         """Send all parts, up to the first block that fails; return the reply."""
-        try:
+        failure: dict[str, Any] = {}
+        with ExitStack() as ending:
+            ending.callback(self._outbox.close)
             for number, group in groupby(parts, key=itemgetter(0)):
                 key, shape = blocks[number]
                 try:
                     block = self._find(key, shape)
                 except Exception as exc:
-                    self._send_packed(0)
-                    return refuse(exc)
+                    failure = refuse(exc)
+                    break
                 with device_of(block):
-                    self._send(key, block, [box for _, box in group])
+                    queue = self._queue_for(block, ending)
+                    for _, box in group:
+                        self._pack(key, block, box, queue)
+                        self._send_packed(1)  # one is packed while another is sent
                 del block
-        finally:
-            self._outbox.close()
-        return {}
+            self._send_packed(0)
+        return failure
 
     def _find(self, key: Key, shape: tuple[int, ...]) -> Any:
         block = find_block(self._host, key, shape)
@@ -93,32 +98,45 @@ class Sending:
             raise mismatch(f"block {key!r}", self._dtype, dtype_text(block.dtype))
         return block
 
-    def _send(self, key: Key, block: Array, boxes: Sequence[Box]) -> None:
+    def _queue_for(self, block: Array, ending: ExitStack) -> Queue:
+        """Return the queue that packs what lies where this block does, once that is written."""
         backend = backend_for(block)
-        queue = backend.queue(beside_copies=True)
+        where = backend.name, getattr(backend.device_of(block), "id", None)
+        queue = self._queues.get(where)
+        if queue is None:
+            queue = self._queues[where] = backend.queue(beside_copies=True)
+            ending.callback(queue.synchronize)  # only then may buffers be reused
         queue.wait_until_written([block], any_stream=self._any_stream)
-        try:
-            for box in boxes:
-                nbytes = box_size(box) * block.dtype.itemsize
-                if not self._outbox.has_room(nbytes):
-                    self._send_packed(0)
-                    self._outbox.make_room(nbytes)
-                array = self._buffers[backend.name].take(box_shape(box), block.dtype)
-                self._packed.append((array, key, box, queue.pack(array, block[box_slices(box)])))
-                del array
-                self._send_packed(1)  # one is packed while another is sent
+        return queue
+
+    def _pack(self, key: Key, block: Array, box: Box, queue: Queue) -> None:
+        nbytes = box_size(box) * block.dtype.itemsize
+        if not self._outbox.has_room(nbytes):
             self._send_packed(0)
-        finally:
-            queue.synchronize()  # only then may buffers be reused
+            self._outbox.make_room(nbytes)
+        array = self._buffers[queue.kind].take(box_shape(box), block.dtype)
+        wait = queue.pack(array, block[box_slices(box)])
+        self._packed.append(_Packed(array, block, key, box, wait))
 
     def _send_packed(self, left: int) -> None:
         while len(self._packed) > left:
-            array, key, box, wait = self._packed.popleft()
-            wait()
-            algorithm = self._algorithm
-            sum_ = 0 if algorithm is None else region_sum(key, box, array, algorithm)
-            self._outbox.send(array)
+            packed = self._packed.popleft()
+            packed.wait()
+            array, algorithm = packed.array, self._algorithm
+            sum_ = 0 if algorithm is None else region_sum(packed.key, packed.box, array, algorithm)
+            with device_of(array):
+                self._outbox.send(array)
             self.sums.append(sum_)
+
+
+class _Packed(NamedTuple):
+    """A part that is packed, or is being packed."""
+
+    array: Array
+    block: Array  # which is read until it is packed
+    key: Key
+    box: Box
+    wait: Callable[[], None]  # until it is packed
 
 
 class Outbox:
