@@ -334,6 +334,7 @@ class TestRivals:
         ]
         assert capsys.readouterr().out.count("is not installed") == 3
 
+    @pytest.mark.programs
     def test_on_processors(self, tmp_path):
         path = tmp_path / "rows.json"
         command = [sys.executable, "-m", "benchmarks.rivals", "--cpu", "--gpus", "2"]
@@ -351,6 +352,7 @@ class TestRivals:
         if find_spec("torch"):
             assert made[torch_nccl.WAY, 64]["wrong"] == 0
 
+    @pytest.mark.programs
     def test_one_that_hangs(self, tmp_path):
         started = tmp_path / "started"
         in_a_group_of_its_own = (

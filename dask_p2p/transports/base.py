@@ -33,6 +33,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import wraps
+from inspect import signature
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,9 +48,11 @@ from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 from dask_p2p.transports.reading import Reading, Request
+from dask_p2p.transports.replies import refuse
+from dask_p2p.transports.requests import no_more
 from dask_p2p.types import DType, Key, Kind
 
-__all__ = ["Handler", "Transport"]
+__all__ = ["Handler", "Transport", "answers"]
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -83,6 +87,8 @@ class Transport(ABC):
         #: What is packed for readers; the transports of one worker share one.
         self.packed = ByteBudget(options.staging_limit_bytes)
         self.pools: list[Buffers] = []  # those that it has
+        self.is_closed = False
+        self.serving = 0  # requests; changed on the event loop only
         self._in_background: set[asyncio.Future[Any]] = set()
 
     @abstractmethod
@@ -213,3 +219,26 @@ class Transport(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Refuse further requests, wait for readers within reason, free everything."""
+
+
+def answers(handler: Handler) -> Handler:
+    """Have a method of a transport answer requests: with what it returns, or why that failed.
+
+    A request has its arguments by name, and no others. What they hold is for the method to check.
+    """
+    known = signature(handler).parameters.keys()
+
+    @wraps(handler)
+    async def answer(self: Transport, /, **request: Any) -> dict[str, Any]:
+        if self.is_closed:
+            return {"status": "error", "message": "the worker is closing"}
+        self.serving += 1
+        try:
+            no_more(request.keys() - known)
+            return {"status": "ok", **await handler(self, **request)}
+        except Exception as exc:
+            return refuse(exc)
+        finally:
+            self.serving -= 1
+
+    return answer

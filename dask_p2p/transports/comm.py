@@ -24,7 +24,7 @@ from dask_p2p.backends import backend_for, backend_named, device_of
 from dask_p2p.config import Options, Section, option, positive_bytes, positive_int, section
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.layout import Box, box_slices
-from dask_p2p.transports.base import Handler, Transport
+from dask_p2p.transports.base import Handler, Transport, answers
 from dask_p2p.transports.budget import LIMIT_REACHED
 from dask_p2p.transports.checksums import region_sum
 from dask_p2p.transports.comm_reading import CommReading
@@ -37,7 +37,6 @@ from dask_p2p.transports.requests import (
     checked_blocks,
     checked_parts,
     checked_yes_or_no,
-    no_more,
 )
 from dask_p2p.types import DType, Key, Kind
 
@@ -100,10 +99,8 @@ class CommTransport(Transport):
 
     def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
-        self._closed = False
         self._opened: set[CommReading] = set()  # by task threads
         self._paces: defaultdict[str, Pace] = defaultdict(Pace)  # by holder
-        self._serving = 0  # requests; changed on the event loop only
 
     def handlers(self) -> Mapping[str, Handler]:
         return {self.reading.op: self._serve}
@@ -125,38 +122,21 @@ class CommTransport(Transport):
         return {
             "opened": len(self._opened),
             "requested": sum(reading.under_way for reading in list(self._opened)),
-            "serving": self._serving,
+            "serving": self.serving,
         }
 
     def on_worker_left(self, holder: str) -> None:
         self._paces.pop(holder, None)
 
     async def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
 
-    async def _serve(
-        self,
-        /,
-        blocks: Any = None,
-        parts: Any = None,
-        checksum: Any = False,
-        **unknown: Any,
-    ) -> dict[str, Any]:
+    @answers
+    async def _serve(self, *, blocks: Any, parts: Any, checksum: Any = False) -> dict[str, Any]:
         """Answer one request. Blocks are referenced, and so leased, until they are sent."""
-        if self._closed:
-            return {"status": "error", "message": "the worker is closing"}
-        self._serving += 1
-        try:
-            no_more(unknown)
-            blocks = checked_blocks(blocks)
-            parts = checked_parts(parts, [shape for _, shape in blocks])
-            checksum = checked_yes_or_no("checksum", checksum)
-            answers = await self._packed(blocks, parts, checksum)
-        except Exception as exc:
-            return refuse(exc)
-        finally:
-            self._serving -= 1
-        return {"status": "ok", "parts": answers}
+        blocks = checked_blocks(blocks)
+        parts = checked_parts(parts, [shape for _, shape in blocks])
+        return {"parts": await self._packed(blocks, parts, checked_yes_or_no("checksum", checksum))}
 
     async def _packed(
         self, blocks: Sequence[tuple[Any, Any]], parts: Sequence[tuple[int, Box]], checksum: bool

@@ -28,7 +28,7 @@ from dask_p2p.config import NOT_IN_AUTO, Options, Section, option, positive_byte
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.layout import Box, box_size, box_slices
 from dask_p2p.retry import MEET_S
-from dask_p2p.transports.base import Handler, Transport
+from dask_p2p.transports.base import Handler, Transport, answers
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.checksums import region_sum
 from dask_p2p.transports.comm import CommTransport
@@ -44,7 +44,6 @@ from dask_p2p.transports.requests import (
     checked_parts,
     checked_text,
     checked_yes_or_no,
-    no_more,
 )
 from dask_p2p.transports.segments import Segment, SegmentName, Segments, region_at
 from dask_p2p.types import DType, Key, Kind
@@ -180,42 +179,31 @@ class PinnedTransport(CommTransport):
 
     # --- the holder's side ---
 
+    @answers
     async def _answer(
         self,
-        /,
-        blocks: Any = None,
-        parts: Any = None,
-        dtype: Any = None,
-        memory: Any = None,
-        places: Any = None,
-        inodes: Any = None,
-        reader: Any = None,
+        *,
+        blocks: Any,
+        parts: Any,
+        dtype: Any,
+        memory: Any,
+        places: Any,
+        inodes: Any,
+        reader: Any,
         checksum: Any = False,
-        **unknown: Any,
     ) -> dict[str, Any]:
         """Pack parts of blocks into a reader's memory. Blocks are leased until that is done."""
-        if self._closed:
-            return {"status": "error", "message": "the worker is closing"}
-        self._serving += 1
-        try:
-            no_more(unknown)
-            blocks = checked_blocks(blocks)
-            parts = checked_parts(parts, [shape for _, shape in blocks])
-            name, reader = SegmentName.parse(memory), checked_text("reader", reader)
-            inodes = checked_integers("inodes", inodes, 2**64)
-            places = checked_integers("places", places, name.size_bytes)
-            checksum = checked_yes_or_no("checksum", checksum)
-            dtype = checked_text("dtype", dtype)
-            # With places in another number than parts, `zip` raises a `ValueError`.
-            wanted = [(*blocks[n], box, at) for (n, box), at in zip(parts, places, strict=True)]
-            answers = await self.host.offload(
-                self._pack_all, reader, name, inodes, wanted, dtype, checksum
-            )
-        except Exception as exc:
-            return refuse(exc)
-        finally:
-            self._serving -= 1
-        return {"status": "ok", "parts": answers}
+        blocks = checked_blocks(blocks)
+        parts = checked_parts(parts, [shape for _, shape in blocks])
+        name, reader = SegmentName.parse(memory), checked_text("reader", reader)
+        inodes = checked_integers("inodes", inodes, 2**64)
+        places = checked_integers("places", places, name.size_bytes)
+        checksum = checked_yes_or_no("checksum", checksum)
+        dtype = checked_text("dtype", dtype)
+        # With places in another number than parts, `zip` raises a `ValueError`.
+        wanted = [(*blocks[n], box, at) for (n, box), at in zip(parts, places, strict=True)]
+        packing = self._pack_all, reader, name, inodes, wanted, dtype, checksum
+        return {"parts": await self.host.offload(*packing)}
 
     def _unmap(self, reader: str, inodes: Sequence[int]) -> None:
         for pair in list(self._mapped):

@@ -7,7 +7,7 @@ are not whole, objects whose own code would run) reaches a worker's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dask_p2p.layout import Box
@@ -144,10 +144,10 @@ def checked_yes_or_no(name: str, value: Any) -> bool:
     return value
 
 
-def no_more(unknown: Mapping[str, Any]) -> None:
+def no_more(unknown: Iterable[str]) -> None:
     """Refuse arguments that no reader sends."""
-    if unknown:
-        raise MalformedRequestError(f"unknown arguments: {_short(sorted(map(str, unknown)))}")
+    if names := sorted(map(str, unknown)):
+        raise MalformedRequestError(f"unknown arguments: {_short(names)}")
 
 
 def _sequence(name: str, value: Any) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from dask_p2p.backends import backend_for, backend_named
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.retry import MEET_S
-from dask_p2p.transports.base import Handler, Transport
+from dask_p2p.transports.base import Handler, Transport, answers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.descriptor import (
     Descriptor,
@@ -36,8 +36,8 @@ from dask_p2p.transports.descriptor import (
 )
 from dask_p2p.transports.directory import DescriptorDirectory, DirectoryOptions, PublishToken, leave
 from dask_p2p.transports.reading import Reading, Request
-from dask_p2p.transports.replies import ask_and_wait, dtype_text, find_block, refuse
-from dask_p2p.transports.requests import checked_blocks, no_more
+from dask_p2p.transports.replies import ask_and_wait, dtype_text, find_block
+from dask_p2p.transports.requests import checked_blocks
 from dask_p2p.transports.same_host_reading import SameHostReading, publish_op
 from dask_p2p.transports.table import TEXT_BYTES
 from dask_p2p.types import Array, DType, Key, Kind
@@ -63,7 +63,6 @@ class SameHostTransport(Transport):
         self._directory = DescriptorDirectory(host.folder)
         self._peers: dict[str, tuple[Peer, Obstacle | None]] = {}  # by holder, with the obstacle
         self._expiring: asyncio.TimerHandle | None = None
-        self._closed = False
         self._from_disk: deque[Any] = deque()  # keys of published blocks that are spilled
         self._peer_op = f"p2p_{self.name}_peer"
 
@@ -148,7 +147,7 @@ class SameHostTransport(Transport):
         return self._directory.leased_bytes
 
     def publish(self, blocks: Mapping[Any, Any]) -> None:
-        if self._closed:
+        if self.is_closed:
             return
         # What is held by now is published: the task may have been cancelled, its block released.
         self._publish_ahead(
@@ -178,7 +177,7 @@ class SameHostTransport(Transport):
         return {"published": len(self._directory)}
 
     async def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         if self._expiring is not None:
             self._expiring.cancel()
         deadline_s = time.monotonic() + _CLOSE_S
@@ -190,13 +189,9 @@ class SameHostTransport(Transport):
         for peer, _ in self._peers.values():
             leave(peer.folder)
 
-    async def _answer_peer(self, /, **unknown: Any) -> dict[str, Any]:
-        try:
-            no_more(unknown)
-            peer = await self.host.offload(self._describe)
-        except Exception as exc:
-            return refuse(exc)
-        return {"status": "ok", "peer": asdict(peer)}
+    @answers
+    async def _answer_peer(self) -> dict[str, Any]:
+        return {"peer": asdict(await self.host.offload(self._describe))}
 
     def _describe(self) -> Peer:
         """Describe this process."""
@@ -211,14 +206,11 @@ class SameHostTransport(Transport):
             refusal=self._directory.refusal,
         )
 
-    async def _answer_publish(self, /, blocks: Any = None, **unknown: Any) -> dict[str, Any]:
+    @answers
+    async def _answer_publish(self, *, blocks: Any) -> dict[str, Any]:
         """Publish the first of these blocks, and of the others those that are in memory."""
-        try:
-            no_more(unknown)
-            await self.host.offload(self._publish_asked, checked_blocks(blocks))
-        except Exception as exc:
-            return refuse(exc)
-        return {"status": "ok"}
+        await self.host.offload(self._publish_asked, checked_blocks(blocks))
+        return {}
 
     def _publish_asked(self, blocks: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
         first, *others = blocks
@@ -256,7 +248,7 @@ class SameHostTransport(Transport):
             self.host.loop.call_soon_threadsafe(self._expire_later)
 
     def _expire_later(self) -> None:
-        if self._expiring is None and not self._closed:
+        if self._expiring is None and not self.is_closed:
             self._expiring = self.host.loop.call_later(_EXPIRE_S, self._expire)
 
     def _expire(self) -> None:

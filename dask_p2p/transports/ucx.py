@@ -45,7 +45,7 @@ from dask_p2p.config import (
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.layout import box_size
 from dask_p2p.retry import MEET_S
-from dask_p2p.transports.base import Handler, Transport
+from dask_p2p.transports.base import Handler, Transport, answers
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.checksums import algorithm_of
 from dask_p2p.transports.context import WorkerContext
@@ -53,14 +53,13 @@ from dask_p2p.transports.flow_control import FlowControl, PackingLimits, buffere
 from dask_p2p.transports.messenger import Messenger, ucxx_obstacle
 from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.registry import left_bytes
-from dask_p2p.transports.replies import ask, refuse
+from dask_p2p.transports.replies import ask
 from dask_p2p.transports.requests import (
     checked_blocks,
     checked_integer,
     checked_parts,
     checked_seconds,
     checked_text,
-    no_more,
 )
 from dask_p2p.transports.ucx_reading import SEND_OP, UcxReading
 from dask_p2p.transports.ucx_sending import Outbox, Sending
@@ -136,8 +135,6 @@ class UcxTransport(Transport):
         self.pools += self._buffers.values()
         self._threads = ThreadPoolExecutor(_SENDING_THREADS, thread_name_prefix="p2p-ucx-send")
         self._resting: asyncio.TimerHandle | None = None
-        self._serving = 0  # requests; changed on the event loop only
-        self._closed = False
 
     # --- the reader's side, in task threads ---
 
@@ -168,7 +165,7 @@ class UcxTransport(Transport):
     def messenger(self) -> Messenger:
         """Return this process' messenger, started when it is first needed. Not for event loops."""
         with self._lock:
-            if self._closed:
+            if self.is_closed:
                 raise TransferError("ucx: the worker is closing")
             if self._messenger is None:
                 if (obstacle := self._own_obstacle()) is not None:
@@ -179,12 +176,12 @@ class UcxTransport(Transport):
 
     async def _started(self) -> Messenger:
         """Return the messenger, on the event loop; a thread only starts it."""
-        if self._messenger is not None and not self._closed:
+        if self._messenger is not None and not self.is_closed:
             return self._messenger
         return await self.host.offload(self.messenger)
 
     def _rest_later(self) -> None:
-        if not self._closed:
+        if not self.is_closed:
             self._resting = self.host.loop.call_later(_REST_S, self._rest)
 
     def _rest(self) -> None:
@@ -195,7 +192,7 @@ class UcxTransport(Transport):
 
     def usage(self) -> dict[str, int]:
         messages = 0 if self._messenger is None else self._messenger.under_way
-        return {"messages": messages, "serving": self._serving}
+        return {"messages": messages, "serving": self.serving}
 
     def on_worker_left(self, holder: str) -> None:
         address = self._addresses.pop(holder, None)
@@ -203,7 +200,7 @@ class UcxTransport(Transport):
             self.offload(self._messenger.forget, address)  # which waits for a last word
 
     async def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         if self._resting is not None:
             self._resting.cancel()
         await self.host.offload(self._close_messenger)
@@ -229,55 +226,43 @@ class UcxTransport(Transport):
     def handlers(self) -> Mapping[str, Handler]:
         return {_PEER_OP: self._answer_peer, SEND_OP: self._answer_send}
 
-    async def _answer_peer(self, /, **unknown: Any) -> dict[str, Any]:
-        try:
-            no_more(unknown)
-            messenger = await self._started()
-        except Exception as exc:
-            return refuse(exc)
-        return {"status": "ok", "address": messenger.address}
+    @answers
+    async def _answer_peer(self) -> dict[str, Any]:
+        return {"address": (await self._started()).address}
 
+    @answers
     async def _answer_send(
         self,
-        /,
-        blocks: Any = None,
-        parts: Any = None,
-        dtype: Any = None,
-        tag: Any = None,
-        reader: Any = None,
-        closed: Any = None,
-        ahead: Any = None,
-        wait_s: Any = None,
+        *,
+        blocks: Any,
+        parts: Any,
+        dtype: Any,
+        tag: Any,
+        reader: Any,
+        closed: Any,
+        ahead: Any,
+        wait_s: Any,
         checksum: Any = None,
-        **unknown: Any,
     ) -> dict[str, Any]:
         """Send parts of blocks, under this tag and those after it. Blocks are leased until then."""
-        self._serving += 1
-        try:
-            no_more(unknown)
-            blocks = checked_blocks(blocks)
-            parts = checked_parts(parts, [shape for _, shape in blocks])
-            dtype = checked_text("dtype", dtype)
-            tag = checked_integer("tag", tag, 0, _TAGS - 1 - len(parts))
-            closed = checked_integer("closed", closed, 0, _MOST_CLOSED)
-            ahead = checked_integer("ahead", ahead, 1, _MOST_AHEAD)
-            wait_s = checked_seconds("wait_s", wait_s)
-            algorithm = None if checksum is None else algorithm_of(checksum)
-            messenger = await self._started()
-            address = await self._address_of(checked_text("reader", reader))
-            other_host = urlsplit(reader).hostname != urlsplit(self.host.address).hostname
-            reserved = self.packed.reservation()
-            outbox = Outbox(messenger, address, closed, tag, ahead, wait_s, reserved, other_host)
-            any_stream = self.options.any_producer_stream
-            sending = Sending(self.host, self._buffers, any_stream, dtype, outbox, algorithm)
-            failure = await self.host.offload(sending.run, blocks, parts, threads=self._threads)
-        except Exception as exc:
-            return refuse(exc)
-        finally:
-            self._serving -= 1
-        sent = {"sent": len(sending.sums), "nbytes": outbox.sent_bytes}
+        blocks = checked_blocks(blocks)
+        parts = checked_parts(parts, [shape for _, shape in blocks])
+        dtype = checked_text("dtype", dtype)
+        tag = checked_integer("tag", tag, 0, _TAGS - 1 - len(parts))
+        closed = checked_integer("closed", closed, 0, _MOST_CLOSED)
+        ahead = checked_integer("ahead", ahead, 1, _MOST_AHEAD)
+        wait_s = checked_seconds("wait_s", wait_s)
+        algorithm = None if checksum is None else algorithm_of(checksum)
+        messenger = await self._started()
+        address = await self._address_of(checked_text("reader", reader))
+        other_host = urlsplit(reader).hostname != urlsplit(self.host.address).hostname
+        reserved = self.packed.reservation()
+        outbox = Outbox(messenger, address, closed, tag, ahead, wait_s, reserved, other_host)
+        any_stream = self.options.any_producer_stream
+        sending = Sending(self.host, self._buffers, any_stream, dtype, outbox, algorithm)
+        failure = await self.host.offload(sending.run, blocks, parts, threads=self._threads)
         extra = {} if algorithm is None else {"checksums": sending.sums}
-        return {"status": "ok", **sent, **extra, **failure}
+        return {"sent": len(sending.sums), "nbytes": outbox.sent_bytes, **extra, **failure}
 
     async def _address_of(self, reader: str) -> bytes:
         """Return where a worker's messages go to. It is asked itself, so that nobody else can say.

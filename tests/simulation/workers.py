@@ -175,7 +175,7 @@ class SimulatedWorker:
         self.directory._withdrawn.clear()
         self.directory.refusal = "killed"
         transport = self.plugin._transports["ipc"]
-        transport._closed = True
+        transport.is_closed = True
         if transport._expiring is not None:
             transport._expiring.cancel()
         self.world.buried(self)

@@ -136,16 +136,12 @@ def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
     wait_until(lambda: opened(runtime) == set(), 5)
 
 
-def test_nothing_is_closed_by_itself_after_the_end(runtime, monkeypatch):
-    monkeypatch.setattr(Mappings, "UNUSED_S", 0.1)
+def test_what_is_in_use_at_the_end_is_closed_when_it_is_released(runtime):
     mappings = Mappings()
     used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
     mappings.release(idle)
     mappings.close()
     assert opened(runtime) == {"00"}
-    threads = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-    for thread in threads:
-        thread.join(5)
     mappings.release(used)
     assert opened(runtime) == set()
 

@@ -322,7 +322,7 @@ def test_a_sender_that_is_stopped_in_the_middle(other_process, how, moment_s):
     time.sleep(moment_s)
     os.kill(process.pid, how)
     try:
-        received.result(2)
+        received.result(1)
     except TransferError:
         pass
     else:

@@ -132,7 +132,7 @@ class TestUcx(Conformance):
             started = threads.submit(setup.reader.messenger)
             assert starting.wait(10)
             closing = asyncio.run_coroutine_threadsafe(setup.reader.close(), loop.loop)
-            wait_until(lambda: setup.reader._closed)
+            wait_until(lambda: setup.reader.is_closed)
             time.sleep(0.1)  # for it to get to where it waits
             go_on.set()
             started.result(10)
