@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
+
 from dask_p2p.backends.repeating import RepeatingTimer
 from dask_p2p.errors import DeviceLostError
 from tests.transports.loopback import wait_until
@@ -14,23 +16,24 @@ INTERVAL_S = 0.02
 
 def test_it_goes_on_until_the_function_says_no():
     answers = [True, True, False]
-    called = []
+    called_s, threads = [time.monotonic()], []
 
     def function():
-        called.append(threading.current_thread())
-        return answers[len(called) - 1]
+        called_s.append(time.monotonic())
+        threads.append(threading.current_thread())
+        return answers[len(threads) - 1]
 
     timer = RepeatingTimer(INTERVAL_S, function)
     timer.start()
     timer.start()  # it goes on already
-    assert called == [], "not at once"
-    wait_until(lambda: len(called) == 3, 5)
+    wait_until(lambda: len(threads) == 3, 5)
     time.sleep(5 * INTERVAL_S)
-    assert len(called) == 3
-    assert all(thread.daemon for thread in called), "a process that ends does not wait for it"
+    assert len(threads) == 3
+    assert min(np.diff(called_s)) >= 0.9 * INTERVAL_S
+    assert all(thread.daemon for thread in threads), "a process that ends does not wait for it"
     answers.append(False)
     timer.start()
-    wait_until(lambda: len(called) == 4, 5)
+    wait_until(lambda: len(threads) == 4, 5)
 
 
 def test_it_can_be_ended_and_begun_again():
