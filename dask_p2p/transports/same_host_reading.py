@@ -46,7 +46,7 @@ class LeasedBlock(ABC):
     """
 
     def __init__(
-        self, block: Request, lease: Lease | None, release: Callable[[], None] | None = None
+        self, block: Request, lease: Lease | None = None, release: Callable[[], None] | None = None
     ) -> None:
         self.block = block
         self._lease = lease
@@ -86,7 +86,7 @@ class ArrayBlock(LeasedBlock):
     """A block that is an array in this process: of mapped memory, or without elements."""
 
     def __init__(self, array: Array, block: Request, *lease: Any) -> None:
-        super().__init__(block, *lease or (None,))
+        super().__init__(block, *lease)
         self._array = array
 
     def region(self, box: Box) -> Pending:
