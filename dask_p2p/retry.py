@@ -105,20 +105,20 @@ class AttemptLog:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._failed: OrderedDict[Any, Attempts] = OrderedDict()
+        self.failed: OrderedDict[Any, Attempts] = OrderedDict()
         self._lock = threading.Lock()
 
     def record_failure(self, key: Key, cause: str) -> Attempts:
         """Note a failed attempt at this task; return what is known of all there were."""
         with self._lock:
-            attempts = self._failed.pop(key, None) or Attempts()
+            attempts = self.failed.pop(key, None) or Attempts()
             attempts.add(cause)
-            self._failed[key] = attempts
-            while len(self._failed) > _COUNTED_TASKS:
-                self._failed.popitem(last=False)
+            self.failed[key] = attempts
+            while len(self.failed) > _COUNTED_TASKS:
+                self.failed.popitem(last=False)
             return attempts
 
     def forget_attempts(self, key: Key) -> None:
         """Forget the attempts at this task: if it is wanted again, it gets as many again."""
         with self._lock:
-            self._failed.pop(key, None)
+            self.failed.pop(key, None)

@@ -37,6 +37,7 @@ __all__ = [
     "AssembleTask",
     "Blocks",
     "plugin_runtime",
+    "try_again",
     "warn_client",
     "whereabouts",
 ]
@@ -178,7 +179,7 @@ def assemble_block(
     if runtime is None:
         if any(isinstance(block, BlockRef) for block in blocks):
             log = _unplugged.setdefault(worker, AttemptLog(worker.address))
-            _try_again(key, TransferError(_TAKEN_OFF), log, output.options)
+            try_again(key, TransferError(_TAKEN_OFF), log, output.options)
         if worker is not None:
             _warn_of_whole_blocks(worker, list(map(output.key, plan.sources(index))))
         return _finished(Assembly(plan.block(index), output, blocks).run(), index, output)
@@ -200,7 +201,7 @@ def _attempt(
             return assembly.run()
     except TransferError as exc:
         runtime.record(_ended(key, start_s, plan, assembly, error=str(exc)))
-        _try_again(key, exc, runtime, assembly.options)
+        try_again(key, exc, runtime, assembly.options)
     except DeviceLostError as exc:
         from distributed import Reschedule
 
@@ -266,7 +267,7 @@ def _assemble(key: Key, plan: Any, index: Any, output: Any, *blocks: Any) -> NoR
     raise VersionError(f"expected a task of {this_version()}, got {key!r} of an older version.")
 
 
-def _try_again(
+def try_again(
     key: Key, error: TransferError, log: WorkerContext | AttemptLog, options: Options
 ) -> NoReturn:
     """Return the task to the scheduler, which knows by now which workers left and what moved.

@@ -75,7 +75,7 @@ def given_up(client):
     def look(dask_worker):
         router = dask_worker.plugins[PLUGIN_NAME].context.router
         known = {**router.transports["cma"]._peers, **router.transports["ipc"]._peers}
-        return dict(router._broken), {name: why for name, (_, why) in known.items() if why}
+        return dict(router.failures), {name: why for name, (_, why) in known.items() if why}
 
     return client.run(look)
 

@@ -316,13 +316,13 @@ class Protocol(RuleBasedStateMachine):
             for lease in task.actor.open_leases:
                 if not lease.holder.dead:
                     directory = lease.holder.directory
-                    assert lease.entry in [*directory._published.values(), *directory._withdrawn]
+                    assert lease.entry in [*directory.published.values(), *directory.withdrawn]
         leases = [lease for task in self.tasks for lease in task.actor.open_leases]
         # A block that is published again has the same description, and so the same leases.
         leased = [(lease.entry.byte, id(lease.entry.owner)) for lease in leases if lease.entry]
         for worker in self.world.alive.values():
             worker.directory.expire(RETAIN_S)
-            for entry in worker.directory._withdrawn:
+            for entry in worker.directory.withdrawn:
                 assert (entry.byte, id(entry.owner)) in leased
 
     def teardown(self):

@@ -295,7 +295,9 @@ def _own_options(dask_worker):
     options = plugin.options
     unencrypted = UcxOptions.of(options).allow_unencrypted
     own = unencrypted, options.staging_limit_bytes, DirectoryOptions.of(options).retain_s
-    budgets = {transport.packed.limit_bytes for transport in plugin._transports.values()}
+    budgets = {
+        transport.packed.limit_bytes for transport in plugin.context.router.transports.values()
+    }
     return own, id(plugin), budgets, sys.getswitchinterval()
 
 

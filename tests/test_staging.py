@@ -335,7 +335,7 @@ def test_what_ucx_packs_for_others(workers, buffers, limit_bytes):
     serving = make(UcxTransport, "holder", replace(options(), staging_limit_bytes=limit_bytes))
     network["holder"].blocks = {"x": X}
     assert set(read_at_once(reader, "x", BOXES, options())) == {EXPECTED}
-    assert 0 < buffers[serving._buffers["numpy"]].peak_bytes <= max(limit_bytes, 1024)
+    assert 0 < buffers[serving.buffers["numpy"]].peak_bytes <= max(limit_bytes, 1024)
     wait_until(lambda: serving.packed.reserved_bytes == 0)
 
 

@@ -215,18 +215,18 @@ def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
     runtime = deaf_context()
     for key in range(10):
         assert runtime.record_failure(key, "why").count == 1
-    assert list(runtime._failed) == [7, 8, 9]
+    assert list(runtime.failed) == [7, 8, 9]
     assert runtime.record_failure(7, "again").count == 2
-    assert list(runtime._failed) == [8, 9, 7]
+    assert list(runtime.failed) == [8, 9, 7]
     runtime.record(Record(9, 0.0, 1.0, error="why"))
-    assert list(runtime._failed) == [8, 9, 7], "it has not ended"
+    assert list(runtime.failed) == [8, 9, 7], "it has not ended"
     runtime.record(Record(7, 0.0, 1.0))
     runtime.forget_attempts(8)
-    assert list(runtime._failed) == [9]
+    assert list(runtime.failed) == [9]
     for key in range(12_000):
         runtime.record(Record(key, 0.0, 1.0))
     assert [record.key for record in runtime.records] == [*range(2000, 12_000)]
-    assert runtime._failed == {}
+    assert runtime.failed == {}
 
 
 def test_nothing_is_kept_of_calls_that_ended():
@@ -305,14 +305,14 @@ def test_trouble_of_ours_keeps_nothing_from_dask():
                 worker.stream_handlers["remove-worker"](**message)
             assert told == [message]
             with pytest.raises(ConnectionAbortedError, match="left the cluster"):
-                await plugin._context.call("tcp://gone", "identity")
+                await plugin.context.call("tcp://gone", "identity")
             transports = plugin.context.router.transports
             closed = [transport for transport in transports.values() if transport.name != "ucx"]
             transports["ucx"].close = fail_to_close
             reply = await worker.plugin_remove(name=PLUGIN_NAME)
             assert reply["exception_text"] == "RuntimeError('trouble')"
-            assert all(transport._closed for transport in closed)
-            assert plugin._context._threads._shutdown
+            assert all(transport.is_closed for transport in closed)
+            assert plugin.context._threads._shutdown
             assert not [op for op in worker.handlers if op.startswith("p2p_")]
 
     asyncio.run(main())

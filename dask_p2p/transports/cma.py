@@ -88,9 +88,9 @@ class CmaTransport(SameHostTransport):
 
     def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
-        self._buffers = Buffers("numpy", self.idle_bytes(options, "numpy"))
-        self.pools.append(self._buffers)
-        self.reading = partial(CmaReading, self._buffers)
+        self.buffers = Buffers("numpy", self.idle_bytes(options, "numpy"))
+        self.pools.append(self.buffers)
+        self.reading = partial(CmaReading, self.buffers)
         self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
 
     def obstacle(self, holder: str, kind: Kind, dtype: DType) -> Obstacle | None:

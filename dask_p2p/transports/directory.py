@@ -90,8 +90,8 @@ class DescriptorDirectory:
         self.folder = ""
         self.refusal: str | None = None
         self._file: Table | None = None
-        self._published: dict[Any, _Published] = {}  # by key
-        self._withdrawn: list[_Published] = []  # still leased when last looked at
+        self.published: dict[Any, _Published] = {}  # by key
+        self.withdrawn: list[_Published] = []  # still leased when last looked at
         self._tokens: WeakSet[PublishToken] = WeakSet()
         self._lock = threading.RLock()
         try:
@@ -146,13 +146,13 @@ class DescriptorDirectory:
                 raise KeyError(key)
             if self.touch(key, owner):
                 return  # another thread was quicker, and readers may know its entry by now
-            digest, replaced = digest_of(key), self._published.pop(key, None)
+            digest, replaced = digest_of(key), self.published.pop(key, None)
             try:
                 byte = self._file.reserve(digest)
-                self._published[key] = _Published(byte, owner, time.monotonic())
+                self.published[key] = _Published(byte, owner, time.monotonic())
                 self._file.publish(byte, digest, text)
             except BaseException:
-                self._withdraw(self._published.pop(key, None))
+                self._withdraw(self.published.pop(key, None))
                 raise
             finally:  # not before: readers find the one or the other at any time
                 self._withdraw(replaced)
@@ -160,7 +160,7 @@ class DescriptorDirectory:
     def touch(self, key: Key, owner: Any) -> bool:
         """Keep a block's descriptor for longer; False if there is none, or an earlier block's."""
         with self._lock:
-            entry = self._published.get(key)
+            entry = self.published.get(key)
             if entry is None or entry.owner is not owner:
                 return False
             entry.touched_s = time.monotonic()
@@ -171,18 +171,16 @@ class DescriptorDirectory:
         with self._lock:
             for token in self._tokens:
                 token.cancelled |= token.key == key
-            dropped = self._withdraw(self._published.pop(key, None))
+            dropped = self._withdraw(self.published.pop(key, None))
         del dropped  # freeing a GPU's memory may wait for it: nobody should wait for that lock
 
     def expire(self, ttl_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
         """Withdraw what is older, or spilled; drop what nobody reads; return how many are left."""
         with self._lock:
             oldest_s = time.monotonic() - ttl_s
-            due = [
-                k for k, n in self._published.items() if n.touched_s <= oldest_s or is_spilled(k)
-            ]
-            dropped = [self._withdraw(self._published.pop(key)) for key in due], self._withdrawn
-            self._withdrawn = [entry for entry in self._withdrawn if self._is_kept(entry)]
+            due = [k for k, n in self.published.items() if n.touched_s <= oldest_s or is_spilled(k)]
+            dropped = [self._withdraw(self.published.pop(key)) for key in due], self.withdrawn
+            self.withdrawn = [entry for entry in self.withdrawn if self._is_kept(entry)]
             remaining = len(self)
         del dropped
         return remaining
@@ -215,16 +213,16 @@ class DescriptorDirectory:
     def leased_bytes(self) -> int:
         """Bytes of the blocks that the directory keeps alive."""
         with self._lock:
-            kept = [*self._published.values(), *self._withdrawn]
+            kept = [*self.published.values(), *self.withdrawn]
         return sum(getattr(entry.owner, "nbytes", 0) for entry in kept)
 
     def __len__(self) -> int:
         """Blocks that the directory keeps alive."""
-        return len(self._published) + len(self._withdrawn)
+        return len(self.published) + len(self.withdrawn)
 
     def _withdraw(self, entry: _Published | None) -> _Published | None:
         if entry is not None and self._is_kept(entry):
-            self._withdrawn.append(entry)
+            self.withdrawn.append(entry)
         return entry
 
     def _is_kept(self, entry: _Published) -> bool:

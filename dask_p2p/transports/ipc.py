@@ -78,8 +78,8 @@ class IpcTransport(SameHostTransport):
 
     def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
-        self._mappings = cuda_ipc.Mappings()
-        self.reading = partial(IpcReading, self._mappings)
+        self.mappings = cuda_ipc.Mappings()
+        self.reading = partial(IpcReading, self.mappings)
 
     def describe_memory(self) -> str:
         return cuda_ipc.gpu_uuid()
@@ -99,16 +99,16 @@ class IpcTransport(SameHostTransport):
         known = self._peers.get(holder)
         super().on_worker_left(holder)
         if known is not None:
-            self._mappings.retire(known[0].folder)
-            self.offload(self._mappings.close_unused)
+            self.mappings.retire(known[0].folder)
+            self.offload(self.mappings.close_unused)
 
     def usage(self) -> dict[str, int]:
-        return {**super().usage(), "mapped": len(self._mappings)}
+        return {**super().usage(), "mapped": len(self.mappings)}
 
     async def close(self) -> None:
         await super().close()
         with suppress(DeviceLostError):  # what was mapped is gone with it
-            await self.host.offload(self._mappings.close)
+            await self.host.offload(self.mappings.close)
 
 
 class IpcReading(SameHostReading):

@@ -135,7 +135,7 @@ class Messenger:
         # would be missing where messages are copied.
         self._poll = device is not None
         self._driven = False
-        self._endpoints: dict[bytes, Any] = {}
+        self.endpoints: dict[bytes, Any] = {}
         self._made: Counter[bytes] = Counter()  # endpoints that there ever were, by address
         self._messages: deque[Message] = deque()  # that UCX may not be done with
         self._waiting: set[threading.Timer] = set()
@@ -178,7 +178,7 @@ class Messenger:
     def forget(self, address: bytes) -> None:
         """Close the endpoint to an address, if there is one; what is sent there fails."""
         with self._lock:
-            endpoint = self._endpoints.pop(address, None)
+            endpoint = self.endpoints.pop(address, None)
         _close([endpoint])
 
     def _forget_now(self, address: bytes, message: Message, timeout_s: float) -> None:
@@ -207,7 +207,7 @@ class Messenger:
     def closed(self, address: bytes) -> int:
         """Return the number of the endpoint to an address that was closed last; the first is 1."""
         with self._lock:  # all but the one that there is, if there is one
-            return self._made[address] - (address in self._endpoints)
+            return self._made[address] - (address in self.endpoints)
 
     def renew(self, address: bytes, closed: int) -> None:
         """Leave endpoints behind whose other side is closed.
@@ -233,10 +233,10 @@ class Messenger:
             if closed - self._made[address] > _MOST_BEHIND:
                 raise TransferError(f"the reader has closed endpoint {closed}, unheard of here")
             while self._made[address] < closed:
-                left.append(self._endpoints.pop(address, None))
+                left.append(self.endpoints.pop(address, None))
                 self._make_endpoint(address)
             if self._made[address] == closed:
-                left.append(self._endpoints.pop(address, None))
+                left.append(self.endpoints.pop(address, None))
         _close(left)
 
     @property
@@ -267,7 +267,7 @@ class Messenger:
             self._closed = True
             while self._waiting:
                 self._waiting.pop().cancel()
-            for address in list(self._endpoints):
+            for address in list(self.endpoints):
                 self.forget(address)
             if self._driven:
                 self._driven = False
@@ -279,7 +279,7 @@ class Messenger:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._worker))
 
     def _endpoint(self, address: bytes) -> Any:
-        endpoint = self._endpoints.get(address)
+        endpoint = self.endpoints.get(address)
         if endpoint is None or not endpoint.alive:
             endpoint = self._make_endpoint(address)
         return endpoint
@@ -287,7 +287,7 @@ class Messenger:
     def _make_endpoint(self, address: bytes) -> Any:
         remote = self._lib.UCXAddress.create_from_buffer(address)
         endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
-        self._endpoints[address] = endpoint
+        self.endpoints[address] = endpoint
         self._made[address] += 1
         return endpoint
 

@@ -105,9 +105,9 @@ class PinnedTransport(CommTransport):
     def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
         idle_bytes = {kind: self.idle_bytes(options, kind) for kind in BACKENDS}
-        self._segments = {kind: Segments(kind, nbytes) for kind, nbytes in idle_bytes.items()}
+        self.segments = {kind: Segments(kind, nbytes) for kind, nbytes in idle_bytes.items()}
         self._buffers = {kind: Buffers(kind, nbytes) for kind, nbytes in idle_bytes.items()}
-        self.pools += [*self._segments.values(), *self._buffers.values()]
+        self.pools += [*self.segments.values(), *self._buffers.values()]
         self._obstacles: dict[str, Obstacle | None] = {}  # by holder
         self._mapped: dict[tuple[str, SegmentName], Segment] = {}  # of readers, by address and name
 
@@ -129,7 +129,7 @@ class PinnedTransport(CommTransport):
     def _meet(self, holder: str) -> Obstacle | None:
         """Have a holder open memory of here; return what keeps it from that."""
         try:
-            segment, _ = self._segments["numpy"].lend(1)
+            segment, _ = self.segments["numpy"].lend(1)
         except (OSError, AttributeError, MemoryError) as exc:
             return Obstacle("no-shared-memory", f"this worker has no memory to share: {exc}")
         named = {"blocks": [], "parts": [], "dtype": "", **self._named(segment, [])}
@@ -142,14 +142,14 @@ class PinnedTransport(CommTransport):
 
     def _named(self, segment: Segment, places: Sequence[int]) -> dict[str, Any]:
         """Return how a holder is told where regions are to be."""
-        inodes = [inode for segments in self._segments.values() for inode in segments.inodes()]
+        inodes = [inode for segments in self.segments.values() for inode in segments.inodes()]
         memory = {"memory": tuple(segment.name), "places": places, "inodes": inodes}
         return {"reader": self.host.address, **memory}
 
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
         flow = self.flow_for(requests, options)
         kind, closed = requests[0].kind, self._opened.discard
-        pools = self._segments[kind], self._buffers[kind]
+        pools = self.segments[kind], self._buffers[kind]
         reading = PinnedReading(self.host, requests, flow, options, closed, *pools, self._named)
         # Memory is dear to make and to pin: what this task needs is kept for the next one.
         needed_bytes = min(

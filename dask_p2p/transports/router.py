@@ -67,7 +67,7 @@ class Router:
         self.transports = transports
         self._warn = warn
         self._on_fallback = on_fallback
-        self._broken: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
+        self.failures: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
         self._proved: set[tuple[str, str, str]] = set()  # (holder, transport, kind) that worked
         self._preferred: dict[tuple[str, tuple[str, ...]], str] = {}  # by holder and order
         self._warned: set[str] = set()  # texts
@@ -143,7 +143,7 @@ class Router:
                 self._preferred[holder, order] = transport
 
     def _is_broken(self, route: Route) -> bool:
-        return (route.holder, route.transport.name) in self._broken
+        return (route.holder, route.transport.name) in self.failures
 
     def _works(self, route: Route, kind: Kind) -> bool:
         """Return whether a route works: the first time by trying it."""
@@ -170,11 +170,11 @@ class Router:
         """
         name = route.transport.name
         with self._lock:
-            if last or (route.holder, name) in self._broken:
+            if last or (route.holder, name) in self.failures:
                 return
             message = str(error)
             obstacle = getattr(error, "obstacle", None) or Obstacle("failed", message)
-            self._broken[route.holder, name] = obstacle
+            self.failures[route.holder, name] = obstacle
             # A log may keep what it is given, and the error keeps the frames that it passed.
             logger.warning(
                 "%s reads from %s by another transport than %s, which failed: %s. %s.",
@@ -195,13 +195,13 @@ class Router:
 
     def failure(self, holder: str, transport: str) -> Obstacle | None:
         """Return why a transport is no longer used for a holder; None if it did not fail."""
-        return self._broken.get((holder, transport))
+        return self.failures.get((holder, transport))
 
     def given_up(
         self, holder: str, used: str, order: tuple[str, ...]
     ) -> list[tuple[str, Obstacle]]:
         """Return the transports that come before the one that was used, and why they failed."""
-        if not self._broken:
+        if not self.failures:
             return []
         better = takewhile(lambda name: name != used, self._order(holder, order))
         failures = ((name, self.failure(holder, name)) for name in better)
@@ -210,8 +210,8 @@ class Router:
     def on_worker_left(self, holder: str) -> None:
         """Drop what was learnt about a worker that has left."""
         with self._lock:
-            for pair in [pair for pair in self._broken if pair[0] == holder]:
-                del self._broken[pair]
+            for pair in [pair for pair in self.failures if pair[0] == holder]:
+                del self.failures[pair]
             for preferred in [known for known in self._preferred if known[0] == holder]:
                 del self._preferred[preferred]
             self._proved = {proof for proof in self._proved if proof[0] != holder}

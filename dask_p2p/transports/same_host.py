@@ -60,7 +60,7 @@ class SameHostTransport(Transport):
 
     def __init__(self, host: WorkerContext, options: Options) -> None:
         super().__init__(host, options)
-        self._directory = DescriptorDirectory(host.folder)
+        self.directory = DescriptorDirectory(host.folder)
         self._peers: dict[str, tuple[Peer, Obstacle | None]] = {}  # by holder, with the obstacle
         self._expiring: asyncio.TimerHandle | None = None
         self._from_disk: deque[Any] = deque()  # keys of published blocks that are spilled
@@ -139,12 +139,12 @@ class SameHostTransport(Transport):
 
     @property
     def refusal(self) -> Obstacle | None:
-        text = self._directory.refusal
+        text = self.directory.refusal
         return None if text is None else no_directory(text)
 
     @property
     def leased_bytes(self) -> int:
-        return self._directory.leased_bytes
+        return self.directory.leased_bytes
 
     def publish(self, blocks: Mapping[Any, Any]) -> None:
         if self.is_closed:
@@ -153,7 +153,7 @@ class SameHostTransport(Transport):
         self._publish_ahead(
             (key, block.shape)
             for key, block in blocks.items()
-            if backend_for(block).name == self.kind and not self._directory.touch(key, block)
+            if backend_for(block).name == self.kind and not self.directory.touch(key, block)
         )
 
     def _publish_ahead(self, blocks: Iterable[tuple[Any, tuple[int, ...]]]) -> None:
@@ -166,7 +166,7 @@ class SameHostTransport(Transport):
                 logger.debug("block %r is not published: %s: %s", key, type(exc).__name__, exc)
 
     def on_released(self, key: Key) -> None:
-        self._directory.withdraw(key)
+        self.directory.withdraw(key)
 
     def on_worker_left(self, holder: str) -> None:
         known = self._peers.pop(holder, None)
@@ -174,16 +174,16 @@ class SameHostTransport(Transport):
             leave(known[0].folder)
 
     def usage(self) -> dict[str, int]:
-        return {"published": len(self._directory)}
+        return {"published": len(self.directory)}
 
     async def close(self) -> None:
         self.is_closed = True
         if self._expiring is not None:
             self._expiring.cancel()
         deadline_s = time.monotonic() + _CLOSE_S
-        while self._directory.close():
+        while self.directory.close():
             if time.monotonic() > deadline_s:
-                self._directory.linger()
+                self.directory.linger()
                 break
             await asyncio.sleep(0.01)
         for peer, _ in self._peers.values():
@@ -201,9 +201,9 @@ class SameHostTransport(Transport):
             pid_namespace=pid_namespace,
             user=os.getuid(),
             pid=os.getpid(),
-            folder=self._directory.folder,
+            folder=self.directory.folder,
             memory=self.describe_memory(),
-            refusal=self._directory.refusal,
+            refusal=self.directory.refusal,
         )
 
     @answers
@@ -219,18 +219,18 @@ class SameHostTransport(Transport):
 
     def _find_and_publish(self, key: Key, shape: Any) -> None:
         was_on_disk = self.host.is_on_disk(key)
-        token = self._directory.token(key)
+        token = self.directory.token(key)
         self._publish(key, find_block(self.host, key, shape), token)
         if was_on_disk and key not in self._from_disk:
             self._from_disk.append(key)
             # Of these only the last stay in memory, and those that are read right now.
             while len(self._from_disk) > _MOST_FROM_DISK:
-                self._directory.withdraw(self._from_disk.popleft())
+                self.directory.withdraw(self._from_disk.popleft())
 
     def _publish(self, key: Key, block: Array, token: PublishToken) -> None:
         """Describe a block in the directory, once all its values are there."""
         self.wait_until_written(block)
-        if self._directory.touch(key, block):
+        if self.directory.touch(key, block):
             return
         descriptor = Descriptor(
             key=repr(key),
@@ -243,7 +243,7 @@ class SameHostTransport(Transport):
         if len(text) > TEXT_BYTES:  # its key is long, or its dtype has many fields
             raise UnsuitableError(f"its descriptor has {len(text)} bytes, more than {TEXT_BYTES}")
         try:
-            self._directory.publish(key, block, text, token)
+            self.directory.publish(key, block, text, token)
         finally:
             self.host.loop.call_soon_threadsafe(self._expire_later)
 
@@ -254,5 +254,5 @@ class SameHostTransport(Transport):
     def _expire(self) -> None:
         self._expiring = None
         # What is spilled is withdrawn too: Dask wants its memory back.
-        if self._directory.expire(DirectoryOptions.of(self.options).retain_s, self.host.is_on_disk):
+        if self.directory.expire(DirectoryOptions.of(self.options).retain_s, self.host.is_on_disk):
             self._expire_later()

@@ -131,8 +131,8 @@ class UcxTransport(Transport):
         self._lock = threading.Lock()
         # A process may come to the place of one that died in the middle of a message.
         self._next_tag = secrets.randbits(62)
-        self._buffers = {kind: Buffers(kind, self.idle_bytes(options, kind)) for kind in self.kinds}
-        self.pools += self._buffers.values()
+        self.buffers = {kind: Buffers(kind, self.idle_bytes(options, kind)) for kind in self.kinds}
+        self.pools += self.buffers.values()
         self._threads = ThreadPoolExecutor(_SENDING_THREADS, thread_name_prefix="p2p-ucx-send")
         self._resting: asyncio.TimerHandle | None = None
 
@@ -148,7 +148,7 @@ class UcxTransport(Transport):
         sizes = [box_size(box) for request in requests for box in request.boxes]
         largest_bytes = max(sizes, default=0) * requests[0].dtype.itemsize
         flow = self.flow_for(requests, options).for_regions(largest_bytes)
-        buffers = self._buffers[requests[0].kind]
+        buffers = self.buffers[requests[0].kind]
         ahead = max(UcxOptions.of(options).parts_in_flight, flow.parts_in_flight)
         reading = UcxReading(self.host, requests, flow, options, messenger, buffers, ahead)
         messages = sum(1 for part in reading.all_parts if box_size(part.box))
@@ -259,7 +259,7 @@ class UcxTransport(Transport):
         reserved = self.packed.reservation()
         outbox = Outbox(messenger, address, closed, tag, ahead, wait_s, reserved, other_host)
         any_stream = self.options.any_producer_stream
-        sending = Sending(self.host, self._buffers, any_stream, dtype, outbox, algorithm)
+        sending = Sending(self.host, self.buffers, any_stream, dtype, outbox, algorithm)
         failure = await self.host.offload(sending.run, blocks, parts, threads=self._threads)
         extra = {} if algorithm is None else {"checksums": sending.sums}
         return {"sent": len(sending.sums), "nbytes": outbox.sent_bytes, **extra, **failure}

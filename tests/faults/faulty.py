@@ -164,7 +164,7 @@ def install(seed, faults, deadline_s, at=None, share=1.0, *, dask_worker):
     plugin = dask_worker.plugins[PLUGIN_NAME]
     remove(dask_worker=dask_worker)
     dask_worker.faults = Faults(f"{seed} {dask_worker.name}", faults, at, share)
-    host = plugin._context
+    host = plugin.context
     host.call = FaultyCalls(type(host).call.__get__(host), dask_worker.faults, deadline_s)
     sends = FaultySends(_SEND, dask_worker.faults)
     Messenger.send = lambda messenger, *message, **_: sends(messenger, *message)
@@ -173,7 +173,7 @@ def install(seed, faults, deadline_s, at=None, share=1.0, *, dask_worker):
 def remove(*, dask_worker):
     """Have everything go right again; return how often each fault happened."""
     plugin = dask_worker.plugins[PLUGIN_NAME]
-    plugin._context.__dict__.pop("call", None)
-    plugin.context.router._broken.clear()
+    plugin.context.__dict__.pop("call", None)
+    plugin.context.router.failures.clear()
     Messenger.send = _SEND
     return dict(getattr(dask_worker, "faults", SimpleNamespace(done={})).done)

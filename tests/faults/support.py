@@ -95,7 +95,7 @@ def assert_nothing_is_held(client):
 
 def attempts(dask_worker):
     """The tasks that failed on a worker, and will be tried again."""
-    return dask_worker.plugins[PLUGIN_NAME].context._failed
+    return dask_worker.plugins[PLUGIN_NAME].context.failed
 
 
 class Gate:

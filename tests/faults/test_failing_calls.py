@@ -66,7 +66,7 @@ def undo(dask_worker):
     """Take it back, and what was learnt of transports that failed."""
     dask_worker.p2p_undo()
     router = dask_worker.plugins[PLUGIN_NAME].context.router
-    for holder in {holder for holder, _ in router._broken}:
+    for holder in {holder for holder, _ in router.failures}:
         router.on_worker_left(holder)
 
 

@@ -232,7 +232,7 @@ def holder(tmp_path_factory):
     classes = (CommTransport, IpcTransport, CmaTransport, UcxTransport, PinnedTransport)
     transports = _, ipc, cma, ucx, pinned = [make(host, chosen) for make in classes]
     handlers = {op: of for transport in transports for op, of in transport.handlers().items()}
-    directories = {transport.name: transport._directory for transport in (ipc, cma)}
+    directories = {transport.name: transport.directory for transport in (ipc, cma)}
 
     async def address_of(reader):
         return b"somewhere"

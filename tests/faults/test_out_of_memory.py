@@ -61,7 +61,7 @@ def have_enough(what, dask_worker):
 
 def refused_replies(dask_worker):
     """Let answers that come here find no memory."""
-    host = dask_worker.plugins[PLUGIN_NAME]._context
+    host = dask_worker.plugins[PLUGIN_NAME].context
     dask_worker.call = host.call
 
     async def call(address, op, **kwargs):
@@ -72,7 +72,7 @@ def refused_replies(dask_worker):
 
 
 def take_replies(dask_worker):
-    dask_worker.plugins[PLUGIN_NAME]._context.call = dask_worker.call
+    dask_worker.plugins[PLUGIN_NAME].context.call = dask_worker.call
 
 
 def lent_bytes(dask_worker):
@@ -135,7 +135,7 @@ def test_a_reader_runs_out(pair, x, what, number, order):
 
 def forget_buffers(dask_worker):
     ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
-    for kept in ucx._buffers.values():
+    for kept in ucx.buffers.values():
         kept.clear()
 
 
@@ -188,11 +188,13 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
 
 def test_leased_bytes_are_among_a_workers_metrics(pair):
     def lease(dask_worker):
-        directory = dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._directory
+        directory = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory
         directory.publish("block", np.zeros(1000), b"{}")
 
     def end(dask_worker):
-        dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._directory.withdraw("block")
+        dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory.withdraw(
+            "block"
+        )
 
     def shown():
         info = workers_of(pair)
@@ -208,7 +210,7 @@ def test_leased_bytes_are_among_a_workers_metrics(pair):
 
 def test_what_dask_releases_is_not_kept_for_readers(pair):
     def directory(dask_worker):
-        return dask_worker.plugins[PLUGIN_NAME]._transports["ipc"]._directory
+        return dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory
 
     def publish(key, dask_worker):
         directory(dask_worker).publish(key, dask_worker.data[key], b"{}")

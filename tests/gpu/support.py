@@ -22,7 +22,7 @@ def held(client):
 
     def look(dask_worker):
         ipc = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"]
-        return len(ipc._directory), len(ipc._mappings)
+        return len(ipc.directory), len(ipc.mappings)
 
     return client.run(look)
 

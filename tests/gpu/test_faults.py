@@ -59,7 +59,7 @@ def unflip_messages(dask_worker):
     from dask_p2p.transports.messenger import Messenger
 
     Messenger.send = dask_worker.original_send
-    dask_worker.plugins[PLUGIN_NAME].context.router._broken.clear()
+    dask_worker.plugins[PLUGIN_NAME].context.router.failures.clear()
 
 
 @pytest.mark.parametrize("checksum", [True, False])

@@ -182,8 +182,8 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
 
 def device_bytes(dask_worker):
     """What a worker's store and the leases of its peers keep in device memory."""
-    directory = dask_worker.plugins["dask-p2p"].context.router.transports["ipc"]._directory
-    kept = [entry.owner for entry in [*directory._published.values(), *directory._withdrawn]]
+    directory = dask_worker.plugins["dask-p2p"].context.router.transports["ipc"].directory
+    kept = [entry.owner for entry in [*directory.published.values(), *directory.withdrawn]]
     blocks = {id(block): block.nbytes for block in [*dask_worker.data.device.values(), *kept]}
     return sum(blocks.values())
 
@@ -209,7 +209,7 @@ def test_the_limit_of_device_memory_is_kept(transport):
 
 async def read_in_threads(dask_worker, seconds):
     """Read all blocks in serving threads, while the event loop brings them back; count errors."""
-    host = dask_worker.plugins["dask-p2p"]._context
+    host = dask_worker.plugins["dask-p2p"].context
     keys, errors, stop_s = list(dask_worker.data), [], time.monotonic() + seconds
 
     def read():

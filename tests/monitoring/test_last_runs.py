@@ -172,7 +172,7 @@ def fall_back(holder, dask_worker):
 
 
 def recover(holder, dask_worker):
-    dask_worker.plugins[PLUGIN_NAME].context.router._broken.pop((holder, "cma"))
+    dask_worker.plugins[PLUGIN_NAME].context.router.failures.pop((holder, "cma"))
 
 
 def test_pairs_that_fell_back_stand_out(client, x):

@@ -82,7 +82,7 @@ class HaltingIpc(_Halting, ipc.IpcTransport):
         return None
 
     def _describe(self):
-        return descriptor.Peer("boot", "namespace", 0, 0, self._directory.folder, "gpu")
+        return descriptor.Peer("boot", "namespace", 0, 0, self.directory.folder, "gpu")
 
 
 class HaltingComm(_Halting, comm.CommTransport):
@@ -135,7 +135,7 @@ class SimulatedWorker:
         self.news = []  # that the scheduler has sent, and that have not arrived
         self.plugin = dask_p2p.worker.P2PPlugin(world.options)
         world.on_loop(self.plugin.setup, self)
-        self.directory = self.plugin._transports["ipc"]._directory
+        self.directory = self.plugin.context.router.transports["ipc"].directory
 
     def log_event(self, topic, event):
         pass
@@ -171,10 +171,10 @@ class SimulatedWorker:
         self.memory.die()
         self.data.clear()
         self.directory._file.close()
-        self.directory._published.clear()
-        self.directory._withdrawn.clear()
+        self.directory.published.clear()
+        self.directory.withdrawn.clear()
         self.directory.refusal = "killed"
-        transport = self.plugin._transports["ipc"]
+        transport = self.plugin.context.router.transports["ipc"]
         transport.is_closed = True
         if transport._expiring is not None:
             transport._expiring.cancel()
@@ -288,7 +288,7 @@ class World:
             self.wrong("took an entry that a killed worker left behind")
         entry = None
         if not holder.dead:
-            entry = holder.directory._published.get(key)
+            entry = holder.directory.published.get(key)
             if entry is None or entry.byte != lease.byte:
                 self.wrong("took an entry that was taken down")
             elif entry.owner is not holder.data.get(key):

@@ -48,7 +48,7 @@ class TestCma(Conformance):
 
     def test_a_probe_comes_unharmed(self, setup):
         setup.reader.probe(setup.holder, "numpy")
-        assert setup.reader._buffers.idle_bytes == PROBE_BYTES
+        assert setup.reader.buffers.idle_bytes == PROBE_BYTES
 
     def test_a_block_whose_descriptor_is_too_long_is_left_to_another(self, setup):
         key, array = ("x" * 3000, 0), np.arange(60.0).reshape(6, 10)
@@ -101,7 +101,7 @@ class TestCma(Conformance):
         assert setup.serving.usage() == {"published": 1}, "it is being read"
         np.testing.assert_array_equal(remote.request().result(), array)
         remote.close()
-        setup.serving._directory.expire(60)
+        setup.serving.directory.expire(60)
         assert setup.serving.usage() == {"published": 0}
 
     def test_a_block_is_let_go_of_with_its_last_region(self, setup, block):
@@ -111,7 +111,7 @@ class TestCma(Conformance):
         setup.drop(key)
         assert setup.serving.usage() == {"published": 1}
         np.testing.assert_array_equal(remote.request().result(), array[3:])
-        setup.serving._directory.expire(60)
+        setup.serving.directory.expire(60)
         assert setup.serving.usage() == {"published": 0}
         remote.confirm()
         remote.close()
@@ -139,7 +139,7 @@ class TestCma(Conformance):
         assert setup.serving.usage() == {"published": 4}
         for key, remote in enumerate(opened):
             np.testing.assert_array_equal(remote.request().result(), array + key)
-        setup.serving._directory.expire(60)
+        setup.serving.directory.expire(60)
         assert setup.serving.usage() == {"published": 2}
 
     def test_what_is_closed_is_not_read(self, setup, block):
@@ -252,7 +252,7 @@ class TestCma(Conformance):
         remote.reading._opened[0]._pid = ended.pid
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.request().result()
-        setup.serving._directory._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
+        setup.serving.directory._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
@@ -268,7 +268,7 @@ class TestCma(Conformance):
         assert setup.serving.usage() == {"published": 1}
         np.testing.assert_array_equal(remote.request().result(), array)
         wait_until(lambda: setup.serving.usage() == {"published": 0})
-        assert not os.path.exists(setup.serving._directory.folder)
+        assert not os.path.exists(setup.serving.directory.folder)
 
     def test_a_reader_with_its_last_file_descriptor(self, setup, block, monkeypatch):
         key, array = block
@@ -280,7 +280,7 @@ class TestCma(Conformance):
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", no_more)
             self.read(setup, key, array, ((0, 6), (0, 10)))  # the holder's table is open
-            leave(setup.serving._directory.folder)
+            leave(setup.serving.directory.folder)
             with pytest.raises(TransferError, match="Too many open files"):
                 self.open(setup, key, array, ((0, 6), (0, 10)))
             np.testing.assert_array_equal(remote.request().result(), array)

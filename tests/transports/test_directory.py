@@ -108,12 +108,12 @@ def test_a_slot_replaced_between_finding_and_locking_is_not_taken(directory, mon
 @pytest.mark.parametrize("other", ["key", "other"])
 def test_a_slot_used_again_between_finding_and_locking(directory, monkeypatch, other):
     directory.publish("key", Block(), b"text")
-    before = directory._published["key"].byte
+    before = directory.published["key"].byte
 
     def do():
         directory.withdraw("key")
         directory.publish(other, Block(), b"another text")
-        assert directory._published[other].byte == before
+        assert directory.published[other].byte == before
 
     before_locking(monkeypatch, do)
     lease = take(directory.folder, "key")
@@ -133,12 +133,12 @@ def test_a_slot_is_not_used_again_before_the_last_reader_lets_go(directory):
     directory.withdraw("key")
     for i in range(200):
         directory.publish(i, Block(), b"%d" % i)
-        assert directory._published[i].byte != lease.byte
+        assert directory.published[i].byte != lease.byte
         assert directory.expire(0) == 1
     lease.close()
     directory.expire(60)
     directory.publish("key", Block(), b"text")
-    assert directory._published["key"].byte == lease.byte
+    assert directory.published["key"].byte == lease.byte
 
 
 def test_slots_are_used_again(directory):
@@ -269,14 +269,14 @@ def test_posting_the_same_block_again_leaves_the_notice_where_it_is(directory):
     """Two readers that ask for it at a time have two threads publish it."""
     block = Block()
     directory.publish("key", block, b"text")
-    (old,) = (entry.touched_s for entry in directory._published.values())
+    (old,) = (entry.touched_s for entry in directory.published.values())
     before = content(directory)
     lease = take(directory.folder, "key")
     time.sleep(0.001)
     directory.publish("key", block, b"text")
     assert content(directory) == before
     assert len(directory) == 1
-    assert directory._published["key"].touched_s > old
+    assert directory.published["key"].touched_s > old
     lease.close()
 
 
@@ -530,7 +530,7 @@ def _end(child):
 def test_a_forked_child_does_not_write_the_parents_table(directory, tmp_path):
     """Nor the file that has the number by which the table was known."""
     directory.publish("key", Block(), b"text")
-    other, block = tmp_path / "other", directory._published["key"].owner
+    other, block = tmp_path / "other", directory.published["key"].owner
 
     def look():
         opened = [os.open(other, os.O_RDWR | os.O_CREAT) for _ in range(50)]

@@ -59,7 +59,7 @@ def hold(connection, folder):
                 transport.publish(host.blocks)
                 result = None
             elif what == "kept":
-                result = (loop.run(_expire(transport)), len(transport._directory))[1]
+                result = (loop.run(_expire(transport)), len(transport.directory))[1]
             elif what == "close":
                 result = loop.run(transport.close())
             connection.send((True, result))
@@ -72,7 +72,7 @@ async def _release(transport, key):
 
 
 async def _expire(transport):
-    transport._directory.expire(60.0)
+    transport.directory.expire(60.0)
 
 
 class RemoteHost:
@@ -178,7 +178,7 @@ class TestIpc(Conformance):
         for i in range(5):
             got = self.read(setup, i, array[i], ((0, 4), (0, 4)))
             np.testing.assert_array_equal(got, array[i])
-        assert len(setup.reader._mappings) == 1
+        assert len(setup.reader.mappings) == 1
 
     def test_memory_that_comes_and_goes(self, setup):
         # Each time a new allocation, perhaps at the place of one that is still mapped here.
@@ -212,9 +212,9 @@ class TestIpc(Conformance):
 
         loop.run(forget())
         np.testing.assert_array_equal(in_use.get(), array)  # still mapped
-        assert len(setup.reader._mappings) == 1
+        assert len(setup.reader.mappings) == 1
         remote.close()
-        wait_until(lambda: len(setup.reader._mappings) == 0)
+        wait_until(lambda: len(setup.reader.mappings) == 0)
 
     def test_zz_a_holder_that_is_closing_refuses(self, setup, block):
         Conformance.test_a_holder_that_is_closing_refuses(self, setup, block)

@@ -86,8 +86,8 @@ def setup(device, loop, tmp_path):
 def nothing_is_kept(setup, key):
     """No lease and no user of a mapping."""
     setup.drop(key)
-    return len(setup.serving._directory) == 0 and not any(
-        mapping.users for mapping in setup.reader._mappings._open.values()
+    return len(setup.serving.directory) == 0 and not any(
+        mapping.users for mapping in setup.reader.mappings._open.values()
     )
 
 
@@ -108,17 +108,17 @@ class TestIpcEmulated(Conformance):
         key, array = block
         remote = self.open(setup, key, array)
         setup.drop(key)
-        assert len(setup.serving._directory) == 1, "it is being read"
+        assert len(setup.serving.directory) == 1, "it is being read"
         remote.close()
-        setup.serving._directory.expire(60)
-        assert len(setup.serving._directory) == 0
+        setup.serving.directory.expire(60)
+        assert len(setup.serving.directory) == 0
 
     def test_a_holder_that_ended_while_it_was_read(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         remote.request()
         remote.confirm()
-        setup.serving._directory._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
+        setup.serving.directory._file.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
         with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
@@ -200,7 +200,7 @@ class TestIpcEmulated(Conformance):
         remote.close()
         remote.close()
         remote = self.open(setup, key, array)
-        (mapping,) = setup.reader._mappings._open.values()
+        (mapping,) = setup.reader.mappings._open.values()
         assert mapping.users == 1
         remote.close()
 
@@ -210,7 +210,7 @@ class TestIpcEmulated(Conformance):
         monkeypatch.setattr(
             ipc,
             "wait_until_written",
-            lambda blocks, any_stream: published.append(len(setup.serving._directory)),
+            lambda blocks, any_stream: published.append(len(setup.serving.directory)),
         )
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert published == [0]

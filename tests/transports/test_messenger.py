@@ -217,11 +217,11 @@ def test_an_older_word_about_endpoints_changes_nothing(pair):
     here, there = pair
     here.send(there.address, numbers(10), 1)
     here.renew(there.address, 2)  # the second, which here has not been yet
-    assert there.address not in here._endpoints
+    assert there.address not in here.endpoints
     here.send(there.address, numbers(10), 2)
     for old in (0, 1, 2):
         here.renew(there.address, old)
-    assert there.address in here._endpoints
+    assert there.address in here.endpoints
     assert here.closed(there.address) == 2
 
 
@@ -229,7 +229,7 @@ def test_endpoints_that_cannot_have_been_are_not_made(pair):
     here, there = pair
     with pytest.raises(TransferError, match="has closed endpoint 2147483648"):
         here.renew(there.address, 2**31)
-    assert not here._endpoints
+    assert not here.endpoints
 
 
 def test_without_ucxx(monkeypatch):

@@ -201,7 +201,7 @@ class TestPinned(Pinned):
         setup.put("block", array)
         own = replace(setup.reader.options, staging_limit_bytes=limit_bytes)
         setup.reader.options = with_section(own, PinnedOptions, part_bytes=512)
-        pool = setup.reader._segments["numpy"]
+        pool = setup.reader.segments["numpy"]
         kept = []
         for _ in range(2):
             pairs = [((i, i + 2), (0, 2**9)) for i in range(0, 14, 2)]
@@ -230,7 +230,7 @@ class TestPinned(Pinned):
             for region in remote.reading:
                 ahead.append(region)
                 del region
-                most = max(most, len(setup.reader._segments["numpy"].inodes()))
+                most = max(most, len(setup.reader.segments["numpy"].inodes()))
                 while len(ahead) > remote.reading.ahead:
                     part, pending = ahead.popleft()
                     expected = array[tuple(slice(*pair) for pair in part.box)]
@@ -250,9 +250,9 @@ class TestPinned(Pinned):
             regions.append(remote.request().result(20))
             remote.close()
         assert setup.serving.usage()["mapped"] == 4
-        setup.reader._segments[setup.kind].clear()
+        setup.reader.segments[setup.kind].clear()
         del regions[1:], remote
-        setup.reader._segments[setup.kind].clear()
+        setup.reader.segments[setup.kind].clear()
         self.read(setup, key, array, WHOLE)
         assert setup.serving.usage()["mapped"] == 2
 

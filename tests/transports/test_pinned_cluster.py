@@ -39,7 +39,7 @@ def _by_pinned():
 def own_segments(kind, dask_worker):
     """Inodes of the segments that this worker has made."""
     pinned = dask_worker.plugins[PLUGIN_NAME].context.router.transports["pinned"]
-    return set(pinned._segments[kind].inodes())
+    return set(pinned.segments[kind].inodes())
 
 
 def mapped_segments(dask_worker):

@@ -146,7 +146,7 @@ def test_nothing_is_kept_of_workers_that_left(router):
     for i in range(100):
         router.on_worker_left(f"worker {i}")
     assert set(router._proving) == router._proved == {("stays", "ipc", "cupy")}
-    assert router._broken == {}
+    assert router.failures == {}
 
 
 @pytest.mark.parametrize("name", ["_proved", "_proving"])

@@ -166,7 +166,7 @@ class TestUcx(Conformance):
             self.read(setup, key, array, ((0, 6), (2, 10)))
         for side in (setup.reader, setup.serving):
             wait_until(lambda side=side: side.usage()["messages"] == 0)
-            assert 512 <= side._buffers["numpy"].idle_bytes <= 3 * 512
+            assert 512 <= side.buffers["numpy"].idle_bytes <= 3 * 512
 
     @pytest.mark.parametrize(
         "change",
@@ -247,7 +247,7 @@ class TestUcx(Conformance):
     def test_a_holder_that_stops_in_the_middle(self, setup, block):
         """What comes is good; what does not ends with the holder's reason, long before time."""
         key, array = block
-        take = setup.serving._buffers["numpy"].take
+        take = setup.serving.buffers["numpy"].take
         sent = []
 
         def fail_at_third(shape, dtype):
@@ -256,7 +256,7 @@ class TestUcx(Conformance):
                 raise MemoryError("no room")
             return take(shape, dtype)
 
-        setup.serving._buffers["numpy"].take = fail_at_third
+        setup.serving.buffers["numpy"].take = fail_at_third
         rows = [((i, i + 1), (0, 10)) for i in range(6)]
         remote = self.open(setup, key, array, *rows)
         requests = [remote.request() for _ in rows]
@@ -299,7 +299,7 @@ class TestUcx(Conformance):
         for i in range(20):
             np.testing.assert_array_equal(remote.request().result(20), array[i : i + 1])
         remote.confirm()
-        assert setup.serving._buffers["numpy"].idle_bytes <= 5 * 2**17
+        assert setup.serving.buffers["numpy"].idle_bytes <= 5 * 2**17
 
     def test_an_endpoint_that_the_reader_closed(self, setup):
         """As after a message that nobody took: the holder leaves the other half of it behind."""
@@ -322,8 +322,8 @@ class TestUcx(Conformance):
         asked = setup.reader.host.calls
         for times in (1, 2):
             self.read(setup, key, array, ((0, 1), (0, 10)))
-            assert len(setup.serving._messenger._endpoints) == 1
+            assert len(setup.serving._messenger.endpoints) == 1
             for transport, other in ((setup.reader, "holder"), (setup.serving, "reader")):
                 transport.host.loop.call_soon_threadsafe(transport.on_worker_left, other)
-            wait_until(lambda: setup.serving._messenger._endpoints == {})
+            wait_until(lambda: setup.serving._messenger.endpoints == {})
             assert asked.count("p2p_ucx_peer") == times, "its address is another one, perhaps"
