@@ -9,13 +9,11 @@ second, in one answer of each worker however many tasks ended.
 from __future__ import annotations
 
 import pickle
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from math import isnan, nan
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from dask.utils import key_split
 
@@ -236,37 +234,20 @@ class _KeptStages(Sequence[Stage]):
     """Stages in a fifth of their memory: numbers as bytes, names shared with other records."""
 
     __slots__ = ("_names", "_numbers")
-    _FORMAT = struct.Struct("5d")
 
-    def __init__(self, stages: Iterable[Stage]) -> None:
-        self._names = _same(tuple((stage.holder, stage.transport) for stage in stages))
-        self._numbers = b"".join(
-            self._FORMAT.pack(
-                stage.nbytes,
-                stage.waited_s,
-                nan if stage.wire_s is None else stage.wire_s,
-                stage.begun_s,
-                stage.kernel_s,
-            )
-            for stage in stages
-        )
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._names = _same(tuple(stage[:2] for stage in stages))
+        self._numbers = pickle.dumps([stage[2:] for stage in stages])
 
     def __len__(self) -> int:
         return len(self._names)
 
-    @overload
-    def __getitem__(self, number: int) -> Stage: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Stage]: ...
-    def __getitem__(self, number: int | slice) -> Stage | Sequence[Stage]:
+    def __getitem__(self, number: Any) -> Any:
         return tuple(self)[number]
 
     def __iter__(self) -> Iterator[Stage]:
-        rows = self._FORMAT.iter_unpack(self._numbers)
-        for (holder, transport), row in zip(self._names, rows, strict=True):
-            nbytes, waited_s, wire, begun_s, kernel_s = row
-            wire_s = None if isnan(wire) else wire
-            yield Stage(holder, transport, int(nbytes), waited_s, wire_s, begun_s, kernel_s)
+        for names, numbers in zip(self._names, pickle.loads(self._numbers), strict=True):
+            yield Stage(*names, *numbers)
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == (tuple(other) if isinstance(other, _KeptStages) else other)
