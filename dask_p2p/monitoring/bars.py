@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from dask_p2p.monitoring.charts import Chart, as_columns, busiest, short_names
-from dask_p2p.monitoring.lanes import in_lanes
+from dask_p2p.monitoring.charts import Chart, as_columns, busiest, in_lanes, short_names
 from dask_p2p.monitoring.records import Record, Stage
 from dask_p2p.monitoring.runs import Run
 
