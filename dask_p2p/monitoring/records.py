@@ -57,11 +57,6 @@ class Stage(NamedTuple):
     #: and beside the transfer of what comes next.
     kernel_s: float = 0.0
 
-    @property
-    def taken_s(self) -> float:
-        """Seconds that it took at least: what is measured may overlap, and need not be all."""
-        return max(self.wire_s or 0.0, self.waited_s + self.kernel_s)
-
 
 class Fallback(NamedTuple):
     """A better transport than the one that was used, which had failed for this holder."""
@@ -116,7 +111,9 @@ class Record(NamedTuple):
         """When one of its stages began and ended, since the epoch; never after the attempt."""
         stop_s = max(self.start_s, self.stop_s)
         begun_s = min(self.start_s + max(0.0, stage.begun_s), stop_s)
-        return begun_s, min(begun_s + stage.taken_s, stop_s)
+        # At least: what is measured may overlap, and need not be all.
+        taken_s = max(stage.wire_s or 0.0, stage.waited_s + stage.kernel_s)
+        return begun_s, min(begun_s + taken_s, stop_s)
 
 
 _KINDS = (("record", Record), ("stage", Stage))
