@@ -66,9 +66,7 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         server = _asked(self._kind)
-        if server is None or (read := _exposed.get(server)) is None:
-            return
-        values = read()
+        values = _exposed[server]() if server in _exposed else {}
         if not values:
             return
         namespace = dask.config.get("distributed.dashboard.prometheus.namespace", "dask")

@@ -116,7 +116,6 @@ class Record(NamedTuple):
         return begun_s, min(begun_s + taken_s, stop_s)
 
 
-_KINDS = (("record", Record), ("stage", Stage))
 _STAGES = Record._fields.index("stages")
 
 
@@ -135,7 +134,7 @@ def unpacked(data: bytes) -> list[Record]:
     Fields that this version does not know are dropped, and those that are missing have defaults.
     """
     sent = pickle.loads(data)
-    record_of, stage_of = (_reader(cls, sent[name]) for name, cls in _KINDS)
+    record_of, stage_of = _reader(Record, sent["record"]), _reader(Stage, sent["stage"])
     return [_shared(record_of(row), stage_of) for row in sent["rows"]]
 
 
