@@ -248,8 +248,6 @@ class _KeptStages(Sequence[Stage]):
     def __eq__(self, other: object) -> bool:
         return tuple(self) == (tuple(other) if isinstance(other, _KeptStages) else other)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 class RecordStore(RecordLog):
     """The newest records of all workers, each once. They stay when their worker leaves."""
