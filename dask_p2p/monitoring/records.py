@@ -227,7 +227,7 @@ class RecordLog:
 
 
 class _KeptStages(Sequence[Stage]):
-    """Stages in a fifth of their memory: numbers as bytes, names shared with other records."""
+    """Stages in a quarter of their memory, if many: numbers as bytes, names shared by records."""
 
     __slots__ = ("_names", "_numbers")
 
