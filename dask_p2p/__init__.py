@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dask_p2p.cluster import local_cluster
     from dask_p2p.diagnosis import check
     from dask_p2p.dropin import install, uninstall
-    from dask_p2p.monitoring.fetching import last_runs
+    from dask_p2p.monitoring.runs import last_runs
     from dask_p2p.ops.overlap import map_overlap
     from dask_p2p.ops.peak import MemoryEstimate, estimate
     from dask_p2p.ops.rechunk import rechunk
@@ -83,7 +83,7 @@ _FUNCTIONS = {
     "check": "dask_p2p.diagnosis",
     "estimate": "dask_p2p.ops.peak",
     "install": "dask_p2p.dropin",
-    "last_runs": "dask_p2p.monitoring.fetching",
+    "last_runs": "dask_p2p.monitoring.runs",
     "local_cluster": "dask_p2p.cluster",
     "map_overlap": "dask_p2p.ops.overlap",
     "rechunk": "dask_p2p.ops.rechunk",

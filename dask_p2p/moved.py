@@ -6,8 +6,7 @@ from collections import Counter
 from typing import Any
 
 from dask_p2p.layout import box_size
-from dask_p2p.monitoring.fetching import fetch_records
-from dask_p2p.monitoring.runs import Run, runs_of
+from dask_p2p.monitoring.runs import Run, fetch_records, runs_of
 from dask_p2p.plans import Plan, block_plans
 from dask_p2p.types import DaskArray
 

@@ -21,8 +21,8 @@ import dask.array as da
 from distributed import Client, LocalCluster, wait
 
 import dask_p2p
-from dask_p2p.monitoring.fetching import fetch_records
 from dask_p2p.monitoring.records import packed, unpacked
+from dask_p2p.monitoring.runs import fetch_records
 from dask_p2p.task import PLUGIN_NAME
 from tests.browser import chromium, until, visit
 

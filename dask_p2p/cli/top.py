@@ -55,7 +55,7 @@ def top(scheduler: str, runs: int, interval_s: float, once: bool) -> None:
     from rich.live import Live
 
     from dask_p2p.cli._tables import output
-    from dask_p2p.monitoring.fetching import last_runs
+    from dask_p2p.monitoring.runs import last_runs
 
     console = output()
     with one_line_errors(), connect(scheduler) as client:

@@ -19,7 +19,7 @@ def trace(file: str, scheduler: str, runs: int) -> None:
     https://ui.perfetto.dev shows it: tasks, their stages and what each worker served over time.
     """
     from dask_p2p.cli._tables import output, pluralize
-    from dask_p2p.monitoring.fetching import last_runs
+    from dask_p2p.monitoring.runs import last_runs
 
     with one_line_errors():
         with connect(scheduler) as client:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import Any
 
-from dask_p2p.monitoring.charts import Chart, as_columns, busiest, short_names
-from dask_p2p.monitoring.lanes import in_lanes
+from dask_p2p.monitoring.charts import Chart, as_columns, busiest, in_lanes, short_names
 from dask_p2p.monitoring.records import Record, Stage
 from dask_p2p.monitoring.runs import Run
 
@@ -52,10 +52,8 @@ def bars(runs: Sequence[Run]) -> Chart:
     names = short_names([*shown, *{s.holder for r in kept for s in r.stages}])
     begun_s = kept[-1].start_s if kept else 0.0
     drawn: dict[str, list[tuple[Any, ...]]] = {part: [] for part in PARTS}
-    of_workers: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in kept:
-        of_workers[record.worker].append(record)
-    for worker, of_worker in of_workers.items():
+    by_worker = attrgetter("worker")
+    for worker, of_worker in groupby(sorted(kept, key=by_worker), by_worker):
         lanes = in_lanes(of_worker)  # tasks of one worker may run at once
         for lane, of_lane in enumerate(lanes):
             height = 0.9 / len(lanes)
@@ -124,20 +122,18 @@ def _bars_of(
     """Yield a task's bars: waiting, transfer and kernels one above the other, in front of it."""
     at_s, third = record.start_s - begun_s, height / 3
     task = record.name, record.block, record.error, record.stop_s
+    own = Stage("itself", "", 0)
 
-    def bar(part: str, left: float, seconds: float, stage: Stage | None) -> tuple[str, Any]:
+    def bar(part: str, left: float, seconds: float, stage: Stage = own) -> tuple[str, Any]:
         bottom = low + max(PARTS.index(part) - 1, 0) * third
         top = low + height if part == "task" else bottom + third
         place = (left, left + seconds, bottom, top, names[record.worker])
-        if stage is None:
-            return part, (*place, "itself", "", 0, seconds, *task)
-        what = (names[stage.holder], stage.transport, stage.nbytes, seconds)
+        what = (names.get(stage.holder, stage.holder), stage.transport, stage.nbytes, seconds)
         return part, (*place, *what, *task)
 
-    length_s = record.stop_s - record.start_s
-    yield bar("task", at_s, length_s, None)
+    yield bar("task", at_s, record.stop_s - record.start_s)
     if record.kernel_s:
-        yield bar("kernel", at_s, record.kernel_s, None)
+        yield bar("kernel", at_s, record.kernel_s)
     for stage in record.stages:
         left_s, end_s = (moment_s - begun_s for moment_s in record.span_s(stage))
         if stage.waited_s:

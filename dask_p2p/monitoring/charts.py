@@ -1,13 +1,21 @@
-"""What charts of workers have in common: their parts, and how workers are named and chosen."""
+"""What charts have in common: their parts, which workers they show, what runs at once."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-__all__ = ["MOST_WORKERS", "Chart", "Columns", "as_columns", "busiest", "short_names"]
+__all__ = [
+    "MOST_WORKERS",
+    "Chart",
+    "Columns",
+    "as_columns",
+    "busiest",
+    "in_lanes",
+    "short_names",
+]
 
 Columns = dict[str, list[Any]]
 
@@ -55,3 +63,28 @@ def as_columns(table: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Column
     """Return a table, given by rows, by columns of these names."""
     turned = zip(*table, strict=True) if table else [()] * len(names)
     return {name: list(column) for name, column in zip(names, turned, strict=True)}
+
+
+class _Timed(Protocol):
+    @property
+    def start_s(self) -> float: ...
+    @property
+    def stop_s(self) -> float: ...
+
+
+_T = TypeVar("_T", bound=_Timed)
+
+
+def in_lanes(timed: Iterable[_T]) -> list[list[_T]]:
+    """Return records, or other things with a start and a stop, in lists without an overlap.
+
+    Each list is in the order of time, and there are as few of them as possible.
+    """
+    lanes: list[list[_T]] = []
+    for one in sorted(timed, key=lambda one: (one.start_s, one.stop_s)):
+        lane = next((lane for lane in lanes if lane[-1].stop_s <= one.start_s), None)
+        if lane is None:
+            lanes.append([one])
+        else:
+            lane.append(one)
+    return lanes

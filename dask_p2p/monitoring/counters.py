@@ -99,7 +99,7 @@ class Totals:
         sums = _no_values()
         for values in (self._ended, *self._latest.values()):
             sum_into(sums, values)
-        return {name: dict(by_label) for name, by_label in sums.items()}
+        return sums
 
 
 def _count(values: Values, record: Record) -> None:

@@ -80,7 +80,8 @@ def _fill(
     feed: Callable[[], Feed | None], parts: list[Any], scheduler: Any, extra: Any, doc: Any
 ) -> None:
     """Fill a document: one that was asked for."""
-    theme = THEMES[_asked_theme(doc)]
+    asked = doc.session_context.request.arguments.get("theme", [b""])[0]
+    theme = THEMES.get(asked.decode("utf-8", "replace"), THEMES["light"])
     whole = len(parts) > 1
     doc.title = "Dask: P2P"
     doc.theme = theme.bokeh
@@ -96,12 +97,6 @@ def _fill(
     page.draw(source.picture())
     source.watch(page)
     doc.on_session_destroyed(lambda context: source.unwatch(page))
-
-
-def _asked_theme(doc: Any) -> str:
-    request = doc.session_context.request
-    asked = request.arguments.get("theme", [b""])[0].decode("utf-8", "replace")
-    return asked if asked in THEMES else "light"
 
 
 class _OpenPage:

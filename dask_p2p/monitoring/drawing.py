@@ -192,12 +192,11 @@ class StagesPlot:
             min_width=480,
             sizing_mode="stretch_both",
         )
-        self.sources = {part: ColumnDataSource(name=f"p2p-{part}") for part in PARTS}
         self._bars = {}
-        for part, source in self.sources.items():
+        for part in PARTS:
             task = part == "task"
             self._bars[part] = bars = self.root.quad(
-                source=source,
+                source=ColumnDataSource(name=f"p2p-{part}"),
                 fill_color=theme.ink if task else _COLOURS[part],
                 fill_alpha=0.12 if task else 1.0,
                 line_color=theme.ink if task else theme.paper,
@@ -220,12 +219,11 @@ class StagesPlot:
         self.root.yaxis.major_label_overrides = dict(enumerate(workers))
         _label(self.root.yaxis[0], len(workers))
         outlined = len(workers) <= _MOST_LABELLED
-        for bars in self._bars.values():
-            bars.glyph.line_alpha = 0.5 if outlined else 0.0
-        if self.sources["task"].data != chart.columns["task"]:
+        if self._bars["task"].data_source.data != chart.columns["task"]:
             self.root.x_range.update(start=0, end=max(chart.columns["task"]["right"], default=1))
-        for part, source in self.sources.items():
-            _replace(source, chart.columns[part])
+        for part, bars in self._bars.items():
+            bars.glyph.line_alpha = 0.5 if outlined else 0.0
+            _replace(bars.data_source, chart.columns[part])
 
 
 _STAGE_TIPS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import nan
 from typing import Any
 
@@ -14,6 +14,8 @@ from dask_p2p.monitoring.charts import Chart, as_columns, busiest, short_names
 from dask_p2p.monitoring.records import Record, Stage
 
 __all__ = ["links"]
+
+_Pair = tuple[str, str]  # a reader and a holder
 
 _REASONS = 3  # of fallbacks, that a cell tells
 
@@ -40,21 +42,6 @@ class _Link:
         return self.timed_bytes / self.seconds / 1e9 if self.seconds else nan
 
 
-@dataclass
-class _Pair:
-    by_transport: defaultdict[str, _Link] = field(default_factory=lambda: defaultdict(_Link))
-    fallbacks: dict[str, str] = field(default_factory=dict)  # reasons, by transport that failed
-
-    @property
-    def nbytes(self) -> int:
-        return sum(link.nbytes for link in self.by_transport.values())
-
-    @property
-    def main(self) -> tuple[str, _Link]:
-        """The transport that brought most, and what it brought."""
-        return max(self.by_transport.items(), key=lambda item: item[1].nbytes)
-
-
 def links(records: Iterable[Record], workers: Iterable[str] = ()) -> Chart:
     """Return a matrix of workers: a cell for each pair of a reader and a holder.
 
@@ -73,26 +60,25 @@ def links(records: Iterable[Record], workers: Iterable[str] = ()) -> Chart:
         transport (0 to 1; nan where nothing was timed), ``nbytes`` and ``tasks`` by all transports,
         ``text`` (bytes by each), ``fallback`` (empty, or which transports failed and why).
     """
-    pairs: defaultdict[tuple[str, str], _Pair] = defaultdict(_Pair)
+    pairs: defaultdict[_Pair, defaultdict[str, _Link]] = defaultdict(lambda: defaultdict(_Link))
+    failed: defaultdict[_Pair, dict[str, str]] = defaultdict(dict)  # reasons, by transport
+    moved: Counter[str] = Counter(dict.fromkeys(workers, 0))
     for record in records:
         for stage in record.stages:
-            pairs[record.worker, stage.holder].by_transport[stage.transport].add(stage)
-        for fallback in record.fallbacks:
-            pairs[record.worker, fallback[0]].fallbacks[fallback[1]] = fallback[2]
-    pairs = defaultdict(_Pair, {at: pair for at, pair in pairs.items() if pair.by_transport})
+            pairs[record.worker, stage.holder][stage.transport].add(stage)
+            moved[record.worker] += stage.nbytes
+            moved[stage.holder] += stage.nbytes
+        for holder, transport, reason in record.fallbacks:
+            failed[record.worker, holder][transport] = reason
     best: defaultdict[str, float] = defaultdict(float)
-    for pair in pairs.values():
-        for transport, link in pair.by_transport.items():
+    for by_transport in pairs.values():
+        for transport, link in by_transport.items():
             best[transport] = max(best[transport], link.gbs)  # nan is never more
-    moved: Counter[str] = Counter(dict.fromkeys(workers, 0))
-    for at, pair in pairs.items():
-        for worker in at:
-            moved[worker] += pair.nbytes
     shown, note = busiest(moved)
     note = note if pairs else ": nothing has moved yet"
     names = short_names(shown)
     cells = [
-        _cell(pairs[reader, holder], names[reader], names[holder], best)
+        (names[reader], names[holder], *_cell(pairs[reader, holder], failed[reader, holder], best))
         for reader in shown
         for holder in shown
         if (reader, holder) in pairs
@@ -103,15 +89,18 @@ def links(records: Iterable[Record], workers: Iterable[str] = ()) -> Chart:
 _CELL = ("reader", "holder", "transport", "gbs", "share", "nbytes", "tasks", "text", "fallback")
 
 
-def _cell(pair: _Pair, reader: str, holder: str, best: Mapping[str, float]) -> tuple[Any, ...]:
-    transport, link = pair.main
-    parts = sorted(pair.by_transport.items(), key=lambda item: -item[1].nbytes)
-    text = ", ".join(f"{name} {format_bytes(part.nbytes)}" for name, part in parts)
-    tasks = sum(part.tasks for _, part in parts)
+def _cell(
+    by_transport: Mapping[str, _Link], failed: Mapping[str, str], best: Mapping[str, float]
+) -> tuple[Any, ...]:
+    """Return a cell but for its reader and holder."""
+    parts = sorted(by_transport.items(), key=lambda item: -item[1].nbytes)
+    transport, link = parts[0]
     share = link.gbs / best[transport] if best[transport] else nan
+    nbytes = sum(part.nbytes for _, part in parts)
+    tasks = sum(part.tasks for _, part in parts)
+    text = ", ".join(f"{name} {format_bytes(part.nbytes)}" for name, part in parts)
     reasons = [
         reason if reason.startswith(f"{name}: ") else f"{name}: {reason}"
-        for name, reason in pair.fallbacks.items()
+        for name, reason in failed.items()
     ]
-    fallback = "; ".join(reasons[:_REASONS])
-    return reader, holder, transport, link.gbs, share, pair.nbytes, tasks, text, fallback
+    return transport, link.gbs, share, nbytes, tasks, text, "; ".join(reasons[:_REASONS])

@@ -66,21 +66,18 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         server = _asked(self._kind)
-        if server is None or (read := _exposed.get(server)) is None:
-            return
-        values = read()
+        values = _exposed[server]() if server in _exposed else {}
         if not values:
             return
         namespace = dask.config.get("distributed.dashboard.prometheus.namespace", "dask")
         prefix = "_".join(filter(None, [namespace, _PREFIXES[self._kind]]))
-        kinds = [(CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)]
-        for make, families in kinds:
-            for family in families:
-                labels = [family.label] if family.label else []
-                metric = make(f"{prefix}_{family.name}", family.text, labels=labels)
-                for label, value in values.get(family.name, {}).items():
-                    metric.add_metric([label] if labels else [], value)
-                yield metric
+        for family in (*COUNTERS, *GAUGES):
+            make = CounterMetricFamily if family in COUNTERS else GaugeMetricFamily
+            labels = [family.label] if family.label else []
+            metric = make(f"{prefix}_{family.name}", family.text, labels=labels)
+            for label, value in values.get(family.name, {}).items():
+                metric.add_metric([label] if labels else [], value)
+            yield metric
 
 
 def _asked(kind: str) -> Any:

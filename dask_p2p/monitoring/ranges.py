@@ -28,7 +28,7 @@ class Ranges:
     """
 
     def __init__(self, wanted: bool) -> None:
-        self._annotate = _annotate() if wanted or _is_profiled() else None
+        self._annotate = _annotate(wanted)
 
     def __call__(self, *words: Any) -> AbstractContextManager[Any]:
         """Return a context that is a range of this thread, named by these words."""
@@ -38,12 +38,9 @@ class Ranges:
 
 
 @cache
-def _is_profiled() -> bool:
-    return any(os.environ.get(name) for name in _INJECTIONS)
-
-
-@cache
-def _annotate() -> Callable[..., AbstractContextManager[Any]] | None:
+def _annotate(wanted: bool) -> Callable[..., AbstractContextManager[Any]] | None:
+    if not wanted and not any(os.environ.get(name) for name in _INJECTIONS):
+        return None
     try:
         import nvtx
     except ImportError:

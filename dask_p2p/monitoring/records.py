@@ -9,13 +9,11 @@ second, in one answer of each worker however many tasks ended.
 from __future__ import annotations
 
 import pickle
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from math import isnan, nan
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from dask.utils import key_split
 
@@ -58,11 +56,6 @@ class Stage(NamedTuple):
     #: Seconds of kernels that put its regions into place. On a GPU they run beside other kernels,
     #: and beside the transfer of what comes next.
     kernel_s: float = 0.0
-
-    @property
-    def taken_s(self) -> float:
-        """Seconds that it took at least: what is measured may overlap, and need not be all."""
-        return max(self.wire_s or 0.0, self.waited_s + self.kernel_s)
 
 
 class Fallback(NamedTuple):
@@ -118,10 +111,11 @@ class Record(NamedTuple):
         """When one of its stages began and ended, since the epoch; never after the attempt."""
         stop_s = max(self.start_s, self.stop_s)
         begun_s = min(self.start_s + max(0.0, stage.begun_s), stop_s)
-        return begun_s, min(begun_s + stage.taken_s, stop_s)
+        # At least: what is measured may overlap, and need not be all.
+        taken_s = max(stage.wire_s or 0.0, stage.waited_s + stage.kernel_s)
+        return begun_s, min(begun_s + taken_s, stop_s)
 
 
-_KINDS = (("record", Record), ("stage", Stage))
 _STAGES = Record._fields.index("stages")
 
 
@@ -140,7 +134,7 @@ def unpacked(data: bytes) -> list[Record]:
     Fields that this version does not know are dropped, and those that are missing have defaults.
     """
     sent = pickle.loads(data)
-    record_of, stage_of = (_reader(cls, sent[name]) for name, cls in _KINDS)
+    record_of, stage_of = _reader(Record, sent["record"]), _reader(Stage, sent["stage"])
     return [_shared(record_of(row), stage_of) for row in sent["rows"]]
 
 
@@ -233,45 +227,26 @@ class RecordLog:
 
 
 class _KeptStages(Sequence[Stage]):
-    """Stages in a fifth of their memory: numbers as bytes, names shared with other records."""
+    """Stages in a quarter of their memory, if many: numbers as bytes, names shared by records."""
 
     __slots__ = ("_names", "_numbers")
-    _FORMAT = struct.Struct("5d")
 
-    def __init__(self, stages: Iterable[Stage]) -> None:
-        self._names = _same(tuple((stage.holder, stage.transport) for stage in stages))
-        self._numbers = b"".join(
-            self._FORMAT.pack(
-                stage.nbytes,
-                stage.waited_s,
-                nan if stage.wire_s is None else stage.wire_s,
-                stage.begun_s,
-                stage.kernel_s,
-            )
-            for stage in stages
-        )
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._names = _same(tuple(stage[:2] for stage in stages))
+        self._numbers = pickle.dumps([stage[2:] for stage in stages])
 
     def __len__(self) -> int:
         return len(self._names)
 
-    @overload
-    def __getitem__(self, number: int) -> Stage: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Stage]: ...
-    def __getitem__(self, number: int | slice) -> Stage | Sequence[Stage]:
+    def __getitem__(self, number: Any) -> Any:
         return tuple(self)[number]
 
     def __iter__(self) -> Iterator[Stage]:
-        rows = self._FORMAT.iter_unpack(self._numbers)
-        for (holder, transport), row in zip(self._names, rows, strict=True):
-            nbytes, waited_s, wire, begun_s, kernel_s = row
-            wire_s = None if isnan(wire) else wire
-            yield Stage(holder, transport, int(nbytes), waited_s, wire_s, begun_s, kernel_s)
+        for names, numbers in zip(self._names, pickle.loads(self._numbers), strict=True):
+            yield Stage(*names, *numbers)
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == (tuple(other) if isinstance(other, _KeptStages) else other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class RecordStore(RecordLog):

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from dask.utils import format_bytes, format_time
 
-from dask_p2p.errors import InputError
-from dask_p2p.monitoring.records import Fallback, Record
+from dask_p2p.errors import InputError, P2PWarning
+from dask_p2p.monitoring.records import RECORDS_OP, Record, unpacked
 from dask_p2p.monitoring.trace import trace
 from dask_p2p.text_table import html_table, text_table
 
-__all__ = ["Run", "Runs", "cells", "runs_of"]
-
+__all__ = ["Run", "Runs", "cells", "fetch_records", "last_runs", "runs_of"]
 
 # Of a run, in the order of a table's columns.
 _FIGURES = (
-    "operation",
-    "name",
-    "shape",
-    "dtype",
-    "blocks",
-    "axes",
-    "moved_bytes",
-    "least_bytes",
-    "start_s",
-    "exchange_s",
-    "wall_s",
-    "gbs",
-    "transports",
-    "attempts",
+    *("operation", "name", "shape", "dtype", "blocks", "axes", "moved_bytes", "least_bytes"),
+    *("start_s", "exchange_s", "wall_s", "gbs", "transports", "attempts"),
 )
 
 
@@ -169,12 +158,11 @@ class Run:
     @cached_property
     def fallbacks(self) -> dict[tuple[str, str, str], str]:
         """Why a better transport was not used, by reader, holder and transport."""
-        found: list[tuple[str, Fallback]] = [
-            (record.worker, Fallback(*fallback))
+        return {
+            (record.worker, fallback.holder, fallback.transport): fallback.reason
             for record in self.records
             for fallback in record.fallbacks
-        ]
-        return {(reader, f.holder, f.transport): f.reason for reader, f in found}
+        }
 
     def summary(self) -> dict[str, Any]:
         """Return the figures by name, each a plain value; ``_bytes`` and ``_s`` are units."""
@@ -205,8 +193,8 @@ class Runs(tuple[Run, ...]):
                 "expected the package pandas, which is not installed: pip install pandas"
             ) from None
         rows = [run.summary() for run in self]
-        for row, run in zip(rows, self, strict=True):
-            row["start"] = pd.Timestamp(run.start_s, unit="s", tz="UTC")
+        for row in rows:
+            row["start"] = pd.Timestamp(row["start_s"], unit="s", tz="UTC")
         return pd.DataFrame(rows)
 
     def to_trace(self, file: str | PathLike[str]) -> None:
@@ -274,3 +262,70 @@ def runs_of(records: Iterable[Record]) -> Runs:
         if record.is_made:
             made[record.name].add(record.key)
     return Runs(Run(tuple(group)) for group in reversed(groups))
+
+
+def last_runs(client: Any = None, n: int = 10) -> Any:
+    """Tell of the last runs what they moved, by which transports, and in what time.
+
+    A run is one call of `transpose`, `rechunk` or `map_overlap`, computed once. Workers keep what
+    they noted of about their last thousand tasks, the scheduler of about ten thousand, as far as it
+    was asked for it while their workers were there.
+
+    Parameters
+    ----------
+    client : distributed.Client, optional
+        By default the current one.
+    n : int, optional
+        How many runs, at most.
+
+    Returns
+    -------
+    Runs or awaitable
+        The newest first; something to await if the client is asynchronous. Empty for a cluster
+        that lacks the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
+        ``axes``, ``moved_bytes``, ``least_bytes``, ``exchange_s``, ``wall_s``, ``gbs``, ``pairs``,
+        ``transports``, ``attempts``, ``failures`` and ``fallbacks``. All together have
+        ``to_pandas()`` and ``to_trace(file)``.
+
+    Raises
+    ------
+    InputError
+        If `n` is no positive number.
+    ValueError
+        If there is no client.
+    """
+    from distributed import default_client
+
+    try:
+        number = index(n)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise InputError(f"expected a number of runs, at least 1, got n={n!r}.")
+    client = default_client(client)
+
+    async def fetch() -> Runs:
+        return runs_of(await fetch_records(client, n=number))
+
+    return client.sync(fetch)
+
+
+async def fetch_records(client: Any, **wanted: Any) -> list[Record]:
+    """Return records of a cluster, none where the scheduler lacks its plugin.
+
+    Parameters
+    ----------
+    client : distributed.Client
+    **wanted
+        Which ones: parameters of the scheduler plugin's ``records``.
+    """
+    answer = await getattr(client.scheduler, RECORDS_OP)(**wanted)
+    if answer is None:  # Dask's answer to what it does not know
+        return []
+    if answer["silent"]:
+        text = (
+            f"no answer of {', '.join(sorted(answer['silent']))} in time: what these workers did "
+            f"lately is missing. Ask again when they answer, or close them."
+        )
+        warnings.warn(text, P2PWarning, stacklevel=2)
+    return unpacked(answer["records"])

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from dask_p2p.monitoring.lanes import in_lanes
+from dask_p2p.monitoring.charts import in_lanes
 from dask_p2p.monitoring.records import Record, Stage
 
 __all__ = ["trace"]

@@ -14,7 +14,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.errors import InputError, TransferError
-from dask_p2p.monitoring.fetching import fetch_records
+from dask_p2p.monitoring.runs import fetch_records
 from dask_p2p.registration import workers_of
 from dask_p2p.task import PLUGIN_NAME
 from dask_p2p.worker_context import FALLBACK_TOPIC

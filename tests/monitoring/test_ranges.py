@@ -18,13 +18,9 @@ from tests.support import persisted
 
 @pytest.fixture(autouse=True)
 def _uncached():
-    def clear():
-        ranges._annotate.cache_clear()
-        ranges._is_profiled.cache_clear()
-
-    clear()
+    ranges._annotate.cache_clear()
     yield
-    clear()
+    ranges._annotate.cache_clear()
 
 
 @pytest.fixture
@@ -54,7 +50,7 @@ def test_they_are_made_where_an_option_or_a_profiler_asks_for_it(seen, monkeypat
         pass
     assert seen == [(0, "wait 7")]
     for name in ranges._INJECTIONS:
-        ranges._is_profiled.cache_clear()
+        ranges._annotate.cache_clear()
         with monkeypatch.context() as patch:
             patch.setenv(name, "/opt/nvidia/libToolsInjection64.so")
             with Ranges(False)("profiled"):
