@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -161,14 +160,13 @@ def _progress(size_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]
 def _show(summary: Summary, command_s: float) -> None:
     from dask.utils import format_bytes, format_time
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from dask_p2p.cli._tables import shape_text
 
     job = summary.job
-    table = Table("", "input", "output")
-    for column in table.columns:
-        column.overflow = "fold"  # a path is worth nothing when cut off
+    # A path is worth nothing when cut off.
+    table = Table(*(Column(name, overflow="fold") for name in ("", "input", "output")))
     table.add_row("file", job.source_name, job.target_name)
     table.add_row("shape", shape_text(job.in_shape), shape_text(job.shape))
     table.add_row("dtype", str(job.dtype), str(job.dtype), end_section=True)
@@ -181,4 +179,4 @@ def _show(summary: Summary, command_s: float) -> None:
         ("speed", f"{summary.rate / 1e9:.3g} GB/s"),
     ):
         table.add_row(name, "", value)
-    Console(file=sys.stdout).print(table)
+    Console().print(table)
