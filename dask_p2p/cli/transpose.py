@@ -4,55 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_p2p.cli._options import connect, one_line_errors, own_cluster
+from dask_p2p.cli._options import AXES, COUNT, SIZE_BYTES, connect, one_line_errors, own_cluster
 from dask_p2p.cli._signals import ctrl_c_later, stoppable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dask_p2p.files import Job, Summary
+    from dask_p2p.files import Summary
 
 __all__ = ["transpose"]
 
 _MOST_WORKERS = 8  # of one disk; --workers may ask for more
 
 
-def _numbers(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> tuple[int | str, ...] | None:
-    """Read whole numbers with commas between; among chunks, the word auto too."""
-    if value is None:
-        return None
-    words = ("auto",) if param.name == "chunks" else ()
-    parts = [part.strip() for part in value.split(",")] if value.strip() else []
+def _chunks(value: str) -> tuple[int | str, ...]:
+    """Read whole numbers, or the word auto among them, with commas between."""
+    parts = [part.strip() for part in value.split(",")]
     try:
-        return tuple(part if part in words else int(part) for part in parts)
+        return tuple(part if part == "auto" else int(part) for part in parts)
     except ValueError as exc:
-        also = "".join(f" or {word}" for word in words)
         raise click.BadParameter(
-            f"{value!r}: give whole numbers{also} with commas between", ctx, param
+            f"{value!r}: give whole numbers or auto with commas between"
         ) from exc
-
-
-def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Read a size such as 2GiB."""
-    from dask.utils import parse_bytes
-
-    if value is None:
-        return None
-    try:
-        size_bytes = int(parse_bytes(value))
-    except ValueError:
-        size_bytes = 0
-    if size_bytes < 1:
-        raise click.BadParameter(f"{value!r}: give a size such as 500MB or 2GiB", ctx, param)
-    return size_bytes
 
 
 @click.command()
@@ -60,13 +38,13 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
 @click.argument("output", type=click.Path())
 @click.option(
     "--axes",
-    callback=_numbers,
+    type=AXES,
     metavar="2,0,1",
     help="Input axis that each output axis comes from.  [default: reversed]",
 )
 @click.option(
     "--chunks",
-    callback=_numbers,
+    type=_chunks,
     metavar="100,-1",
     help="Chunks of a Zarr output: one size, one for each axis (-1: all of it), or auto; an .npy "
     "file has none.  [default: those of a Zarr input, transposed, or auto]",
@@ -78,13 +56,13 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
 )
 @click.option(
     "--workers",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="Workers to start on this machine.  [default: one for each core, at most 8]",
 )
 @click.option(
     "--memory",
-    callback=_bytes,
+    type=SIZE_BYTES,
     metavar="SIZE",
     help="Most memory for data at a time, all workers together.  [default: 40 % of what "
     "they may use]",
@@ -112,43 +90,31 @@ def transpose(
     if scheduler and workers:
         raise click.UsageError("--workers is for a cluster on this machine, not for --scheduler")
     with one_line_errors(), stoppable() as stopped:
-        from dask_p2p.files import prepare
+        from dask_p2p.files import prepare, transpose_file
 
         wanted = chunks[0] if chunks and len(chunks) == 1 else chunks
         job = prepare(input, output, axes, chunks=wanted, force=force)
         say = (lambda text: None) if quiet else click.echo
         if chunks and job.chunks is None:
             say("An .npy file has no chunks: --chunks makes no difference.")
-        with _cluster(scheduler, workers) as client:
-            summary = _run(job, client, memory, say, stopped, quiet=quiet)
+
+        def planned(passes: int) -> None:
+            say(f"Reading and writing in {passes} {'pass' if passes == 1 else 'passes'} ...")
+
+        with (
+            _cluster(scheduler, workers) as client,
+            _progress(job.size_bytes, quiet=quiet) as progress,
+        ):
+            summary = transpose_file(
+                job,
+                client,
+                memory_bytes=memory,
+                planned=planned,
+                progress=progress,
+                stopped=stopped,
+            )
         if not quiet:
             _show(summary, time.perf_counter() - began_s)
-
-
-def _run(
-    job: Job,
-    client: Any,
-    memory_bytes: int | None,
-    say: Callable[[str], None],
-    stopped: Callable[[], bool],
-    *,
-    quiet: bool,
-) -> Summary:
-    """Carry out the job; say before in how many passes, and show how far it is."""
-    from dask_p2p.files import transpose_file
-
-    def planned(passes: int) -> None:
-        say(f"Reading and writing in {passes} {'pass' if passes == 1 else 'passes'} ...")
-
-    with _progress(job.size_bytes, quiet=quiet) as progress:
-        return transpose_file(
-            job,
-            client,
-            memory_bytes=memory_bytes,
-            planned=planned,
-            progress=progress,
-            stopped=stopped,
-        )
 
 
 @contextlib.contextmanager
@@ -175,24 +141,18 @@ def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
 @contextlib.contextmanager
 def _progress(size_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """Show a bar of bytes written on a terminal, and nothing elsewhere."""
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
     console = Console(stderr=True)
     columns = (
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
     )
     hidden = quiet or not console.is_terminal
-    with Progress(*columns, console=console, disable=hidden) as bar:
+    with progress.Progress(*columns, console=console, disable=hidden) as bar:
         task = bar.add_task("transpose", total=size_bytes)
         yield lambda count: bar.advance(task, count)
 
@@ -200,14 +160,15 @@ def _progress(size_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]
 def _show(summary: Summary, command_s: float) -> None:
     from dask.utils import format_bytes, format_time
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
+
+    from dask_p2p.cli._tables import shape_text
 
     job = summary.job
-    table = Table("", "input", "output")
-    for column in table.columns:
-        column.overflow = "fold"  # a path is worth nothing when cut off
+    # A path is worth nothing when cut off.
+    table = Table(*(Column(name, overflow="fold") for name in ("", "input", "output")))
     table.add_row("file", job.source_name, job.target_name)
-    table.add_row("shape", _shape(job.in_shape), _shape(job.shape))
+    table.add_row("shape", shape_text(job.in_shape), shape_text(job.shape))
     table.add_row("dtype", str(job.dtype), str(job.dtype), end_section=True)
     for name, value in (
         ("axes", ",".join(map(str, job.axes))),
@@ -218,8 +179,4 @@ def _show(summary: Summary, command_s: float) -> None:
         ("speed", f"{summary.rate / 1e9:.3g} GB/s"),
     ):
         table.add_row(name, "", value)
-    Console(file=sys.stdout).print(table)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "one value"
+    Console().print(table)

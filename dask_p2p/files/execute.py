@@ -206,38 +206,41 @@ def _written(job: Job, target: NpyArray | ZarrArray, band: Box, workers: int) ->
 
     from dask_p2p.ops.transpose import transpose
 
-    source, box = job.source, input_box(band, job.stored_axes)
-    sizes = zip(source.shape, box, slabs(box, source.chunks, workers), strict=True)
-    x = da.from_array(
-        source,
-        chunks=tuple(
-            tuple(filter(None, (start, *inside, extent - stop)))
-            for extent, (start, stop), inside in sizes
-        ),
+    box = input_box(band, job.stored_axes)
+    x = da.map_blocks(
+        _read_block,
+        job.source,
+        box,
+        chunks=slabs(box, job.source.chunks, workers),
         meta=np.empty((0,) * len(box), job.dtype),
-        inline_array=True,
     )
-    x = x[tuple(slice(*side) for side in box)]
     y = transpose(x, job.stored_axes, chunks=slabs(band, job.unit, workers))
     return y.map_blocks(  # `dask.array.store` does not take arrays that are expressions
         _write_block,
         target,
-        tuple(start for start, _ in band),
+        band,
         chunks=tuple((1,) * len(sizes) for sizes in y.chunks),
-        dtype=np.int64,
         meta=np.empty((0,) * len(band), np.int64),
     )
 
 
-def _write_block(
-    block: np.ndarray[Any, Any],
-    target: NpyArray | ZarrArray,
-    origin: tuple[int, ...],
-    block_info: Any = None,
+def _read_block(
+    source: NpyArray | ZarrArray, box: Box, block_info: Any = None
 ) -> np.ndarray[Any, Any]:
-    sides = zip(origin, block_info[0]["array-location"], strict=True)
-    target[tuple(slice(first + lo, first + hi) for first, (lo, hi) in sides)] = block
+    return source[_place(box, block_info[None])]
+
+
+def _write_block(
+    block: np.ndarray[Any, Any], target: NpyArray | ZarrArray, band: Box, block_info: Any = None
+) -> np.ndarray[Any, Any]:
+    target[_place(band, block_info[0])] = block
     return np.full((1,) * block.ndim, block.nbytes, np.int64)
+
+
+def _place(box: Box, info: dict[str, Any]) -> tuple[slice, ...]:
+    """Where a block of an array is in the file that has the array at a box."""
+    sides = zip(box, info["array-location"], strict=True)
+    return tuple(slice(first + lo, first + hi) for (first, _), (lo, hi) in sides)
 
 
 def _run_pass(

@@ -12,7 +12,7 @@ from dask.utils import format_bytes
 from dask_p2p.errors import FileError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 __all__ = ["file_errors", "no_space", "on_worker", "one_line"]
@@ -41,14 +41,18 @@ def one_line(exc: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def file_errors(doing: str, path: str) -> Iterator[None]:
+def file_errors(doing: str, path: str, advice: Mapping[int, str] = _ADVICE) -> Iterator[None]:
     """Turn any error inside into a `FileError` of one line: cannot ``doing`` ..."""
     try:
         yield
     except FileError:
         raise
     except Exception as exc:
-        raise _file_error(f"{doing} {path}", exc, _ADVICE) from exc
+        # Zarr raises a FileNotFoundError without a number.
+        missing = errno.ENOENT if isinstance(exc, FileNotFoundError) else 0
+        hint = advice.get(getattr(exc, "errno", None) or missing)
+        more = f"; {hint}" if hint else ""
+        raise FileError(f"cannot {doing} {path}: {one_line(exc)}{more}") from exc
 
 
 def on_worker(doing: str, path: str, action: Callable[[], T]) -> T:
@@ -56,21 +60,13 @@ def on_worker(doing: str, path: str, action: Callable[[], T]) -> T:
 
     The error has no cause or context: Dask would send them along, but cannot send all exceptions.
     """
+    where = f"{path} (worker on {socket.gethostname()})"
     try:
-        return action()
+        with file_errors(doing, where, _ADVICE_WORKER):
+            return action()
     except FileError as exc:
         error = FileError(str(exc))
-    except Exception as exc:
-        where = f"{doing} {path} (worker on {socket.gethostname()})"
-        error = _file_error(where, exc, _ADVICE_WORKER)
     raise error
-
-
-def _file_error(what: str, exc: Exception, advice: dict[int, str]) -> FileError:
-    # Zarr raises a FileNotFoundError without a number.
-    missing = errno.ENOENT if isinstance(exc, FileNotFoundError) else 0
-    hint = advice.get(getattr(exc, "errno", None) or missing)
-    return FileError(f"cannot {what}: {one_line(exc)}" + (f"; {hint}" if hint else ""))
 
 
 def no_space(path: str, needed: str, free_bytes: int, folder: Path) -> FileError:

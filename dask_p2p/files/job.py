@@ -140,22 +140,18 @@ def prepare(
     with file_errors("read", source):
         path = os.path.realpath(source, strict=True)
     opened = open_zarr(path) if os.path.isdir(path) else open_npy(path)
-    order = _normal_axes(axes, len(opened.shape))
+    ndim = len(opened.shape)
+    order = normal_axes(axes, ndim)
+    if order is None:
+        given = ",".join(map(str, axes or ()))
+        wanted = ",".join(map(str, range(ndim))) or "none"
+        raise AxesError(
+            f"axes {given} do not fit an array of {ndim} dimensions: give each of {wanted} once"
+        )
     final = check_output(target, path, force=force)
     job = Job(opened, source, target, final, order, None, force)
     extents = _chunk_extents(job, chunks)
     return replace(job, chunks=extents) if Path(target).suffix == ".zarr" else job
-
-
-def _normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    order = normal_axes(axes, ndim)
-    if order is None:
-        text = ",".join(map(str, axes or ()))
-        wanted = ",".join(map(str, range(ndim))) or "none"
-        raise AxesError(
-            f"axes {text} do not fit an array of {ndim} dimensions: give each of {wanted} once"
-        )
-    return order
 
 
 def _chunk_extents(job: Job, chunks: Chunks) -> tuple[int, ...]:

@@ -46,25 +46,19 @@ _SAMPLE_BYTES = 1 << 20
 _DOUBT = 0.8  # samples may compress less well than the rest: what may fit after all is tried
 
 
-def _zarr() -> Any:
-    try:
-        import zarr
-    except ImportError:
-        installed = "none"
-    else:
-        installed = zarr.__version__
-        if int(installed.split(".")[0]) >= 3:
-            return zarr
-    raise FileError(
-        f"Zarr files need the package zarr, version 3 or later, and {installed} is here: "
-        "pip install 'zarr>=3'"
-    )
-
-
 @contextlib.contextmanager
 def _quiet_zarr() -> Iterator[Any]:
     """Give zarr, which writes all chunks, and takes what is outside the specification silently."""
-    zarr = _zarr()
+    installed = "none"
+    with contextlib.suppress(ImportError):
+        import zarr
+
+        installed = zarr.__version__
+    if installed == "none" or int(installed.split(".")[0]) < 3:
+        raise FileError(
+            f"Zarr files need the package zarr, version 3 or later, and {installed} is here: "
+            "pip install 'zarr>=3'"
+        )
     with _global_lock, warnings.catch_warnings(), zarr.config.set(_WRITE_ALL):
         warnings.simplefilter("ignore")
         yield zarr
@@ -89,8 +83,8 @@ class ZarrArray:
 
     def opened(self, mode: str = "r") -> Any:
         """Open it with Zarr."""
-        store = self.path if mode == "r" else _store_class()(self.path)
         with _quiet_zarr() as zarr:
+            store = self.path if mode == "r" else _store_class()(self.path)
             return zarr.open_array(store, path=self.member, mode=mode)
 
     def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray[Any, Any]:
@@ -139,9 +133,9 @@ def _store_class() -> Any:
     Zarr writes chunks in threads of its own, which go on after the first error. A chunk that comes
     after the removal would make the folder again.
     """
-    local_store = _zarr().storage.LocalStore
+    from zarr.storage import LocalStore
 
-    class Store(local_store):  # type: ignore[misc, valid-type]
+    class Store(LocalStore):  # type: ignore[misc]
         async def set(self, key: str, value: Any) -> None:
             with _writing(str(self.root)):
                 await super().set(key, value)
@@ -166,13 +160,12 @@ def open_zarr(path: str) -> ZarrArray:
     FileError
         If there is no readable array, or one of Python objects.
     """
-    _zarr()
-    if not holds_zarr(path):
-        raise FileError(
-            f"{path} holds no Zarr array: there is neither zarr.json nor .zarray in it; give an "
-            ".npy file or a Zarr array"
-        )
     with file_errors("read", path), _quiet_zarr() as zarr:
+        if not holds_zarr(path):
+            raise FileError(
+                f"{path} holds no Zarr array: there is neither zarr.json nor .zarray in it; give "
+                "an .npy file or a Zarr array"
+            )
         opened = zarr.open(path, mode="r")
         if isinstance(opened, zarr.Group):
             members = opened.members(max_depth=None)
@@ -215,14 +208,15 @@ def create_zarr(
         If the folder cannot be written, or Zarr has no such dtype.
     """
     chunks = tuple(max(1, size) for size in chunks)
+    member = ""
     with file_errors("write", name), _quiet_zarr() as zarr:
         if like is not None:
             member = _create_like(zarr, path, shape, chunks, like, axes)
-            return ZarrArray(str(path), name, shape, dtype, chunks, member)
-        # Version 3 has neither big-endian dtypes nor, in its specification, these other kinds.
-        version = 3 if dtype.kind in "biufc" and dtype.isnative else 2
-        zarr.create_array(path, shape=shape, dtype=dtype, chunks=chunks, zarr_format=version)
-    return ZarrArray(str(path), name, shape, dtype, chunks)
+        else:
+            # Version 3 has neither big-endian dtypes nor, in its specification, these other kinds.
+            version = 3 if dtype.kind in "biufc" and dtype.isnative else 2
+            zarr.create_array(path, shape=shape, dtype=dtype, chunks=chunks, zarr_format=version)
+    return ZarrArray(str(path), name, shape, dtype, chunks, member)
 
 
 def _create_like(
@@ -234,27 +228,31 @@ def _create_like(
     axes: Sequence[int],
 ) -> str:
     """Make the array, and the group around it if there is one; return its name in there."""
+
+    def permuted(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values[axis] for axis in axes)
+
     source = zarr.open_array(like.path, mode="r")
-    grid: dict[str, Any] = {"chunks": chunks}
-    if source.shards and chunks == tuple(source.shards[axis] for axis in axes):
-        shards = {"shape": chunks, "index_location": source.metadata.codecs[0].index_location}
-        grid = {"chunks": tuple(source.chunks[axis] for axis in axes), "shards": shards}
-    labels: dict[str, Any] = {"attributes": dict(source.attrs)}
+    options = _settings(source) | {"shape": shape, "dtype": source.dtype, "chunks": chunks}
+    if source.shards and chunks == permuted(source.shards):
+        options["chunks"] = permuted(source.chunks)
+        place = source.metadata.codecs[0].index_location
+        options["shards"] = {"shape": chunks, "index_location": place}
+    options["attributes"] = dict(source.attrs)
     if _DIMENSIONS in source.attrs:
-        labels["attributes"][_DIMENSIONS] = [source.attrs[_DIMENSIONS][axis] for axis in axes]
+        options["attributes"][_DIMENSIONS] = [*permuted(source.attrs[_DIMENSIONS])]
     if names := getattr(source.metadata, "dimension_names", None):
-        labels["dimension_names"] = [names[axis] for axis in axes]
+        options["dimension_names"] = permuted(names)
     folder = Path(like.path)
-    in_group = bool(_dimensions(source)) and holds_zarr(folder.parent)
-    if in_group:
-        group = zarr.open_group(folder.parent, mode="r")
-        _copy_group(zarr, group, source, path)
-    member = folder.name if in_group else ""
-    options = {"shape": shape, "dtype": source.dtype} | grid | labels | _settings(source)
-    zarr.create_array(path, name=member or None, **options)
-    if in_group and group.metadata.consolidated_metadata:
+    if not _dimensions(source) or not holds_zarr(folder.parent):
+        zarr.create_array(path, **options)
+        return ""
+    group = zarr.open_group(folder.parent, mode="r")
+    _copy_group(zarr, group, source, path)
+    zarr.create_array(path, name=folder.name, **options)
+    if group.metadata.consolidated_metadata:
         zarr.consolidate_metadata(path)
-    return member
+    return folder.name
 
 
 def _settings(source: Any) -> dict[str, Any]:
@@ -293,13 +291,7 @@ def _copy_group(zarr: Any, group: Any, array: Array, target: Path) -> None:
 
 
 def check_space(source: NpyArray | ZarrArray, target: ZarrArray, axes: Sequence[int]) -> None:
-    """Refuse an output that the disk cannot hold, not even compressed as samples are.
-
-    Raises
-    ------
-    FileError
-        If the samples say so.
-    """
+    """Refuse an output that the disk cannot hold, not even compressed as samples are."""
     folder = Path(target.path).parent
     free_bytes = shutil.disk_usage(folder).free
     size_bytes = math.prod(target.shape) * target.dtype.itemsize
@@ -323,8 +315,7 @@ def _compressed_share(
         place = tuple(slice(*side) for side in input_box(box, axes))
         block = source[place].transpose(axes)
         with _quiet_zarr() as zarr:
-            store = zarr.storage.MemoryStore()
-            array = zarr.create_array(store, data=block, chunks=block.shape, **settings)
+            array = zarr.create_array({}, data=block, chunks=block.shape, **settings)
         stored_bytes += array.nbytes_stored()
         sample_bytes += block.nbytes
     return float(stored_bytes / sample_bytes)
