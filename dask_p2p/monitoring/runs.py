@@ -23,8 +23,20 @@ __all__ = ["Run", "Runs", "cells", "fetch_records", "last_runs", "runs_of"]
 
 # Of a run, in the order of a table's columns.
 _FIGURES = (
-    *("operation", "name", "shape", "dtype", "blocks", "axes", "moved_bytes", "least_bytes"),
-    *("start_s", "exchange_s", "wall_s", "gbs", "transports", "attempts"),
+    "operation",
+    "name",
+    "shape",
+    "dtype",
+    "blocks",
+    "axes",
+    "moved_bytes",
+    "least_bytes",
+    "start_s",
+    "exchange_s",
+    "wall_s",
+    "gbs",
+    "transports",
+    "attempts",
 )
 
 
