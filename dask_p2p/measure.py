@@ -88,6 +88,11 @@ class Way:
     protocol: str | None = None  # of its cluster, if not the usual one
     low_latency: bool = False  # of its cluster
 
+    @property
+    def cluster(self) -> tuple[str | None, bool]:
+        """What its cluster differs in from others."""
+        return self.protocol, self.low_latency
+
 
 def place_blocks(client: Any, make: Callable[[], Any]) -> Any:
     """Persist a new array with as many neighbouring blocks on each worker, in C order.

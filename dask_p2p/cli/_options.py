@@ -6,6 +6,7 @@ import contextlib
 import logging
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -98,6 +99,27 @@ runs_option = click.option(
     "--runs", type=COUNT, metavar="N", default=10, show_default=True, help="How many, at most."
 )
 cpu_option = click.option("--cpu", is_flag=True, help="CPU workers, even if there are GPUs.")
+
+
+def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Find out before the measuring, not after, that a file cannot be written."""
+    if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
+        raise click.BadParameter(f"{value!r}: the folder does not exist", ctx, param)
+    return value
+
+
+#: Of programs that measure, and of what they write.
+commit_option = click.option(
+    "--commit", help="Of the code, where git cannot be asked.", metavar="HASH"
+)
+json_option = click.option(
+    "--json",
+    "target",
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+    callback=_target,
+    metavar="FILE",
+    help="Write all that was measured to this file; - is standard output, with nothing else on it.",
+)
 
 
 def order_of_axes(axes: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
