@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from dask.utils import format_bytes, parse_bytes
 
 from dask_p2p.errors import P2PError
 from dask_p2p.layout import normal_axes
 from dask_p2p.types import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,9 @@ _CONNECT_S = 10
 _MEMORY_FACTOR = 2.5
 
 
-def _reader(read: Callable[[str], Any], right: Callable[[Any], bool], what: str) -> Any:
+def reader(
+    read: Callable[[str], Any], what: str, right: Callable[[Any], bool] = lambda value: True
+) -> Any:
     """Return what click takes as the type of an option: it reads a value, or says what to give."""
 
     def convert(value: str) -> Any:
@@ -42,6 +45,12 @@ def _reader(read: Callable[[str], Any], right: Callable[[Any], bool], what: str)
     return convert
 
 
+def numbers(value: str, between: str = ",", words: Sequence[str] = ()) -> tuple[int | str, ...]:
+    """Read whole numbers, and certain words, with commas between."""
+    parts = [part.strip() for part in value.split(between)] if value.strip() else []
+    return tuple(part if part in words else int(part) for part in parts)
+
+
 def _dtype(value: str) -> Any:
     import numpy as np
 
@@ -52,27 +61,21 @@ def _dtype(value: str) -> Any:
 
 
 def _size_bytes(value: str) -> int:
-    from dask.utils import parse_bytes
-
     return int(parse_bytes(value))
 
 
-def _numbers(value: str, between: str = ",") -> tuple[int, ...]:
-    return tuple(int(part) for part in value.lower().split(between))
-
-
-SHAPE = _reader(
-    lambda value: _numbers(value, "x"),
-    lambda shape: min(shape) > 0,
+SHAPE = reader(
+    lambda value: numbers(value.lower(), "x"),
     "lengths of at least 1 with an x between",
+    lambda shape: min(shape) > 0,
 )
-AXES = _reader(_numbers, bool, "whole numbers with commas between")
-DTYPE = _reader(
+AXES = reader(numbers, "whole numbers with commas between", bool)
+DTYPE = reader(
     _dtype,
-    lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
     "a boolean, integer, float or complex dtype",
+    lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
 )
-SIZE_BYTES = _reader(_size_bytes, lambda size: size > 0, "a size such as 500MB or 2GiB")
+SIZE_BYTES = reader(_size_bytes, "a size such as 500MB or 2GiB", lambda size: size > 0)
 COUNT = click.IntRange(min=1)
 
 axes_option = click.option(
@@ -205,8 +208,6 @@ def check_fits(
     spec: ClusterSpec, shape: tuple[int, ...], dtype: DType, axes: tuple[int, ...], hint: str
 ) -> None:
     """Refuse arrays that this place cannot hold, or cannot cut into a slab for each worker."""
-    from dask.utils import format_bytes
-
     needed_bytes = int(_MEMORY_FACTOR * prod(shape) * dtype.itemsize)
     if needed_bytes > spec.memory_bytes:
         raise click.BadParameter(

@@ -6,12 +6,22 @@ import contextlib
 import logging
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_p2p.cli._options import connect, one_line_errors, own_cluster
+from dask_p2p.cli._options import (
+    COUNT,
+    SIZE_BYTES,
+    connect,
+    numbers,
+    one_line_errors,
+    own_cluster,
+    reader,
+)
 from dask_p2p.cli._signals import ctrl_c_later, stoppable
+from dask_p2p.cli._tables import shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,50 +33,18 @@ __all__ = ["transpose"]
 _MOST_WORKERS = 8  # of one disk; --workers may ask for more
 
 
-def _numbers(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> tuple[int | str, ...] | None:
-    """Read whole numbers with commas between; among chunks, the word auto too."""
-    if value is None:
-        return None
-    words = ("auto",) if param.name == "chunks" else ()
-    parts = [part.strip() for part in value.split(",")] if value.strip() else []
-    try:
-        return tuple(part if part in words else int(part) for part in parts)
-    except ValueError as exc:
-        also = "".join(f" or {word}" for word in words)
-        raise click.BadParameter(
-            f"{value!r}: give whole numbers{also} with commas between", ctx, param
-        ) from exc
-
-
-def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Read a size such as 2GiB."""
-    from dask.utils import parse_bytes
-
-    if value is None:
-        return None
-    try:
-        size_bytes = int(parse_bytes(value))
-    except ValueError:
-        size_bytes = 0
-    if size_bytes < 1:
-        raise click.BadParameter(f"{value!r}: give a size such as 500MB or 2GiB", ctx, param)
-    return size_bytes
-
-
 @click.command()
 @click.argument("input", type=click.Path())
 @click.argument("output", type=click.Path())
 @click.option(
     "--axes",
-    callback=_numbers,
+    type=reader(numbers, "whole numbers with commas between"),
     metavar="2,0,1",
     help="Input axis that each output axis comes from.  [default: reversed]",
 )
 @click.option(
     "--chunks",
-    callback=_numbers,
+    type=reader(partial(numbers, words=("auto",)), "whole numbers or auto with commas between"),
     metavar="100,-1",
     help="Chunks of a Zarr output: one size, one for each axis (-1: all of it), or auto; an .npy "
     "file has none.  [default: those of a Zarr input, transposed, or auto]",
@@ -78,13 +56,13 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
 )
 @click.option(
     "--workers",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="Workers to start on this machine.  [default: one for each core, at most 8]",
 )
 @click.option(
     "--memory",
-    callback=_bytes,
+    type=SIZE_BYTES,
     metavar="SIZE",
     help="Most memory for data at a time, all workers together.  [default: 40 % of what "
     "they may use]",
@@ -207,7 +185,7 @@ def _show(summary: Summary, command_s: float) -> None:
     for column in table.columns:
         column.overflow = "fold"  # a path is worth nothing when cut off
     table.add_row("file", job.source_name, job.target_name)
-    table.add_row("shape", _shape(job.in_shape), _shape(job.shape))
+    table.add_row("shape", shape_text(job.in_shape), shape_text(job.shape))
     table.add_row("dtype", str(job.dtype), str(job.dtype), end_section=True)
     for name, value in (
         ("axes", ",".join(map(str, job.axes))),
@@ -219,7 +197,3 @@ def _show(summary: Summary, command_s: float) -> None:
     ):
         table.add_row(name, "", value)
     Console(file=sys.stdout).print(table)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "one value"
