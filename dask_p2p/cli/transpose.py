@@ -26,7 +26,7 @@ from dask_p2p.cli._tables import shape_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dask_p2p.files import Job, Summary
+    from dask_p2p.files import Summary
 
 __all__ = ["transpose"]
 
@@ -90,43 +90,30 @@ def transpose(
     if scheduler and workers:
         raise click.UsageError("--workers is for a cluster on this machine, not for --scheduler")
     with one_line_errors(), stoppable() as stopped:
-        from dask_p2p.files import prepare
+        from dask_p2p.files import prepare, transpose_file
+
+        def planned(passes: int) -> None:
+            say(f"Reading and writing in {passes} {'pass' if passes == 1 else 'passes'} ...")
 
         wanted = chunks[0] if chunks and len(chunks) == 1 else chunks
         job = prepare(input, output, axes, chunks=wanted, force=force)
         say = (lambda text: None) if quiet else click.echo
         if chunks and job.chunks is None:
             say("An .npy file has no chunks: --chunks makes no difference.")
-        with _cluster(scheduler, workers) as client:
-            summary = _run(job, client, memory, say, stopped, quiet=quiet)
+        with (
+            _cluster(scheduler, workers) as client,
+            _progress(job.size_bytes, quiet=quiet) as progress,
+        ):
+            summary = transpose_file(
+                job,
+                client,
+                memory_bytes=memory,
+                planned=planned,
+                progress=progress,
+                stopped=stopped,
+            )
         if not quiet:
             _show(summary, time.perf_counter() - began_s)
-
-
-def _run(
-    job: Job,
-    client: Any,
-    memory_bytes: int | None,
-    say: Callable[[str], None],
-    stopped: Callable[[], bool],
-    *,
-    quiet: bool,
-) -> Summary:
-    """Carry out the job; say before in how many passes, and show how far it is."""
-    from dask_p2p.files import transpose_file
-
-    def planned(passes: int) -> None:
-        say(f"Reading and writing in {passes} {'pass' if passes == 1 else 'passes'} ...")
-
-    with _progress(job.size_bytes, quiet=quiet) as progress:
-        return transpose_file(
-            job,
-            client,
-            memory_bytes=memory_bytes,
-            planned=planned,
-            progress=progress,
-            stopped=stopped,
-        )
 
 
 @contextlib.contextmanager
