@@ -33,14 +33,11 @@ def reader(
     """Return what click takes as the type of an option: it reads a value, or says what to give."""
 
     def convert(value: str) -> Any:
-        try:
+        with contextlib.suppress(ValueError, OverflowError):
             result = read(value)
-            refused = not right(result)
-        except (ValueError, OverflowError):
-            refused = True
-        if refused:
-            raise click.BadParameter(f"{value!r}: give {what}")
-        return result
+            if right(result):
+                return result
+        raise click.BadParameter(f"{value!r}: give {what}")
 
     return convert
 
@@ -60,10 +57,6 @@ def _dtype(value: str) -> Any:
         raise click.BadParameter(f"{value!r}: NumPy has no dtype of this name") from exc
 
 
-def _size_bytes(value: str) -> int:
-    return int(parse_bytes(value))
-
-
 SHAPE = reader(
     lambda value: numbers(value.lower(), "x"),
     "lengths of at least 1 with an x between",
@@ -75,7 +68,7 @@ DTYPE = reader(
     "a boolean, integer, float or complex dtype",
     lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
 )
-SIZE_BYTES = reader(_size_bytes, "a size such as 500MB or 2GiB", lambda size: size > 0)
+SIZE_BYTES = reader(parse_bytes, "a size such as 500MB or 2GiB", lambda size: size > 0)
 COUNT = click.IntRange(min=1)
 
 axes_option = click.option(
@@ -240,7 +233,7 @@ def start(spec: ClusterSpec, **options: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def own_cluster(workers: int | None, **options: Any) -> Iterator[Any]:
+def own_cluster(workers: int, **options: Any) -> Iterator[Any]:
     """Start a cluster that ends with the command, and whose processes log nothing.
 
     What a task meets comes back as the command's own error, in one line. What would be logged
