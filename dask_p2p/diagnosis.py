@@ -244,16 +244,13 @@ def _problems_of(
             "the worker plugin was missing; it has been registered now",
             "Call dask_p2p.register(client), or start workers with --preload dask_p2p.preload",
         )
-    different = {
-        name: (theirs, client_versions.get(name))
+    different = ", ".join(
+        f"{name} {theirs}, here {ours}"
         for name, theirs in worker.versions.items()
-        if theirs is not None
-        and client_versions.get(name) is not None
-        and theirs != client_versions[name]
-    }
+        if None not in (theirs, ours := client_versions.get(name)) and theirs != ours
+    )
     if different:
-        texts = ", ".join(f"{n} {theirs}, here {ours}" for n, (theirs, ours) in different.items())
-        yield f"versions differ from the client's: {texts}", "Install the same everywhere"
+        yield f"versions differ from the client's: {different}", "Install the same everywhere"
     if worker.mig:
         yield (
             "the GPU is a MIG instance, which has no CUDA IPC and no NVLink",
