@@ -12,7 +12,6 @@ each worker. Every result is checked element by element, or against ``dask.array
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,21 +26,26 @@ from dask.task_spec import Alias, Task
 
 import dask_p2p
 from dask_p2p.cli import _measuring as measuring
-from dask_p2p.cli._options import COUNT, check_fits, choose_cluster, one_line_errors, start
+from dask_p2p.cli._options import (
+    COUNT,
+    check_fits,
+    choose_cluster,
+    commit_option,
+    json_option,
+    one_line_errors,
+)
 from dask_p2p.cli._tables import (
+    OURS,
     array_text,
     devices_text,
-    moved_lines,
     output,
-    progress,
     report_correctness,
+    show_ways,
     summary,
     table,
-    ways_table,
 )
-from dask_p2p.cluster import device_names
 from dask_p2p.layout import split_evenly
-from dask_p2p.measure import Case, Row, Way, compare, no_op
+from dask_p2p.measure import Case, Row, Way, no_op
 from dask_p2p.plans import Plan, halo_plan
 
 _CPU_MEGABYTES = (50, 800)
@@ -64,7 +68,7 @@ class Redistribution(Case):
     def ways(self, on_gpus: bool) -> dict[str, Way]:
         """Return the ways to measure, by name; Dask's p2p fails on GPUs."""
         ours = Way(lambda x, _: dask_p2p.rechunk(x, self.after), required=True)
-        ways = {measuring.OURS: ours, measuring.NO_OP: Way(no_op, checked=False)}
+        ways = {OURS: ours, measuring.NO_OP: Way(no_op, checked=False)}
         if on_gpus:
             tasks = partial(self._dask, "tasks")
             return ways | {
@@ -94,7 +98,7 @@ class Stencil(Case):
             return x.map_blocks(function, meta=x._meta, chunks=inner)
 
         return {
-            measuring.OURS: Way(partial(self.mapped, dask_p2p.map_overlap), required=True),
+            OURS: Way(partial(self.mapped, dask_p2p.map_overlap), required=True),
             FUNCTION: Way(alone, checked=False),
             f"{DASK}map_overlap": Way(self._dask, checked=False),
         }
@@ -238,7 +242,7 @@ def _shifted(sizes: Sequence[int], share: float) -> tuple[int, ...]:
 def judged(rows: Sequence[Row], case: Redistribution | Stencil, workers: int) -> None:
     """Add to the row of this package what it is to reach, and how far it is from there."""
     ways = {row["way"]: row for row in rows if "failed" not in row}
-    ours = ways[measuring.OURS]
+    ours = ways[OURS]
     dask_s = [row["median_s"] for way, row in ways.items() if way.startswith(DASK)]
     ours["reach"] = case.reach
     ours["faster_by"] = min(dask_s) / ours["median_s"] if dask_s else None
@@ -278,8 +282,8 @@ def _summary(measured: measuring.Measured) -> Any:
 @click.option("--repeats", type=COUNT, default=5, help="Timed runs of each way, after a first one.")
 @click.option("--gpus", is_flag=True, help="On GPUs, in place of four CPU workers.")
 @click.option("--workers", type=COUNT, help="[default: one for each GPU, else 4]")
-@measuring.commit_option
-@measuring.json_option
+@commit_option
+@json_option
 def main(
     wanted: Sequence[str],
     megabytes: Sequence[int],
@@ -304,43 +308,30 @@ def main(
             raise click.BadParameter(f"none is named so; there are {names}", param_hint="--case")
         for case in cases:
             check_fits(spec, case.shape, case.dtype, (), "--megabytes")
-        measured: measuring.Measured = {case: [] for case in cases}
-        report = measuring.Report(spec, repeats, commit, measured, target)
-        _measure(spec, measured, repeats, report, console)
-        for case, rows in measured.items():
+        report = measuring.Report(spec, repeats, commit, target)
+
+        def started(_: Any) -> None:
+            console.print(summary([("devices", devices_text(spec, report.devices))]))
+
+        report.measure({case: _ways(case) for case in cases}, started, "measuring", anew=True)
+        for case in cases:
+            judged(report.measured[case], case, spec.workers)
             title = f"{case.name}, {array_text(case.shape, case.dtype)}"
-            for part in (ways_table(rows, console.width, title), *moved_lines(rows)):
-                console.print(part)
-        console.print(_summary(measured))
+            show_ways(console, report.measured[case], title)
+        console.print(_summary(report.measured))
         report.finish()
-        report_correctness(console, measured)
+        report_correctness(console, report.measured)
 
 
-def _measure(
-    spec: Any, measured: Any, repeats: int, report: measuring.Report, console: Any
-) -> None:
-    """Measure all cases, on one cluster; Dask's ways on GPUs on another, over UCX."""
-    over_ucx = spec.gpus and find_spec("distributed_ucxx") is not None
-    ways = {case: case.ways(bool(spec.gpus)) for case in measured}
-    steps = (repeats + 1) * sum(map(len, ways.values()))
-    with ExitStack() as bar:
-        step = None
-        for protocol in (None, "ucx") if over_ucx else (None,):
-            with start(spec, **({"protocol": protocol} if protocol else {})) as client:
-                if step is None:
-                    report.devices = names = device_names(client, spec.kind)
-                    console.print(summary([("devices", devices_text(spec, names))]))
-                    step = bar.enter_context(progress(steps, "measuring"))
-                for case, rows in measured.items():
-                    here = {
-                        name: way
-                        for name, way in ways[case].items()
-                        if not over_ucx or (DASK in name) == (protocol == "ucx")
-                    }
-                    rows += compare(client, here, case, repeats, step, anew=True)
-                    report.save()
-    for case, rows in measured.items():
-        judged(rows, case, spec.workers)
+def _ways(case: Redistribution | Stencil) -> dict[str, Way]:
+    """Return the ways to measure, by name; Dask's on GPUs are quickest over UCX."""
+    on_gpus = case.kind == "cupy"
+    ways = case.ways(on_gpus)
+    if on_gpus and find_spec("distributed_ucxx") is not None:
+        for name in ways:
+            if DASK in name:
+                ways[name] = replace(ways[name], protocol="ucx")
+    return ways
 
 
 if __name__ == "__main__":

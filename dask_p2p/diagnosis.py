@@ -35,7 +35,7 @@ _EXPECTED = ("other-kind", "same-process")
 _NO_PROBLEM = (*_EXPECTED, "other-host")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """What one worker is and has."""
 
@@ -43,12 +43,12 @@ class Status:
     host: str  # its name
     had_plugin: bool
     kind: Kind  # of the blocks that were moved: "numpy" or "cupy"
-    gpu: str | None  # its name
-    mig: bool
-    memory_resource: str | None  # RMM's, by the name of its class
-    pool_bytes: int | None  # size of RMM's pool
-    cupy_uses_rmm: bool | None  # None without CuPy
-    link_gbs: float | None  # what the hardware should give, one way; None where that is unknown
+    gpu: str | None = None  # its name
+    mig: bool = False
+    memory_resource: str | None = None  # RMM's, by the name of its class
+    pool_bytes: int | None = None  # size of RMM's pool
+    cupy_uses_rmm: bool | None = None  # None without CuPy
+    link_gbs: float | None = None  # what the hardware should give, one way; None if unknown
     leased_bytes: int  # of blocks that are kept for readers
     versions: Mapping[str, str | None]
 
@@ -118,35 +118,19 @@ class Report:
     def host_rows(self) -> list[tuple[str, ...]]:
         """Return `hosts` as rows of a table, the first one with the names of the columns."""
         head = ("to host", "from host", "transport", "GB/s", "latency, ms", "in the way")
-        return [
-            head,
-            *(
-                (
-                    pair.reader,
-                    pair.holder,
-                    ", ".join(f"{name} {count}" for name, count in pair.transports.items()),
-                    f"{pair.gbs:.3g}",
-                    f"{pair.latency_s * 1e3:.2f}",
-                    "; ".join(pair.in_the_way) or "-",
-                )
-                for pair in self.hosts
-            ),
-        ]
+        rows: list[tuple[str, ...]] = [head]
+        for pair in self.hosts:
+            used = ", ".join(f"{name} {count}" for name, count in pair.transports.items())
+            in_the_way = "; ".join(pair.in_the_way) or "-"
+            rows.append((pair.reader, pair.holder, used, *_speed_texts(pair), in_the_way))
+        return rows
 
     def _link_rows(self) -> list[tuple[str, ...]]:
-        return [
-            ("reader", "holder", "transport", "GB/s", "latency, ms"),
-            *(
-                (
-                    link.reader,
-                    link.holder,
-                    link.error or str(link.transport),
-                    f"{link.gbs:.3g}",
-                    f"{link.latency_s * 1e3:.2f}",
-                )
-                for link in self.links
-            ),
-        ]
+        rows: list[tuple[str, ...]] = [("reader", "holder", "transport", "GB/s", "latency, ms")]
+        for link in self.links:
+            used = link.error or str(link.transport)
+            rows.append((link.reader, link.holder, used, *_speed_texts(link)))
+        return rows
 
     def _problem_texts(self) -> list[str]:
         texts = [f"{p.what} ({', '.join(p.workers)}). {p.cure}." for p in self.problems]
@@ -160,6 +144,10 @@ class Report:
         tables = [html_table(rows) for rows in (self.host_rows(), self._link_rows())]
         problems = "".join(f"<li>{escape(text)}</li>" for text in self._problem_texts())
         return f"{''.join(tables)}<ul>{problems}</ul>"
+
+
+def _speed_texts(link: Link | HostPair) -> tuple[str, str]:
+    return f"{link.gbs:.3g}", f"{link.latency_s * 1e3:.2f}"
 
 
 def check(client: Any = None) -> Any:
@@ -197,9 +185,7 @@ async def _check(client: Any) -> Report:
     had_plugin = await client.run(_has_plugin)
     await register(client)
     statuses = await client.run(_status)
-    workers = [
-        Status(**{**statuses[a], "had_plugin": had_plugin.get(a, False)}) for a in sorted(statuses)
-    ]
+    workers = [Status(had_plugin=had_plugin.get(a, False), **statuses[a]) for a in sorted(statuses)]
     try:
         links = await _measure_links(client, workers)
     finally:
@@ -258,16 +244,13 @@ def _problems_of(
             "the worker plugin was missing; it has been registered now",
             "Call dask_p2p.register(client), or start workers with --preload dask_p2p.preload",
         )
-    different = {
-        name: (theirs, client_versions.get(name))
+    different = ", ".join(
+        f"{name} {theirs}, here {ours}"
         for name, theirs in worker.versions.items()
-        if theirs is not None
-        and client_versions.get(name) is not None
-        and theirs != client_versions[name]
-    }
+        if None not in (theirs, ours := client_versions.get(name)) and theirs != ours
+    )
     if different:
-        texts = ", ".join(f"{n} {theirs}, here {ours}" for n, (theirs, ours) in different.items())
-        yield f"versions differ from the client's: {texts}", "Install the same everywhere"
+        yield f"versions differ from the client's: {different}", "Install the same everywhere"
     if worker.mig:
         yield (
             "the GPU is a MIG instance, which has no CUDA IPC and no NVLink",
@@ -301,14 +284,7 @@ def _status(dask_worker: Any) -> dict[str, Any]:
     status: dict[str, Any] = {
         "address": dask_worker.address,
         "host": socket.gethostname(),
-        "had_plugin": True,
         "kind": NUMPY.name,
-        "gpu": None,
-        "mig": False,
-        "memory_resource": None,
-        "pool_bytes": None,
-        "cupy_uses_rmm": None,
-        "link_gbs": None,
         "leased_bytes": dask_worker.plugins[PLUGIN_NAME].leased_bytes,
         "versions": versions(),
     }

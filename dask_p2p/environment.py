@@ -7,16 +7,15 @@ import platform
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from typing import Any
 from uuid import UUID
 
 __all__ = ["commit", "cpu_name", "environment", "link_gbs", "on_gpu", "versions"]
 
-_PACKAGES = ("dask-p2p", "dask", "distributed", "numpy", "dask-cuda")
-# The names of their distributions end in CUDA's version.
-_CUDA_PACKAGES = ("cupy", "ucxx", "libucx", "rmm")
+# The names of the last four's distributions end in CUDA's version.
+_PACKAGES = "dask-p2p dask distributed numpy dask-cuda cupy ucxx libucx rmm".split()
 
 
 def environment() -> dict[str, Any]:
@@ -83,16 +82,13 @@ def link_gbs(uuid: bytes) -> float | None:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of what figures depend on; None for what is not installed."""
+    installed = [
+        ((d.metadata["Name"] or "").lower().replace("_", "-"), d.version) for d in distributions()
+    ]
     result: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
-            result[name] = version(name)
-        except PackageNotFoundError:
-            result[name] = None
-    installed = {(d.metadata["Name"] or "").lower(): d.version for d in distributions()}
-    for name in _CUDA_PACKAGES:
         pattern = re.compile(rf"{name}(-cu(da)?\d+x?)?")
-        result[name] = next((v for n, v in installed.items() if pattern.fullmatch(n)), None)
+        result[name] = next((v for n, v in installed if pattern.fullmatch(n)), None)
     return result
 
 
@@ -101,25 +97,19 @@ def commit() -> str | None:
 
     None if it is installed elsewhere, even into somebody else's checkout, or there is no git.
     """
-    path = os.path.abspath(__file__)
-    git = ["git", "-C", os.path.dirname(path)]
+    folder, file = os.path.split(os.path.abspath(__file__))
+    tracked = _git(folder, "ls-files", "--error-unmatch", file)
+    return tracked and _git(folder, "describe", "--always", "--abbrev=40", "--dirty")
+
+
+def _git(folder: str, *arguments: str) -> str | None:
     try:
-        tracked = subprocess.run(
-            [*git, "ls-files", "--error-unmatch", os.path.basename(path)],
-            capture_output=True,
-            check=False,
-        )
-        if tracked.returncode:
-            return None
-        described = subprocess.run(
-            [*git, "describe", "--always", "--abbrev=40", "--dirty"],
-            capture_output=True,
-            text=True,
-            check=False,
+        done = subprocess.run(
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, check=False
         )
     except OSError:
         return None
-    return described.stdout.strip() or None if described.returncode == 0 else None
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def cpu_name() -> str:

@@ -54,7 +54,6 @@ def indexed_array(shape: Sequence[int], chunks: Any, dtype: DType, kind: Kind = 
         dtype=template.dtype,
         meta=backend_named(kind).module.empty((0,) * template.ndim, dtype),
         shape=tuple(shape),
-        axes=tuple(range(template.ndim)),
         kind=kind,
         out_dtype=template.dtype,
     )
@@ -98,15 +97,11 @@ def count_wrong(
 
 
 def _indexed_block(
-    shape: tuple[int, ...],
-    axes: tuple[int, ...],
-    kind: Kind,
-    out_dtype: Any,
-    block_info: Any = None,
+    shape: tuple[int, ...], kind: Kind, out_dtype: Any, block_info: Any = None
 ) -> Any:
     location = block_info[None]["array-location"]
     block = backend_named(kind).module.empty([stop - start for start, stop in location], out_dtype)
-    for rows, values in _bands(location, shape, axes, kind, out_dtype):
+    for rows, values in _bands(location, shape, range(len(shape)), kind, out_dtype):
         block[rows] = values
     return block
 

@@ -29,6 +29,7 @@ __all__ = ["FAR", "Link", "clear_probes", "measure_from"]
 
 FAR = 2  #: Times as fast that another transport must be to be preferred.
 
+_DTYPE = np.dtype("u1")  # of probes
 _LATENCY_BYTES = 1024
 _REPEATS = 5
 _FEW_REPEATS = 2  # of transports that are used only if they are quicker by far
@@ -52,112 +53,97 @@ async def measure_from(
     holders: Mapping[str, str], kind: Kind, options: Options, dask_worker: Any
 ) -> Link:
     """Measure the link from this worker's holder, on a thread as tasks have them."""
-    holder = holders[dask_worker.address]
     context = dask_worker.plugins[PLUGIN_NAME].context
     nbytes = most_probe_bytes(kind, dask_worker.memory_manager.memory_limit or None)
-    return await asyncio.to_thread(_measure_link, context, holder, kind, nbytes, options)
+    pair = _Pair(context, holders[dask_worker.address], kind, nbytes, options)
+    return await asyncio.to_thread(pair.link)
 
 
-def _measure_link(
-    context: DaskWorkerContext, holder: str, kind: Kind, nbytes: int, options: Options
-) -> Link:
-    order = options.order(kind)
-    quicker = None
-    context.router.prefer(holder, order, None)  # what was measured before may not hold any more
-    try:
-        first = latency_s, time_s, transport = _measure(context, holder, kind, nbytes, options)
-        quicker = _quicker(context, holder, kind, nbytes, options, *first[1:])
-        # An order that the user named is kept.
-        if quicker is not None and options.transports is None:
-            context.router.prefer(holder, order, quicker)
-            latency_s, time_s, transport = _measure(context, holder, kind, nbytes, options)
-    except P2PError as exc:
-        return Link(context.address, holder, None, 0.0, 0.0, {}, f"{type(exc).__name__}: {exc}")
-    obstacles = {}
-    for name in order[: order.index(transport)]:
-        why = _why_not(context, holder, kind, name)
-        if why is None and transport == quicker:
-            why = Obstacle("slower", f"{quicker} is more than {FAR} times as fast")
-        if why is not None:
-            obstacles[name] = why
-    gbs = nbytes / time_s / 1e9
-    quicker = None if transport == quicker else quicker
-    return Link(context.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A worker, whose context it is, and another one whose blocks are brought to it."""
 
+    context: DaskWorkerContext
+    holder: str
+    kind: Kind
+    nbytes: int  # of a large block
+    options: Options
 
-def _why_not(
-    context: DaskWorkerContext, holder: str, kind: Kind, transport: str
-) -> Obstacle | None:
-    obstacle: Obstacle | None = context.router.transports[transport].obstacle(
-        holder, kind, np.dtype("u1")
-    )
-    return obstacle or context.router.failure(holder, transport)
+    def link(self) -> Link:
+        """Measure how blocks come, and prefer a transport that is quicker by far."""
+        context, holder = self.context, self.holder
+        order = self.options.order(self.kind)
+        quicker = None
+        # What was measured before may not hold any more.
+        context.router.prefer(holder, order, None)
+        try:
+            latency_s, time_s, transport = self._measure()
+            quicker = self._quicker(time_s, transport)
+            # An order that the user named is kept.
+            if quicker is not None and self.options.transports is None:
+                context.router.prefer(holder, order, quicker)
+                latency_s, time_s, transport = self._measure()
+        except P2PError as exc:
+            error = f"{type(exc).__name__}: {exc}"
+            return Link(context.address, holder, None, 0.0, 0.0, error=error)
+        obstacles = {}
+        for name in order[: order.index(transport)]:
+            why = self._why_not(name)
+            if why is None and transport == quicker:
+                why = Obstacle("slower", f"{quicker} is more than {FAR} times as fast")
+            if why is not None:
+                obstacles[name] = why
+        gbs = self.nbytes / time_s / 1e9
+        quicker = None if transport == quicker else quicker
+        return Link(context.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
 
+    def _why_not(self, transport: str) -> Obstacle | None:
+        router = self.context.router
+        obstacle: Obstacle | None = router.transports[transport].obstacle(
+            self.holder, self.kind, _DTYPE
+        )
+        return obstacle or router.failure(self.holder, transport)
 
-def _measure(
-    context: DaskWorkerContext, holder: str, kind: Kind, nbytes: int, options: Options
-) -> tuple[float, float, str]:
-    """Return the time of a small block and of a large one, and what brought that one."""
-    # The first one is tried before anything is timed.
-    context.router.routes(
-        BlockRef(probe_key(kind), (holder,)), kind, np.dtype("u1"), options.order(kind)
-    )
-    latency_s, _ = _time(context, holder, kind, _LATENCY_BYTES, options)
-    return latency_s, *_time(context, holder, kind, nbytes, options)
+    def _measure(self) -> tuple[float, float, str]:
+        """Return the time of a small block and of a large one, and what brought that one."""
+        block = BlockRef(probe_key(self.kind), (self.holder,))
+        # The first one is tried before anything is timed.
+        self.context.router.routes(block, self.kind, _DTYPE, self.options.order(self.kind))
+        latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(_REPEATS)
+        return latency_s, *self._time(_REPEATS)
 
+    def _quicker(self, time_s: float, transport: str) -> str | None:
+        """Return the quickest later transport, if it takes less than half the time."""
+        order = self.options.order(self.kind)
+        times_s = {}
+        for name in order[order.index(transport) + 1 :]:
+            if self._why_not(name) is None:
+                alone = replace(self, options=replace(self.options, transports=(name,)))
+                with contextlib.suppress(P2PError):
+                    times_s[name], _ = alone._time(_FEW_REPEATS)
+        best = min(times_s, key=lambda name: times_s[name], default=None)
+        return best if best is not None and FAR * times_s[best] < time_s else None
 
-def _quicker(
-    context: DaskWorkerContext,
-    holder: str,
-    kind: Kind,
-    nbytes: int,
-    options: Options,
-    time_s: float,
-    transport: str,
-) -> str | None:
-    """Return the quickest later transport, if it takes less than half the time."""
-    order = options.order(kind)
-    times_s = {}
-    for name in order[order.index(transport) + 1 :]:
-        alone = replace(options, transports=(name,))
-        if _why_not(context, holder, kind, name) is None:
-            with contextlib.suppress(P2PError):
-                times_s[name], _ = _time(context, holder, kind, nbytes, alone, _FEW_REPEATS)
-    best = min(times_s, key=lambda name: times_s[name], default=None)
-    return best if best is not None and FAR * times_s[best] < time_s else None
+    def _time(self, repeats: int) -> tuple[float, str]:
+        """Return the least time for a probe block, and what brought it."""
+        best_s, transport = float("inf"), ""
+        for _ in range(repeats):
+            start_s = time.perf_counter()
+            region, transport = self._bring_probe()
+            best_s = min(best_s, time.perf_counter() - start_s)
+        check_probe(region)
+        return best_s, transport
 
-
-def _time(
-    context: DaskWorkerContext,
-    holder: str,
-    kind: Kind,
-    nbytes: int,
-    options: Options,
-    repeats: int = _REPEATS,
-) -> tuple[float, str]:
-    """Return the least time for a probe block of this size, and what brought it."""
-    best_s, transport = float("inf"), ""
-    for _ in range(repeats):
-        start_s = time.perf_counter()
-        region, transport = _bring_probe(context, holder, kind, nbytes, options)
-        best_s = min(best_s, time.perf_counter() - start_s)
-    check_probe(region)
-    return best_s, transport
-
-
-def _bring_probe(
-    context: DaskWorkerContext, holder: str, kind: Kind, nbytes: int, options: Options
-) -> tuple[Any, str]:
-    """Bring a probe block here as a task would; return it, and the transport's name."""
-    key: tuple[Any, ...] = probe_key(kind, nbytes)
-    name, index = key[0], key[1:]  # as if it were the block of an array with this name
-    whole = ((0, nbytes),)
-    sources = (Source(0, index),)
-    plan = BlockPlan((nbytes,), (0,), sources, ((nbytes,),), (Piece(0, whole, whole),))
-    output = OutputSpec((name,), np.dtype("u1"), kind, options)
-    assembly = Assembly(plan, output, [BlockRef(key, (holder,))], context)
-    block = assembly.run()
-    return block, assembly.sources.stages[-1].transport
+    def _bring_probe(self) -> tuple[Any, str]:
+        """Bring a probe block here as a task would; return it, and the transport's name."""
+        key: tuple[Any, ...] = probe_key(self.kind, self.nbytes)
+        name, index = key[0], key[1:]  # as if it were the block of an array with this name
+        shape, whole = (self.nbytes,), ((0, self.nbytes),)
+        plan = BlockPlan(shape, (0,), (Source(0, index),), (shape,), (Piece(0, whole, whole),))
+        output = OutputSpec((name,), _DTYPE, self.kind, self.options)
+        assembly = Assembly(plan, output, [BlockRef(key, (self.holder,))], self.context)
+        block = assembly.run()
+        return block, assembly.sources.stages[-1].transport
 
 
 def clear_probes(dask_worker: Any) -> None:

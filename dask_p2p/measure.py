@@ -12,6 +12,7 @@ from typing import Any
 
 import dask
 from dask.core import flatten
+from distributed import wait
 
 from dask_p2p.indexed import count_wrong, indexed_array
 from dask_p2p.monitoring.runs import Run
@@ -87,6 +88,11 @@ class Way:
     one_by_one: bool = False  # blocks one after the other: one transfer at a time in the cluster
     protocol: str | None = None  # of its cluster, if not the usual one
     low_latency: bool = False  # of its cluster
+
+    @property
+    def cluster(self) -> tuple[str | None, bool]:
+        """What its cluster differs in from others."""
+        return self.protocol, self.low_latency
 
 
 def place_blocks(client: Any, make: Callable[[], Any]) -> Any:
@@ -319,8 +325,6 @@ def _made_one_by_one(client: Any, y: DaskArray) -> list[Any]:
 
 def wait_for_blocks(blocks: Any) -> None:
     """Wait until all blocks are there; `distributed.wait` alone is content with failed ones."""
-    from distributed import wait
-
     for future in wait(blocks).done:
         if future.status != "finished":
             future.result()

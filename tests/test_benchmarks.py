@@ -212,7 +212,7 @@ class TestRedistributions:
     @pytest.mark.slow
     def test_what_the_program_writes(self, client, tmp_path, monkeypatch):
         path = tmp_path / "made.json"
-        monkeypatch.setattr(redistributions, "start", lambda _: nullcontext(client))
+        monkeypatch.setattr(redistributions.measuring, "start", lambda _: nullcontext(client))
         monkeypatch.setattr(
             redistributions,
             "fixed_cases",

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 import click
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["p2p"]
 
@@ -40,9 +36,8 @@ class _LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows: Sequence[tuple[str, str]] = list(_COMMANDS.items())
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([*_COMMANDS.items()])
 
 
 @click.group(cls=_LazyGroup)

@@ -1,4 +1,4 @@
-"""What `bench` and `demo` measure: arrays, ways to transpose them, and programs without Dask."""
+"""What programs measure: arrays, ways to transpose them, and programs without Dask."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from math import isqrt, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import dask
 
-from dask_p2p.cli._options import ClusterSpec, check_fits, start
+from dask_p2p.cli._options import ClusterSpec, check_fits, order_of_axes, start
+from dask_p2p.cli._tables import OURS, OURS_SYNC, progress
+from dask_p2p.cluster import device_names
+from dask_p2p.environment import environment
 from dask_p2p.layout import split_evenly
+from dask_p2p.measure import EVEN, Case, Row, Way, compare, dask_rechunk, no_op, p2p_with
 from dask_p2p.types import DType
 
-if TYPE_CHECKING:
-    from dask_p2p.measure import Case, Row, Way
+#: What was measured of each array.
+Measured = dict[Case, list[Row]]
 
-    #: What was measured of each array.
-    Measured = dict[Case, list[Row]]
-
-OURS = "dask_p2p"
-OURS_SYNC = "dask_p2p, sync"
 NO_OP = "one no-op layer"
-#: Of `benchmarks/rivals`: nothing that transposes on these links can be quicker.
-LIMIT = "copy engines (limit)"
 
 _ROOT = Path(__file__).resolve().parents[2]  # of a checkout; `benchmarks` is not installed
 _CPU_SIDE, _GPU_SIDE = 6000, 32768  # of the default matrix
@@ -44,76 +42,85 @@ _STAGING = {
 }
 
 
-def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Find out before the measuring, not after, that a file cannot be written."""
-    if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
-        raise click.BadParameter(f"{value!r}: the folder does not exist", ctx, param)
-    return value
-
-
-#: Of programs that measure, and of what they write.
-commit_option = click.option(
-    "--commit", help="Of the code, where git cannot be asked.", metavar="HASH"
-)
-json_option = click.option(
-    "--json",
-    "target",
-    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
-    callback=_target,
-    metavar="FILE",
-    help="Write all that was measured to this file; - is standard output, with nothing else on it.",
-)
-
-
 class Report:
-    """All that was measured, for JSON.
+    """All that is measured with one kind of cluster, also as JSON.
 
     Parameters
     ----------
-    spec, repeats, commit
-        What it was measured on, how often, and the commit, if it was given.
-    measured
-        Rows by case. They are added while the report is there.
+    spec, repeats
+        What it is measured on, and how often after a first run.
+    commit
+        Of the code, if it was given.
     target
-        Path of the file; None or "-" for no file.
+        Path of the JSON file; None or "-" for no file.
     """
 
     def __init__(
-        self,
-        spec: ClusterSpec,
-        repeats: int,
-        commit: str | None,
-        measured: Measured,
-        target: str | None,
+        self, spec: ClusterSpec, repeats: int, commit: str | None = None, target: str | None = None
     ) -> None:
-        import dask
-
-        from dask_p2p.environment import environment
-
         self.spec, self.repeats = spec, repeats
         self.devices: list[str] = []
-        self._measured, self._target = measured, target
+        self.measured: Measured = {}
+        self._target = target
         self._head = {"started": time.time(), **environment()}
         self._head |= {"kind": spec.kind, "workers": spec.workers, "repeats": repeats}
         self._head |= {"p2p_config": dask.config.get("p2p")}
         if commit is not None:
             self._head["commit"] = commit
 
-    def json(self) -> str:
-        """Return the report as it is now."""
-        rows = [row for rows in self._measured.values() for row in rows]
+    def measure(
+        self,
+        ways: Mapping[Case, Mapping[str, Way]],
+        started: Callable[[Any], None],
+        doing: str = "transposing",
+        *,
+        anew: bool = False,
+    ) -> None:
+        """Start what clusters the ways need, and measure on them. What is done is kept.
+
+        Parameters
+        ----------
+        ways : mapping of Case to mapping of str to Way
+        started : callable
+            Called with the client of the first cluster, before anything is measured.
+        doing : str, optional
+            What the bar of progress says.
+        anew : bool, optional
+            See `compare`.
+        """
+        self.measured |= {case: [] for case in ways}
+        clusters = [way.cluster for some in ways.values() for way in some.values()]
+        steps = (self.repeats + 1) * len(clusters)
+        with ExitStack() as bar:
+            for cluster in dict.fromkeys(clusters):
+                protocol, low_latency = cluster
+                changes = {"p2p.low-latency": True} if low_latency else {}
+                options = {} if protocol is None else {"protocol": protocol}
+                with dask.config.set(changes), start(self.spec, **options) as client:
+                    if not self.devices:
+                        self.devices = device_names(client, self.spec.kind)
+                        started(client)
+                        step = bar.enter_context(progress(steps, doing))
+                    for case, some in ways.items():
+                        here = {name: way for name, way in some.items() if way.cluster == cluster}
+                        rows = compare(client, here, case, self.repeats, step, anew=anew)
+                        self.measured[case] += rows
+                        self._save()
+
+    def _json(self) -> str:
+        rows = [row for rows in self.measured.values() for row in rows]
         return json.dumps({**self._head, "devices": self.devices, "rows": rows}, indent=1) + "\n"
 
-    def save(self) -> None:
+    def _save(self) -> None:
         """Write the file, if one is wanted: in between too, since measuring takes long."""
         if self._target not in (None, "-"):
-            Path(self._target).write_text(self.json(), "utf-8")
+            Path(self._target).write_text(self._json(), "utf-8")
 
     def finish(self) -> None:
         """Write the file for the last time, or all of it to standard output."""
-        self.save()
+        self._save()
         if self._target == "-":
-            sys.stdout.write(self.json())
+            sys.stdout.write(self._json())
 
 
 def default_side(spec: ClusterSpec, itemsize: int) -> int:
@@ -136,11 +143,29 @@ def slabs(
     spec: ClusterSpec, shape: tuple[int, ...], dtype: DType, axes: tuple[int, ...], hint: str
 ) -> Case:
     """Return an array in one slab a worker, if it fits into the memory that is free."""
-    from dask_p2p.measure import Case
-
     check_fits(spec, shape, dtype, axes, hint)
     rest = ((length,) for length in shape[1:])
     return Case(shape, (split_evenly(shape[0], spec.workers), *rest), axes, dtype, spec.kind)
+
+
+def even_cases(
+    spec: ClusterSpec,
+    shapes: Sequence[tuple[int, ...]],
+    all_bytes: Sequence[int],
+    dtypes: Sequence[Any],
+    axes: tuple[int, ...] | None,
+) -> list[Case]:
+    """Return the arrays that options ask for, smallest first; or a square matrix that fits."""
+    cases: list[Case] = []
+    for dtype in dict.fromkeys(dtypes):
+        sides = [rows_of(size_bytes, dtype.itemsize) for size_bytes in all_bytes]
+        wanted = {*shapes, *((side, side) for side in sides)}
+        side = default_side(spec, dtype.itemsize)
+        cases += (
+            slabs(spec, shape, dtype, order_of_axes(axes, shape), "--shape")
+            for shape in sorted(wanted, key=prod) or [(side, side)]
+        )
+    return cases
 
 
 def hard_cases(spec: ClusterSpec, even: Case) -> list[Case]:
@@ -190,8 +215,6 @@ def ways_on(
     variants: bool = False,
 ) -> dict[str, Way]:
     """Return ways to transpose by name: ours, Dask's floor, ours with other options, Dask's own."""
-    from dask_p2p.measure import Way, dask_rechunk, no_op, p2p_with
-
     ways = {
         OURS if mode == "async" else OURS_SYNC: Way(
             p2p_with({"p2p.mode": mode}), required=True, one_by_one=mode == "sync"
@@ -199,86 +222,27 @@ def ways_on(
         for mode in modes
     }
     ways[NO_OP] = Way(no_op, required=True, checked=False)
-    other = "ucx" if spec.gpus else "comm"
     if variants:
+        other = "ucx" if spec.gpus else "comm"
         ways[f"{OURS}, {other}"] = Way(p2p_with({"p2p.transports.order": [other]}))
-    if variants and spec.gpus:
-        for name, size in _STAGING.items():
+        for name, size in _STAGING.items() if spec.gpus else ():
             ways[f"{OURS}, {name}"] = Way(p2p_with({"p2p.transports.ipc.staging-bytes": size}))
-    if variants and spec.scheduler is None:
-        for name in (OURS, NO_OP):
+        for name in (OURS, NO_OP) if spec.scheduler is None else ():
             if name in ways:
                 way = replace(ways[name], required=False, low_latency=True)
                 ways[f"{name}, low latency"] = way
-    # On GPUs Dask's own way is quickest over UCX, and its p2p rechunk fails: it cannot put CuPy
-    # blocks through host memory.
-    over_ucx = spec.gpus and spec.scheduler is None and find_spec("distributed_ucxx") is not None
-    for method in ("tasks",) if spec.gpus else ("tasks", "p2p"):
-        if rivals:
+    if rivals:
+        # On GPUs Dask's own way is quickest over UCX, and its p2p rechunk fails: it cannot put
+        # CuPy blocks through host memory.
+        over_ucx = spec.gpus and spec.scheduler is None and find_spec("distributed_ucxx")
+        for method in ("tasks",) if spec.gpus else ("tasks", "p2p"):
             protocol = "ucx" if over_ucx else None
             ways[f"dask {method}"] = Way(dask_rechunk(method), apart=True, protocol=protocol)
     return ways
 
 
-def measure_on(
-    spec: ClusterSpec,
-    ways: Mapping[str, Way],
-    measured: Measured,
-    repeats: int,
-    started: Callable[[Any], None],
-    keep: Callable[[], None] = lambda: None,
-) -> None:
-    """Start what clusters the ways need, and measure on them.
-
-    Parameters
-    ----------
-    spec : ClusterSpec
-    ways : mapping of str to Way
-    measured : dict of Case to list of dict
-        Gets the rows. Cases of other names than the usual are measured with required ways only.
-    repeats : int
-    started : callable
-        Called with the client of the first cluster, before anything is measured.
-    keep : callable, optional
-        Called after each case: what comes next may end in an error.
-    """
-    from dask_p2p.cli._tables import progress
-    from dask_p2p.measure import EVEN, compare
-
-    plans: dict[tuple[str | None, bool], list[tuple[Case, dict[str, Way]]]] = {}
-    for place in dict.fromkeys((way.protocol, way.low_latency) for way in ways.values()):
-        on_this = {n: way for n, way in ways.items() if (way.protocol, way.low_latency) == place}
-        few = {name: way for name, way in on_this.items() if way.required}
-        plans[place] = [(case, on_this if case.name == EVEN else few) for case in measured]
-    steps = (repeats + 1) * sum(
-        len(cluster_ways) for plan in plans.values() for _, cluster_ways in plan
-    )
-    step = None
-    with ExitStack() as bar:
-        for place, plan in plans.items():
-            with _cluster(spec, *place) as client:
-                if step is None:
-                    started(client)
-                    step = bar.enter_context(progress(steps, "transposing"))
-                for case, cluster_ways in plan:
-                    measured[case] += compare(client, cluster_ways, case, repeats, step)
-                    keep()
-
-
-@contextmanager
-def _cluster(spec: ClusterSpec, protocol: str | None, low_latency: bool) -> Iterator[Any]:
-    import dask
-
-    changes = {"p2p.low-latency": True} if low_latency else {}
-    options = {} if protocol is None else {"protocol": protocol}
-    with dask.config.set(changes), start(spec, **options) as client:
-        yield client
-
-
 def add_rivals(spec: ClusterSpec, measured: Measured, repeats: int, timeout_s: int) -> str | None:
     """Measure square matrices without Dask, too; say what is left out, and why."""
-    from dask_p2p.measure import EVEN
-
     if spec.scheduler is not None:
         return "What needs no Dask is left out: it is for clusters that are started here."
     if not (_ROOT / "benchmarks" / "rivals").is_dir():

@@ -6,16 +6,18 @@ import contextlib
 import logging
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from dask.utils import format_bytes, parse_bytes
 
 from dask_p2p.errors import P2PError
 from dask_p2p.layout import normal_axes
 from dask_p2p.types import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +27,25 @@ _CONNECT_S = 10
 _MEMORY_FACTOR = 2.5
 
 
-def _reader(read: Callable[[str], Any], right: Callable[[Any], bool], what: str) -> Any:
+def reader(
+    read: Callable[[str], Any], what: str, right: Callable[[Any], bool] = lambda value: True
+) -> Any:
     """Return what click takes as the type of an option: it reads a value, or says what to give."""
 
     def convert(value: str) -> Any:
-        try:
+        with contextlib.suppress(ValueError, OverflowError):
             result = read(value)
-            refused = not right(result)
-        except (ValueError, OverflowError):
-            refused = True
-        if refused:
-            raise click.BadParameter(f"{value!r}: give {what}")
-        return result
+            if right(result):
+                return result
+        raise click.BadParameter(f"{value!r}: give {what}")
 
     return convert
+
+
+def numbers(value: str, between: str = ",", words: Sequence[str] = ()) -> tuple[int | str, ...]:
+    """Read whole numbers, and certain words, with commas between."""
+    parts = [part.strip() for part in value.split(between)] if value.strip() else []
+    return tuple(part if part in words else int(part) for part in parts)
 
 
 def _dtype(value: str) -> Any:
@@ -50,28 +57,18 @@ def _dtype(value: str) -> Any:
         raise click.BadParameter(f"{value!r}: NumPy has no dtype of this name") from exc
 
 
-def _size_bytes(value: str) -> int:
-    from dask.utils import parse_bytes
-
-    return int(parse_bytes(value))
-
-
-def _numbers(value: str, between: str = ",") -> tuple[int, ...]:
-    return tuple(int(part) for part in value.lower().split(between))
-
-
-SHAPE = _reader(
-    lambda value: _numbers(value, "x"),
-    lambda shape: min(shape) > 0,
+SHAPE = reader(
+    lambda value: numbers(value.lower(), "x"),
     "lengths of at least 1 with an x between",
+    lambda shape: min(shape) > 0,
 )
-AXES = _reader(_numbers, bool, "whole numbers with commas between")
-DTYPE = _reader(
+AXES = reader(numbers, "whole numbers with commas between", bool)
+DTYPE = reader(
     _dtype,
-    lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
     "a boolean, integer, float or complex dtype",
+    lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
 )
-SIZE_BYTES = _reader(_size_bytes, lambda size: size > 0, "a size such as 500MB or 2GiB")
+SIZE_BYTES = reader(parse_bytes, "a size such as 500MB or 2GiB", lambda size: size > 0)
 COUNT = click.IntRange(min=1)
 
 axes_option = click.option(
@@ -98,6 +95,27 @@ runs_option = click.option(
     "--runs", type=COUNT, metavar="N", default=10, show_default=True, help="How many, at most."
 )
 cpu_option = click.option("--cpu", is_flag=True, help="CPU workers, even if there are GPUs.")
+
+
+def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Find out before the measuring, not after, that a file cannot be written."""
+    if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
+        raise click.BadParameter(f"{value!r}: the folder does not exist", ctx, param)
+    return value
+
+
+#: Of programs that measure, and of what they write.
+commit_option = click.option(
+    "--commit", help="Of the code, where git cannot be asked.", metavar="HASH"
+)
+json_option = click.option(
+    "--json",
+    "target",
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+    callback=_target,
+    metavar="FILE",
+    help="Write all that was measured to this file; - is standard output, with nothing else on it.",
+)
 
 
 def order_of_axes(axes: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -183,8 +201,6 @@ def check_fits(
     spec: ClusterSpec, shape: tuple[int, ...], dtype: DType, axes: tuple[int, ...], hint: str
 ) -> None:
     """Refuse arrays that this place cannot hold, or cannot cut into a slab for each worker."""
-    from dask.utils import format_bytes
-
     needed_bytes = int(_MEMORY_FACTOR * prod(shape) * dtype.itemsize)
     if needed_bytes > spec.memory_bytes:
         raise click.BadParameter(
@@ -217,7 +233,7 @@ def start(spec: ClusterSpec, **options: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def own_cluster(workers: int | None, **options: Any) -> Iterator[Any]:
+def own_cluster(workers: int, **options: Any) -> Iterator[Any]:
     """Start a cluster that ends with the command, and whose processes log nothing.
 
     What a task meets comes back as the command's own error, in one line. What would be logged

@@ -6,12 +6,16 @@ import contextlib
 import os
 import sys
 from collections import Counter
+from functools import partial
 from math import prod
 from statistics import median
 from typing import TYPE_CHECKING
 
 import click
+from dask.utils import format_bytes
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dask_p2p.types import DType
@@ -22,6 +26,12 @@ if TYPE_CHECKING:
     from dask_p2p.cli._measuring import Measured
     from dask_p2p.cli._options import ClusterSpec
     from dask_p2p.measure import Row
+
+#: Names of ways that others are compared with.
+OURS = "dask_p2p"
+OURS_SYNC = "dask_p2p, sync"
+#: Of `benchmarks/rivals`: nothing that transposes on these links can be quicker.
+LIMIT = "copy engines (limit)"
 
 _FILE_COLUMNS = 120
 _WIDE_COLUMNS = 110
@@ -101,8 +111,6 @@ def devices_text(spec: ClusterSpec, names: Sequence[str]) -> str:
 
 def array_text(shape: Sequence[int], dtype: DType) -> str:
     """Write an array's shape, dtype and size."""
-    from dask.utils import format_bytes
-
     size_bytes = prod(shape) * dtype.itemsize
     return f"{shape_text(shape)} {dtype}, {format_bytes(size_bytes)}"
 
@@ -117,10 +125,6 @@ def ways_table(rows: Sequence[Row], columns: int, title: str | None = None) -> T
 
     Narrow consoles, of few `columns`, get the most important figures only.
     """
-    from rich.box import SIMPLE_HEAD
-
-    from dask_p2p.cli._measuring import LIMIT, OURS
-
     measured = [row for row in rows if "failed" not in row]
     medians_s = {row["way"]: row["median_s"] for row in measured}
     ours_s, limit_s = medians_s.get(OURS), medians_s.get(LIMIT)
@@ -160,8 +164,6 @@ def _ms(*times_s: float) -> str:
 
 def moved_lines(rows: Sequence[Row]) -> list[str]:
     """Say of each way of this package what it moved, and how many pairs used which transport."""
-    from dask.utils import format_bytes
-
     lines = []
     for row in rows:
         if "pairs" in row:
@@ -170,6 +172,12 @@ def moved_lines(rows: Sequence[Row]) -> list[str]:
             by = "; ".join(f"{name} for {pluralize(count, 'pair')}" for name, count in used)
             lines.append(f"{row['way']}: moved {moved}, least possible {least}; {by or 'no pair'}")
     return lines
+
+
+def show_ways(console: Console, rows: Sequence[Row], title: str | None = None) -> None:
+    """Print what was measured with one array, and what moved."""
+    for part in (ways_table(rows, console.width, title), *moved_lines(rows)):
+        console.print(part)
 
 
 def report_correctness(console: Console, measured: Measured) -> None:
@@ -196,8 +204,6 @@ def report_correctness(console: Console, measured: Measured) -> None:
 @contextlib.contextmanager
 def progress(total: int, doing: str) -> Iterator[Callable[[], None]]:
     """Show a bar on a terminal, and nothing elsewhere; gives what is to be called at each step."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
@@ -209,4 +215,4 @@ def progress(total: int, doing: str) -> Iterator[Callable[[], None]]:
         transient=True,
     ) as bar:
         task = bar.add_task(doing, total=total)
-        yield lambda: bar.advance(task)
+        yield partial(bar.advance, task)

@@ -21,34 +21,43 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
-from math import prod
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_p2p.cli import _measuring as measuring
 from dask_p2p.cli._options import (
     COUNT,
     DTYPE,
     SHAPE,
     SIZE_BYTES,
-    ClusterSpec,
     axes_option,
     choose_cluster,
+    commit_option,
     cpu_option,
+    json_option,
     one_line_errors,
-    order_of_axes,
     scheduler_option,
     workers_option,
 )
-from dask_p2p.types import DType
+from dask_p2p.cli._tables import (
+    OURS,
+    OURS_SYNC,
+    array_text,
+    devices_text,
+    output,
+    report_correctness,
+    shapes_text,
+    show_ways,
+    summary,
+)
+from dask_p2p.cli.plan import readers, slab_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dask_p2p.cli._measuring import Measured
-    from dask_p2p.measure import Case, Row
+    from dask_p2p.cli._measuring import Measured, Report
+    from dask_p2p.measure import Case, Row, Way
 
 __all__ = ["bench"]
 
@@ -111,8 +120,8 @@ __all__ = ["bench"]
     "--cases", "with_cases", is_flag=True, help="Several and uneven blocks and boxes too."
 )
 @click.option("--variants", is_flag=True, help="This package with other options too.")
-@measuring.commit_option
-@measuring.json_option
+@commit_option
+@json_option
 def bench(
     shapes: Sequence[tuple[int, ...]],
     sizes: Sequence[int],
@@ -132,64 +141,35 @@ def bench(
     target: str | None,
 ) -> None:
     """Measure transposes of arrays that lie in slabs on the workers, and check them."""
-    from dask_p2p.cli._tables import output, report_correctness
+    from dask_p2p.cli import _measuring as measuring
 
     console = output(to_stderr=target == "-")
     with one_line_errors():
         spec = choose_cluster(workers, cpu, scheduler)
         shapes = [*shapes, *((size, size) for size in sizes)]
-        even = _even_cases(spec, shapes, all_bytes, dtypes, axes)
+        even = measuring.even_cases(spec, shapes, all_bytes, dtypes, axes)
         extra = {case: measuring.hard_cases(spec, case) if with_cases else [] for case in even}
-        measured: Measured = {case: [] for one in even for case in (one, *extra[one])}
         # Alternating from the slower to the quicker, as the article lists them.
         modes = ("sync", "async") if mode == "both" else (mode,)
-        report = measuring.Report(spec, repeats, commit, measured, target)
         ways = measuring.ways_on(spec, modes, rivals, variants)
-        started = partial(_show_head, console, report, modes)
-        measuring.measure_on(spec, ways, measured, repeats, started, report.save)
-        if rivals and (note := measuring.add_rivals(spec, measured, repeats, timeout_s)):
+        required = {name: way for name, way in ways.items() if way.required}
+        wanted: dict[Case, Mapping[str, Way]] = {}
+        for case in even:
+            wanted |= {case: ways, **dict.fromkeys(extra[case], required)}
+        report = measuring.Report(spec, repeats, commit, target)
+        report.measure(wanted, partial(_show_head, console, report, modes))
+        if rivals and (note := measuring.add_rivals(spec, report.measured, repeats, timeout_s)):
             console.print(note)
-        _compare_with_even(measured, extra)
-        _show(console, measured)
+        _compare_with_even(report.measured, extra)
+        _show(console, report.measured)
         report.finish()
-        report_correctness(console, measured)
+        report_correctness(console, report.measured)
 
 
-def _even_cases(
-    spec: ClusterSpec,
-    shapes: Sequence[tuple[int, ...]],
-    all_bytes: Sequence[int],
-    dtypes: Sequence[Any],
-    axes: tuple[int, ...] | None,
-) -> list[Case]:
-    """Return the arrays that the options ask for, in even slabs."""
-    return [
-        measuring.slabs(spec, shape, dtype, order_of_axes(axes, shape), "--shape")
-        for dtype in dict.fromkeys(dtypes)
-        for shape in _shapes(spec, dtype, shapes, all_bytes)
-    ]
-
-
-def _shapes(
-    spec: ClusterSpec, dtype: DType, shapes: Sequence[tuple[int, ...]], all_bytes: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """Return what the options ask for, smallest first; or one square matrix that fits."""
-    sides = [measuring.rows_of(size_bytes, dtype.itemsize) for size_bytes in all_bytes]
-    wanted = {*shapes, *((side, side) for side in sides)}
-    side = measuring.default_side(spec, dtype.itemsize)
-    return sorted(wanted, key=prod) or [(side, side)]
-
-
-def _show_head(
-    console: Console, report: measuring.Report, modes: Sequence[str], client: Any
-) -> None:
-    """Print what will be measured on which devices, and add these to the report."""
-    from dask_p2p.cli._tables import devices_text, summary
-    from dask_p2p.cluster import device_names
-
+def _show_head(console: Console, report: Report, modes: Sequence[str], _: Any) -> None:
+    """Print what will be measured on which devices."""
     if report.spec.note:
         console.print(report.spec.note)
-    report.devices = device_names(client, report.spec.kind)
     head = [("devices", devices_text(report.spec, report.devices)), ("mode", " and ".join(modes))]
     console.print(summary([*head, ("runs", f"{report.repeats} of each way after a first one")]))
 
@@ -207,17 +187,16 @@ def _compare_with_even(measured: Measured, extra: Mapping[Case, Sequence[Case]])
 
 
 def _show(console: Console, measured: Measured) -> None:
-    from dask_p2p.cli._tables import array_text, moved_lines, summary, ways_table
-
     for case, rows in measured.items():
+        title = None
         if len(measured) == 1:
             console.print(summary(_summary_rows(case)))
-        title = f"{array_text(case.shape, case.dtype)}, {case.name}" if len(measured) > 1 else None
-        for part in (ways_table(rows, console.width, title), *moved_lines(rows)):
-            console.print(part)
+        else:
+            title = f"{array_text(case.shape, case.dtype)}, {case.name}"
+        show_ways(console, rows, title)
         ways = {row["way"]: row for row in rows}
-        if measuring.OURS in ways and measuring.OURS_SYNC in ways:
-            console.print(_modes_text(ways[measuring.OURS_SYNC], ways[measuring.OURS]))
+        if OURS in ways and OURS_SYNC in ways:
+            console.print(_modes_text(ways[OURS_SYNC], ways[OURS]))
 
 
 def _modes_text(sync: Row, async_: Row) -> str:
@@ -230,9 +209,6 @@ def _modes_text(sync: Row, async_: Row) -> str:
 
 def _summary_rows(case: Case) -> list[tuple[str, str]]:
     """Return the fields that the article's program prints before its result."""
-    from dask_p2p.cli._tables import array_text, shapes_text
-    from dask_p2p.cli.plan import readers, slab_plan
-
     plan = slab_plan(case.shape, case.axes, len(case.chunks[0]))
     tiles = (tile for part in readers(plan) for tile in part.tiles.elements())
     axes = ", ".join(map(str, case.axes))

@@ -16,6 +16,7 @@ from dask_p2p.cli._options import (
     start,
     workers_option,
 )
+from dask_p2p.cli._tables import output, speed_text, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +42,6 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
     Ends with status 1 if there is a pair of workers that no transport joins.
     """
     from dask_p2p import diagnosis
-    from dask_p2p.cli._tables import output
     from dask_p2p.registration import register
 
     console = output()
@@ -58,8 +58,6 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
 
 
 def _workers_table(report: Report) -> Table:
-    from dask_p2p.cli._tables import table
-
     result = table("worker", "host", "address", "blocks", "GPU", "RMM", "pool", "kept for readers")
     for number, worker in enumerate(report.workers):
         result.add_row(
@@ -77,8 +75,6 @@ def _workers_table(report: Report) -> Table:
 
 def _hosts(report: Report) -> list[Table]:
     """Return what is used between hosts, and what is in the way, where there are several."""
-    from dask_p2p.cli._tables import table
-
     if len({worker.host for worker in report.workers}) < 2:
         return []
     head, *rows = report.host_rows()
@@ -89,8 +85,6 @@ def _hosts(report: Report) -> list[Table]:
 
 
 def _matrices(report: Report) -> list[Any]:
-    from dask_p2p.cli._tables import speed_text
-
     links = {(link.reader, link.holder): link for link in report.links}
     good = [link for link in report.links if link.error is None]
     shown: list[Any] = [
@@ -113,8 +107,6 @@ def _matrices(report: Report) -> list[Any]:
 
 def _matrix(report: Report, title: str, cell: Any) -> Table:
     """Return a table with a row for each reader, and a column for each holder."""
-    from dask_p2p.cli._tables import table
-
     addresses = [worker.address for worker in report.workers]
     result = table("from", *map(str, range(len(addresses))), title=title)
     for number, reader in enumerate(addresses):

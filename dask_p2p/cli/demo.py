@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_p2p.cli import _measuring as measuring
 from dask_p2p.cli._options import (
     COUNT,
     DTYPE,
-    ClusterSpec,
     choose_cluster,
     cpu_option,
     one_line_errors,
     workers_option,
 )
+from dask_p2p.cli._tables import (
+    array_text,
+    devices_text,
+    output,
+    pluralize,
+    report_correctness,
+    shapes_text,
+    show_ways,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dask_p2p.cli._measuring import Measured
+    from dask_p2p.cli._measuring import Report
     from dask_p2p.measure import Case
 
 __all__ = ["demo"]
@@ -52,7 +60,7 @@ def demo(size: int | None, dtype: Any, workers: int | None, cpu: bool) -> None:
     """
     import numpy as np
 
-    from dask_p2p.cli._tables import moved_lines, output, report_correctness, ways_table
+    from dask_p2p.cli import _measuring as measuring
 
     console = output()
     with one_line_errors():
@@ -63,26 +71,19 @@ def demo(size: int | None, dtype: Any, workers: int | None, cpu: bool) -> None:
         if spec.note:
             console.print(spec.note)
         console.print("Starting a cluster ...")
-        measured: Measured = {case: []}
-        measuring.measure_on(
-            spec,
-            measuring.ways_on(spec, rivals=True),
-            measured,
-            _REPEATS,
-            lambda client: _introduce(console, spec, case, client),
-        )
-        for part in ("", ways_table(measured[case], console.width), *moved_lines(measured[case])):
-            console.print(part)
-        report_correctness(console, measured)
+        report = measuring.Report(spec, _REPEATS)
+        ways = measuring.ways_on(spec, rivals=True)
+        report.measure({case: ways}, partial(_introduce, console, report, case))
+        console.print()
+        show_ways(console, report.measured[case])
+        report_correctness(console, report.measured)
 
 
-def _introduce(console: Console, spec: ClusterSpec, case: Case, client: Any) -> None:
+def _introduce(console: Console, report: Report, case: Case, client: Any) -> None:
     """Say in words what is there, and what is about to happen."""
-    from dask_p2p.cli._tables import array_text, devices_text, pluralize, shapes_text
-    from dask_p2p.cluster import device_names
-
+    workers = report.spec.workers
     tiles = shapes_text(product(case.chunks[0], case.chunks[0]))
-    console.print(f"Started {devices_text(spec, device_names(client, spec.kind))}.")
+    console.print(f"Started {devices_text(report.spec, report.devices)}.")
     console.print(f"Dashboard: {client.dashboard_link or 'none'}, while this runs.")
     console.print(
         f"The matrix, {array_text(case.shape, case.dtype)}, is made of values that say where they "
@@ -90,12 +91,12 @@ def _introduce(console: Console, spec: ClusterSpec, case: Case, client: Any) -> 
         "its transpose."
     )
     console.print(
-        f"Each slab is cut into {pluralize(spec.workers, 'tile')}: {tiles}. In stage 0 each worker "
+        f"Each slab is cut into {pluralize(workers, 'tile')}: {tiles}. In stage 0 each worker "
         "transposes the tile that it has and needs itself"
         + (
-            f"; in each of the {pluralize(spec.workers - 1, 'stage')} after that it takes one tile "
+            f"; in each of the {pluralize(workers - 1, 'stage')} after that it takes one tile "
             "from one other worker, each from another."
-            if spec.workers > 1
+            if workers > 1
             else ", and that is all."
         )
     )

@@ -20,8 +20,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import click
+from dask.utils import format_bytes
 
 from dask_p2p.cli._options import DTYPE, SHAPE, axes_option, order_of_axes
+from dask_p2p.cli._tables import array_text, output, shape_text, shapes_text, summary, table
 from dask_p2p.layout import Chunks, box_shape, box_size, split_evenly
 from dask_p2p.plans import GridPlan, block_plans, redistribution, slab_chunks, stage_order
 from dask_p2p.types import DType
@@ -89,8 +91,6 @@ def plan(shape: tuple[int, ...], workers: int, axes: tuple[int, ...] | None, dty
     result with fewer rows than workers is cut along its other axes too.
     No cluster and no GPU are needed.
     """
-    from dask_p2p.cli._tables import output, summary
-
     order = order_of_axes(axes, shape)
     transposed = slab_plan(shape, order, workers)
     parts = list(readers(transposed))
@@ -103,17 +103,13 @@ def plan(shape: tuple[int, ...], workers: int, axes: tuple[int, ...] | None, dty
 def _summary_rows(
     plan: GridPlan, parts: Sequence[Reader], shape: tuple[int, ...], dtype: DType
 ) -> list[tuple[str, str]]:
-    from dask.utils import format_bytes
-
-    from dask_p2p.cli._tables import shape_text, shapes_text
-
     out_shape = tuple(shape[axis] for axis in plan.axes)
     tiles = sum((part.tiles for part in parts), Counter[tuple[int, ...]]())
     stages = max(len(part.holders) for part in parts)
     size_bytes = prod(shape) * dtype.itemsize
     moved_bytes = sum(part.received_elements for part in parts) * dtype.itemsize
     return [
-        ("array", f"{shape_text(shape)} {dtype}, {format_bytes(size_bytes)}"),
+        ("array", array_text(shape, dtype)),
         ("result", f"{shape_text(out_shape)}, axes {', '.join(map(str, plan.axes))}"),
         ("workers", str(len(plan.src_chunks[0]))),
         ("input slabs", shapes_text(product(*plan.src_chunks))),
@@ -126,10 +122,6 @@ def _summary_rows(
 
 def _stages(parts: Sequence[Reader], itemsize: int) -> Table:
     """Return the table of readers and stages; of many, the first and the last ones."""
-    from dask.utils import format_bytes
-
-    from dask_p2p.cli._tables import table
-
     stages = _abbreviated(max(len(part.holders) for part in parts))
     heads = ["..." if stage is None else str(stage) for stage in stages]
     result = table(

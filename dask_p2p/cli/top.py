@@ -10,12 +10,16 @@ from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import click
+from dask.utils import format_bytes
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.live import Live
 
 from dask_p2p.cli._options import connect, one_line_errors, running_option, runs_option
 from dask_p2p.cli._signals import stoppable
+from dask_p2p.cli._tables import output, table
 
 if TYPE_CHECKING:
-    from rich.console import Group
     from rich.table import Table
 
     from dask_p2p.monitoring.records import Record
@@ -52,9 +56,6 @@ def top(scheduler: str, runs: int, interval_s: float, once: bool) -> None:
 
     Where the output is no terminal, each look is printed below the one before.
     """
-    from rich.live import Live
-
-    from dask_p2p.cli._tables import output
     from dask_p2p.monitoring.runs import last_runs
 
     console = output()
@@ -76,8 +77,6 @@ def top(scheduler: str, runs: int, interval_s: float, once: bool) -> None:
 
 def _view(runs: Runs, columns: int) -> Group:
     """Return what is shown of runs; on narrow consoles, of few `columns`, what matters most."""
-    from rich.console import Group
-
     if not runs:
         return Group("No run yet, or the cluster lacks the plugin (dask_p2p.register).")
     links = _links(record for run in runs for record in run.records)
@@ -85,10 +84,6 @@ def _view(runs: Runs, columns: int) -> Group:
 
 
 def _table(title: str, columns: Iterable[str]) -> Table:
-    from rich.box import SIMPLE_HEAD
-
-    from dask_p2p.cli._tables import table
-
     result = table(*columns, title=title)
     result.box, result.show_edge, result.pad_edge = SIMPLE_HEAD, False, False
     result.padding, result.collapse_padding = (0, 1), True
@@ -110,8 +105,6 @@ def _runs_table(runs: Runs, is_narrow: bool) -> Table:
 
 def _links(records: Iterable[Record]) -> Iterable[Any]:
     """Return a table of who read from whom in these runs, those with most bytes first."""
-    from dask.utils import format_bytes
-
     from dask_p2p.monitoring.links import links
 
     cells = links(records).columns["cells"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from dask_p2p.cli._options import connect, one_line_errors, running_option, runs_option
+from dask_p2p.cli._tables import output, pluralize
 
 __all__ = ["trace"]
 
@@ -18,7 +19,6 @@ def trace(file: str, scheduler: str, runs: int) -> None:
 
     https://ui.perfetto.dev shows it: tasks, their stages and what each worker served over time.
     """
-    from dask_p2p.cli._tables import output, pluralize
     from dask_p2p.monitoring.runs import last_runs
 
     with one_line_errors():

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_p2p.cli._options import AXES, COUNT, SIZE_BYTES, connect, one_line_errors, own_cluster
+from dask_p2p.cli._options import (
+    COUNT,
+    SIZE_BYTES,
+    connect,
+    numbers,
+    one_line_errors,
+    own_cluster,
+    reader,
+)
 from dask_p2p.cli._signals import ctrl_c_later, stoppable
+from dask_p2p.cli._tables import shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,29 +33,18 @@ __all__ = ["transpose"]
 _MOST_WORKERS = 8  # of one disk; --workers may ask for more
 
 
-def _chunks(value: str) -> tuple[int | str, ...]:
-    """Read whole numbers, or the word auto among them, with commas between."""
-    parts = [part.strip() for part in value.split(",")]
-    try:
-        return tuple(part if part == "auto" else int(part) for part in parts)
-    except ValueError as exc:
-        raise click.BadParameter(
-            f"{value!r}: give whole numbers or auto with commas between"
-        ) from exc
-
-
 @click.command()
 @click.argument("input", type=click.Path())
 @click.argument("output", type=click.Path())
 @click.option(
     "--axes",
-    type=AXES,
+    type=reader(numbers, "whole numbers with commas between"),
     metavar="2,0,1",
     help="Input axis that each output axis comes from.  [default: reversed]",
 )
 @click.option(
     "--chunks",
-    type=_chunks,
+    type=reader(partial(numbers, words=("auto",)), "whole numbers or auto with commas between"),
     metavar="100,-1",
     help="Chunks of a Zarr output: one size, one for each axis (-1: all of it), or auto; an .npy "
     "file has none.  [default: those of a Zarr input, transposed, or auto]",
@@ -92,15 +92,14 @@ def transpose(
     with one_line_errors(), stoppable() as stopped:
         from dask_p2p.files import prepare, transpose_file
 
+        def planned(passes: int) -> None:
+            say(f"Reading and writing in {passes} {'pass' if passes == 1 else 'passes'} ...")
+
         wanted = chunks[0] if chunks and len(chunks) == 1 else chunks
         job = prepare(input, output, axes, chunks=wanted, force=force)
         say = (lambda text: None) if quiet else click.echo
         if chunks and job.chunks is None:
             say("An .npy file has no chunks: --chunks makes no difference.")
-
-        def planned(passes: int) -> None:
-            say(f"Reading and writing in {passes} {'pass' if passes == 1 else 'passes'} ...")
-
         with (
             _cluster(scheduler, workers) as client,
             _progress(job.size_bytes, quiet=quiet) as progress,
@@ -141,18 +140,24 @@ def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
 @contextlib.contextmanager
 def _progress(size_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """Show a bar of bytes written on a terminal, and nothing elsewhere."""
-    from rich import progress
     from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     console = Console(stderr=True)
     columns = (
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
     )
     hidden = quiet or not console.is_terminal
-    with progress.Progress(*columns, console=console, disable=hidden) as bar:
+    with Progress(*columns, console=console, disable=hidden) as bar:
         task = bar.add_task("transpose", total=size_bytes)
         yield lambda count: bar.advance(task, count)
 
@@ -160,13 +165,12 @@ def _progress(size_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]
 def _show(summary: Summary, command_s: float) -> None:
     from dask.utils import format_bytes, format_time
     from rich.console import Console
-    from rich.table import Column, Table
-
-    from dask_p2p.cli._tables import shape_text
+    from rich.table import Table
 
     job = summary.job
-    # A path is worth nothing when cut off.
-    table = Table(*(Column(name, overflow="fold") for name in ("", "input", "output")))
+    table = Table("", "input", "output")
+    for column in table.columns:
+        column.overflow = "fold"  # a path is worth nothing when cut off
     table.add_row("file", job.source_name, job.target_name)
     table.add_row("shape", shape_text(job.in_shape), shape_text(job.shape))
     table.add_row("dtype", str(job.dtype), str(job.dtype), end_section=True)
@@ -179,4 +183,4 @@ def _show(summary: Summary, command_s: float) -> None:
         ("speed", f"{summary.rate / 1e9:.3g} GB/s"),
     ):
         table.add_row(name, "", value)
-    Console().print(table)
+    Console(file=sys.stdout).print(table)

@@ -83,7 +83,7 @@ def test_json_of_both_modes_and_the_rivals(bench, monkeypatch):
 
         return way
 
-    monkeypatch.setattr(measure, "dask_rechunk", p2p_fails)
+    monkeypatch.setattr(_measuring, "dask_rechunk", p2p_fails)
     monkeypatch.setattr(_measuring, "_ROOT", _measuring._ROOT / "nothing")
     args = ["--shape", "60x40", "--dtype", "i2", "--mode", "both", "--repeats", "2", "--rivals"]
     result = bench(*args, "--json", "-")
@@ -194,13 +194,13 @@ def test_json_file_and_other_axes(bench, tmp_path):
 def test_what_was_measured_is_kept_whatever_comes_next(bench, monkeypatch, tmp_path):
     compared = []
 
-    def compare(*args):
+    def compare(*args, **options):
         if compared:
             raise OSError("the second one\nfails")
         compared.append(1)
         return [{"way": "dask_p2p"}]
 
-    monkeypatch.setattr(measure, "compare", compare)
+    monkeypatch.setattr(_measuring, "compare", compare)
     file = tmp_path / "out.json"
     result = bench("--size", "64", "--size", "65", "--json", str(file))
     assert (result.exit_code, result.stderr) == (1, "Error: OSError: the second one fails\n")
@@ -275,7 +275,7 @@ def test_the_limit_and_what_failed():
     shared = {"first_s": 1.0, "times_s": [0.5], "wrong": 0, "bandwidth_gbs": 1.0, "link_gbs": 3.5}
     rows = [
         {**shared, "way": "dask_p2p", "median_s": 0.5, "exchange_s": [0.25], "before_s": [0.1]},
-        {**shared, "way": _measuring.LIMIT, "median_s": 0.2},
+        {**shared, "way": _tables.LIMIT, "median_s": 0.2},
         {"way": "JAX", "failed": "jax is not installed"},
     ]
     console = Console(width=200, record=True, file=io.StringIO())
@@ -314,16 +314,17 @@ def test_rivals_and_low_latency_have_clusters_of_their_own(monkeypatch, client):
 
     monkeypatch.setattr(_measuring, "start", start)
     monkeypatch.setattr(_measuring, "find_spec", lambda name: True)
+    monkeypatch.setattr(_measuring, "device_names", lambda client, kind: ["a GPU"] * 2)
     spec = ClusterSpec(2, ("0", "1"), None, 2**40)
     ways = _measuring.ways_on(spec, rivals=True, variants=True)
     assert "dask p2p" not in ways
     assert {"dask_p2p, ucx", "dask_p2p, kernels read in place"} < set(ways)
     chosen = ("dask_p2p", "dask_p2p, low latency", "dask tasks")
-    measured = {CASE: []}
     ways = {name: ways[name] for name in chosen}
-    _measuring.measure_on(spec, ways, measured, 1, lambda client: None)
+    report = _measuring.Report(spec, 1)
+    report.measure({CASE: ways}, lambda client: None)
     assert started == [({}, False), ({}, True), ({"protocol": "ucx"}, False)]
-    assert [row["way"] for row in measured[CASE]] == [*chosen]
+    assert [row["way"] for row in report.measured[CASE]] == [*chosen]
     on_cpus = _measuring.ways_on(ClusterSpec(4, (), None, 2**40), rivals=True)
     assert {"dask tasks", "dask p2p"} < set(on_cpus)
     there = ClusterSpec(4, (), None, 2**40, "tcp://1.2.3.4:5")
