@@ -15,7 +15,17 @@ from uuid import UUID
 __all__ = ["commit", "cpu_name", "environment", "link_gbs", "on_gpu", "versions"]
 
 # The names of the last four's distributions end in CUDA's version.
-_PACKAGES = "dask-p2p dask distributed numpy dask-cuda cupy ucxx libucx rmm".split()
+_PACKAGES = [
+    "dask-p2p",
+    "dask",
+    "distributed",
+    "numpy",
+    "dask-cuda",
+    "cupy",
+    "ucxx",
+    "libucx",
+    "rmm",
+]
 
 
 def environment() -> dict[str, Any]:
