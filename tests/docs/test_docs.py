@@ -33,7 +33,8 @@ def test_examples_in_docstrings(name):
 
 
 WALK = (DOCS / "walk.md").read_text("utf-8")
-STEPS = re.findall(r"^ *(\d+)  (\S+) +(\S+)", WALK, flags=re.MULTILINE)
+STEP = re.compile(r"^ *(\d+)  (\S+) +(\S+)", re.MULTILINE)
+STEPS = STEP.findall(WALK)
 
 
 def functions_of(module):
@@ -55,6 +56,8 @@ def test_the_walk_is_made_of_functions_that_there_are():
 def test_the_walk_is_counted():
     modules = {module for _, module, _ in STEPS}
     assert f"These are {len(STEPS)} functions in {len(modules)} modules" in WALK
+    steps = [len(STEP.findall(section)) for section in WALK.split("\n## ")[1:-1]]
+    assert steps == [int(number) for number in re.findall(r"[a-z] +(\d+)$", WALK, re.MULTILINE)]
     records = re.findall(r"`(\w+)`", WALK.partition("## Records")[2])
     assert f"These are {len(records)}." in WALK
     classes = {
