@@ -1,4 +1,4 @@
-"""Draw results of `dask p2p bench`: time against size, and the fraction of the limit.
+"""Draw results of `python -m benchmarks`: time against size, and the fraction of the limit.
 
     python benchmarks/chart.py benchmarks/results/h200-x4.json -o benchmarks/results/h200-x4.svg
 
@@ -248,7 +248,7 @@ def save(reports: Sequence[dict[str, Any]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("results", nargs="+", type=Path, help="JSON of dask p2p bench")
+    parser.add_argument("results", nargs="+", type=Path, help="JSON of python -m benchmarks")
     parser.add_argument(
         "-o",
         "--output",

@@ -1,8 +1,8 @@
-"""In which order workers of several hosts should read from each other: simulated, or measured.
+"""In which order workers of several hosts should read from each other, simulated.
 
-``python -m benchmarks.hosts simulate`` has 2 to 64 hosts of 8 GPUs transpose an array, each GPU
-reading an equal region from each. It prints the time of each order of the readers' sources as a
-multiple of the lower bound: the time of the busiest link if it never rests.
+``python -m benchmarks.hosts`` has 2 to 64 hosts of 8 GPUs transpose an array, each GPU reading an
+equal region from each. It prints the time of each order of the readers' sources as a multiple of
+the lower bound: the time of the busiest link if it never rests.
 
 The simulation is fluid. A reader has a few reads open at a time. Reads that share a link share what
 it carries (max-min fair). There is no latency, and switches carry everything. Links between the
@@ -14,23 +14,17 @@ host has one network interface, or one for each GPU: of 45 GB/s each way (Infini
 from __future__ import annotations
 
 import json
-import tempfile
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
 import numpy as np
 
-import dask_p2p
-from dask_p2p.environment import environment
 from dask_p2p.plans import stage_order
-from dask_p2p.registration import workers_of
 
 GPUS = 8  # of a host
 NVLINK_GBS = 345.0  # of a GPU, one way
@@ -186,7 +180,7 @@ def simulated(network: str, hosts: int, order: str, beside: bool, late: float) -
     due_s = np.random.default_rng(0).permutation(ranks)[readers] / (ranks - 1) * late * bound_s
     holders, left_gb, time_s = np.full(len(slots), -1), np.zeros(len(slots)), 0.0
     while True:
-        for slot in np.flatnonzero((holders < 0) & (due_s <= time_s)):
+        for slot in np.flatnonzero((holders < 0) & (due_s <= time_s)).tolist():
             reader, queue = slots[slot]
             beside_it = [h for h in holders[of_queue[id(queue)]] if h >= 0]
             if not queue:
@@ -209,17 +203,12 @@ def simulated(network: str, hosts: int, order: str, beside: bool, late: float) -
         holders[done], due_s[done] = -1, time_s
 
 
-@click.group()
-def main() -> None:
-    """Tell in which order workers of several hosts should read from each other."""
-
-
-@main.command()
+@click.command()
 @click.option("--hosts", multiple=True, type=int, default=HOSTS, show_default=True)
 @click.option("--network", "networks", multiple=True, type=click.Choice(list(NETWORKS)))
 @click.option("--late", multiple=True, type=float, default=(0.0, 0.1), show_default=True)
 @click.option("--json", "path", type=click.Path(path_type=Path))
-def simulate(
+def main(
     hosts: tuple[int, ...], networks: tuple[str, ...], late: tuple[float, ...], path: Path | None
 ) -> None:
     """Compare orders on hosts of 8 GPUs, without data and without a cluster."""
@@ -241,84 +230,9 @@ def simulate(
         "open_reads": OPEN_READS,
         "grain": GRAIN,
     }
-    write(path, {**assumed, "rows": [asdict(each) for each in found]})
-
-
-@main.command()
-@click.option("--repeats", default=5, show_default=True)
-@click.option("--workers", default=4, show_default=True, help="Of each host, each on a network.")
-@click.option("--mbit", default=200, show_default=True, help="Of each network, 1e6 bits a second.")
-@click.option("--side", default=4096, show_default=True, help="Of the square array of float64.")
-@click.option("--json", "path", type=click.Path(path_type=Path))
-def measure(repeats: int, workers: int, mbit: int, side: int, path: Path | None) -> None:
-    """Transpose between two hosts on this machine, each worker of which has a network of its own.
-
-    Hosts are namespaces, as in tests/hosts: it takes root. The orders take turns.
-    """
-    from tests.hosts.cluster import HostsCluster
-    from tests.hosts.network import Network
-
-    with tempfile.TemporaryDirectory() as folder, Network(3, workers) as network:
-        cluster = HostsCluster(network, Path(folder))
-        for host, number in product(cluster.others, range(workers)):
-            cluster.start_workers(host, "--interface", f"eth{number}")
-        with cluster.client() as client:
-            client.wait_for_workers(2 * workers, timeout=300)
-            dask_p2p.register(client)
-            times_s = timed(client, network, mbit, side, repeats)
-    # What each network interface of a host has to carry.
-    bound_s = side**2 * 8 / 4 / workers * 8 / (mbit * 1e6)
-    found = {name: {"times_s": times, "median_s": median(times)} for name, times in times_s.items()}
-    for name, row in found.items():
-        print(f"{name:<20} median {row['median_s']:.2f} s, bound {bound_s:.2f} s")
-    setting = {"workers_a_host": workers, "mbit": mbit, "side": side, "bound_s": bound_s}
-    write(path, {**setting, **environment(), "orders": found})
-
-
-def timed(client: Any, network: Any, mbit: int, side: int, repeats: int) -> dict[str, list[float]]:
-    """Return how long transposes took, by order; the first one of each is not timed."""
-    import dask
-    import dask.array as da
-    from distributed import wait
-
-    addresses = sorted(workers_of(client))
-    times_s: dict[str, list[float]] = {"diagonal by rank": [], "two levels": []}
-    for number, order in product(range(repeats + 1), times_s):
-        client.run(use, order == "two levels")
-        x = da.random.randint(2**40, size=(side, side), chunks=(side // len(addresses), side))
-        blocks = [client.persist(x.blocks[i], workers=[a]) for i, a in enumerate(addresses)]
-        x = client.persist(da.concatenate(blocks))
-        wait(x)
-        with network.limited(network.hosts[1:], mbit):
-            started_s = time.perf_counter()
-            y = client.persist(dask_p2p.transpose(x))
-            wait(y)
-            if number:
-                times_s[order].append(time.perf_counter() - started_s)
-        for axis in 0, 1:
-            sums = dask.compute(y.sum(axis=axis), x.sum(axis=1 - axis))
-            np.testing.assert_array_equal(*sums)
-        print(number, order, times_s[order][-1:], flush=True)
-        del x, y, blocks
-    return times_s
-
-
-def use(two_levels: bool) -> None:
-    """Have a worker read in one of the orders."""
-    from dask_p2p import sources
-    from dask_p2p.plans import stage_order
-
-    sources.stage_order = (  # type: ignore[attr-defined]
-        stage_order
-        if two_levels
-        else lambda holders, reader, host_of=None: stage_order(holders, reader)
-    )
-
-
-def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Write a result as JSON, if it is wanted."""
     if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        rows = [asdict(each) for each in found]
+        path.write_text(json.dumps({**assumed, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""How fast arrays are cut anew, and functions mapped over blocks with rims, beside Dask's own ways.
+"""How fast arrays are cut anew, transformed, and stencils applied, beside Dask's own ways.
 
     python -m benchmarks.redistributions --repeats 5 --json FILE
     python -m benchmarks.redistributions --case "3-D pencils" --megabytes 50
+    python -m benchmarks.redistributions --case transpose --megabytes 800 --first --json FILE
     python -m benchmarks.redistributions --gpus --workers 2 --json FILE
 
 In one run all ways take turns, each time on a new array: Dask leaves copies of blocks on other
 workers, and a second run would find them there. Blocks lie as a user's would, as many neighbours on
 each worker. Every result is checked element by element, or against ``dask.array.map_overlap``.
+With ``--first`` each timed run is the first one of a cluster of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 import dask.array as da
@@ -25,27 +27,15 @@ from dask.core import flatten
 from dask.task_spec import Alias, Task
 
 import dask_p2p
-from dask_p2p.cli import _measuring as measuring
-from dask_p2p.cli._options import (
-    COUNT,
-    check_fits,
-    choose_cluster,
-    commit_option,
-    json_option,
-    one_line_errors,
-)
-from dask_p2p.cli._tables import (
-    OURS,
-    array_text,
-    devices_text,
-    output,
-    report_correctness,
-    show_ways,
-    summary,
-    table,
-)
-from dask_p2p.layout import split_evenly
-from dask_p2p.measure import Case, Row, Way, no_op
+from benchmarks.measure import Case, Measured, Row, Way, no_op
+from benchmarks.options import choose_cluster, commit_option, json_option
+from benchmarks.report import NO_OP, Report
+from benchmarks.rivals import mpi_fftn
+from benchmarks.tables import OURS, devices_text, report_correctness, show_ways, summary
+from benchmarks.transforms import DASK, Spectrum
+from dask_p2p.cli._options import COUNT, check_fits, one_line_errors
+from dask_p2p.cli._tables import array_text, output, table
+from dask_p2p.geometry import split_evenly
 from dask_p2p.plans import Plan, halo_plan
 
 _CPU_MEGABYTES = (50, 800)
@@ -54,7 +44,6 @@ _CPU_BLOCKS = 16
 _LINK_GBS = 310.0  # what a GPU is to receive
 _SLACK_S = 0.002
 FUNCTION = "the function alone"
-DASK = "dask "  # the first word of Dask's own ways
 TOO_EARLY = "unfinished, dask "  # of those that end before their kernels do
 
 
@@ -67,8 +56,8 @@ class Redistribution(Case):
 
     def ways(self, on_gpus: bool) -> dict[str, Way]:
         """Return the ways to measure, by name; Dask's p2p fails on GPUs."""
-        ours = Way(lambda x, _: dask_p2p.rechunk(x, self.after), required=True)
-        ways = {OURS: ours, measuring.NO_OP: Way(no_op, checked=False)}
+        ours = Way(partial(dask_p2p.transpose, chunks=self.after), required=True)
+        ways = {OURS: ours, NO_OP: Way(no_op, checked=False)}
         if on_gpus:
             tasks = partial(self._dask, "tasks")
             return ways | {
@@ -79,7 +68,7 @@ class Redistribution(Case):
         return ways | {f"{DASK}{method}": Way(partial(self._dask, method)) for method in methods}
 
     def _dask(self, method: str, x: Any, axes: Any) -> Any:
-        return x.rechunk(self.after, method=method)
+        return x.transpose(axes).rechunk(self.after, method=method)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +112,9 @@ class Stencil(Case):
     def wrong(self, y: Any) -> int:
         """Count the elements that differ from Dask's."""
         return int((y != self._dask(self.make(), self.axes)).sum().compute())
+
+
+AnyCase: TypeAlias = Redistribution | Stencil | Spectrum
 
 
 def done(y: Any) -> Any:
@@ -205,14 +197,21 @@ def scaled_cases(megabytes: int, workers: int, kind: str) -> Iterator[Redistribu
     if on_gpus:
         return
     yield case("8 row slabs to 32 x 32", 2.0, (8, 1), (32, 32))
-    yield case("32 x 32 to 8 row slabs", 1.3, (32, 32), (8, 1))
+    joined = case("32 x 32 to 8 row slabs", 1.3, (32, 32), (8, 1))
+    yield joined
+    yield replace(joined, name="32 x 32, scattered, to 8 row slabs", scattered=True)
+    slab = case(f"transpose of {workers} row slabs", 2.0, (workers, 1), (workers, 1))
+    yield replace(slab, axes=(1, 0))
     shifted = case("row slabs shifted by 1 %", 1.3, rows, rows)
     yield replace(shifted, after=(_shifted(shifted.chunks[0], 0.01), (side,)))
 
 
-def fixed_cases(workers: int, kind: str) -> Iterator[Redistribution | Stencil]:
+def fixed_cases(workers: int, kind: str) -> Iterator[AnyCase]:
     """Return the cases of one size."""
     f4, f8 = np.dtype("f4"), np.dtype("f8")
+    side, dtype = (1024, "c8") if kind == "cupy" else (256, "c16")
+    cut = (split_evenly(side, workers), (side,), (side,))
+    yield Spectrum((side,) * 3, cut, (0, 1, 2), np.dtype(dtype), kind, f"fftn, {side} cubed")
     if kind == "cupy":
         chunks = ((512,) * workers, (512,), (512,))
         shape = (512 * workers, 512, 512)
@@ -239,20 +238,22 @@ def _shifted(sizes: Sequence[int], share: float) -> tuple[int, ...]:
     return (sizes[0] + shift, *sizes[1:-1], sizes[-1] - shift)
 
 
-def judged(rows: Sequence[Row], case: Redistribution | Stencil, workers: int) -> None:
+def judged(rows: Sequence[Row], case: AnyCase, workers: int) -> None:
     """Add to the row of this package what it is to reach, and how far it is from there."""
     ways = {row["way"]: row for row in rows if "failed" not in row}
     ours = ways[OURS]
     dask_s = [row["median_s"] for way, row in ways.items() if way.startswith(DASK)]
     ours["reach"] = case.reach
     ours["faster_by"] = min(dask_s) / ours["median_s"] if dask_s else None
+    if mpi_fftn.WAY in ways:
+        ours["to_mpi"] = ours["median_s"] / ways[mpi_fftn.WAY]["median_s"]
     if case.kind == "cupy":
         link_s = ours["moved_bytes"] / workers / _LINK_GBS / 1e9
-        floor_s = ways[FUNCTION if FUNCTION in ways else measuring.NO_OP]["median_s"]
+        floor_s = ways[FUNCTION if FUNCTION in ways else NO_OP]["median_s"]
         ours["budget_s"] = floor_s + link_s + _SLACK_S
 
 
-def _summary(measured: measuring.Measured) -> Any:
+def _summary(measured: Measured) -> Any:
     """Return one line for each array."""
     made = table("case", "MB", "ms", "budget", "faster by", "reach", "CPU s", "moved", "least")
     for case, rows in measured.items():
@@ -280,6 +281,7 @@ def _summary(measured: measuring.Measured) -> Any:
     "--megabytes", type=COUNT, multiple=True, help="Of 1e6 bytes.  [default: 50, 800; GPUs: 17180]"
 )
 @click.option("--repeats", type=COUNT, default=5, help="Timed runs of each way, after a first one.")
+@click.option("--first", is_flag=True, help="Time the first run of each of as many clusters.")
 @click.option("--gpus", is_flag=True, help="On GPUs, in place of four CPU workers.")
 @click.option("--workers", type=COUNT, help="[default: one for each GPU, else 4]")
 @commit_option
@@ -288,6 +290,7 @@ def main(
     wanted: Sequence[str],
     megabytes: Sequence[int],
     repeats: int,
+    first: bool,
     gpus: bool,
     workers: int | None,
     commit: str | None,
@@ -300,20 +303,24 @@ def main(
         if gpus and not spec.gpus:
             raise click.BadParameter("there are no two usable GPUs", param_hint="--gpus")
         sizes = megabytes or (_GPU_MEGABYTES if gpus else _CPU_MEGABYTES)
-        every = [case for size in sizes for case in scaled_cases(size, spec.workers, spec.kind)]
-        every += fixed_cases(spec.workers, spec.kind)
+        every: list[AnyCase] = [*fixed_cases(spec.workers, spec.kind)]
+        every[:0] = (c for size in sizes for c in scaled_cases(size, spec.workers, spec.kind))
         cases = [case for case in every if not wanted or any(part in case.name for part in wanted)]
         if not cases:
             names = ", ".join(dict.fromkeys(case.name for case in every))
             raise click.BadParameter(f"none is named so; there are {names}", param_hint="--case")
         for case in cases:
             check_fits(spec, case.shape, case.dtype, (), "--megabytes")
-        report = measuring.Report(spec, repeats, commit, target)
+        report = Report(spec, repeats, commit, target)
 
         def started(_: Any) -> None:
             console.print(summary([("devices", devices_text(spec, report.devices))]))
 
-        report.measure({case: _ways(case) for case in cases}, started, "measuring", anew=True)
+        ways: dict[Case, dict[str, Way]] = {case: _ways(case) for case in cases}
+        if first:
+            report.measure_first(ways, started)
+        else:
+            report.measure(ways, started, "measuring", anew=True)
         for case in cases:
             judged(report.measured[case], case, spec.workers)
             title = f"{case.name}, {array_text(case.shape, case.dtype)}"
@@ -323,7 +330,7 @@ def main(
         report_correctness(console, report.measured)
 
 
-def _ways(case: Redistribution | Stencil) -> dict[str, Way]:
+def _ways(case: AnyCase) -> dict[str, Way]:
     """Return the ways to measure, by name; Dask's on GPUs are quickest over UCX."""
     on_gpus = case.kind == "cupy"
     ways = case.ways(on_gpus)

@@ -20,9 +20,11 @@ from dask_p2p.errors import (
     FileError,
     InputError,
     MemoryLimitError,
+    NoDeviceError,
     P2PError,
     P2PWarning,
     RegistrationError,
+    SectionError,
     SilentError,
     TransferError,
     UnreachableError,
@@ -32,15 +34,19 @@ from dask_p2p.errors import (
 )
 
 if TYPE_CHECKING:
-    from dask_p2p.cluster import local_cluster
-    from dask_p2p.diagnosis import check
-    from dask_p2p.dropin import install, uninstall
+    from dask_p2p import fft as fft
     from dask_p2p.monitoring.runs import last_runs
+    from dask_p2p.ops.estimate import MemoryEstimate, estimate
+    from dask_p2p.ops.on_gpu import map_on_gpu
     from dask_p2p.ops.overlap import map_overlap
-    from dask_p2p.ops.peak import MemoryEstimate, estimate
     from dask_p2p.ops.rechunk import rechunk
     from dask_p2p.ops.transpose import transpose
-    from dask_p2p.registration import register
+    from dask_p2p.plugins.registration import register
+    from dask_p2p.sections.iterate import iterate
+    from dask_p2p.sections.spmd import spmd
+    from dask_p2p.tools.check import check
+    from dask_p2p.tools.cluster import local_cluster
+    from dask_p2p.tools.dropin import install, uninstall
 
 __all__ = [
     "AxesError",
@@ -53,9 +59,11 @@ __all__ = [
     "InputError",
     "MemoryEstimate",
     "MemoryLimitError",
+    "NoDeviceError",
     "P2PError",
     "P2PWarning",
     "RegistrationError",
+    "SectionError",
     "SilentError",
     "TransferError",
     "UnreachableError",
@@ -65,11 +73,14 @@ __all__ = [
     "check",
     "estimate",
     "install",
+    "iterate",
     "last_runs",
     "local_cluster",
+    "map_on_gpu",
     "map_overlap",
     "rechunk",
     "register",
+    "spmd",
     "transpose",
     "uninstall",
 ]
@@ -79,17 +90,20 @@ ensure_defaults()
 # Where each function and class is. No module may have the name of a function: importing it would
 # hide that.
 _FUNCTIONS = {
-    "MemoryEstimate": "dask_p2p.ops.peak",
-    "check": "dask_p2p.diagnosis",
-    "estimate": "dask_p2p.ops.peak",
-    "install": "dask_p2p.dropin",
+    "MemoryEstimate": "dask_p2p.ops.estimate",
+    "check": "dask_p2p.tools.check",
+    "estimate": "dask_p2p.ops.estimate",
+    "install": "dask_p2p.tools.dropin",
+    "iterate": "dask_p2p.sections.iterate",
     "last_runs": "dask_p2p.monitoring.runs",
-    "local_cluster": "dask_p2p.cluster",
+    "local_cluster": "dask_p2p.tools.cluster",
+    "map_on_gpu": "dask_p2p.ops.on_gpu",
     "map_overlap": "dask_p2p.ops.overlap",
     "rechunk": "dask_p2p.ops.rechunk",
-    "register": "dask_p2p.registration",
+    "register": "dask_p2p.plugins.registration",
+    "spmd": "dask_p2p.sections.spmd",
     "transpose": "dask_p2p.ops.transpose",
-    "uninstall": "dask_p2p.dropin",
+    "uninstall": "dask_p2p.tools.dropin",
 }
 
 
@@ -98,13 +112,15 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("dask-p2p")
-    if name not in _FUNCTIONS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "fft":
+        return import_module("dask_p2p.fft")
+    if name not in _FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = function = getattr(import_module(_FUNCTIONS[name]), name)
     return function
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FUNCTIONS})
+    return [*__all__, "__version__", *(name for name in globals() if name.startswith("__"))]

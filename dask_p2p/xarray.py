@@ -1,4 +1,4 @@
-"""Accessors of xarray: ``a.p2p.transpose("y", "x")`` and ``a.p2p.chunk({"x": 1000})``.
+"""Accessors of xarray: ``a.p2p.transpose("y", "x")``, ``a.p2p.chunk({"x": 1000})`` and so on.
 
 Importing this module adds them to arrays and datasets:
 
@@ -10,18 +10,23 @@ Importing this module adds them to arrays and datasets:
 Frozen({'y': (2, 1, 1), 'x': (6,)})
 >>> a.p2p.chunk(x=-1, y=2).chunksizes
 Frozen({'x': (6,), 'y': (2, 2)})
+>>> int(a.p2p.map_overlap(lambda block: block * 2, {"x": 1}, {"x": "periodic"}).sum())
+48
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import xarray as xr
 
+from dask_p2p.by_name import by_dimension, iterated, named_in_errors
 from dask_p2p.errors import AxesError, ChunksError
+from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.transpose import transpose
+from dask_p2p.spectra import spectrum, undone
 
 __all__ = ["P2PAccessor"]
 
@@ -68,7 +73,7 @@ class P2PAccessor:
         UnsupportedArrayError
             If blocks are masked, sparse or otherwise more than bytes.
         """
-        sizes = self._checked(chunks or {})
+        sizes = by_dimension(self._dims, "chunks", chunks or {}, ChunksError)
         try:
             result = self._given.transpose(*dims)
         except ValueError as exc:
@@ -82,7 +87,9 @@ class P2PAccessor:
             if after.chunks is None or (before.dims == after.dims and not wanted):
                 return after
             axes = [before.dims.index(dim) for dim in after.dims]
-            return after.copy(deep=False, data=transpose(before.data, axes, chunks=wanted or None))
+            with named_in_errors(after.dims, wanted):
+                data = transpose(before.data, axes, chunks=wanted or None)
+            return after.copy(deep=False, data=data)
 
         return self._changed(result, change)
 
@@ -108,31 +115,204 @@ class P2PAccessor:
         UnsupportedArrayError
             If blocks are masked, sparse or otherwise more than bytes.
         """
-        by_name = {} if chunks is None else chunks
-        if not isinstance(by_name, Mapping):
-            by_name = dict.fromkeys(self._dims, by_name)
-        sizes = self._checked({**by_name, **chunks_kwargs})
+        by_name = by_dimension(self._dims, "chunks", {} if chunks is None else chunks, ChunksError)
+        sizes = {**by_name, **by_dimension(self._dims, "chunks", chunks_kwargs, ChunksError)}
 
         def change(before: Any, _: Any) -> Any:
             if before.chunks is None:
                 return before.chunk({dim: sizes[dim] for dim in before.dims if dim in sizes})
             wanted = {i: sizes[dim] for i, dim in enumerate(before.dims) if dim in sizes}
-            return before.copy(deep=False, data=rechunk(before.data, wanted))
+            with named_in_errors(before.dims, wanted):
+                return before.copy(deep=False, data=rechunk(before.data, wanted))
 
         return self._changed(self._given, change)
+
+    def map_overlap(
+        self,
+        func: Callable[..., Any],
+        depth: Mapping[Any, Any] | int,
+        boundary: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Map a function over blocks with rims of their neighbours, by `dask_p2p.map_overlap`.
+
+        Arrays in memory are taken as one block. Arrays of a dataset that have no dimension with
+        rims stay as they are, and so do coordinates.
+
+        Parameters
+        ----------
+        func : callable
+            Takes a block with its rims, and returns an array of its shape.
+        depth : mapping of hashable to int or pair; or int for all
+            Widths of the rims by dimension, in elements. Dimensions that are not named have none.
+        boundary : mapping of hashable to str or scalar; or one for all, optional
+            What lies beyond the ends, by dimension: see `dask_p2p.map_overlap`.
+        **kwargs
+            Of `dask_p2p.map_overlap`, and of `func`.
+
+        Returns
+        -------
+        xarray.DataArray or xarray.Dataset
+            With the coordinates and attributes of what was given.
+
+        Raises
+        ------
+        InputError
+            If `depth` or `boundary` has a name that is no dimension's, or a rim is wider than the
+            array.
+        UnsupportedArrayError
+            If blocks are masked, sparse or otherwise more than bytes.
+        """
+        widths = by_dimension(self._dims, "depth", depth)
+        kinds = by_dimension(self._dims, "boundary", boundary)
+
+        def change(before: Any, _: Any) -> Any:
+            rims = {i: widths[dim] for i, dim in enumerate(before.dims) if dim in widths}
+            if not rims:
+                return before
+            beyond = {i: kinds[dim] for i, dim in enumerate(before.dims) if dim in kinds}
+            x = before.chunk().data if before.chunks is None else before.data
+            with named_in_errors(before.dims, rims, beyond):
+                y = map_overlap(func, x, depth=rims, boundary=beyond, **kwargs)
+            after = before.copy(deep=False, data=y)
+            after.encoding = {}  # of other values
+            return after
+
+        return self._with_data(self._given, change)
+
+    def iterate(
+        self,
+        func: Callable[..., Any],
+        depth: Any,
+        steps: int,
+        *,
+        fields: Any = None,
+        boundary: Any = "periodic",
+        constants: Any = (),
+        **kwargs: Any,
+    ) -> Any:
+        """Apply a function of blocks with rims again and again, by `dask_p2p.iterate`.
+
+        Arrays in memory are taken as one block.
+
+        Parameters
+        ----------
+        func : callable
+            ``func(*fields, *constants, out=out)``, of NumPy arrays with the order of dimensions of
+            the newest field: see `dask_p2p.iterate`.
+        depth : mapping of hashable to int or pair; or int for all; or list of these
+            Widths of the rims by dimension, in elements; in a list for each field. Dimensions that
+            are not named have none.
+        steps : int
+            How often `func` is applied, at most.
+        fields : sequence, optional
+            Levels of time, the newest first. Of a dataset: the names of its arrays. Of an array,
+            which is the newest itself: those before it, as DataArrays.
+        boundary : mapping of hashable to str or scalar; or one for all, optional
+            What lies beyond the ends, by dimension. Those that are not named have "none".
+        constants : sequence, optional
+            What `func` reads in each step: names of the dataset's variables, or of the array's
+            coordinates; DataArrays; or values, which are given as they are. DataArrays are
+            repeated along dimensions that they lack.
+        **kwargs
+            Of `dask_p2p.iterate`, and of `func`.
+
+        Returns
+        -------
+        xarray.DataArray, tuple of them or xarray.Dataset
+            With the coordinates and attributes of what was given. A dataset has the fields
+            replaced; of an array with `fields` there is one for each.
+
+        Raises
+        ------
+        InputError
+            If a name is no dimension's, or no variable's, or labels of dimensions differ.
+        ChunksError, UnsupportedArrayError, BlockMismatchError, SectionError
+            As `dask_p2p.iterate` raises them.
+
+        Examples
+        --------
+        >>> def smooth(u, out):
+        ...     out[:] = (u[:-2] + u[2:]) / 2
+        >>> a = xr.DataArray([0.0, 0, 4, 0, 0, 0], dims="x").chunk(x=3)
+        >>> a.p2p.iterate(smooth, {"x": 1}, 2).values
+        array([1., 0., 2., 0., 1., 0.])
+        """
+        return iterated(self._given, func, depth, steps, fields, boundary, constants, kwargs)
+
+    def fft(
+        self,
+        dim: Hashable | Sequence[Hashable] | None = None,
+        real_dim: Hashable | None = None,
+        *,
+        shift: bool = True,
+        true_phase: bool = True,
+        true_amplitude: bool = True,
+        prefix: str = "freq_",
+    ) -> Any:
+        """Transform an array along dimensions, by `dask_p2p.fft`, with frequencies as coordinates.
+
+        Parameters
+        ----------
+        dim : hashable or sequence of hashable, optional
+            The dimensions. By default all.
+        real_dim : hashable, optional
+            Along this one real numbers are transformed to half as many complex ones.
+        shift : bool, optional
+            Whether frequencies are in ascending order. If not, those of `fft` stay, and less moves.
+        true_phase : bool, optional
+            Whether phases are those at the origin of coordinates, not at the first element. Of
+            times, that is the first.
+        true_amplitude : bool, optional
+            Whether sums are multiplied by distances of elements: an integral.
+        prefix : str, optional
+            Of the new dimensions' names.
+
+        Returns
+        -------
+        xarray.DataArray
+            Its frequencies have the attributes `spacing`, and `direct_lag`: the middle of what was
+            transformed.
+
+        Raises
+        ------
+        AxesError
+            If there is no such dimension.
+        InputError
+            If a coordinate is not evenly spaced.
+        UnsupportedArrayError
+            If it is no array, or none of numbers.
+
+        Examples
+        --------
+        >>> wave = xr.DataArray([1.0, 0.0, -1.0, 0.0], {"x": [0.0, 0.5, 1.0, 1.5]}, ["x"])
+        >>> found = wave.p2p.fft()
+        >>> found.freq_x.values, abs(found).values
+        (array([-1. , -0.5,  0. ,  0.5]), array([0., 1., 0., 1.]))
+        """
+        given = (true_phase, true_amplitude, prefix)
+        return spectrum(self._given, dim, real_dim, shift, *given)
+
+    def ifft(
+        self,
+        dim: Hashable | Sequence[Hashable] | None = None,
+        real_dim: Hashable | None = None,
+        *,
+        true_phase: bool = True,
+        true_amplitude: bool = True,
+        prefix: str = "freq_",
+    ) -> Any:
+        """Undo `fft`. Dimensions are those of the spectrum, by default all that have the prefix.
+
+        Along `real_dim` there comes an even number of elements. Coordinates lie about the attribute
+        `direct_lag` of the frequencies, or about zero; times are seconds. For other parameters
+        and errors see `fft`.
+        """
+        return undone(self._given, dim, real_dim, true_phase, true_amplitude, prefix)
 
     @property
     def _dims(self) -> tuple[Hashable, ...]:
         return tuple(self._given.sizes)
-
-    def _checked(self, chunks: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        unknown = [name for name in chunks if name not in self._dims]
-        if unknown:
-            raise ChunksError(
-                f"expected chunks of the dimensions {self._dims}, got some of {unknown}. Give them "
-                f"by the names of dimensions, like {{{next(iter(self._dims), 'x')!r}: 1000}}."
-            )
-        return chunks
 
     def _changed(self, result: Any, change: Callable[[Any, Any], Any]) -> Any:
         """Return `result` with its variables changed, which are given as they were and are."""
@@ -141,8 +321,16 @@ class P2PAccessor:
         result = result.assign_coords(
             {name: change(given[name].variable, result[name].variable) for name in coords}
         )
+        return self._with_data(result, change)
+
+    def _with_data(self, result: Any, change: Callable[[Any, Any], Any]) -> Any:
+        """Return `result` with its variables changed that are no coordinates."""
+        given = self._given
         if isinstance(given, xr.DataArray):
-            return result.copy(deep=False, data=change(given.variable, result.variable).data)
+            changed = change(given.variable, result.variable)
+            result = result.copy(deep=False, data=changed.data)
+            result.encoding = changed.encoding
+            return result
         names = given.data_vars
         return result.assign(
             {name: change(given[name].variable, result[name].variable) for name in names}

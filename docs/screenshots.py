@@ -21,9 +21,9 @@ import dask.array as da
 from distributed import Client, LocalCluster, wait
 
 import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.records import packed, unpacked
 from dask_p2p.monitoring.runs import fetch_records
-from dask_p2p.task import PLUGIN_NAME
 from tests.browser import chromium, until, visit
 
 IMAGES = Path(__file__).parent / "images"
@@ -45,8 +45,7 @@ def record(records: Path, gpus: bool, side: int | None) -> None:
     with dask_p2p.local_cluster(gpus=gpus) as cluster, Client(cluster) as client:
         dask_p2p.register(client)
         compute(client, side, len(client.nthreads()), gpus)
-        newest = dask_p2p.last_runs(client, n=4)[-1].start_s
-        found = client.sync(fetch_records, client, since_s=newest)
+        found = client.sync(fetch_records, client, 4)
         records.write_bytes(packed(found))
 
 

@@ -82,23 +82,24 @@ STARTERS = {"LocalCluster", "local_cluster"}
 def starts_cluster(item):
     """Tell whether a test, one of its fixtures, or a helper of theirs names a class of clusters."""
     fixtures = item._fixtureinfo.name2fixturedefs.values()
-    functions = [item.function, *(defs[-1].func for defs in fixtures)]
-    seen = set()
-    return any(names_starter(function, seen) for function in functions)
+    return any(map(names_starter, [item.function, *(defs[-1].func for defs in fixtures)]))
 
 
-def names_starter(function, seen):
-    """Look at the names in a function of the tests, and in those that it names."""
-    function = inspect.unwrap(function)
-    if not inspect.isfunction(function) or function in seen:
-        return False
-    seen.add(function)
-    if not function.__module__.startswith(("tests", "conftest")):
-        return False
-    names = names_in(function.__code__)
-    return bool(names & STARTERS) or any(
-        names_starter(function.__globals__.get(name), seen) for name in names
-    )
+@cache  # cases of one test have it in common, and fixtures
+def names_starter(function):
+    """Look at the names in a function of the tests, in those that it names, and so on."""
+    left, seen = [function], set()
+    while left:
+        function = inspect.unwrap(left.pop())
+        if not inspect.isfunction(function) or function in seen:
+            continue
+        seen.add(function)
+        if function.__module__.startswith(("tests", "conftest")):
+            names = names_in(function.__code__)
+            if names & STARTERS:
+                return True
+            left += map(function.__globals__.get, names)
+    return False
 
 
 @cache

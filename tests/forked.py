@@ -10,7 +10,7 @@ import distributed.versions
 import tornado.platform.asyncio  # noqa: F401
 
 import dask_p2p.ops
-import dask_p2p.worker  # noqa: F401
+import dask_p2p.plugins.worker  # noqa: F401
 
 with suppress(ImportError):  # an extra
     import distributed.http.worker.prometheus

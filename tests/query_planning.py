@@ -74,9 +74,70 @@ def check_rechunk_and_map_overlap():
             ("transposed", y.T, expected.T),
         ):
             np.testing.assert_array_equal(result.compute(), wanted, f"{name} {text}")
+    for cut_too in (x, cut):
+        both = dask_p2p.map_overlap(np.add, x, cut_too, depth=1, boundary="reflect")
+        np.testing.assert_array_equal(both.compute(), array * 2)
     floats = dask_p2p.map_overlap(np.sqrt, x, 1)
     assert floats.dtype == "f8"
     np.testing.assert_array_equal(floats.compute(), np.sqrt(array))
+
+
+def check_map_on_gpu():
+    array = indexed((6, 10))
+    x = da.from_array(array, chunks=(2, 5))
+    y = dask_p2p.map_on_gpu(doubled, x, depth=1, part_bytes=80, fallback="numpy")
+    assert type(y) is da.Array
+    assert dask_p2p.estimate(y).parts == 2
+    np.testing.assert_array_equal((y + 1).compute(scheduler="sync"), 2 * array + 1)
+
+
+def leapfrog(u, before, speed, out):
+    out[:] = 2 * u[1:-1] - before + speed * (u[2:] - u[:-2])
+
+
+def normalized(ctx, share):
+    return share / ctx.allreduce(share.sum())
+
+
+def summed(ctx, share):
+    return share, share.sum()
+
+
+def check_sections(members=1):
+    """On one worker, or on several."""
+    array = indexed((8, 6)).astype(float)
+    x = da.from_array(array, chunks=(2, 3))
+    _, sums = dask_p2p.spmd(summed, x, members=members, per_member=[0.0])
+    assert sums.chunks == ((1,) * members,)
+    assert sums.sum().compute() == array.sum()
+    speed = da.from_array(array / 100, chunks=(4, 6))
+    u, before = array + 1, array
+    for _ in range(3):
+        rims = np.pad(u, ((1, 1), (0, 0)), "wrap")
+        u, before = 2 * u - before + array / 100 * (rims[2:] - rims[:-2]), u
+    levels = dask_p2p.iterate(
+        leapfrog, (x + 1, x), [{0: 1}, 0], 3, constants=(speed,), members=members
+    )
+    total = array / array.sum()
+    for y, wanted in (
+        *zip(levels, (u, before), strict=True),
+        (dask_p2p.spmd(normalized, x.rechunk((4, 3)), members=members), total),
+        (dask_p2p.spmd(normalized, (x * 2)[:, ::-1], members=members), total[:, ::-1]),
+    ):
+        assert type(y) is da.Array
+        assert dask_p2p.estimate(y).workers == members
+        for result, values in (
+            (y, wanted),
+            (y[:1], wanted[:1]),
+            (y.T + 1, wanted.T + 1),
+            (x.rechunk((4, 6)) - y, array - wanted),
+            (dask_p2p.rechunk(y, (-1, 1)), wanted),
+        ):
+            np.testing.assert_allclose(result.compute(), values, rtol=1e-14)
+    for y, wanted in zip(dask.compute(*levels), (u, before), strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=1e-14)
+    gangs = {key[0] for y in levels for key in y.__dask_graph__() if "-members-" in str(key[0])}
+    assert len(gangs) == 1, "both are made by the same members"
 
 
 def check_groups_and_passes():
@@ -115,6 +176,10 @@ def check_installed(client):
         assert "p2p-rechunk" in client.run_on_scheduler(prefixes)
         by_tasks = x.rechunk((-1, 6), method="tasks").optimize()
         assert not any(key[0].startswith("p2p-") for key in by_tasks.__dask_graph__())
+    with dask_p2p.install() as used:
+        for y in (x.map_overlap(np.negative, 1), da.map_overlap(np.negative, x, depth=1)):
+            np.testing.assert_array_equal(y.compute(), -array)
+    assert used.counts == {"map_overlap": 2}
     try:
         x.rechunk((-1, 6), method="p2p").compute()
     except NotImplementedError:
@@ -147,6 +212,7 @@ def check_cluster():
             lazy = operation(x)
             np.testing.assert_array_equal(abs(persisted(client, lazy)).compute(), array)
             assert used(client, lazy), "whole blocks were moved in place of regions"
+        check_sections(members=2)
         check_installed(client)
         check_files(cluster, array)
 
@@ -164,6 +230,8 @@ def check_files(cluster, array):
 if __name__ == "__main__":
     check_values()
     check_rechunk_and_map_overlap()
+    check_map_on_gpu()
+    check_sections()
     check_groups_and_passes()
     check_only_what_is_needed_runs()
     check_cluster()

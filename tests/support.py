@@ -9,8 +9,9 @@ from dataclasses import replace
 import dask
 import numpy as np
 
-from dask_p2p.measure import collect
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.monitoring.runs import fetch_records, runs_of
+from dask_p2p.plugins.registration import workers_of
 
 #: Dask's configuration for workers that are forked off a server, which `prepare_to_fork` sets up.
 FORKED = {"distributed.worker.multiprocessing-method": "forkserver"}
@@ -72,18 +73,28 @@ def _unfinished(dask_scheduler):
 def given_up(client):
     """What workers do not use any more, or never did, and why; for messages of assertions."""
 
-    def look(dask_worker):
-        router = dask_worker.plugins[PLUGIN_NAME].context.router
-        known = {**router.transports["cma"]._peers, **router.transports["ipc"]._peers}
-        return dict(router.failures), {name: why for name, (_, why) in known.items() if why}
+    workers = sorted(workers_of(client))
+
+    async def look(dask_worker):
+        context = dask_worker.plugins[PLUGIN_NAME].context
+        obstacle = context.router.transports["cma"].holder_obstacle
+        others = [worker for worker in workers if worker != dask_worker.address]
+        whys = {other: await context.offload(obstacle, other) for other in others}
+        return dict(context.router.failures), {other: why for other, why in whys.items() if why}
 
     return client.run(look)
 
 
+def run_of(client, y):
+    """The last run that made a persisted output; None if there is none."""
+    runs = runs_of(r for r in client.sync(fetch_records, client) if r.name == y.name)
+    return runs[0] if runs else None
+
+
 def used(client, y):
     """Names of the transports by which the regions of a persisted output came."""
-    exchange = collect(client, y.name)
-    return {transport for _, _, transport in exchange.pairs} if exchange else set()
+    run = run_of(client, y)
+    return {transport for _, _, transport in run.pairs} if run else set()
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from tests.faults.support import BOUND_S, cluster_of
 from tests.support import bits
 
 RUNS = 200
-RUNS_BY_DEFAULT = 5
+RUNS_BY_DEFAULT = 3
 
 DTYPES = [
     "?", "i1", "u1", ">i2", "u4", "i8", "f2", "f4", "f8", ">f8", "c8", ">c16", "longdouble",

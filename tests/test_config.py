@@ -10,11 +10,10 @@ import pytest
 import yaml
 
 import dask_p2p
-from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import checked_options, options
+from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.errors import ConfigError
-from dask_p2p.transports.comm import CommOptions
-from dask_p2p.transports.directory import DirectoryOptions
+from dask_p2p.transports.packed.comm import CommOptions
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -141,24 +140,6 @@ def test_names_with_underscores_and_empty_sections_are_none_misspelt():
     assert chosen.low_latency
     assert chosen.staging_limit_bytes == 2 * 2**30, "what a section lacks has its default"
     assert chosen.order("numpy") == ("cma", "comm")
-
-
-def test_former_names_of_options_still_work():
-    with (
-        pytest.warns(FutureWarning, match=r"p2p\.transports\.directory\.retain"),
-        dask.config.set({"p2p.transports.board.retain": "7 s"}),
-    ):
-        assert DirectoryOptions.of(checked_options()).retain_s == 7
-    program = """
-from dask_p2p.config import options
-from dask_p2p.transports.directory import DirectoryOptions
-print(DirectoryOptions.of(options()).retain_s)
-"""
-    env = {**os.environ, "DASK_P2P__TRANSPORTS__BOARD__RETAIN": "3 s"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["3.0"]
 
 
 def test_workers_take_a_configuration_for_another_version():

@@ -53,6 +53,47 @@ def test_all_files_are_held_against_a_schema():
     assert found == {name for name in SCHEMAS if name.startswith(".github")}
 
 
+GPU_EXTRAS = {"cuda12": "12", "cuda13": "13"}
+
+
+def test_the_extras_for_gpus_are_the_same_but_for_cuda():
+    listed = [
+        {
+            re.sub(rf"(cu|cuda){cuda}(x?)\b", r"\1\2", each)
+            for each in PROJECT["optional-dependencies"][extra]
+            if not each.startswith("cuda-bindings")
+        }
+        for extra, cuda in GPU_EXTRAS.items()
+    ]
+    assert listed[0] == listed[1]
+    assert all(requirement("cuda-bindings", e).contains(f"{n}.9") for e, n in GPU_EXTRAS.items())
+
+
+@pytest.mark.parametrize("extra", GPU_EXTRAS)
+def test_the_extras_for_gpus_can_be_resolved(extra):
+    """Nothing is installed: uv finds releases that go with each other."""
+    uv = Path(sys.executable).parent / "uv"
+    command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", f"--extra={extra}"]
+    done = subprocess.run(
+        [*command, "--python-version=3.11", "--python-platform=linux", "pyproject.toml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    if "error sending request" in done.stderr or "dns error" in done.stderr:
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split("==") for line in done.stdout.splitlines())
+    cuda = GPU_EXTRAS[extra]
+    assert found["cuda-bindings"].startswith(f"{cuda}.")
+    for name in (f"cupy-cuda{cuda}x", f"rmm-cu{cuda}", f"ucxx-cu{cuda}", f"libucx-cu{cuda}"):
+        assert name in found
+    (other,) = {*GPU_EXTRAS.values()} - {cuda}
+    assert not [name for name in found if re.search(rf"-cu(da)?{other}x?$", name)]
+
+
 def requirement(name, extra=None):
     given = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
     (found,) = [each for each in map(Requirement, given) if each.name == name]
@@ -63,8 +104,10 @@ def test_the_range_of_dask_is_the_same_everywhere():
     wanted = SpecifierSet(DASK_RELEASES)
     for name in ("dask", "distributed"):
         assert requirement(name) == wanted
-        (pinned,) = requirement(name, "cuda13")
-        assert wanted.contains(pinned.version), "what dask-cuda needs is inside"
+        for extra in GPU_EXTRAS:
+            (pinned,) = requirement(name, extra)
+            assert wanted.contains(pinned.version), "what dask-cuda needs is inside"
+            assert f"dask-cuda names, {pinned.version}" in (ROOT / "README.md").read_text()
     run = recipe()["requirements"]["run"]
     for name in ("dask-core", "distributed"):
         assert f"{name} {DASK_RELEASES}" in run

@@ -29,12 +29,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from dask_p2p.assemble import OutputSpec
 from dask_p2p.config import options
+from dask_p2p.engine.assembly import OutputSpec
+from dask_p2p.engine.task import AssembleTask, Blocks
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.plans import redistribution
-from dask_p2p.task import AssembleTask, Blocks
-from dask_p2p.transports.directory import DirectoryOptions
+from dask_p2p.transports.in_place.reading import DirectoryOptions
 from tests.simulation.actors import PLACES, GaveUpError, KilledError
 from tests.simulation.gpu import CELLS
 from tests.simulation.workers import World
@@ -316,14 +316,15 @@ class Protocol(RuleBasedStateMachine):
             for lease in task.actor.open_leases:
                 if not lease.holder.dead:
                     directory = lease.holder.directory
-                    assert lease.entry in [*directory.published.values(), *directory.withdrawn]
+                    assert lease.published in [*directory.published.values(), *directory.withdrawn]
         leases = [lease for task in self.tasks for lease in task.actor.open_leases]
         # A block that is published again has the same description, and so the same leases.
-        leased = [(lease.entry.byte, id(lease.entry.owner)) for lease in leases if lease.entry]
+        blocks = [lease.published for lease in leases if lease.published]
+        leased = [(published.entry, id(published.block)) for published in blocks]
         for worker in self.world.alive.values():
             worker.directory.expire(RETAIN_S)
-            for entry in worker.directory.withdrawn:
-                assert (entry.byte, id(entry.owner)) in leased
+            for published in worker.directory.withdrawn:
+                assert (published.entry, id(published.block)) in leased
 
     def teardown(self):
         try:

@@ -1,21 +1,23 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
+from weakref import ref
 
 import dask
 import numpy as np
 import pytest
 
 from dask_p2p import versioned as module
-from dask_p2p.assemble import OutputSpec
-from dask_p2p.config import Options, options
-from dask_p2p.errors import InputError, VersionError
-from dask_p2p.plans import Piece, redistribution
-from dask_p2p.transports.comm import CommOptions
+from dask_p2p.config import options
+from dask_p2p.engine.assembly import OutputSpec
+from dask_p2p.errors import VersionError
+from dask_p2p.plans import Piece, halo_plan, redistribution
+from dask_p2p.plugins.worker import P2PPlugin
+from dask_p2p.transports.packed.comm import CommOptions
 from dask_p2p.transports.router import BlockRef
 from dask_p2p.versioned import FORMAT, Unreadable, check_readable, versioned
-from dask_p2p.worker import P2PPlugin
 
 PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
@@ -36,9 +38,16 @@ class Value:
     other: int = 7
 
 
+def read_pickled(reader, *arguments):
+    return reader(pickle.dumps(arguments))
+
+
 def written(value, **changes):
     """What another version would have written."""
-    reader, (form, _, place, name, values) = value.__reduce__()
+    reader, arguments = value.__reduce__()
+    if len(arguments) == 1:  # shared
+        reader, arguments = partial(read_pickled, reader), pickle.loads(*arguments)
+    form, _, place, name, values = arguments
     values = {**values, **changes.pop("values", {})}
     for lacking in changes.pop("without", ()):
         del values[lacking]
@@ -55,6 +64,24 @@ def test_it_travels(value):
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_names_that_are_unknown_are_dropped(value):
     assert written(value, values={"what_comes_later": 1}) == value
+
+
+def test_all_that_read_a_shared_value_get_one_object():
+    sent = pickle.dumps(redistribution(((3, 1),), (0,), ((1, 3),)))
+    first, second = pickle.loads(sent), pickle.loads(sent)
+    assert first is second
+    assert pickle.dumps(first) == sent, "as it travels on"
+    left = ref(first)
+    del first, second
+    assert left() is None, "kept for nobody"
+
+
+def test_shared_values_are_equal_by_type_too():
+    """A fill value of 0 equals one of 0.0, and is another."""
+    for value in (0, 0.0, False):
+        plan = halo_plan(((4,),), ((1, 1),), (value,))
+        (fill, *_) = pickle.loads(pickle.dumps(plan)).block((0,)).fills
+        assert type(fill.value) is type(value)
 
 
 def test_names_that_are_missing_take_defaults():
@@ -100,17 +127,3 @@ def test_plugins_of_another_format_are_refused_at_once(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(VersionError, match=f"format {FORMAT + 1}"):
         pickle.loads(sent)
-
-
-def by_position(cls, values):
-    """As the first version pickled it."""
-    value = object.__new__(cls)
-    value.__setstate__(values)
-    return value
-
-
-def test_what_the_first_version_wrote_by_position():
-    with pytest.raises(InputError, match=r"OutputSpec of dask_p2p 0\.1 \(no format\)"):
-        check_readable(by_position(OutputSpec, ["x", np.dtype("i8"), "numpy", None]))
-    # Options in an order that is not known are those of the process that reads them.
-    assert by_position(Options, list(range(len(fields(Options)) - 1))) == options()

@@ -1,32 +1,38 @@
-"""Clusters where another version of the package runs at one side: the first one, which is real."""
+"""Clusters where another version of the package runs at one side, or none at all."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import dask.array as da
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from distributed import Client, LocalCluster
 
 import dask_p2p
-from dask_p2p.errors import RegistrationError
-from dask_p2p.registration import workers_of
+from dask_p2p.cli import p2p
+from dask_p2p.errors import P2PWarning, RegistrationError, VersionError
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.versioned import FORMAT, own_version
 from tests.support import indexed, result_of
 
 pytestmark = pytest.mark.programs
 
 ROOT = os.path.dirname(os.path.dirname(dask_p2p.__file__))
-FIRST = "b3fac44"  # the last commit before values had a format
+OTHER = "9.9"
+BOTH = {f"{own_version()} (format {FORMAT})", f"{OTHER} (format {FORMAT + 1})"}
 
 CLIENT = """
 import sys, dask.array as da, numpy as np, dask_p2p
 from distributed import Client
 assert dask_p2p.__file__.startswith(sys.argv[2]), dask_p2p.__file__
-x = np.arange(480).reshape(40, 12)
+x = np.arange(1, 481).reshape(40, 12)  # no array of the tests has these keys
 before = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))
 with Client(sys.argv[1]) as client:
     for make in (lambda: before, lambda: dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))):
@@ -34,6 +40,17 @@ with Client(sys.argv[1]) as client:
             print(client.compute(make()).result(timeout=60).shape)
         except Exception as exc:
             print(f"{type(exc).__name__}: {exc}")
+"""
+
+LACKING = """
+import sys
+sys.modules["dask_p2p"] = None  # which nothing can import
+from distributed import LocalCluster
+with LocalCluster(
+    n_workers=2, processes=False, protocol="tcp://", dashboard_address=":0"
+) as cluster:
+    print(cluster.scheduler_address, flush=True)
+    sys.stdin.read()
 """
 
 CLUSTER = """
@@ -50,15 +67,17 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """A folder with the first version."""
-    folder = tmp_path_factory.mktemp("first")
-    archive = subprocess.run(
-        ["git", "archive", FIRST, "dask_p2p"], cwd=ROOT, capture_output=True, check=False
-    )
-    if archive.returncode:
-        pytest.skip(f"commit {FIRST} is not here: {archive.stderr.decode().strip()}")
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+def other(tmp_path_factory):
+    """A folder with a package that differs from this one in its version and its format."""
+    folder = tmp_path_factory.mktemp("other")
+    package = shutil.copytree(Path(ROOT, "dask_p2p"), folder / "dask_p2p")
+    module = package / "versioned.py"
+    text = module.read_text("utf-8")
+    assert f"\nFORMAT = {FORMAT}\n" in text
+    module.write_text(text.replace(f"\nFORMAT = {FORMAT}\n", f"\nFORMAT = {FORMAT + 1}\n"), "utf-8")
+    metadata = folder / f"dask_p2p-{OTHER}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: dask-p2p\nVersion: {OTHER}\n", "utf-8")
     return str(folder)
 
 
@@ -121,54 +140,103 @@ def x_and_lazy():
     return x, dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))
 
 
-def test_a_client_of_the_first_version_harms_nobody(bare, first, programs):
+@pytest.fixture
+def lacking(tmp_path):
+    """A client of a cluster whose processes cannot import the package."""
+    program = tmp_path / "lacking.py"
+    program.write_text(LACKING)
+    with cluster_of(program, ROOT) as address, Client(address) as client:
+        yield client
+
+
+def test_a_cluster_without_the_package(lacking):
+    for function in (dask_p2p.register, dask_p2p.check):
+        with pytest.raises(RegistrationError, match=r"expected dask_p2p .* on the scheduler, got"):
+            function(lacking)
+    assert dask_p2p.last_runs(lacking) == ()
+    result = CliRunner().invoke(p2p, ["check", "--scheduler", lacking.scheduler.address])
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: expected dask_p2p ")
+
+
+def test_installed_for_a_cluster_without_the_package(lacking):
+    """Dask goes on as it did, and tells why once."""
+    x = da.from_array(indexed((40, 12)), chunks=(10, 12))
+    with dask_p2p.install() as used:
+        with pytest.warns(P2PWarning, match="Dask's own way is used: expected dask_p2p") as caught:
+            y = x.rechunk((-1, 3), method="p2p")
+        assert len(caught) == 1
+        z = x.map_overlap(np.negative, 1).rechunk((-1, 4), method="p2p")
+        np.testing.assert_array_equal(result_of(lacking, lacking.compute(y)), indexed((40, 12)))
+        np.testing.assert_array_equal(result_of(lacking, lacking.compute(z)), -indexed((40, 12)))
+    assert used.count == 0
+
+
+def names_both(text):
+    """Whether an error names the two versions."""
+    return all(f"dask_p2p {version}" in text for version in BOTH)
+
+
+def test_a_client_of_another_version_harms_nobody(bare, other, programs):
     precious = bare.scatter({"a": 1, "b": 2}, broadcast=True)
     workers = set(workers_of(bare))
     for _ in range(2):  # the second time with the plugins, which the end of this registers
-        process = python(programs / "client.py", first, bare.scheduler.address, first)
+        process = python(programs / "client.py", other, bare.scheduler.address, other)
         said, _ = process.communicate(timeout=100)
         assert len(said.splitlines()) == 2, said
         for line in said.splitlines():
-            assert line.startswith("InputError: expected values of dask_p2p ")
-            assert "(no format)" in line
+            assert line.startswith("VersionError: expected values of dask_p2p ")
+            assert names_both(line)
         assert set(workers_of(bare)) == workers
         assert bare.gather(precious) == {"a": 1, "b": 2}
         x, y = x_and_lazy()
         np.testing.assert_array_equal(result_of(bare, bare.compute(y)), x.T)
 
 
-def test_a_cluster_of_the_first_version_is_not_harmed(first, programs):
+def test_a_cluster_of_another_version_is_not_harmed(other, programs):
     x, before = x_and_lazy()
     with (
-        cluster_of(programs / "cluster.py", first) as address,
+        cluster_of(programs / "cluster.py", other) as address,
         Client(address) as client,
     ):
         precious = client.scatter({"a": 1, "b": 2}, broadcast=True)
         workers = set(workers_of(client))
         for _ in range(2):
-            with pytest.raises(
-                RegistrationError, match=r"expected dask_p2p .* on the scheduler, got"
-            ):
+            with pytest.raises(VersionError) as refused:
                 x_and_lazy()
-        with pytest.raises(RuntimeError, match="different environments"):  # Dask's own
+            assert names_both(str(refused.value))
+        with pytest.raises(VersionError) as unreadable:
             result_of(client, client.compute(before))
+        assert names_both(str(unreadable.value))
         assert set(workers_of(client)) == workers
         assert client.gather(precious) == {"a": 1, "b": 2}
-        process = python(programs / "client.py", first, address, first)
+        process = python(programs / "client.py", other, address, other)
         said, _ = process.communicate(timeout=100)
         assert said.splitlines() == [str(x.T.shape)] * 2
 
 
-def test_a_worker_of_the_first_version_is_named_and_not_lost(before, bare, first):
-    there = set(workers_of(bare))
-    with worker_process(bare.scheduler.address, first):
-        bare.wait_for_workers(3, timeout=60)
-        (old,) = set(workers_of(bare)) - there
-        precious = bare.scatter({"a": 1}, workers=[old])
-        with pytest.raises(RegistrationError, match=f"got worker {old}: dask_p2p"):
+def test_a_scheduler_that_lacks_what_the_plugin_is_read_by_is_named(other, programs):
+    def hide():
+        sys.modules["dask_p2p.versioned"] = None
+
+    with cluster_of(programs / "cluster.py", other) as address, Client(address) as client:
+        client.run_on_scheduler(hide)
+        with pytest.raises(RegistrationError) as refused:
             x_and_lazy()
-        y = bare.compute(before, workers=[old])
-        with pytest.raises(RegistrationError, match=old):
+        assert f"expected dask_p2p {own_version()} " in str(refused.value)
+        assert f"on the scheduler, got dask_p2p {OTHER}" in str(refused.value)
+
+
+def test_a_worker_of_another_version_is_named_and_not_lost(before, bare, other):
+    there = set(workers_of(bare))
+    with worker_process(bare.scheduler.address, other):
+        bare.wait_for_workers(3, timeout=60)
+        (stranger,) = set(workers_of(bare)) - there
+        precious = bare.scatter({"a": 1}, workers=[stranger])
+        with pytest.raises(RegistrationError, match=f"got worker {stranger}: dask_p2p {OTHER}"):
+            x_and_lazy()
+        y = bare.compute(before, workers=[stranger])
+        with pytest.raises((RegistrationError, VersionError), match="dask_p2p"):
             result_of(bare, y)
         assert bare.gather(precious) == {"a": 1}
-        assert old in workers_of(bare)
+        assert stranger in workers_of(bare)

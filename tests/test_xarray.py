@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.errors import AxesError, ChunksError
+from dask_p2p.errors import AxesError, ChunksError, InputError
 from tests.support import persisted, used
 
 xr = pytest.importorskip("xarray")
@@ -139,5 +139,53 @@ def test_wrong_names(kind, request):
     ):
         with pytest.raises(ChunksError, match=r"expected .*\('t', 'y', 'x'\), got .*'z'"):
             call()
-    with pytest.raises(ChunksError, match="expected chunks for an array"):
-        given.p2p.chunk({"x": (2, 2)})
+    for call in (
+        lambda: given.p2p.chunk({"x": (2, 2)}),
+        lambda: given.p2p.transpose("x", "y", "t", chunks={"x": (2, 2)}),
+    ):
+        with pytest.raises(ChunksError, match=r"got chunks={'x': \(2, 2\)}: .*by dimension\.$"):
+            call()
+    with pytest.raises(ChunksError, match=r"of the dimensions .*got \(1, 2\)\. Give .* {'t': "):
+        given.p2p.chunk((1, 2))
+
+
+def smooth(block, weight=1.0):
+    return weight * (np.roll(block, 1, 0) + block + np.roll(block, -1, 0))
+
+
+@pytest.mark.parametrize(
+    ("depth", "boundary"),
+    [({"t": 1}, {"t": "periodic"}), ({"t": (1, 2), "x": 1}, None), (1, 0), ({"y": 1}, "nearest")],
+    ids=str,
+)
+def test_rims_by_name(array, dataset, depth, boundary):
+    axes = {i: depth[d] for i, d in enumerate(array.dims) if d in depth} if depth != 1 else 1
+    beyond = {0: "periodic"} if isinstance(boundary, dict) else boundary
+    y = dask_p2p.map_overlap(smooth, array.data, depth=axes, boundary=beyond, weight=0.5)
+    result = array.p2p.map_overlap(smooth, depth, boundary, weight=0.5)
+    assert_moved(result, array.copy(data=y).drop_encoding())
+    assert result.data.name == y.name
+    whole = dataset.p2p.map_overlap(smooth, depth, boundary, weight=0.5)
+    xr.testing.assert_identical(whole.temperature.compute(), result.compute())
+    assert whole.attrs == dataset.attrs
+
+
+def test_arrays_without_rims_stay_and_those_in_memory_are_one_block(array, dataset):
+    result = dataset.assign(side=("y", np.arange(6.0))).p2p.map_overlap(np.sqrt, {"y": 1})
+    assert isinstance(result.top.data, np.ndarray)
+    stock = np.sqrt(dataset[["temperature"]]).assign_attrs(title="test")
+    assert_moved(result[["temperature"]], stock)
+    assert result.side.chunks == ((6,),)
+    np.testing.assert_array_equal(result.side, np.sqrt(np.arange(6)))
+
+
+@pytest.mark.parametrize("kind", ["array", "dataset"])
+def test_wrong_rims(kind, request):
+    given = request.getfixturevalue(kind)
+    for wrong in ({"z": 1}, (1, 1)):
+        with pytest.raises(InputError, match=r"expected depth of the dimensions \('t', 'y', 'x'\)"):
+            given.p2p.map_overlap(smooth, wrong)
+    with pytest.raises(InputError, match=r"expected boundary of the dimensions .*got {'z': 0}"):
+        given.p2p.map_overlap(smooth, {"x": 1}, {"z": 0})
+    with pytest.raises(InputError, match=r"got depth={'y': 9} .*dimension 'y'"):
+        given.p2p.map_overlap(smooth, {"y": 9})

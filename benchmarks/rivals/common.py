@@ -116,7 +116,7 @@ def time_forms(forms: Mapping[str, Callable[[], float]], repeats: int, trials: i
 
 
 def row(way: str, case: Case, timing: Timing, wrong: int, **more: Any) -> dict[str, Any]:
-    """Return what was measured, under the names that `dask p2p bench` uses."""
+    """Return what was measured, under the names that `python -m benchmarks` uses."""
     median_s = median(timing.times_s)
     return {
         "way": way,

@@ -10,8 +10,10 @@ into a cache; the quicker is reported, and beside it how long the redistribution
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,8 +29,10 @@ WAY = "mpi4py-fft"
 _INSIDE = "DASK_P2P_RIVAL_IN_MPI"
 _BLOCK_BYTES = 1024  # of one row of a block that is transposed at a time
 
+_TIMEOUT_S = 120
+
 #: Open MPI starts more processes than cores, and as root in a container, only if it is asked to.
-_MPI = {
+MPI_ENVIRONMENT = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -99,17 +103,57 @@ def measure(case: Case, world: Any) -> dict[str, Any]:
     return row(WAY, case, timing, wrong, all_to_all_s=alone_s, versions=versions)
 
 
+def launcher() -> str:
+    """Return the path of what starts processes of MPI."""
+    path = shutil.which("mpiexec") or shutil.which("mpirun")
+    if path is None:
+        raise FileNotFoundError("there is no mpiexec: install an MPI, such as openmpi-bin")
+    return path
+
+
+def run_once(module: str, processes: int, *numbers: int) -> dict[str, Any]:
+    """Run a module of this folder in processes of MPI; return what the first of them printed.
+
+    Parameters
+    ----------
+    module
+        Its whole name. It is run as a program.
+    processes
+        How many to start.
+    *numbers
+        Its arguments.
+
+    Raises
+    ------
+    RuntimeError
+        If a process fails.
+    """
+    command = [launcher(), "-n", str(processes), sys.executable, "-m", module]
+    done = subprocess.run(
+        [*command, *map(str, numbers)],
+        env={**MPI_ENVIRONMENT, **os.environ},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or "it ended without a word")
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
 def main() -> None:
     """Read the command line; start the processes, or be one of them."""
     options = read(parser(__doc__))
     if not options.cpu:
         sys.exit("mpi4py-fft is measured on processors only: give --cpu")
     if _INSIDE not in os.environ:
-        launcher = shutil.which("mpiexec") or shutil.which("mpirun")
-        if launcher is None:
-            sys.exit("there is no mpiexec: install an MPI, such as openmpi-bin")
-        command = [launcher, "-n", str(options.gpus), sys.executable, "-m", __spec__.name]
-        os.execve(launcher, [*command, *sys.argv[1:]], {**_MPI, **os.environ, _INSIDE: "1"})
+        program = launcher()
+        command = [program, "-n", str(options.gpus), sys.executable, "-m", __spec__.name]
+        os.execve(
+            program, [*command, *sys.argv[1:]], {**MPI_ENVIRONMENT, **os.environ, _INSIDE: "1"}
+        )
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

@@ -27,32 +27,20 @@ class Backend(ABC):
     Making one imports nothing: its package is imported when a method needs it, and
     `UnsupportedArrayError` says so if that fails.
 
-    Attributes
-    ----------
-    name : str
-        The package whose arrays these are. Tasks and messages carry it.
-    title : str
-        The library's name in sentences.
-    on_device : bool
-        Whether arrays lie in the memory of a device: work on them goes on after a call returns, and
-        they are copied to the host to be sent over a network.
-    holds_objects : bool
-        Whether an array can hold Python objects.
-    checksum_algorithm : str
-        One of `dask_p2p.backends.checksum.ALGORITHMS`: the best for its memory.
-    checksum_words : int
-        Words of 8 bytes to sum at a time.
-    most_probe_bytes : int
-        Size of the largest block by which a link is measured.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
+    name: ClassVar[str]  # of the package whose arrays these are; tasks and messages carry it
+    title: ClassVar[str]  # the library's name in sentences
+    #: Whether arrays lie in the memory of a device: work on them goes on after a call returns, and
+    #: they are copied to the host to be sent over a network.
     on_device: ClassVar[bool]
-    holds_objects: ClassVar[bool]
-    checksum_algorithm: ClassVar[str]
-    checksum_words: ClassVar[int]
-    most_probe_bytes: ClassVar[int]
+    holds_objects: ClassVar[bool]  # whether an array can hold Python objects
+    checksum_algorithm: ClassVar[str]  # of `checksum.ALGORITHMS`: the best for its memory
+    checksum_words: ClassVar[int]  # of 8 bytes, to sum at a time
+    most_probe_bytes: ClassVar[int]  # size of the largest block by which a link is measured
+    #: Modules with its Fourier transforms, under the names of NumPy's: the first that is
+    #: installed is used.
+    fft_modules: ClassVar[tuple[str, ...]]
 
     @property
     @abstractmethod
@@ -70,16 +58,10 @@ class Backend(ABC):
         """Return a C-ordered array whose values are not set, on the current device."""
 
     @abstractmethod
-    def permute_into(
-        self,
-        dst: Array,
-        src: Array,
-        axes: Sequence[int],
-        *,
-        stream: Any | None = None,
-        low_occupancy: bool = False,
-    ) -> None:
+    def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
         """Do ``dst[...] = src.transpose(axes)``, bit for bit.
+
+        On a device the work is put on the current stream: the call returns before it is done.
 
         Parameters
         ----------
@@ -90,11 +72,6 @@ class Backend(ABC):
             Array to read: any strided view, read-only ones, reversed and broadcast ones included.
         axes
             Permutation of the axes of `src`: axis ``d`` of `dst` is axis ``axes[d]`` of `src`.
-        stream
-            Where to put the work, for arrays on a device; default: the current stream. A kernel on
-            a device returns before the work is done, and never waits for it.
-        low_occupancy
-            Leave memory bandwidth to copies that go on at the same time.
 
         Raises
         ------
@@ -111,7 +88,7 @@ class Backend(ABC):
         Parameters
         ----------
         beside_copies
-            Whether its kernels run beside copies from peers, and should leave them bandwidth.
+            Whether copies from peers run at the same time: kernels leave them bandwidth.
         """
 
     @abstractmethod
@@ -189,7 +166,7 @@ class Queue(Protocol):
     ) -> None:
         """Do ``dst[...] = src.transpose(axes)`` after what was queued before.
 
-        Concurrent: in no order with the rest, and beside it where there is room.
+        Concurrent: in no order with the rest, and at the same time where there is room.
         """
 
     def permute_and_drop(self, dst: Array, src: Array, axes: Sequence[int]) -> None:

@@ -38,7 +38,7 @@ _LAST_SHIFT = 31
 def checksum(array: Array, algorithm: str | None = None, start: int = 0) -> int:
     """Return the checksum of an array's bytes.
 
-    This blocks: it is nothing for an event loop.
+    This may block: call it from a thread.
 
     Parameters
     ----------

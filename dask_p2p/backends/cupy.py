@@ -18,7 +18,7 @@ from dask_p2p.backends.base import Backend
 from dask_p2p.backends.device import private_stream
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.driver import is_shareable
-from dask_p2p.environment import link_gbs, on_gpu
+from dask_p2p.backends.hardware import link_gbs, on_gpu
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike
 
@@ -38,6 +38,7 @@ class CupyBackend(Backend):
     checksum_algorithm = "mixed64"
     checksum_words = 2**21  # so much that launches do not matter; twice as much is needed beside it
     most_probe_bytes = 256 * 2**20
+    fft_modules = ("cupyx.scipy.fft",)
 
     def __init__(self) -> None:
         self._checksum_streams: dict[int, Any] = {}  # by device
@@ -57,16 +58,8 @@ class CupyBackend(Backend):
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         return _cupy().empty(tuple(shape), dtype)
 
-    def permute_into(
-        self,
-        dst: Array,
-        src: Array,
-        axes: Sequence[int],
-        *,
-        stream: Any | None = None,
-        low_occupancy: bool = False,
-    ) -> None:
-        _kernels().permute_into(dst, src, axes, stream=stream, low_occupancy=low_occupancy)
+    def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
+        _kernels().permute_into(dst, src, axes)
 
     def queue(self, *, beside_copies: bool = False) -> DeviceQueue:
         _cupy()  # which says what to install
@@ -159,7 +152,7 @@ def _cupy() -> Any:
     except ImportError as error:
         raise UnsupportedArrayError(
             f"Expected an importable CuPy for CuPy blocks, got: {error}. "
-            "Install dask-p2p[cuda13], or use NumPy blocks."
+            "Install dask-p2p[cuda13] or [cuda12], or use NumPy blocks."
         ) from error
     return cupy
 

@@ -32,6 +32,7 @@ from dask_p2p.types import Array
 __all__ = [
     "current_device",
     "device_work",
+    "gpu_obstacle",
     "mark_written",
     "order_after_null_stream",
     "private_stream",
@@ -67,6 +68,19 @@ def current_device() -> int | None:
         return None
 
 
+def gpu_obstacle() -> str | None:
+    """Return why this process has no GPU to compute on; None if it has one."""
+    try:
+        import cupy
+    except ImportError as exc:
+        return f"CuPy cannot be imported ({exc})"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as exc:
+        return f"CUDA finds no GPU ({exc})"
+    return None if count else "no GPU is visible"
+
+
 # --- streams ---
 
 
@@ -74,7 +88,7 @@ def private_stream() -> Any:
     """Return the stream of this package on which its own memory is allocated.
 
     It is one for all threads of a process, as a pool keeps memory for each stream that it ever
-    gave some to. Nothing is queued on it; whoever takes memory waits for it before the first use,
+    gave some to. Nothing is queued on it. Wait for it before the first use of memory from it,
     since a pool may have made it wait for the memory's last owner.
     """
     import cupy
@@ -150,7 +164,7 @@ def wait_for_all_streams() -> None:
 
 @cache
 def _keep_page(device: int) -> int:
-    """Keep a little memory of a GPU for ever: beside it there is room for a little more."""
+    """Keep a little memory of a GPU for ever: the same page has room for a little more."""
     import cupy
 
     return int(cupy.cuda.runtime.malloc(_SMALL_BYTES))
@@ -248,8 +262,8 @@ def _exchange_capture_mode(mode: Any) -> Any:
 def raise_if_lost() -> None:
     """Raise `DeviceLostError` if this process' CUDA context is lost.
 
-    The error that lost it is found by whoever calls CUDA next, and by all after that. Nothing but
-    the end of the process helps.
+    The next call of CUDA finds the error, and so does every later one. Only the end of the process
+    helps.
     """
     if "cupy" not in sys.modules:
         return

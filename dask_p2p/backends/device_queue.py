@@ -1,4 +1,4 @@
-"""The queue of a GPU: CuPy arrays, four streams, and copy engines beside kernels."""
+"""The queue of a GPU: CuPy arrays, four streams, and copy engines that work while kernels run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DeviceQueue:
     quicker over NVLink than loads of a kernel are (389 against 320 GB/s between H200s), and then
     permuted from there. Slots are used in turn; all waiting is done by the device. Copies wait
     for slots to be emptied, so that goes before all other kernels (346 against 326 GB/s a GPU
-    between four H200s). Others, beside which UCX copies, are the better for having no priority.
+    between four H200s). Others have no priority: UCX copies at the same time, and is quicker so.
 
     The streams are non-blocking ones, so that waiting for them is not waiting for whatever else
     the process runs on its GPU. A queue belongs to the GPU that is current when it is made.

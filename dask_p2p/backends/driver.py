@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache
 from typing import Any
-from uuid import UUID
 
 from dask_p2p.errors import TransferError
 
@@ -38,17 +37,11 @@ def uuid(device: int) -> bytes:
 
         error, number = api.cuDeviceGet(device)
         if error == api.CUresult.CUDA_SUCCESS:
-            error, result = api.cuDeviceGetUuid(number)
+            # By CUDA 12, where this is the second version, the first has no MIG instances' own.
+            get_uuid = getattr(api, "cuDeviceGetUuid_v2", None) or api.cuDeviceGetUuid
+            error, result = get_uuid(number)
             if error == api.CUresult.CUDA_SUCCESS:
                 return bytes(result.bytes)
-    with suppress(Exception):
-        import cupy
-        import pynvml
-
-        pynvml.nvmlInit()
-        bus_id = cupy.cuda.runtime.deviceGetPCIBusId(device)
-        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id)
-        return UUID(str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")).bytes
     return b""
 
 
@@ -91,7 +84,9 @@ def allocation(address: int) -> tuple[int, int, int]:
 def _attribute(api: Any, name: str, address: int) -> Any:
     """Return what the driver knows of memory; `TransferError` if it does not tell."""
     if api is None:
-        raise TransferError(f"cuda-bindings is needed for {name}; install dask-p2p[cuda13]")
+        raise TransferError(
+            f"cuda-bindings is needed for {name}; install dask-p2p[cuda13] or [cuda12]"
+        )
     attribute = getattr(api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
     error, value = api.cuPointerGetAttribute(attribute, address)
     if error != api.CUresult.CUDA_SUCCESS:

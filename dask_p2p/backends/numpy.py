@@ -32,8 +32,8 @@ import numpy as np
 
 from dask_p2p.backends._checks import transposed
 from dask_p2p.backends.base import Backend
+from dask_p2p.backends.hardware import cpu_name
 from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.environment import cpu_name
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike
 
@@ -70,6 +70,7 @@ class NumpyBackend(Backend):
     checksum_algorithm = "crc32"
     checksum_words = 2**15  # what is computed on the way fits in a cache
     most_probe_bytes = 32 * 2**20
+    fft_modules = ("scipy.fft", "numpy.fft")
 
     @property
     def module(self) -> Any:
@@ -95,16 +96,7 @@ class NumpyBackend(Backend):
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray[Any, Any]:
         return np.empty(tuple(shape), dtype)
 
-    def permute_into(
-        self,
-        dst: np.ndarray[Any, Any],
-        src: np.ndarray[Any, Any],
-        axes: Sequence[int],
-        *,
-        stream: Any | None = None,
-        low_occupancy: bool = False,
-    ) -> None:
-        """Do it; `stream` and `low_occupancy` are for devices. The copy is done on return."""
+    def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
         view = transposed(dst, src, axes)
         if dst.dtype.names and not dst.dtype.hasobject:
             # As they are, NumPy would copy structures field by field, without their padding.

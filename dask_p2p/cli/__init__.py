@@ -10,13 +10,11 @@ __all__ = ["p2p"]
 
 # Said here, so that the list of commands needs none of their modules.
 _COMMANDS = {
-    "bench": "Measure transposes on this machine or cluster.",
     "check": "Show how workers reach each other, how fast, and what is in the way.",
     "demo": "Transpose a made array, and check every value.",
-    "plan": "Show what would move where, without moving anything.",
-    "top": "Show what is moved between workers, again and again.",
+    "rechunk": "Write a file's array in other chunks.",
     "trace": "Write the last runs of a cluster as a trace, for Perfetto.",
-    "transpose": "Transpose a file, larger than memory too.",
+    "transpose": "Transpose a file into another.",
 }
 
 
@@ -43,4 +41,4 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup)
 @click.version_option(package_name="dask-p2p", prog_name="dask p2p")
 def p2p() -> None:
-    """Peer-to-peer transposes of arrays between workers."""
+    """Peer-to-peer transposes, rechunks and halo exchanges of arrays."""

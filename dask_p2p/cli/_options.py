@@ -5,26 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass
-from math import prod
-from pathlib import Path
+from math import isqrt, prod
 from typing import TYPE_CHECKING, Any
 
 import click
-from dask.utils import format_bytes, parse_bytes
+from dask.utils import format_bytes
 
 from dask_p2p.errors import P2PError
-from dask_p2p.layout import normal_axes
 from dask_p2p.types import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
 _CPU_WORKERS = 4
 _CONNECT_S = 10
+_WORKERS_WAIT_S = 10
 # The array, its transpose and what is on its way between them.
 _MEMORY_FACTOR = 2.5
+_CPU_SIDE, _GPU_SIDE = 6000, 32768  # of the default matrix
+_MEMORY_SHARE = 8  # which takes at most this part of the free memory
 
 
 def reader(
@@ -42,10 +43,9 @@ def reader(
     return convert
 
 
-def numbers(value: str, between: str = ",", words: Sequence[str] = ()) -> tuple[int | str, ...]:
-    """Read whole numbers, and certain words, with commas between."""
-    parts = [part.strip() for part in value.split(between)] if value.strip() else []
-    return tuple(part if part in words else int(part) for part in parts)
+def numbers(value: str, between: str = ",") -> tuple[int, ...]:
+    """Read whole numbers with commas between."""
+    return tuple(map(int, value.split(between))) if value.strip() else ()
 
 
 def _dtype(value: str) -> Any:
@@ -57,26 +57,13 @@ def _dtype(value: str) -> Any:
         raise click.BadParameter(f"{value!r}: NumPy has no dtype of this name") from exc
 
 
-SHAPE = reader(
-    lambda value: numbers(value.lower(), "x"),
-    "lengths of at least 1 with an x between",
-    lambda shape: min(shape) > 0,
-)
-AXES = reader(numbers, "whole numbers with commas between", bool)
 DTYPE = reader(
     _dtype,
     "a boolean, integer, float or complex dtype",
     lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
 )
-SIZE_BYTES = reader(parse_bytes, "a size such as 500MB or 2GiB", lambda size: size > 0)
 COUNT = click.IntRange(min=1)
 
-axes_option = click.option(
-    "--axes",
-    type=AXES,
-    metavar="1,0",
-    help="Input axis that each output axis comes from.  [default: reversed]",
-)
 workers_option = click.option(
     "--workers",
     type=COUNT,
@@ -88,46 +75,7 @@ scheduler_option = click.option(
     metavar="ADDRESS",
     help="Cluster to use.  [default: one that is started here, as dask p2p demo does]",
 )
-running_option = click.option(
-    "--scheduler", metavar="ADDRESS", required=True, help="Of the cluster to look at."
-)
-runs_option = click.option(
-    "--runs", type=COUNT, metavar="N", default=10, show_default=True, help="How many, at most."
-)
 cpu_option = click.option("--cpu", is_flag=True, help="CPU workers, even if there are GPUs.")
-
-
-def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Find out before the measuring, not after, that a file cannot be written."""
-    if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
-        raise click.BadParameter(f"{value!r}: the folder does not exist", ctx, param)
-    return value
-
-
-#: Of programs that measure, and of what they write.
-commit_option = click.option(
-    "--commit", help="Of the code, where git cannot be asked.", metavar="HASH"
-)
-json_option = click.option(
-    "--json",
-    "target",
-    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
-    callback=_target,
-    metavar="FILE",
-    help="Write all that was measured to this file; - is standard output, with nothing else on it.",
-)
-
-
-def order_of_axes(axes: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the permutation that ``--axes`` asks for, without negative numbers."""
-    ndim = len(shape)
-    order = normal_axes(axes, ndim)
-    if order is None:
-        raise click.BadParameter(
-            f"give the {ndim} axes of the shape, {','.join(map(str, range(ndim)))}, in any order",
-            param_hint="--axes",
-        )
-    return order
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +86,6 @@ class ClusterSpec:
     gpus: tuple[str, ...]  # one for each worker; none for CPU workers
     note: str | None  # what a user should know of the choice
     memory_bytes: int  # that is free, all workers together
-    scheduler: str | None = None  # address of a cluster that is already there
 
     @property
     def kind(self) -> str:
@@ -146,15 +93,11 @@ class ClusterSpec:
         return "cupy" if self.gpus else "numpy"
 
 
-def choose_cluster(workers: int | None, cpu: bool, scheduler: str | None = None) -> ClusterSpec:
-    """Choose the cluster that is there, or GPUs where there is more than one, or CPU workers."""
-    if scheduler is not None:
-        if workers or cpu:
-            raise click.UsageError("--workers and --cpu are for a cluster that is started here")
-        return _running_cluster(scheduler)
+def choose_cluster(workers: int | None, cpu: bool) -> ClusterSpec:
+    """Choose GPUs where there is more than one, or CPU workers."""
     import psutil
 
-    from dask_p2p.cluster import free_gpu_bytes, usable_gpus
+    from dask_p2p.tools.cluster import free_gpu_bytes, usable_gpus
 
     usable = [] if cpu else usable_gpus()
     if len(usable) > 1:
@@ -173,28 +116,6 @@ def choose_cluster(workers: int | None, cpu: bool, scheduler: str | None = None)
         )
     free_bytes = int(psutil.virtual_memory().available)
     return ClusterSpec(workers or _CPU_WORKERS, (), note, free_bytes)
-
-
-def _running_cluster(scheduler: str) -> ClusterSpec:
-    """Find out what a cluster has. Its arrays are on GPUs if all of its workers are."""
-    from dask_p2p.environment import on_gpu
-    from dask_p2p.files.execute import usable_memory_bytes, worker_count
-
-    with connect(scheduler) as client:
-        workers = worker_count(client)
-        on_gpus = client.run(on_gpu)
-        if not all(on_gpus.values()):
-            return ClusterSpec(workers, (), None, usable_memory_bytes(client), scheduler)
-        free_bytes = client.run(_free_device_bytes)
-        return ClusterSpec(
-            workers, (*on_gpus,), None, workers * min(free_bytes.values()), scheduler
-        )
-
-
-def _free_device_bytes() -> int:
-    import cupy
-
-    return int(cupy.cuda.runtime.memGetInfo()[0])
 
 
 def check_fits(
@@ -218,18 +139,10 @@ def check_fits(
         raise click.BadParameter(f"CuPy has no dtype {dtype}", param_hint="--dtype")
 
 
-@contextlib.contextmanager
-def start(spec: ClusterSpec, **options: Any) -> Iterator[Any]:
-    """Start the cluster, with options of `local_cluster`, or connect to the one that is there.
-
-    Gives a client of it. What was started ends with the block.
-    """
-    if spec.scheduler is not None:
-        cluster = connect(spec.scheduler)
-    else:
-        cluster = own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
-    with cluster as client, client.as_current():
-        yield client
+def default_side(spec: ClusterSpec, itemsize: int) -> int:
+    """Rows of the default matrix: fewer if memory is scarce."""
+    fits = isqrt(spec.memory_bytes // _MEMORY_SHARE // itemsize)
+    return max(spec.workers, min(_GPU_SIDE if spec.gpus else _CPU_SIDE, fits))
 
 
 @contextlib.contextmanager
@@ -242,7 +155,7 @@ def own_cluster(workers: int, **options: Any) -> Iterator[Any]:
     """
     from distributed import Client
 
-    from dask_p2p.cluster import local_cluster
+    from dask_p2p.tools.cluster import local_cluster
 
     with (
         local_cluster(workers, silence_logs=logging.CRITICAL, **options) as cluster,
@@ -276,6 +189,26 @@ def connect(scheduler: str) -> Any:
             f"no scheduler answers at {scheduler}: {exc}; give the address that `dask scheduler` "
             "shows"
         ) from exc
+
+
+def worker_count(client: Any) -> int:
+    """Return the number of workers; there must be at least one.
+
+    Raises
+    ------
+    P2PError
+        If none comes within some seconds.
+    """
+    from dask_p2p.plugins.registration import workers_of
+
+    try:
+        client.wait_for_workers(1, timeout=_WORKERS_WAIT_S)
+    except TimeoutError as exc:
+        raise P2PError(
+            f"the scheduler at {client.scheduler.address} has no workers; start some with "
+            "`dask worker`"
+        ) from exc
+    return len(workers_of(client))
 
 
 @contextlib.contextmanager

@@ -1,40 +1,100 @@
-"""``dask p2p demo``: `bench` with one matrix, beside Dask's own ways, and an explanation."""
+"""``dask p2p demo``: a matrix transposed by this package and by Dask's own ways, and checked."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+import dask
+import numpy as np
+from distributed import wait
+from rich.box import SIMPLE_HEAD
 
 from dask_p2p.cli._options import (
     COUNT,
     DTYPE,
+    ClusterSpec,
+    check_fits,
     choose_cluster,
     cpu_option,
+    default_side,
     one_line_errors,
+    own_cluster,
     workers_option,
 )
-from dask_p2p.cli._tables import (
-    array_text,
-    devices_text,
-    output,
-    pluralize,
-    report_correctness,
-    shapes_text,
-    show_ways,
-)
+from dask_p2p.cli._tables import array_text, devices_text, output, pluralize, shapes_text, table
+from dask_p2p.geometry import Chunks, split_evenly
+from dask_p2p.monitoring.cells import cells
+from dask_p2p.monitoring.runs import last_runs
+from dask_p2p.ops.transpose import transpose
+from dask_p2p.plans import slab_chunks
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.tools.cluster import device_names
+from dask_p2p.tools.indexed import count_wrong, indexed_array
+from dask_p2p.types import DaskArray, DType
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dask_p2p.cli._measuring import Report
-    from dask_p2p.measure import Case
-
 __all__ = ["demo"]
 
-_REPEATS = 3
+_OURS = "dask_p2p"
+_RUNS = 4  # of each way, the first one included
+_SETTLE_S = 0.2
+_LEGEND = (
+    "first: the first run; median: of those after it; GB/s: read and written; wrong: elements; "
+    "faster by: the median over that of dask_p2p."
+)
+_NEXT = (
+    "Next: https://github.com/dask-p2p/dask-p2p/blob/main/docs/tutorial.md, and `dask p2p check` "
+    "on a cluster of yours."
+)
+
+#: Takes the matrix, returns its lazy transpose.
+Transpose = Callable[[DaskArray], DaskArray]
+
+
+class Matrix(NamedTuple):
+    """A square matrix whose elements say where they belong, in one slab a worker."""
+
+    side: int
+    chunks: Chunks
+    dtype: DType
+    spec: ClusterSpec  # of its cluster
+
+    @property
+    def text(self) -> str:
+        """Its shape, dtype and size."""
+        return array_text((self.side, self.side), self.dtype)
+
+    def make(self, client: Any) -> DaskArray:
+        """Make it on the workers of a cluster."""
+        workers = sorted(workers_of(client))
+        with dask.annotate(workers=lambda key: workers[key[1]], allow_other_workers=True):
+            shape = self.side, self.side
+            x = indexed_array(shape, self.chunks, self.dtype, self.spec.kind)
+        x = client.persist(x, optimize_graph=False)  # optimizing forgets where blocks should be
+        wait(x)
+        return x
+
+    def wrong(self, y: DaskArray) -> int:
+        """Count the elements of its transpose that are not where they belong."""
+        shape = self.side, self.side
+        return int(count_wrong(y, shape, (1, 0), self.spec.kind, self.dtype).compute())
+
+
+class Tried(NamedTuple):
+    """What a way to transpose took."""
+
+    way: str
+    times_s: list[float]
+    wrong: int  # elements, of the last run
 
 
 @click.command()
@@ -55,48 +115,114 @@ _REPEATS = 3
 def demo(size: int | None, dtype: Any, workers: int | None, cpu: bool) -> None:
     """Start a cluster, transpose a matrix that it makes, and check every element.
 
-    Dask's own ways are measured beside it. On GPUs where there is more than one, else on CPU
-    workers.
+    Dask's own ways are timed too. On GPUs where there is more than one, else on CPU workers.
     """
-    import numpy as np
-
-    from dask_p2p.cli import _measuring as measuring
-
     console = output()
     with one_line_errors():
         spec = choose_cluster(workers, cpu)
         dtype = dtype or np.dtype("float32" if spec.gpus else "float64")
-        side = size or measuring.default_side(spec, dtype.itemsize)
-        case = measuring.slabs(spec, (side, side), dtype, (1, 0), "--size")
+        side = size or default_side(spec, dtype.itemsize)
+        check_fits(spec, (side, side), dtype, (1, 0), "--size")
+        matrix = Matrix(side, (split_evenly(side, spec.workers), (side,)), dtype, spec)
         if spec.note:
             console.print(spec.note)
         console.print("Starting a cluster ...")
-        report = measuring.Report(spec, _REPEATS)
-        ways = measuring.ways_on(spec, rivals=True)
-        report.measure({case: ways}, partial(_introduce, console, report, case))
-        console.print()
-        show_ways(console, report.measured[case])
-        report_correctness(console, report.measured)
+        tried: list[Tried] = []
+        for options, named in ways(bool(spec.gpus)):
+            with _started(spec, **options) as client, client.as_current():
+                if not tried:
+                    _introduce(console, matrix, client)
+                for way in named.items():
+                    tried += _tried(console, client, matrix, *way)
+        _show(console, matrix, tried)
 
 
-def _introduce(console: Console, report: Report, case: Case, client: Any) -> None:
+def _started(spec: ClusterSpec, **options: Any) -> Any:
+    return own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
+
+
+def ways(on_gpus: bool) -> list[tuple[dict[str, str], dict[str, Transpose]]]:
+    """Return options of clusters, and of each the ways to transpose on it, by name."""
+    ours = {_OURS: lambda x: transpose(x)}
+    tasks = {"dask tasks": partial(_rechunked, "tasks")}
+    if not on_gpus:
+        return [({}, {**ours, **tasks, "dask p2p": partial(_rechunked, "p2p")})]
+    # Dask's p2p cannot put CuPy blocks through host memory. Its tasks are quickest over UCX.
+    if find_spec("distributed_ucxx") is None:
+        return [({}, {**ours, **tasks})]
+    return [({}, {**ours}), ({"protocol": "ucx"}, {**tasks})]
+
+
+def _rechunked(method: str, x: DaskArray) -> DaskArray:
+    return x.T.rechunk(slab_chunks(x.chunks, (1, 0)), method=method)
+
+
+def _tried(
+    console: Console, client: Any, matrix: Matrix, name: str, way: Transpose
+) -> Sequence[Tried]:
+    """Time a way, and check its last result. None where one of Dask's own ways fails."""
+    try:
+        x, y, times_s = matrix.make(client), None, []
+        for _ in range(_RUNS):
+            del y  # the next run must neither find this result nor share memory with it
+            time.sleep(_SETTLE_S)
+            start_s = time.perf_counter()
+            y = client.persist(way(x))
+            wait(y)
+            times_s.append(time.perf_counter() - start_s)
+        tried = Tried(name, times_s, matrix.wrong(y))  # raises what a task has raised
+    except Exception as exc:
+        if name == _OURS:
+            raise
+        reason = str(exc).partition("\n")[0]
+        console.print(f"{name} failed: {type(exc).__name__}: {reason}")
+        return []
+    if name == _OURS:
+        run = cells(last_runs(client, 1)[0])
+        console.print(
+            f"Moved {run['moved']}, least possible {run['least']}; pairs of workers by "
+            f"transport: {run['transports']}."
+        )
+    return [tried]
+
+
+def _introduce(console: Console, matrix: Matrix, client: Any) -> None:
     """Say in words what is there, and what is about to happen."""
-    workers = report.spec.workers
-    tiles = shapes_text(product(case.chunks[0], case.chunks[0]))
-    console.print(f"Started {devices_text(report.spec, report.devices)}.")
+    spec, (slabs, _) = matrix.spec, matrix.chunks
+    tiles = shapes_text(product(slabs, slabs))
+    console.print(f"Started {devices_text(spec, device_names(client, spec.kind))}.")
     console.print(f"Dashboard: {client.dashboard_link or 'none'}, while this runs.")
     console.print(
-        f"The matrix, {array_text(case.shape, case.dtype)}, is made of values that say where they "
-        f"belong. It lies on the workers in slabs: {shapes_text(product(*case.chunks))}; so will "
-        "its transpose."
+        f"The matrix, {matrix.text}, is made of values that say where they belong. It lies on the "
+        f"workers in slabs: {shapes_text(product(*matrix.chunks))}; so will its transpose."
     )
     console.print(
-        f"Each slab is cut into {pluralize(workers, 'tile')}: {tiles}. In stage 0 each worker "
+        f"Each slab is cut into {pluralize(spec.workers, 'tile')}: {tiles}. In stage 0 each worker "
         "transposes the tile that it has and needs itself"
         + (
-            f"; in each of the {pluralize(workers - 1, 'stage')} after that it takes one tile "
+            f"; in each of the {pluralize(spec.workers - 1, 'stage')} after that it takes one tile "
             "from one other worker, each from another."
-            if workers > 1
+            if spec.workers > 1
             else ", and that is all."
         )
     )
+
+
+def _show(console: Console, matrix: Matrix, tried: Sequence[Tried]) -> None:
+    """Print the times, and whether all elements are right; wrong ones are an error."""
+    result = table("times in ms", "first", "median", "GB/s", "wrong", "faster by")
+    result.box = SIMPLE_HEAD
+    ours_s = median(tried[0].times_s[1:])
+    moved_gb = 2 * matrix.side**2 * matrix.dtype.itemsize / 1e9  # read once, and written once
+    for way, times_s, wrong in tried:
+        median_s = median(times_s[1:])
+        figures = f"{times_s[0] * 1e3:.2f}", f"{median_s * 1e3:.2f}", f"{moved_gb / median_s:.3g}"
+        result.add_row(way, *figures, str(wrong), f"{median_s / ours_s:.2f}")
+    console.print(result)
+    console.print(_LEGEND)
+    count = matrix.side**2
+    wrongs = [f"{wrong} of {count} of {way}" for way, _, wrong in tried if wrong]
+    if wrongs:
+        raise click.ClickException(f"some elements are wrong: {', '.join(wrongs)}")
+    console.print(f"All {count} elements are where they belong.")
+    console.print(_NEXT)

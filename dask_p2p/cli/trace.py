@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from dask_p2p.cli._options import connect, one_line_errors, running_option, runs_option
+from dask_p2p.cli._options import COUNT, connect, one_line_errors
 from dask_p2p.cli._tables import output, pluralize
 
 __all__ = ["trace"]
@@ -12,8 +12,8 @@ __all__ = ["trace"]
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False))
-@running_option
-@runs_option
+@click.option("--scheduler", metavar="ADDRESS", required=True, help="Of the cluster to look at.")
+@click.option("--runs", type=COUNT, metavar="N", default=10, show_default=True, help="At most.")
 def trace(file: str, scheduler: str, runs: int) -> None:
     """Write the last runs of a cluster to FILE as a trace.
 

@@ -7,8 +7,8 @@ with Dask's heartbeat; the scheduler adds up those of all workers, also of those
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
-from typing import NamedTuple
+from collections import Counter, deque
+from typing import Any, NamedTuple
 
 from dask_p2p.monitoring.records import Record
 
@@ -29,7 +29,7 @@ COUNTERS_METRIC = "dask-p2p"
 _OWN = "local"  # in the place of a transport: blocks that the worker itself held
 
 #: Of each family its values by label.
-Values = dict[str, dict[str, float]]
+Values = dict[str, Any]
 
 
 class Family(NamedTuple):
@@ -46,6 +46,8 @@ COUNTERS = (
     Family("wait_seconds", "transport", "Time that tasks stood still for other workers' regions"),
     Family("transfer_seconds", "transport", "Time from asking a worker until its last region came"),
     Family("kernel_seconds", "transport", "Time of kernels that put regions into place"),
+    Family("copied_bytes", "direction", "Bytes of parts that went up to a GPU, or came down"),
+    Family("part_seconds", "step", "Time of copies up, of the function, and of copies down"),
     Family("task_seconds", "operation", "Time of attempts at tasks, from start to end"),
     Family("tasks", "operation", "Blocks that were made"),
     Family("attempts", "operation", "Attempts at making a block, failed ones included"),
@@ -53,7 +55,10 @@ COUNTERS = (
 )
 GAUGES = (
     Family("leased_bytes", "", "Blocks that are kept because others may be reading them"),
+    Family("pinned_bytes", "", "Host memory that is pinned: of outputs that came from GPUs"),
     Family("staging_bytes", "state", "Memory for regions: packed for readers, or kept for later"),
+    Family("members", "", "Members of iterate and spmd that run"),
+    Family("members_steps_per_second", "", "Steps a second of all these members together"),
 )
 
 
@@ -78,7 +83,7 @@ class Counters:
 
 
 class Totals:
-    """Sums over workers that never fall, whoever leaves or begins anew."""
+    """Sums over workers that never fall, even when a worker leaves or restarts."""
 
     def __init__(self) -> None:
         self._ended = _no_values()
@@ -86,7 +91,7 @@ class Totals:
 
     def note(self, worker: str, values: Values) -> None:
         """Take what a worker has counted so far, in the place of what it had."""
-        if _has_fallen(self._latest.get(worker, {}), values):  # it began anew
+        if _has_fallen(self._latest.get(worker, {}), values):  # it restarted
             self.end(worker)
         self._latest[worker] = values
 
@@ -109,6 +114,11 @@ def _count(values: Values, record: Record) -> None:
     values["task_seconds"][operation] += max(0.0, record.stop_s - record.start_s)
     values["wasted_bytes"][""] += record.wasted_bytes
     values["kernel_seconds"][_OWN] += record.kernel_s
+    if record.parts:
+        for direction in ("up", "down"):
+            values["copied_bytes"][direction] += getattr(record, f"{direction}_bytes")
+        for step in ("up", "function", "down"):
+            values["part_seconds"][step] += getattr(record, f"{step}_s")
     for stage in record.stages:
         values["received_bytes"][stage.transport] += stage.nbytes
         values["wait_seconds"][stage.transport] += stage.waited_s
@@ -119,20 +129,14 @@ def _count(values: Values, record: Record) -> None:
 
 
 def _no_values() -> Values:
-    return {family.name: defaultdict(int) for family in COUNTERS}
+    return {family.name: Counter() for family in COUNTERS}
 
 
 def sum_into(sums: Values, values: Values) -> None:
-    """Add values to sums of families that are there already, as defaults of 0."""
-    for name, by_label in values.items():
-        if name in sums:
-            for label, value in by_label.items():
-                sums[name][label] += value
+    """Add values to sums, which are Counters, of the families that these have."""
+    for name in sums.keys() & values.keys():
+        sums[name].update(values[name])
 
 
 def _has_fallen(before: Values, after: Values) -> bool:
-    return any(
-        after.get(family.name, {}).get(label, 0) < value
-        for family in COUNTERS
-        for label, value in before.get(family.name, {}).items()
-    )
+    return any(Counter(before.get(f.name)) - Counter(after.get(f.name)) for f in COUNTERS)

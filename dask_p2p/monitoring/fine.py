@@ -13,25 +13,29 @@ from distributed.metrics import context_meter
 
 from dask_p2p.monitoring.records import Record
 
-__all__ = ["KERNEL", "TRANSFER", "meter", "note_transfer"]
+__all__ = ["COPY", "KERNEL", "TRANSFER", "meter", "note_transfer"]
 
 #: Seconds for which a task stood still for other workers' regions, or copied them itself; and bytes
 #: of these regions.
 TRANSFER = "p2p-transfer"
 #: Seconds of kernels that put regions into place, as far as the task did not wait for others then.
 KERNEL = "p2p-kernel"
+#: Bytes of parts that went to a GPU, and came back.
+COPY = "p2p-copy"
 
 
 def meter(record: Record) -> None:
     """Tell Dask of an attempt at a task. Call it in the task's thread.
 
-    Activities of one thread add up to its time. Kernels of a GPU run beside what the thread waits
-    for, and beside each other: what there is of them beyond the thread's time is not counted.
+    Activities of one thread add up to its time. Kernels of a GPU run at the same time as
+    the thread and as each other: what exceeds the thread's time is not counted.
     """
     spent_s = record.stop_s - record.start_s
     waited_s = _waited_s(record)
     kernel_s = record.kernel_s + sum(stage.kernel_s for stage in record.stages)
     context_meter.digest_metric(KERNEL, max(0.0, min(kernel_s, spent_s - waited_s)), "seconds")
+    if record.parts:
+        context_meter.digest_metric(COPY, record.up_bytes + record.down_bytes, "bytes")
     if record.stages:
         nbytes = sum(stage.nbytes for stage in record.stages)
         context_meter.digest_metric(TRANSFER, waited_s, "seconds")

@@ -18,13 +18,13 @@ import dask
 
 from dask_p2p.monitoring.counters import COUNTERS, GAUGES, Values
 
-__all__ = ["conceal", "expose"]
+__all__ = ["register", "unregister"]
 
 _PREFIXES = {"worker": "p2p", "scheduler": "p2p_cluster"}
-_exposed: WeakKeyDictionary[Any, Callable[[], Values]] = WeakKeyDictionary()  # by server
+registered: WeakKeyDictionary[Any, Callable[[], Values]] = WeakKeyDictionary()  # by server
 
 
-def expose(server: Any, kind: str, read: Callable[[], Values]) -> None:
+def register(server: Any, kind: str, read: Callable[[], Values]) -> None:
     """Have a server's page tell the package's figures too.
 
     Parameters
@@ -37,25 +37,28 @@ def expose(server: Any, kind: str, read: Callable[[], Values]) -> None:
         Returns the values of `COUNTERS` and `GAUGES`, or nothing; called on the event loop.
     """
     try:
-        _register(kind)
+        add_collector(kind)
     except ImportError:
         return
-    _exposed[server] = read
+    registered[server] = read
 
 
-def conceal(server: Any) -> None:
-    """End what `expose` began. Idempotent."""
-    _exposed.pop(server, None)
+def unregister(server: Any) -> None:
+    """End what `register` began. Idempotent."""
+    registered.pop(server, None)
 
 
-@cache
-def _register(kind: str) -> None:
+@cache  # the registry takes it once
+def add_collector(kind: str) -> None:
+    """Have the pages of this process' workers, or schedulers, tell the package's figures."""
     from prometheus_client import REGISTRY
 
-    REGISTRY.register(_Collector(kind))
+    REGISTRY.register(Collector(kind))
 
 
-class _Collector:
+class Collector:
+    """Makes the package's part of the page of workers, or of schedulers."""
+
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
@@ -66,7 +69,7 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         server = _asked(self._kind)
-        values = _exposed[server]() if server in _exposed else {}
+        values = registered[server]() if server in registered else {}
         if not values:
             return
         namespace = dask.config.get("distributed.dashboard.prometheus.namespace", "dask")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 __all__ = ["DOMAIN", "Ranges"]
@@ -28,22 +27,15 @@ class Ranges:
     """
 
     def __init__(self, wanted: bool) -> None:
-        self._annotate = _annotate(wanted)
+        self._annotate: Callable[..., AbstractContextManager[Any]] | None = None
+        if wanted or any(os.environ.get(name) for name in _INJECTIONS):
+            with suppress(ImportError):
+                import nvtx
+
+                self._annotate = nvtx.annotate
 
     def __call__(self, *words: Any) -> AbstractContextManager[Any]:
         """Return a context that is a range of this thread, named by these words."""
         if self._annotate is None:
             return _NOTHING
         return self._annotate(" ".join(map(str, words)), domain=DOMAIN)
-
-
-@cache
-def _annotate(wanted: bool) -> Callable[..., AbstractContextManager[Any]] | None:
-    if not wanted and not any(os.environ.get(name) for name in _INJECTIONS):
-        return None
-    try:
-        import nvtx
-    except ImportError:
-        return None
-    annotate: Callable[..., AbstractContextManager[Any]] = nvtx.annotate
-    return annotate

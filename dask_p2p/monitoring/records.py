@@ -1,18 +1,18 @@
 """Records: what each attempt at a task leaves behind, and where they are kept.
 
 A worker keeps its newest records, and sends nothing by itself: that would cost each task a message,
-and the scheduler the time to read it, also where nobody looks. Whoever looks asks for what is new
-(`RecordLog.since`). The scheduler does so for `last_runs`; a live page may do the same twice a
-second, in one answer of each worker however many tasks ended.
+and the scheduler the time to read it, also where nobody looks. The scheduler asks for what is new
+(`RecordLog.since`): for `last_runs`, and twice a second while a page is open, in one answer of each
+worker however many tasks ended.
 """
 
 from __future__ import annotations
 
 import pickle
 import threading
+from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from dask.utils import key_split
@@ -26,6 +26,7 @@ __all__ = [
     "Record",
     "RecordLog",
     "RecordStore",
+    "RunStarts",
     "Stage",
     "packed",
     "unpacked",
@@ -37,7 +38,8 @@ RECORDS_OP = "p2p_records"
 #: That a record keeps of why something failed.
 REASON_CHARS = 500
 
-_SCHEDULER_RECORDS = 40_000  # that a scheduler keeps, and their stages
+_SCHEDULER_RECORDS = 40_000  # that a scheduler keeps, and their stages: at most 30 MB
+_MOST_ARRAYS, _MOST_RUNS = 10_000, 1_000  # whose runs are told apart; of each, the newest
 
 
 class Stage(NamedTuple):
@@ -53,8 +55,8 @@ class Stage(NamedTuple):
     #: that they copied; None where kernels read them where they are.
     wire_s: float | None = None
     begun_s: float = 0.0  # seconds from the task's start until reading began
-    #: Seconds of kernels that put its regions into place. On a GPU they run beside other kernels,
-    #: and beside the transfer of what comes next.
+    #: Seconds of kernels that put its regions into place. On a GPU other kernels, and the transfer
+    #: of what comes next, run at the same time.
     kernel_s: float = 0.0
 
 
@@ -72,7 +74,7 @@ class Record(NamedTuple):
     key: Key
     start_s: float  # since the epoch
     stop_s: float
-    stages: Sequence[Stage] = ()
+    stages: tuple[Stage, ...] = ()
     worker: str = ""
     shape: tuple[int, ...] = ()  # of the block; empty if the attempt failed
     dtype: str = ""
@@ -84,8 +86,32 @@ class Record(NamedTuple):
     fallbacks: tuple[Fallback, ...] = ()
     error: str = ""  # why the attempt failed; empty if it did not
     kernel_s: float = 0.0  # of kernels that put the worker's own blocks into place
+    #: Seconds of the function that makes the output of the assembled block, until it returned: on a
+    #: GPU its kernels may go on.
+    post_s: float = 0.0
     #: Of an attempt under way, bytes that are to come from others in all; None once it has ended.
     wanted_bytes: int | None = None
+    #: Number that Dask gave to this sending of the task; once the scheduler has the record,
+    #: that of the first task of its run, see `RunStarts`.
+    run: int = 0
+    # Of a member of `iterate` or `spmd`:
+    step: int = 0  # steps that are done
+    steps: int = 0  # of so many; 0 if that is not known
+    first_step: int = 0  # where this attempt went on
+    attempt: int = 0  # of its gang, from 1
+    # Of a block that `map_on_gpu` made. Seconds are the GPU's, of all parts together:
+    parts: int = 0
+    up_bytes: int = 0  # that went to the GPU
+    down_bytes: int = 0  # that came back
+    up_s: float = 0.0  # of copies to the GPU
+    function_s: float = 0.0  # of the function, or on a CPU until it returned
+    down_s: float = 0.0  # of copies back
+
+    @property
+    def overlap(self) -> float:
+        """How many of copies up, function and copies down went on at once, on average."""
+        spent_s = self.stop_s - self.start_s
+        return (self.up_s + self.function_s + self.down_s) / spent_s if spent_s > 0 else 0.0
 
     @property
     def is_made(self) -> bool:
@@ -104,8 +130,19 @@ class Record(NamedTuple):
 
     @property
     def operation(self) -> str:
-        """What Dask calls such tasks: the prefix of the key."""
-        return str(key_split(self.key))
+        """What Dask calls such tasks, the prefix of the key; of members, the tasks after them."""
+        return str(key_split(self.key)).removesuffix("-members")
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps a second of a member, in this attempt."""
+        return (self.step - self.first_step) / max(self.stop_s - self.start_s, 1e-9)
+
+    @property
+    def waited_share(self) -> float:
+        """How much of its time it stood still for others: 0 to 1."""
+        waited_s = sum(stage.waited_s for stage in self.stages)
+        return min(1.0, waited_s / max(self.stop_s - self.start_s, 1e-9))
 
     def span_s(self, stage: Stage) -> tuple[float, float]:
         """When one of its stages began and ended, since the epoch; never after the attempt."""
@@ -135,7 +172,8 @@ def unpacked(data: bytes) -> list[Record]:
     """
     sent = pickle.loads(data)
     record_of, stage_of = _reader(Record, sent["record"]), _reader(Stage, sent["stage"])
-    return [_shared(record_of(row), stage_of) for row in sent["rows"]]
+    records = map(record_of, sent["rows"])
+    return [record._replace(stages=tuple(map(stage_of, record.stages))) for record in records]
 
 
 def _reader(cls: Any, names: tuple[str, ...]) -> Callable[[Any], Any]:
@@ -143,25 +181,6 @@ def _reader(cls: Any, names: tuple[str, ...]) -> Callable[[Any], Any]:
         return cls._make  # type: ignore[no-any-return]
     known = set(cls._fields)
     return lambda row: cls(**{n: v for n, v in zip(names, row, strict=True) if n in known})
-
-
-def _shared(record: Record, stage_of: Callable[[Any], Stage]) -> Record:
-    """Return a record that shares with others what is equal, which is most of it."""
-    return record._replace(
-        key=(_same(record.name), *record.key[1:]),
-        stages=tuple(stage_of((_same(row[0]), _same(row[1]), *row[2:])) for row in record.stages),
-        worker=_same(record.worker),
-        shape=_same(record.shape),
-        dtype=_same(record.dtype),
-        array_shape=_same(record.array_shape),
-        blocks=_same(record.blocks),
-        axes=_same(record.axes),
-    )
-
-
-@lru_cache(4096)
-def _same(value: Any) -> Any:
-    return value
 
 
 class RecordLog:
@@ -174,7 +193,7 @@ class RecordLog:
     """
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = size
         self._kept: deque[Record] = deque()
         self._weight = 0
         self._count = 0  # of all records there ever were
@@ -186,7 +205,7 @@ class RecordLog:
             self._kept.append(record)
             self._count += 1
             self._weight += 1 + len(record.stages)
-            while self._weight > self._size and len(self._kept) > 1:
+            while self._weight > self.size and len(self._kept) > 1:
                 self._weight -= 1 + len(self._kept.popleft().stages)
 
     def since(self, number: int) -> tuple[int, list[Record]]:
@@ -226,38 +245,12 @@ class RecordLog:
         return iter(self.since(0)[1])
 
 
-class _KeptStages(Sequence[Stage]):
-    """Stages in a quarter of their memory, if many: numbers as bytes, names shared by records."""
-
-    __slots__ = ("_names", "_numbers")
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._names = _same(tuple(stage[:2] for stage in stages))
-        self._numbers = pickle.dumps([stage[2:] for stage in stages])
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, number: Any) -> Any:
-        return tuple(self)[number]
-
-    def __iter__(self) -> Iterator[Stage]:
-        for names, numbers in zip(self._names, pickle.loads(self._numbers), strict=True):
-            yield Stage(*names, *numbers)
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == (tuple(other) if isinstance(other, _KeptStages) else other)
-
-
 class RecordStore(RecordLog):
     """The newest records of all workers, each once. They stay when their worker leaves."""
 
     def __init__(self, size: int = _SCHEDULER_RECORDS) -> None:
         super().__init__(size)
         self._next: dict[str, int] = {}  # number of the first record that is not here, by worker
-
-    def append(self, record: Record) -> None:
-        super().append(record._replace(stages=_KeptStages(record.stages)))
 
     def next(self, worker: str) -> int:
         """Return from which number on a worker's records are wanted."""
@@ -272,3 +265,40 @@ class RecordStore(RecordLog):
     def forget(self, worker: str) -> None:
         """Forget which records there are of a worker that has left."""
         self._next.pop(worker, None)
+
+
+class RunStarts:
+    """Where the runs of each array begin, on the scheduler, which alone knows what is still wanted.
+
+    A run begins with a task that is sent to a worker, and ends when no task of its array is left.
+    """
+
+    def __init__(self) -> None:
+        self._starts: dict[str, list[int]] = {}  # by array, Dask's number of each run's first task
+        self._open: set[str] = set()
+
+    def sent(self, name: str, number: int) -> None:
+        """Note that a task of an array was sent to a worker, as Dask's number of all that are."""
+        if name not in self._open:
+            self._open.add(name)
+            starts = self._starts.setdefault(name, [])
+            starts[:] = [*starts[1 - _MOST_RUNS :], number]
+            if len(self._starts) > _MOST_ARRAYS:
+                del self._starts[next(iter(self._starts))]
+
+    def is_open(self, name: str) -> bool:
+        """Return whether a run of this array has begun, and not ended."""
+        return name in self._open
+
+    def end(self, name: str) -> None:
+        """Note that no task of an array is left."""
+        self._open.discard(name)
+
+    def assigned(self, records: Iterable[Record]) -> list[Record]:
+        """Return the records with the number of the run that each belongs to."""
+        return [record._replace(run=self._run_of(record)) for record in records]
+
+    def _run_of(self, record: Record) -> int:
+        starts = self._starts.get(record.name, ())
+        place = bisect(starts, record.run)
+        return starts[place - 1] if place else 0

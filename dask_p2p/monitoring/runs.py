@@ -4,45 +4,36 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-from dask.utils import format_bytes, format_time
+from typing import Any, overload
 
 from dask_p2p.errors import InputError, P2PWarning
+from dask_p2p.inputs import checked_client, checked_count
+from dask_p2p.monitoring.cells import OF_SOME, cells
 from dask_p2p.monitoring.records import RECORDS_OP, Record, unpacked
+from dask_p2p.monitoring.text_table import html_table, text_table
 from dask_p2p.monitoring.trace import trace
-from dask_p2p.text_table import html_table, text_table
+from dask_p2p.types import AsynchronousClient, Client
 
-__all__ = ["Run", "Runs", "cells", "fetch_records", "last_runs", "runs_of"]
+__all__ = ["Run", "Runs", "fetch_records", "last_runs", "runs_of"]
 
 # Of a run, in the order of a table's columns.
 _FIGURES = (
-    "operation",
-    "name",
-    "shape",
-    "dtype",
-    "blocks",
-    "axes",
-    "moved_bytes",
-    "least_bytes",
-    "start_s",
-    "exchange_s",
-    "wall_s",
-    "gbs",
-    "transports",
-    "attempts",
+    *("operation", "name", "shape", "dtype", "blocks", "axes", "moved_bytes", "least_bytes"),
+    *("start_s", "exchange_s", "wall_s", "gbs", "transports", "attempts"),
+    *("steps", "steps_per_s", "waited_share", "overlap"),
 )
 
 
 @dataclass(frozen=True)
 class Run:
     """One call of an operation: an output array that was computed once, or a part of it.
+
+    See `last_runs` for when one ends.
 
     Times are of the workers' clocks.
 
@@ -56,8 +47,8 @@ class Run:
 
     @cached_property
     def made(self) -> tuple[Record, ...]:
-        """The attempts that made a block."""
-        return tuple(record for record in self.records if record.is_made)
+        """The attempts that made a block: of one that was lost and made again, the last."""
+        return tuple({record.key: record for record in self.records if record.is_made}.values())
 
     @cached_property
     def under_way(self) -> tuple[Record, ...]:
@@ -71,7 +62,7 @@ class Run:
 
     @property
     def operation(self) -> str:
-        """Prefix of the name: ``p2p-transpose``, ``p2p-rechunk``, ``p2p-overlap``."""
+        """Prefix of the name, like ``p2p-transpose``, ``p2p-overlap`` or ``p2p-iterate``."""
         return self.records[0].operation
 
     @property
@@ -86,7 +77,10 @@ class Run:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Blocks of the output array along each axis. Those of this run are `made`."""
+        """Blocks of the output array along each axis. Those of this run are `made`.
+
+        Of `iterate` and `spmd`, members.
+        """
         return self.records[0].blocks
 
     @property
@@ -121,7 +115,8 @@ class Run:
     @property
     def moved_bytes(self) -> int:
         """Bytes that did move: `least_bytes`, and what had to be read again after a failure."""
-        return self.least_bytes + sum(record.wasted_bytes for record in self.records)
+        used = (stage.nbytes for r in self.records if r.is_made for stage in r.stages)
+        return sum(used) + sum(record.wasted_bytes for record in self.records)
 
     @property
     def start_s(self) -> float:
@@ -161,6 +156,40 @@ class Run:
     def attempts(self) -> int:
         """Attempts at its tasks. Without failures there is one for each block."""
         return len(self.records)
+
+    @cached_property
+    def latest(self) -> tuple[Record, ...]:
+        """Of each member of `iterate` or `spmd` the latest attempt; none of other operations."""
+        return tuple({r.key: r for r in self.records if r.attempt}.values())
+
+    @property
+    def steps(self) -> int:
+        """Steps of `iterate`, or of a loop over `Context.steps`, that all members have done."""
+        return min((record.step for record in self.latest), default=0)
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps a second of the slowest member, in its latest attempt."""
+        return min((record.steps_per_s for record in self.latest), default=0.0)
+
+    @property
+    def waited_share(self) -> float:
+        """How much of its time the member that waited most stood still for others: 0 to 1."""
+        return max((record.waited_share for record in self.latest), default=0.0)
+
+    @property
+    def waited_s(self) -> dict[tuple[str, str], float]:
+        """Seconds that tasks stood still for others, by the worker that waited and the other."""
+        waited_s: Counter[tuple[str, str]] = Counter()
+        for record in self.records:
+            for stage in record.stages:
+                waited_s[record.worker, stage.holder] += stage.waited_s  # type: ignore[assignment]
+        return dict(waited_s)
+
+    @property
+    def overlap(self) -> float:
+        """Of `map_on_gpu`, what the block had whose copies and function overlapped least."""
+        return min((record.overlap for record in self.made if record.parts), default=0.0)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -235,53 +264,38 @@ class Runs(tuple[Run, ...]):
         return html_table(self._rows()) if self else "<p>no runs</p>"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [tuple(cells(self[0])), *(tuple(cells(run).values()) for run in self)]
-
-
-def cells(run: Run) -> dict[str, str]:
-    """Return a row of the table, by column."""
-    done = f"{len(run.made)} of {' x '.join(map(str, run.blocks)) or 1}"
-    return {
-        "operation": run.operation,
-        "shape": " x ".join(map(str, run.shape)) or "one value",
-        "dtype": run.dtype,
-        "blocks": done,
-        "axes": ",".join(map(str, run.axes)),
-        "moved": format_bytes(run.moved_bytes),
-        "least": format_bytes(run.least_bytes),
-        "exchange": format_time(run.exchange_s),
-        "wall": format_time(run.wall_s),
-        "GB/s": f"{run.gbs:.3g}",
-        "transports": ", ".join(f"{name} {pairs}" for name, pairs in run.transports.items()) or "-",
-        "attempts": str(run.attempts),
-        "fallbacks": str(len(run.fallbacks)),
-    }
+        rows = [cells(run) for run in self]
+        shown = [name for name in rows[0] if name not in OF_SOME or any(r[name] for r in rows)]
+        return [tuple(shown), *(tuple(row[name] for name in shown) for row in rows)]
 
 
 def runs_of(records: Iterable[Record]) -> Runs:
-    """Group records by run.
-
-    A run has the records of one array. It ends where a block that it has made is made again.
-    """
-    open_: dict[str, list[Record]] = {}
-    made: dict[str, set[Any]] = {}
-    groups: list[list[Record]] = []
+    """Group records by array, and by the number of the run; the newest run comes first."""
+    groups: dict[tuple[str, int], list[Record]] = {}
     for record in sorted(records, key=lambda record: record.start_s):
-        if record.name not in open_ or record.key in made[record.name]:
-            open_[record.name], made[record.name] = [], set()
-            groups.append(open_[record.name])
-        open_[record.name].append(record)
-        if record.is_made:
-            made[record.name].add(record.key)
-    return Runs(Run(tuple(group)) for group in reversed(groups))
+        groups.setdefault((record.name, record.run), []).append(record)
+    return Runs(Run(tuple(group)) for group in reversed(groups.values()))
+
+
+@overload
+def last_runs(client: Client | None = None, n: int = 10) -> Runs: ...
+
+
+@overload
+def last_runs(client: AsynchronousClient, n: int = 10) -> Awaitable[Runs]: ...
 
 
 def last_runs(client: Any = None, n: int = 10) -> Any:
     """Tell of the last runs what they moved, by which transports, and in what time.
 
-    A run is one call of `transpose`, `rechunk` or `map_overlap`, computed once. Workers keep what
-    they noted of about their last thousand tasks, the scheduler of about ten thousand, as far as it
-    was asked for it while their workers were there.
+    A run is one call of `transpose`, `rechunk`, `map_overlap`, `iterate` or `spmd`, computed once,
+    or a part of it. It begins when the scheduler sends the first task of the array to a worker, and
+    ends when none is left to do. So an array that is computed again, wholly or as far as its blocks
+    are gone, is another run. Waiting for other tasks does not end a run, nor does a worker that is
+    lost while it goes on: blocks that are made again then count as attempts, and once as `made`.
+
+    Workers keep what they noted of about their last thousand tasks, the scheduler of about ten
+    thousand, as far as it was asked for it while their workers were there.
 
     Parameters
     ----------
@@ -296,44 +310,36 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
         The newest first; something to await if the client is asynchronous. Empty for a cluster
         that lacks the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
         ``axes``, ``moved_bytes``, ``least_bytes``, ``exchange_s``, ``wall_s``, ``gbs``, ``pairs``,
-        ``transports``, ``attempts``, ``failures`` and ``fallbacks``. All together have
+        ``transports``, ``attempts``, ``failures`` and ``fallbacks``; of `iterate` and `spmd`
+        ``steps``, ``steps_per_s``, ``waited_share`` and ``waited_s``. All together have
         ``to_pandas()`` and ``to_trace(file)``.
 
     Raises
     ------
     InputError
-        If `n` is no positive number.
+        If `n` is no positive number, or the client is closed.
     ValueError
         If there is no client.
     """
-    from distributed import default_client
-
-    try:
-        number = index(n)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise InputError(f"expected a number of runs, at least 1, got n={n!r}.")
-    client = default_client(client)
+    number = checked_count("runs", n=n)
+    client = checked_client(client)
 
     async def fetch() -> Runs:
-        return runs_of(await fetch_records(client, n=number))
+        return runs_of(await fetch_records(client, number))
 
     return client.sync(fetch)
 
 
-async def fetch_records(client: Any, **wanted: Any) -> list[Record]:
-    """Return records of a cluster, none where the scheduler lacks its plugin.
+async def fetch_records(client: Any, n: int | None = None) -> list[Record]:
+    """Return the records of a cluster's newest `n` runs, or of all that are kept.
 
-    Parameters
-    ----------
-    client : distributed.Client
-    **wanted
-        Which ones: parameters of the scheduler plugin's ``records``.
+    There are none where the scheduler lacks its plugin.
     """
-    answer = await getattr(client.scheduler, RECORDS_OP)(**wanted)
+    answer = await getattr(client.scheduler, RECORDS_OP)(n=n)
     if answer is None:  # Dask's answer to what it does not know
         return []
+    if answer.get("status", "ok") != "ok":
+        raise InputError(f"the scheduler refused to tell of {n} runs: {answer.get('message')}")
     if answer["silent"]:
         text = (
             f"no answer of {', '.join(sorted(answer['silent']))} in time: what these workers did "

@@ -16,12 +16,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from dask_p2p.monitoring.charts import in_lanes
 from dask_p2p.monitoring.records import Record, Stage
 
-__all__ = ["trace"]
+__all__ = ["in_lanes", "trace"]
 
 _TRACKS = ("tasks", "stages", "serves")  # of a worker, from above; each has as many as it needs
 _MOST_TRACKS = 1000  # of one kind
@@ -50,6 +49,7 @@ def trace(records: Iterable[Record]) -> str:
     flow = 0
     for record in records:
         tracks[record.worker, "tasks"].append(_task(record))
+        tracks[record.worker, "stages"] += _of_parts(record)
         for stage in record.stages:
             read, served = _stage(record, stage, flow)
             tracks[record.worker, "stages"].append(read)
@@ -82,7 +82,12 @@ def _task(record: Record) -> _Slice:
         "read_bytes": sum(stage.nbytes for stage in record.stages),
         "wasted_bytes": record.wasted_bytes,
         "kernel_s": record.kernel_s,
+        "post_s": record.post_s,
     }
+    if record.parts:
+        args |= {"parts": record.parts, "overlap": record.overlap}
+    if record.attempt:
+        args |= {"attempt": record.attempt, "step": record.step, "steps": record.steps}
     if record.error:
         args["error"] = record.error
     for holder, transport, reason in record.fallbacks:
@@ -110,6 +115,22 @@ def _stage(record: Record, stage: Stage, flow: int) -> tuple[_Slice, _Slice]:
     return read, _Slice(start_s, stop_s, f"to {record.worker}", "serve", args, (), flow)
 
 
+def _of_parts(record: Record) -> list[_Slice]:
+    """Return what went on at once of a block that went through a GPU."""
+    start_s, stop_s = record.start_s, max(record.start_s, record.stop_s)
+    down_s = max(start_s, stop_s - record.down_s)
+    slices = [
+        ("copies up", start_s, start_s + record.up_s, {"bytes": record.up_bytes}),
+        ("function", start_s, start_s + record.function_s, {"parts": record.parts}),
+        ("copies down", down_s, stop_s, {"bytes": record.down_bytes}),
+    ]
+    return [
+        _Slice(begun_s, min(end_s, stop_s), name, "part of block", args)
+        for name, begun_s, end_s, args in slices
+        if record.parts and end_s > begun_s
+    ]
+
+
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
@@ -133,3 +154,18 @@ def _events(slice_: _Slice, place: dict[str, int], zero_s: float) -> Iterator[di
         flow = {"id": slice_.flow, "ts": (at_s - zero_s) * 1e6, **place}
         how = {"ph": "f", "bp": "e"} if is_end else {"ph": "s"}
         yield {"cat": "flow", "name": "regions", **how, **flow}
+
+
+_Timed = TypeVar("_Timed", Record, _Slice)
+
+
+def in_lanes(timed: Iterable[_Timed]) -> list[list[_Timed]]:
+    """Return what took time as few lists without an overlap, each in the order of time."""
+    lanes: list[list[_Timed]] = []
+    for one in sorted(timed, key=lambda one: (one.start_s, one.stop_s)):
+        lane = next((lane for lane in lanes if lane[-1].stop_s <= one.start_s), None)
+        if lane is None:
+            lanes.append([one])
+        else:
+            lane.append(one)
+    return lanes

@@ -13,15 +13,17 @@ from dask.array.rechunk import _balance_chunksizes
 
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
-from dask_p2p.layout import Chunks, normal_axes
-from dask_p2p.types import DaskArray, DType
+from dask_p2p.geometry import Chunks, normal_axes
+from dask_p2p.types import ChunksLike, DaskArray, DType
 
 __all__ = [
+    "CHUNKS_REMEDY",
     "check_array",
     "check_chunks_are_known",
     "checked_axes",
     "checked_chunks",
     "has_unknown_chunks",
+    "is_dask_array",
 ]
 
 # How to make a Dask array, by package and class.
@@ -38,6 +40,17 @@ _REMEDIES = {
     ),
 }
 _REMEDY = "Make one with dask.array.from_array(x, chunks=...)"
+#: How to give chunks.
+CHUNKS_REMEDY = (
+    "Give a size like 1000 or '128 MiB', one for each axis like (1000, -1), or a dict by axis like "
+    "{0: 1000}."
+)
+_NAMES = "For names of dimensions see dask_p2p.xarray."
+
+
+def is_dask_array(x: Any) -> bool:
+    """Return whether this is an array of Dask, of a graph or of an expression."""
+    return isinstance(x, (dask.array.Array, GraphArray))
 
 
 def check_array(x: DaskArray) -> None:
@@ -48,8 +61,7 @@ def check_array(x: DaskArray) -> None:
     UnsupportedArrayError
         If `x` is no Dask array, or its blocks are of an unsupported kind.
     """
-    # The same class twice, unless arrays are expressions.
-    if not isinstance(x, (dask.array.Array, GraphArray)):
+    if not is_dask_array(x):
         names = (f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(x).__mro__)
         remedy = next((_REMEDIES[name] for name in names if name in _REMEDIES), _REMEDY)
         raise UnsupportedArrayError(
@@ -94,13 +106,13 @@ def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     if order is None:
         raise AxesError(
             f"expected a permutation of the {ndim} axes of the array, "
-            f"{tuple(range(ndim))} in any order, got axes={axes!r}."
+            f"{tuple(range(ndim))} in any order, got axes={axes!r}. {_NAMES}"
         )
     return order
 
 
 def checked_chunks(
-    chunks: Any,
+    chunks: ChunksLike,
     before: Chunks,
     dtype: DType,
     balance: bool = False,
@@ -113,7 +125,7 @@ def checked_chunks(
     chunks : int, str, tuple or dict
         As the user gave it.
     before : tuple of tuple of int
-        Chunks of the array that is to be cut anew.
+        Chunks of the array before.
     dtype : numpy.dtype
         Of its elements.
     balance, block_size_limit
@@ -141,25 +153,27 @@ def checked_chunks(
         reason = str(exc).partition("\n")[0].rstrip(".")
         raise ChunksError(
             f"expected chunks for an array of shape {shape}, as dask.array.rechunk takes them, got "
-            f"chunks={chunks!r}: {reason}. Give a size like 1000 or '128 MiB', one for each axis "
-            f"like (1000, -1), or a dict by axis like {{0: 1000}}."
+            f"chunks={chunks!r}: {reason}. {CHUNKS_REMEDY}"
         ) from exc
     return sizes
 
 
 def _by_axis(chunks: Any, before: Chunks) -> Any:
-    """Spell out what is given by axis, or for all axes at once."""
+    """Spell out what is given by axis, or for all axes; what is beyond the last one is ignored."""
     ndim = len(before)
     if isinstance(chunks, (int, float, np.number, str)):
         chunks = (chunks,) * ndim
     elif isinstance(chunks, Mapping):
         for axis in chunks:
             if not isinstance(axis, (int, np.integer)) or not -ndim <= axis < ndim:
-                raise ValueError(f"{axis!r} is no axis, which are numbered from 0 to {ndim - 1}")
+                raise ValueError(
+                    f"{axis!r} is no axis, which are numbered from 0 to {ndim - 1}. {_NAMES}"
+                )
         given = {axis % ndim: value for axis, value in chunks.items()}
         chunks = tuple(given.get(axis) for axis in range(ndim))
-    if not isinstance(chunks, (tuple, list)) or len(chunks) != ndim:
-        return chunks  # sizes of a single axis, or nothing that Dask knows
+    if not isinstance(chunks, (tuple, list)) or len(chunks) < ndim:
+        return chunks  # nothing that Dask knows
+    chunks = chunks[:ndim]
     for size, sizes in zip(chunks, before, strict=True):
         if isinstance(size, (int, float, np.number)) and (size < -1 or size == 0 < sum(sizes)):
             raise ValueError(f"{size} is no size: give at least 1, or -1 for the whole axis")

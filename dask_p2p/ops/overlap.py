@@ -1,90 +1,103 @@
-"""`map_overlap`: a function of blocks that see a rim of their neighbours."""
+"""`map_overlap`: a function of blocks that see a rim of their neighbours.
+
+A function of one array runs in the tasks that assemble its blocks: one layer. With several arrays,
+or arguments that only Dask's `map_blocks` knows, blocks with rims are arrays of their own, and the
+function is mapped over them by Dask: one layer more. What a function gets is its own in both cases.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from operator import index as as_int
 from typing import Any
 
 import dask.array as da
 import numpy as np
+from dask.array.core import broadcast_dimensions, common_blockdim
 from dask.array.utils import meta_from_array
+from dask.base import unpack_collections
+from dask.utils import has_keyword
 
 from dask_p2p.config import checked_options
-from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.graph import planned_array
-from dask_p2p.layer import Post
-from dask_p2p.layout import Chunks, Index
-from dask_p2p.ops.arguments import check_array, check_chunks_are_known
-from dask_p2p.plans import halo_plan
-from dask_p2p.plans.halo import BOUNDARIES
-from dask_p2p.registration import register_if_possible
-from dask_p2p.types import Array, DaskArray, DTypeLike
-from dask_p2p.versioned import versioned
+from dask_p2p.errors import InputError
+from dask_p2p.graph.arrays import planned_array
+from dask_p2p.graph.layer import Post
+from dask_p2p.ops.arguments import check_array, check_chunks_are_known, is_dask_array
+from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.ops.rims import checked_boundaries, checked_depths
+from dask_p2p.ops.stencil import OwnBlocks, Stencil, Trim
+from dask_p2p.plans import GridPlan, halo_plan
+from dask_p2p.plans.halo import rims_of
+from dask_p2p.plugins.registration import register_if_possible
+from dask_p2p.types import Array, BoundaryLike, DaskArray, DepthLike, DTypeLike
 
-__all__ = ["map_overlap"]
+__all__ = ["aligned", "map_overlap"]
+
+#: Of `dask.array.map_blocks`, beside ``dtype`` and ``meta``.
+_OF_MAP_BLOCKS = {"chunks", "drop_axis", "enforce_ndim", "name", "new_axis", "token"}
 
 
 def map_overlap(
     func: Callable[..., Any],
-    x: DaskArray,
-    depth: Any,
-    boundary: Any = "none",
-    *,
+    *args: Any,
+    depth: DepthLike | None = None,
+    boundary: BoundaryLike | None = None,
     trim: bool = True,
-    dtype: DTypeLike | None = None,
-    meta: Array | None = None,
-    corners: bool = True,
+    align_arrays: bool = True,
     allow_rechunk: bool = True,
+    corners: bool = True,
     **kwargs: Any,
 ) -> DaskArray:
     """Map a function over blocks that have a rim of their neighbours' elements around them.
 
-    One layer: the task of a block reads the rims, and nothing else, from the workers that hold
-    them, calls the function, and cuts the rims off its result.
+    A task reads the rims of its block, and nothing else, from the workers that hold them, calls the
+    function, and cuts the rims off the result. For one array that is one layer.
 
     Parameters
     ----------
     func : callable
-        Takes a block with its rims, and returns an array of its shape.
-    x : dask.array.Array
-        Array of NumPy or CuPy blocks. They may be smaller than the rims.
-    depth : int, tuple or dict
+        Takes a block with its rims of each array, and returns an array of its shape. It may
+        overwrite what it gets: that is no other's. With a parameter ``block_id`` or ``block_info``
+        it is told where the block is, as `dask.array.map_blocks` tells it.
+    *args : dask.array.Array
+        Arrays of NumPy or CuPy blocks. Blocks may be smaller than the rims. Depth and boundary may
+        follow them: ``map_overlap(func, x, depth, boundary)``.
+    depth : int, tuple, dict or list, optional
         Width of the rims in elements: one for all axes, one for each, or by axis. A width is a
-        number, or a pair (before, after).
-    boundary : str, scalar, tuple or dict
+        number, or a pair (before, after). A list has one of these for each array. By default 0.
+    boundary : str, scalar, tuple, dict or list, optional
         What lies beyond the ends of the array, for all axes or by axis: "none" (blocks at the ends
-        have no rim there), "periodic", "reflect", "nearest", or a constant.
+        have no rim there), "periodic", "reflect", "nearest", or a constant. A list has one of these
+        for each array. By default "none".
     trim : bool, optional
-        Whether to cut the rims off what `func` returns. Without, it returns blocks that have none.
-    dtype : numpy.dtype, optional
-        Of the result, whose blocks are of the type of those of `x`. By default what `func` gives
-        for an empty array, which takes a moment on GPUs.
-    meta : array, optional
-        Empty array of the type and dtype of the result, if its blocks are of another type.
+        Whether to cut the rims off what `func` returns. Without, its result is taken as it is.
+    align_arrays : bool, optional
+        Whether to cut several arrays in the same places first. Without, they must be.
+    allow_rechunk : bool, optional
+        As `dask.array.map_overlap` takes it. No array is cut anew because of its rims.
     corners : bool, optional
         Whether rims include the blocks that are neighbours along several axes. Stencils that are
         shaped like a star do not read those: without, they are zero, and do not move.
-    allow_rechunk : bool, optional
-        As `dask.array.map_overlap` takes it. The array is never rechunked.
     **kwargs
-        Passed on to `func`.
+        Those that `dask.array.map_blocks` knows are for it: ``dtype``, ``meta``, ``chunks``,
+        ``drop_axis``, ``new_axis``, ``name``, ``token``, ``enforce_ndim``. Others are passed on to
+        `func`; what Dask has still to compute among them is computed first.
 
     Returns
     -------
     dask.array.Array
-        The values of ``dask.array.map_overlap(func, x, depth, boundary)``, in the blocks of `x`.
+        The values of ``dask.array.map_overlap(func, *args, depth=depth, boundary=boundary)``, in
+        the blocks of the array.
 
     Raises
     ------
     UnsupportedArrayError
-        If `x` is no Dask array, or its blocks are masked, sparse or otherwise more than bytes.
+        If one of `args` is no Dask array, or blocks are masked, sparse or otherwise more than
+        bytes.
     ChunksError
-        If the chunk sizes of `x` are unknown.
+        If chunk sizes are unknown.
     InputError
-        If `depth` or `boundary` is nothing of the kind, or a rim is wider than the array.
+        If `depth` or `boundary` is nothing of the kind, or a rim is wider than its array.
     BlockMismatchError
         When it runs, if `func` returns an array of another shape than it should.
 
@@ -94,137 +107,148 @@ def map_overlap(
     >>> x = da.arange(6, chunks=3)
     >>> map_overlap(lambda block: block.cumsum(), x, 1, boundary=0).compute(scheduler="sync")
     array([ 0,  1,  3,  5,  9, 14])
+    >>> map_overlap(lambda a, b: a + b[::-1], x, x, depth=1).compute(scheduler="sync")
+    array([3, 3, 3, 7, 7, 7])
     """
-    check_array(x)
-    check_chunks_are_known(x)
+    arrays, depth, boundary = _checked_arguments(func, args, depth, boundary)
+    if align_arrays and len(arrays) > 1:
+        arrays = aligned(arrays)
+    shapes = [x.shape for x in arrays]
+    widths = checked_depths(depth, shapes)
+    beyond = checked_boundaries(boundary, shapes)
+    plans = [
+        halo_plan(x.chunks, depths, kinds, corners)
+        for x, depths, kinds in zip(arrays, widths, beyond, strict=True)
+    ]
+    register_if_possible()
+    is_plain = not (
+        kwargs.keys() & _OF_MAP_BLOCKS
+        or has_keyword(func, "block_info")
+        or unpack_collections(kwargs)[0]
+    )
+    if len(arrays) == 1 and is_plain:
+        return _assembled_and_mapped(func, arrays[0], plans[0], trim=trim, **kwargs)
+    return _mapped_by_dask(func, arrays, plans, trim, kwargs)
+
+
+def _checked_arguments(
+    func: Any, args: tuple[Any, ...], depth: Any, boundary: Any
+) -> tuple[list[DaskArray], Any, Any]:
+    """Return the arrays, depth and boundary, of which the last two may follow the arrays."""
+    if is_dask_array(func):
+        raise InputError(
+            "expected the function first and the arrays after it, got an array first. Call "
+            "map_overlap(func, x, depth, boundary)."
+        )
     if not callable(func):
         raise InputError(f"expected a function of a block, got {func!r}. Give the function first.")
-    widths = checked_depth(depth, x.shape)
-    beyond = checked_boundary(boundary, x.ndim)
-    plan = halo_plan(x.chunks, widths, beyond, has_corners=corners)
-    function = partial(func, **kwargs) if kwargs else func
-    chunks = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
-    cut_off = widths if trim else ((0, 0),) * x.ndim
-    stencil = Stencil(function, cut_off, tuple(kind != "none" for kind in beyond), chunks)
-    register_if_possible()
-    post = Post(stencil, chunks, _meta(function, x, dtype, meta))
-    return planned_array("p2p-overlap", x, plan, checked_options(), post)
-
-
-@versioned()
-@dataclass(frozen=True)
-class Stencil:
-    """A function of assembled blocks, and what of its result is a block of the output.
-
-    Parameters
-    ----------
-    function
-        Of an assembled block.
-    depth
-        Widths of the rims along each axis, as far as they are cut off here.
-    has_ends
-        For each axis, whether there are rims at the ends of the array too.
-    chunks
-        Of the array, without rims.
-    """
-
-    function: Callable[[Any], Any]
-    depth: tuple[tuple[int, int], ...]
-    has_ends: tuple[bool, ...]
-    chunks: Chunks
-
-    def __call__(self, block: Array, index: Index) -> Any:
-        shape, slices = [], []
-        for i, sizes, (before, after), has_ends in zip(
-            index, self.chunks, self.depth, self.has_ends, strict=True
-        ):
-            if not has_ends:
-                before, after = min(before, sum(sizes[:i])), min(after, sum(sizes[i + 1 :]))
-            shape.append(before + sizes[i] + after)
-            slices.append(slice(before, before + sizes[i]))
-        result = self.function(block)
-        if getattr(result, "shape", None) != tuple(shape):
-            raise BlockMismatchError(
-                f"expected an array of shape {tuple(shape)} from the function for a block of "
-                f"{block.shape}, got {getattr(result, 'shape', type(result).__name__)}. Return an "
-                f"array of the block's shape, or with trim=False one without the rims."
-            )
-        return result[(*slices, ...)]
-
-
-def _meta(
-    function: Callable[[Any], Any], x: DaskArray, dtype: DTypeLike | None, meta: Array | None
-) -> Array:
-    """Return an empty array of the result's type and dtype: as it was given, or as Dask infers it.
-
-    Dask calls the function with an empty array. On a GPU that takes milliseconds, each time.
-    """
-    if meta is None and dtype is None:
-        meta = da.map_blocks(function, x)._meta
-    return meta_from_array(x._meta if meta is None else meta, x.ndim, dtype)
-
-
-def checked_depth(depth: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the widths of the rims before and after a block, for each axis.
-
-    Raises
-    ------
-    InputError
-        If they are no widths, or wider than the array.
-    """
-    widths = tuple(map(_width, _by_axis("depth", depth, len(shape), 0)))
-    for axis, (width, length) in enumerate(zip(widths, shape, strict=True)):
-        if max(width) > length:
+    count = next((i for i, x in enumerate(args) if not is_dask_array(x)), len(args))
+    arrays, others = list(args[:count]), list(args[count:])
+    for x in (*arrays, *(x for x in others if getattr(x, "ndim", 0)), *others[: not arrays]):
+        check_array(x)
+        check_chunks_are_known(x)
+    if not arrays:
+        raise InputError("expected an array after the function. Call map_overlap(func, x, depth).")
+    for name, given in (("depth", depth), ("boundary", boundary)):
+        if others and given is not None:
             raise InputError(
-                f"expected rims that are no wider than the array, got depth={depth!r} for an axis "
-                f"of length {length} (axis {axis}). Make them narrower."
+                f"expected {name} once, got {others[0]!r} after the arrays and {name}={given!r}."
             )
-    return widths
-
-
-def _width(width: Any) -> tuple[int, int]:
-    sides = width if isinstance(width, tuple) else (width, width)
-    try:
-        before, after = map(as_int, sides)
-    except (TypeError, ValueError):
-        before = after = -1
-    if min(before, after) < 0:
+        if others and name == "depth":
+            depth = others.pop(0)
+        elif others:
+            boundary = others.pop(0)
+    if others:
         raise InputError(
-            f"expected a width of rims, got {width!r}. Give a number of elements, at least 0, or a "
-            f"pair (before, after)."
+            f"expected arrays, depth and boundary, got {others!r} after these. Give the rest by "
+            f"name."
         )
-    return before, after
+    return arrays, depth, boundary
 
 
-def checked_boundary(boundary: Any, ndim: int) -> tuple[Any, ...]:
-    """Return for each axis what lies beyond its ends.
+def aligned(arrays: Sequence[DaskArray]) -> list[DaskArray]:
+    """Cut arrays in the same places along the axes that they have in common, from the last one."""
+    shapes = [x.shape for x in arrays]
+    try:
+        np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise InputError(
+            f"expected arrays that broadcast, got the shapes {shapes}. Make them fit, by indexing "
+            f"with None where an axis is missing."
+        ) from None
+    axes = [tuple(range(x.ndim))[::-1] for x in arrays]
+    chunks = {i: x.chunks for i, x in enumerate(arrays)}
+    common = broadcast_dimensions(list(enumerate(axes)), chunks, consolidate=common_blockdim)
+    return [
+        rechunk(x, tuple(common[a] if n > 1 else (n,) for a, n in zip(along, x.shape, strict=True)))
+        for x, along in zip(arrays, axes, strict=True)
+    ]
 
-    Raises
-    ------
-    InputError
-        If that is no boundary.
-    """
-    kinds = _by_axis("boundary", boundary, ndim, "none")
-    for kind in kinds:
-        if kind not in BOUNDARIES if isinstance(kind, str) else not np.isscalar(kind):
-            raise InputError(
-                f"expected a boundary out of {', '.join(BOUNDARIES)}, or a number, got {kind!r}."
-            )
-    return kinds
+
+def _assembled_and_mapped(
+    func: Callable[..., Any],
+    x: DaskArray,
+    plan: GridPlan,
+    *,
+    trim: bool,
+    dtype: DTypeLike | None = None,
+    meta: Array | None = None,
+    **kwargs: Any,
+) -> DaskArray:
+    """Call the function in the tasks that assemble blocks with rims."""
+    has_block_id = has_keyword(func, "block_id") and "block_id" not in kwargs
+    function = partial(func, **kwargs) if kwargs else func
+    if meta is None and dtype is None:
+        # By an empty array. On a GPU that takes milliseconds, each time.
+        meta = da.map_blocks(function, x)._meta
+    meta = meta_from_array(x._meta if meta is None else meta, x.ndim, dtype)
+    chunks = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
+    stencil = Stencil(function, Trim(rims_of(plan)) if trim else None, has_block_id)
+    return planned_array("p2p-overlap", x, plan, checked_options(), Post(stencil, chunks, meta))
 
 
-def _by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any, ...]:
-    """Return the value of each axis, given for all, for each or for some."""
-    if isinstance(value, Mapping):
-        axes = {axis: value[axis] for axis in value if axis in range(-ndim, ndim)}
-        given = {axis % ndim: default if of is None else of for axis, of in axes.items()}
-        if len(given) == len(value):
-            return tuple(given.get(axis, default) for axis in range(ndim))
-    elif not isinstance(value, (tuple, list)):
-        return (default if value is None else value,) * ndim
-    elif len(value) == ndim:
-        return tuple(default if of is None else of for of in value)
-    raise InputError(
-        f"expected one {name} for all of {ndim} axes, a tuple with one for each, or a dict by "
-        f"axis, got {name}={value!r}."
+def _mapped_by_dask(
+    func: Callable[..., Any],
+    arrays: Sequence[DaskArray],
+    plans: Sequence[GridPlan],
+    trim: bool,
+    kwargs: dict[str, Any],
+) -> DaskArray:
+    """Have Dask map the function over arrays of blocks with rims, and cut these off."""
+    function = OwnBlocks(func)
+    if all(plan.chunks == x.chunks for x, plan in zip(arrays, plans, strict=True)):
+        return da.map_blocks(function, *arrays, **kwargs)
+    options = checked_options()
+    with_rims = [
+        x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
+        for x, plan in zip(arrays, plans, strict=True)
+    ]
+    if not trim:
+        return da.map_blocks(function, *with_rims, **{"chunks": arrays[0].chunks, **kwargs})
+    y = da.map_blocks(function, *with_rims, **kwargs)
+    # Of the array with the most axes, the first if there are several.
+    most = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
+    rims = _rims_of_result(rims_of(plans[most]), y, kwargs.get("drop_axis"), kwargs.get("new_axis"))
+    chunks = tuple(
+        tuple(n - before - after for n, (before, after) in zip(sizes, along, strict=True))
+        for sizes, along in zip(y.chunks, rims, strict=True)
     )
+    return da.map_blocks(Trim(rims), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
+
+
+def _rims_of_result(
+    rims: Sequence[tuple[tuple[int, int], ...]], y: DaskArray, drop_axis: Any, new_axis: Any
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the rims along the axes of a result that lacks some axes, and has others."""
+    ndim = len(rims)
+    dropped = _axes(drop_axis, ndim)
+    kept = [along for axis, along in enumerate(rims) if axis not in dropped]
+    if new_axis is None:  # those before the others, for which there are chunks
+        new_axis = range(y.ndim - len(kept))
+    for axis in sorted(_axes(new_axis, max(ndim, y.ndim))):
+        kept.insert(axis, ((0, 0),) * y.numblocks[axis])
+    return tuple(kept)
+
+
+def _axes(axes: Any, ndim: int) -> list[int]:
+    return [] if axes is None else [int(axis) % ndim for axis in np.atleast_1d(axes)]

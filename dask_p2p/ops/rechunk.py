@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
-
-import dask.array as da
 
 from dask_p2p.config import Options, checked_options
-from dask_p2p.graph import planned_array
-from dask_p2p.layout import Chunks
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import Chunks
+from dask_p2p.graph.arrays import planned_array
 from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, has_unknown_chunks
-from dask_p2p.ops.unknown import rechunk_unknown
+from dask_p2p.ops.unknown_chunks import rechunk_by_tasks, rechunk_unknown
 from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
-from dask_p2p.registration import cluster_size, register_if_possible
-from dask_p2p.types import DaskArray
+from dask_p2p.plugins.registration import cluster_size, register_if_possible
+from dask_p2p.types import ChunksLike, DaskArray
 
 __all__ = ["planned", "rechunk", "redistributed"]
 
 
 def rechunk(
     x: DaskArray,
-    chunks: Any = "auto",
+    chunks: ChunksLike = "auto",
+    threshold: int | None = None,
+    block_size_limit: int | None = None,
+    balance: bool = False,
+    method: str | None = None,
     *,
     axes: Sequence[int] | None = None,
-    balance: bool = False,
-    block_size_limit: int | None = None,
 ) -> DaskArray:
     """Cut a Dask array into other blocks, moving only the regions of blocks that must move.
 
@@ -39,15 +39,19 @@ def rechunk(
         Array of NumPy or CuPy blocks, of any number of dimensions, cut along any of its axes.
     chunks : int, str, tuple or dict, optional
         Chunks of the result: anything that `dask.array.rechunk` takes.
-    axes : sequence of int, optional
-        A permutation of the axes, done in the same pass: axis ``i`` of the result is axis
-        ``axes[i]`` of `x`, and `chunks` are given in the result's order. By default the axes stay.
-    balance : bool, optional
-        Whether to make the blocks along each axis as equal as possible, as `dask.array.rechunk`
-        does.
+    threshold : int, optional
+        As `dask.array.rechunk` takes it, to choose between Dask's own ways. Without effect here.
     block_size_limit : int, optional
         Largest size in bytes of a block where `chunks` has "auto". By default Dask's
         ``array.chunk-size``.
+    balance : bool, optional
+        Whether to make the blocks along each axis as equal as possible, as `dask.array.rechunk`
+        does.
+    method : {"tasks", "p2p"}, optional
+        As `threshold`: one of Dask's own ways. Without effect here.
+    axes : sequence of int, optional
+        A permutation of the axes, done in the same pass: axis ``i`` of the result is axis
+        ``axes[i]`` of `x`, and `chunks` are given in the result's order. By default the axes stay.
 
     Returns
     -------
@@ -63,6 +67,8 @@ def rechunk(
         If `axes` is no permutation of the axes of `x`.
     ChunksError
         If `chunks` does not fit the result, or an axis of unknown chunk sizes is to be cut anew.
+    InputError
+        If there is no such `method`.
     ConfigError
         If an option has a value that it cannot have, or there is none of a name that is set.
 
@@ -80,6 +86,11 @@ def rechunk(
     ((4,), (2, 2, 2))
     """
     check_array(x)
+    if method not in (None, "tasks", "p2p"):
+        raise InputError(
+            f"expected method 'tasks' or 'p2p', which make no difference here, or None, got "
+            f"{method!r}. Leave it out."
+        )
     order = tuple(range(x.ndim)) if axes is None else checked_axes(axes, x.ndim)
     if has_unknown_chunks(x):
         return rechunk_unknown(x, order, chunks, balance, block_size_limit)
@@ -100,7 +111,7 @@ def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskAr
     for plan, grid in planned(x.chunks, order, after, options):
         x = planned_array(prefix, x, plan, options)
         if plan.chunks != grid:
-            x = da.rechunk(x, grid, method="tasks")  # which only cuts: views, on the same worker
+            x = rechunk_by_tasks(x, grid)  # which only cuts: views, on the same worker
     return x
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
-from dask_p2p.layout import Chunks
+from dask_p2p.geometry import Chunks
 from dask_p2p.ops.arguments import (
     check_array,
     check_chunks_are_known,
@@ -14,12 +15,17 @@ from dask_p2p.ops.arguments import (
 )
 from dask_p2p.ops.rechunk import redistributed
 from dask_p2p.plans import slab_chunks
-from dask_p2p.types import DaskArray
+from dask_p2p.types import ChunksLike, DaskArray
 
 __all__ = ["transpose", "transposed"]
 
 
-def transpose(x: DaskArray, axes: Sequence[int] | None = None, *, chunks: Any = None) -> DaskArray:
+def transpose(
+    x: DaskArray,
+    axes: Sequence[int] | int | None = None,
+    *more_axes: int,
+    chunks: ChunksLike = None,
+) -> DaskArray:
     """Permute the axes of a Dask array, moving only the regions of blocks that must move.
 
     On a `distributed` cluster each worker assembles its blocks of the result from regions that it
@@ -34,6 +40,8 @@ def transpose(x: DaskArray, axes: Sequence[int] | None = None, *, chunks: Any = 
     axes : sequence of int, optional
         A permutation of the axes: axis ``i`` of the result is axis ``axes[i]`` of `x`. Negative
         numbers count from the last. By default the order is reversed.
+    *more_axes : int
+        With `axes` the first of them: ``transpose(x, 1, 0)`` is ``transpose(x, (1, 0))``.
     chunks : int, str, tuple or dict, optional
         Chunks of the result: anything that `dask.array.rechunk` takes. By default slabs along
         the result's first axis, with the other axes whole: as many as `x` has blocks along its
@@ -66,11 +74,12 @@ def transpose(x: DaskArray, axes: Sequence[int] | None = None, *, chunks: Any = 
     >>> y.compute()[2]
     array([ 2,  5,  8, 11])
     """
-    return redistributed(x, *transposed(x, axes, chunks))
+    order: Any = (axes, *more_axes) if more_axes or isinstance(axes, Integral) else axes
+    return redistributed(x, *transposed(x, order, chunks))
 
 
 def transposed(
-    x: DaskArray, axes: Sequence[int] | None, chunks: Any
+    x: DaskArray, axes: Sequence[int] | None, chunks: ChunksLike
 ) -> tuple[tuple[int, ...], Chunks]:
     """Return the axes and the chunks of a transpose.
 

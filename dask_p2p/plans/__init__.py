@@ -7,10 +7,10 @@ rims of blocks, `groups` what large graphs need, `slabs` the default chunks of a
 from __future__ import annotations
 
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Plan, Source, block_plans, stage_order
+from dask_p2p.plans.default_chunks import slab_chunks
 from dask_p2p.plans.grid import GridPlan, redistribution
 from dask_p2p.plans.groups import grid_between, grouped
 from dask_p2p.plans.halo import halo_plan
-from dask_p2p.plans.slabs import slab_chunks
 
 __all__ = [
     "BlockPlan",

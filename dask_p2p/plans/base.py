@@ -54,7 +54,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from dask_p2p.layout import Box, Chunks, Index, block_indices
+from dask_p2p.geometry import Box, Chunks, Index, block_indices
 from dask_p2p.versioned import versioned
 
 __all__ = ["BlockPlan", "Fill", "Piece", "Plan", "Source", "block_plans", "stage_order"]
@@ -112,6 +112,13 @@ class BlockPlan:
             and len(self.pieces) == 1
             and self.pieces[0].src == self.pieces[0].dst
             and self.axes == tuple(range(len(self.axes)))
+        )
+
+    def destination(self, piece: Piece, part: Box) -> Box:
+        """Return the part of a piece's destination box that a part of its source box fills."""
+        return tuple(
+            (start + part[axis][0] - piece.src[axis][0], start + part[axis][1] - piece.src[axis][0])
+            for axis, (start, _) in zip(self.axes, piece.dst, strict=True)
         )
 
 

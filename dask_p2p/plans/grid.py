@@ -17,7 +17,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
-from dask_p2p.layout import Chunks, Index, block_bounds, block_shape, box_size
+from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Source
 from dask_p2p.versioned import versioned
 
@@ -126,7 +126,7 @@ def segments_of_range(
     return segments
 
 
-@versioned()  # without what is cached: each task carries a plan, and reads one block of it
+@versioned(shared=True)  # without what is cached
 @dataclass(frozen=True)
 class GridPlan:
     """How the blocks of one grid are assembled from those of another, axis by axis.

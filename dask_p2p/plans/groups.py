@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import ceil, isqrt, prod
 
-from dask_p2p.layout import Chunks
+from dask_p2p.geometry import Chunks
 from dask_p2p.plans.grid import Cut, GridPlan
 
 __all__ = [

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dask_p2p.layout import Chunks, block_bounds
+from dask_p2p.geometry import Chunks, block_bounds
 from dask_p2p.plans.grid import AxisMapping, Cut, GridPlan, Segment, segments_of_range
 from dask_p2p.versioned import versioned
 
-__all__ = ["BOUNDARIES", "Halo", "halo_plan"]
+__all__ = ["BOUNDARIES", "Halo", "halo_plan", "rims_of"]
 
 #: What lies beyond an end of the array: nothing, what is at its other end, a reflection, its last
 #: element. Anything else is a constant.
@@ -80,6 +80,11 @@ class Halo:
         if self.boundary == "none":
             low, high = max(low, 0), min(high, self._bounds[-1])
         return [(low, start), (start, stop), (stop, high)]
+
+    def rims(self, number: int) -> tuple[int, int]:
+        """Return how wide the rims before and after a block are: at an end there may be less."""
+        (start, own), _, (end, stop) = self._reach(number)
+        return own - start, stop - end
 
     def blocks(self, number: int) -> tuple[int, ...]:
         read = dict.fromkeys(segment.block for segment in self.segments(number))
@@ -148,3 +153,11 @@ def halo_plan(
         rims = Halo(own, before, after, beyond)
         mappings.append(rims if before or after else Cut(own, own))
     return GridPlan(tuple(range(len(chunks))), tuple(mappings), has_corners)
+
+
+def rims_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return for each axis, and each block along it, the widths of its rims before and after."""
+    return tuple(
+        tuple(m.rims(i) if isinstance(m, Halo) else (0, 0) for i in range(len(m.sizes)))
+        for m in plan.mappings
+    )

@@ -1,35 +1,64 @@
 """Transports: how a region of a remote block comes to this worker.
 
-A new transport is one module with a subclass of `Transport` and one line here.
+A new transport is one module with a subclass of `Transport` and one line here; or an entry point of
+the group ``dask_p2p.transports`` in another package.
 """
 
 from __future__ import annotations
 
-from dask_p2p.config import Options
+from importlib.metadata import EntryPoint, entry_points
+
+from dask_p2p.config import Options, transport_classes
+from dask_p2p.errors import ConfigError
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.budget import ByteBudget
-from dask_p2p.transports.cma import CmaTransport
-from dask_p2p.transports.comm import CommTransport
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.ipc import IpcTransport
-from dask_p2p.transports.pinned import PinnedTransport
-from dask_p2p.transports.registry import classes, register
-from dask_p2p.transports.ucx import UcxTransport
+from dask_p2p.transports.in_place.cma import CmaTransport
+from dask_p2p.transports.in_place.ipc import IpcTransport
+from dask_p2p.transports.packed.comm import CommTransport
+from dask_p2p.transports.packed.pinned import PinnedTransport
+from dask_p2p.transports.packed.ucx import UcxTransport
 
-__all__ = ["make_transports"]
+__all__ = ["OWN", "all_transports", "make_transports"]
 
-register(
+#: Those of this package, best first.
+OWN: tuple[type[Transport], ...] = (
     IpcTransport,
     CmaTransport,
     UcxTransport,
     PinnedTransport,
-    CommTransport,
+    CommTransport,  # works always: the last resort
 )
 
 
-def make_transports(host: WorkerContext, options: Options) -> dict[str, Transport]:
+def all_transports() -> dict[str, type[Transport]]:
+    """Return the classes of all transports by name, best first; other packages' come before ours.
+
+    Raises
+    ------
+    ConfigError
+        If an entry point names no transport.
+    """
+    others = [_loaded(entry_point) for entry_point in entry_points(group="dask_p2p.transports")]
+    return {transport.name: transport for transport in (*others, *OWN)}
+
+
+def _loaded(entry_point: EntryPoint) -> type[Transport]:
+    try:
+        found: type[Transport] = entry_point.load()
+        if not issubclass(found, Transport):
+            raise TypeError(f"expected a subclass of Transport, got {found}")
+    except Exception as exc:  # whatever another package raises when it is imported
+        raise ConfigError(
+            f"the entry point {entry_point.name} of dask_p2p.transports names no transport, but "
+            f"{entry_point.value}: {type(exc).__name__}: {exc}. Repair or uninstall its package"
+        ) from exc
+    return found
+
+
+def make_transports(worker: WorkerContext, options: Options) -> dict[str, Transport]:
     """Make every transport of a worker, by name."""
-    transports = {name: transport(host, options) for name, transport in classes.items()}
+    transports = {name: make(worker, options) for name, make in transport_classes().items()}
     packed = ByteBudget(options.staging_limit_bytes)
     for transport in transports.values():
         transport.packed = packed

@@ -18,9 +18,10 @@ Who may touch what, when
     synchronised. Otherwise it is the reader's own: drop it when it has been read.
 Failure
     `BlockUnavailableError` if the holder lacks a block or is silent, `BlockMismatchError` if a
-    block is not of the declared kind, `TransferError` for anything else. A block that fails does
-    not keep the others of its holder from coming. Never wrong data, as far as can be told: a region
-    that comes changed is found where `Options.checksum` asks for it.
+    block is not of the declared kind, `TransferError` for anything else; its `scope` says what else
+    will not come. A block that fails does not keep the others of its holder from coming. Never
+    wrong data, as far as can be told: a region that comes changed is found where
+    `Options.checksum` asks for it.
 Threads
     `read` and a `Reading` are used by task threads, several at a time; handlers run on the worker's
     event loop and never block it.
@@ -30,31 +31,28 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import wraps
-from inspect import signature
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dask_p2p.config import NOT_IN_AUTO, Options
+from dask_p2p.backends import backend_named
+from dask_p2p.config import Options, Section
 from dask_p2p.errors import Obstacle, TransferError
-from dask_p2p.retry import GRACE_S, MEET_S
 from dask_p2p.transports.budget import ByteBudget
-from dask_p2p.transports.buffers import Buffers, buffer_bytes
+from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.flow_control import FlowControl, PackingLimits, parts_held
+from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
 from dask_p2p.transports.reading import Reading, Request
-from dask_p2p.transports.replies import refuse
-from dask_p2p.transports.requests import no_more
+from dask_p2p.transports.replies import Handler, answering
+from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, PROBE_TIMEOUT_S
 from dask_p2p.types import DType, Key, Kind
 
 __all__ = ["Handler", "Transport", "answers"]
-
-Handler = Callable[..., Awaitable[dict[str, Any]]]
 
 _BYTE = np.dtype("u1")
 
@@ -64,7 +62,7 @@ class Transport(ABC):
 
     Parameters
     ----------
-    host
+    worker
         The worker that this transport lives on.
     options
         The worker's own, for what does not depend on a task.
@@ -74,15 +72,17 @@ class Transport(ABC):
 
     #: Of the blocks that it moves.
     kinds: ClassVar[tuple[str, ...]] = ("numpy", "cupy")
+    #: Whether it moves Python objects: all others move bytes.
+    moves_objects: ClassVar[bool] = False
     #: Whether arrays lie in the holder's memory rather than in a copy of the reader's own.
     in_place: ClassVar[bool] = False
     #: Whether the reader's own thread, or its GPU, reads memory of this host.
     within_host: ClassVar[bool] = False
-    #: Buffers of one part each that are kept for later.
-    idle_parts: ClassVar[int] = 0
+    #: Of options that it reads.
+    sections: ClassVar[tuple[type[Section], ...]] = ()
 
-    def __init__(self, host: WorkerContext, options: Options) -> None:
-        self.host = host
+    def __init__(self, worker: WorkerContext, options: Options) -> None:
+        self.worker = worker
         self.options = options
         #: What is packed for readers; the transports of one worker share one.
         self.packed = ByteBudget(options.staging_limit_bytes)
@@ -95,14 +95,18 @@ class Transport(ABC):
     def handlers(self) -> Mapping[str, Handler]:
         """RPC handlers of the holder's side, by the name of their operation."""
 
-    @property
-    def refusal(self) -> Obstacle | None:
-        """Why nobody can read this worker's blocks by this transport; None if others may."""
-        return None
-
-    @abstractmethod
     def obstacle(self, holder: str, kind: Kind, dtype: DType) -> Obstacle | None:
         """Why blocks of this kind ("numpy", "cupy") cannot come from `holder`; None if they may."""
+        if kind not in self.kinds:
+            titles = " and ".join(backend_named(own).title for own in self.kinds)
+            return Obstacle("other-kind", f"{self.name} moves {titles} blocks, not {kind}")
+        if dtype.hasobject and not self.moves_objects:
+            return Obstacle("objects", f"{self.name} moves bytes, not Python objects")
+        return self.holder_obstacle(holder)
+
+    def holder_obstacle(self, holder: str) -> Obstacle | None:
+        """Why nothing can come from `holder`, whatever it is; None if blocks may."""
+        return None
 
     def boot_id(self, worker: str) -> str | None:
         """Return what tells the host of a worker, this one or another; None if it is not known."""
@@ -113,14 +117,14 @@ class Transport(ABC):
 
         What is opened for it stays open.
         """
-        timeouts = replace(self.options, request_timeout_s=MEET_S)
+        timeouts = replace(self.options, request_timeout_s=PROBE_TIMEOUT_S)
         whole = ((0, PROBE_BYTES),)
         request = Request(probe_key(kind), holder, (PROBE_BYTES,), _BYTE, kind, [whole])
         with closing(self.read([request], timeouts)) as reading:
             try:
                 for region in reading:
-                    start, _ = region.part.box[0]
-                    check_probe(region.pending.result(MEET_S + GRACE_S), start)
+                    start, _ = region.box[0]
+                    check_probe(region.result(PROBE_TIMEOUT_S + EVENT_LOOP_GRACE_S), start)
             except TimeoutError:
                 message = f"{self.name}: the worker's event loop did not respond"
                 raise TransferError(message) from None
@@ -135,62 +139,28 @@ class Transport(ABC):
             If nothing of it will come. What fails for one block only is told by its regions.
         """
 
-    # --- flow control: arithmetic, which needs no worker ---
+    # --- arithmetic, which needs no worker ---
 
     @classmethod
-    def rank(cls, kind: Kind, options: Options) -> float:
-        """Return its place where the order is auto, the least first; or `NOT_IN_AUTO`."""
-        return NOT_IN_AUTO
+    def is_in_auto(cls, options: Options, kind: Kind) -> bool:
+        """Return whether it is used for blocks of this kind where the order is auto."""
+        return kind in cls.kinds
 
     @classmethod
     @abstractmethod
-    def flow_control(cls, options: Options, kind: Kind) -> FlowControl:
-        """In what parts, and how many of them at a time, regions should be asked for."""
+    def footprint(cls, options: Options, kind: Kind) -> Footprint:
+        """Return in what parts it asks for regions, and what it holds of them."""
 
-    @classmethod
-    def staging_bytes(
-        cls, options: Options, kind: Kind, largest_bytes: int, remote_bytes: int, item_bytes: int
-    ) -> int:
-        """Return what one task holds of regions on their way; see `registry.staging_bytes`.
-
-        By default parts in buffers, whose sizes are powers of two.
-        """
-        flow = cls.flow_control(options, kind).for_regions(largest_bytes)
-        part_bytes = buffer_bytes(min(max(item_bytes, flow.part_bytes or 0), largest_bytes))
-        return min(parts_held(flow.parts_in_flight, kind) * part_bytes, 2 * remote_bytes)
-
-    @classmethod
-    def beside_bytes(cls, options: Options, kind: Kind) -> int:
-        """Return what it may hold while parts of another transport are on their way."""
-        return 0
-
-    @classmethod
-    def packing(cls, options: Options, kind: Kind) -> PackingLimits:
-        """Return what a holder packs at most."""
-        return PackingLimits(0, 0)
-
-    @classmethod
-    def idle_bytes(cls, options: Options, kind: Kind) -> int:
-        """Return what it keeps in buffers for later at most."""
-        if not cls.idle_parts:
-            return 0
-        most_bytes = cls.idle_parts * buffer_bytes(cls.flow_control(options, kind).part_bytes or 0)
-        return min(most_bytes, options.staging_limit_bytes)
+    def footprint_for(self, requests: Sequence[Request], options: Options) -> Footprint:
+        """Return the footprint for these requests: how they are asked for."""
+        found, itemsize = self.footprint(options, requests[0].kind), requests[0].dtype.itemsize
+        if found.part_bytes is not None and found.part_bytes < itemsize:
+            # A part has one item at least, and so they go one at a time, or not through slots.
+            part_bytes = None if self.in_place else found.part_bytes
+            found = replace(found, part_bytes=part_bytes, parts_in_flight=0)
+        return replace(found, parts_in_flight=0) if options.mode == "sync" else found
 
     # --- both sides ---
-
-    def flow_for(self, requests: Sequence[Request], options: Options) -> FlowControl:
-        """Return how to ask for these requests: the flow, as far as they allow it."""
-        flow, itemsize = self.flow_control(options, requests[0].kind), requests[0].dtype.itemsize
-        if flow.part_bytes is not None and flow.part_bytes < itemsize:
-            # A part has one item at least, and so they go one at a time, or not through slots.
-            flow = FlowControl(None if self.in_place else flow.part_bytes, 0)
-        return replace(flow, parts_in_flight=0) if options.mode == "sync" else flow
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes of this worker's blocks that are kept for readers."""
-        return 0
 
     @property
     def kept_bytes(self) -> int:
@@ -208,7 +178,7 @@ class Transport(ABC):
 
     def offload(self, function: Callable[..., Any], *args: Any) -> None:
         """Have a thread run a blocking function, and go on. Called on the event loop."""
-        running = asyncio.ensure_future(self.host.offload(function, *args))
+        running = asyncio.ensure_future(self.worker.offload(function, *args))
         self._in_background.add(running)  # the loop itself keeps only a weak reference
         running.add_done_callback(self._in_background.discard)
 
@@ -222,11 +192,8 @@ class Transport(ABC):
 
 
 def answers(handler: Handler) -> Handler:
-    """Have a method of a transport answer requests: with what it returns, or why that failed.
-
-    A request has its arguments by name, and no others. What they hold is for the method to check.
-    """
-    known = signature(handler).parameters.keys()
+    """Have a method of a transport answer requests while it is open: see `answering`."""
+    answered = answering(handler)
 
     @wraps(handler)
     async def answer(self: Transport, /, **request: Any) -> dict[str, Any]:
@@ -234,10 +201,7 @@ def answers(handler: Handler) -> Handler:
             return {"status": "error", "message": "the worker is closing"}
         self.serving += 1
         try:
-            no_more(request.keys() - known)
-            return {"status": "ok", **await handler(self, **request)}
-        except Exception as exc:
-            return refuse(exc)
+            return await answered(self, **request)
         finally:
             self.serving -= 1
 

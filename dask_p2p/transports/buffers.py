@@ -18,7 +18,7 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.device import current_device
 from dask_p2p.types import Array, DTypeLike, Kind
 
-__all__ = ["Buffers", "buffer_bytes", "raw_bytes"]
+__all__ = ["Buffers", "buffer_bytes"]
 
 _GRANULE_BYTES = 2**9  # sizes are powers of two from here on, so that few differ
 
@@ -32,16 +32,11 @@ def buffer_bytes(nbytes: int) -> int:
     return max(_GRANULE_BYTES, 1 << max(0, nbytes - 1).bit_length())
 
 
-def raw_bytes(array: Array) -> Any:
-    """Return the bytes of a C-ordered array."""
-    return array.reshape(-1).view("u1")
-
-
 class Buffers:
     """A pool of buffers, of the kind "numpy" or "cupy".
 
-    A buffer is taken as an array, and comes back when that array and all its views are gone. So
-    whoever lets go of the last one must be done with it, kernels included.
+    A buffer is taken as an array, and comes back when that array and all its views are gone. So let
+    go of the last one only when all that uses it is done, kernels included.
 
     Parameters
     ----------
@@ -66,29 +61,35 @@ class Buffers:
         """Return a C-ordered array whose values are undefined."""
         dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
-        size_bytes = buffer_bytes(nbytes)
+        size_bytes = self.size_of(nbytes)
         device = current_device() if backend_named(self.kind).on_device else None
         try:
             memory = self._idle[device, size_bytes].pop()
         except IndexError:
             memory = self._allocate(size_bytes)
-        lent = _lend(self.kind, memory, self, size_bytes)
+        owner = _Owner(memory)
+        weakref.finalize(owner, self.put_back, size_bytes, memory).atexit = False
+        lent = backend_named(self.kind).bytes_of(memory, size_bytes, owner)
         return lent[:nbytes].view(dtype).reshape(shape)
+
+    def size_of(self, nbytes: int) -> int:
+        """Return the size of the buffer that an array of `nbytes` is put into."""
+        return buffer_bytes(nbytes)
 
     def _allocate(self, size_bytes: int) -> Any:
         try:
-            return _allocate(self.kind, size_bytes)
+            return allocate(self.kind, size_bytes)
         except MemoryError:
             if not self.idle_bytes:
                 raise
         self.clear()  # memory that nobody uses comes before an error
-        return _allocate(self.kind, size_bytes)
+        return allocate(self.kind, size_bytes)
 
     def clear(self) -> None:
         """Drop what is not in use."""
         self._idle.clear()
 
-    def _put_back(self, size_bytes: int, memory: Any) -> None:
+    def put_back(self, size_bytes: int, memory: Any) -> None:
         # Called wherever the last view dies, perhaps in the middle of a garbage collection: no
         # locks here. Two that come at once may both stay; that is one buffer too many.
         if self.idle_bytes + size_bytes <= self.idle_limit_bytes:
@@ -97,7 +98,10 @@ class Buffers:
 
 
 class _Owner:
-    """What the views of a lent buffer keep alive; NumPy asks it where the memory is."""
+    """What the views of a lent buffer keep alive: when it dies, the memory is given back.
+
+    NumPy asks it where the memory is.
+    """
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -108,13 +112,6 @@ class _Owner:
         return interface
 
 
-def _allocate(kind: Kind, size_bytes: int) -> Any:
+def allocate(kind: Kind, size_bytes: int) -> Any:
+    """Return new memory of a kind."""
     return backend_named(kind).allocate(size_bytes)
-
-
-def _lend(kind: Kind, memory: Any, buffers: Buffers, size_bytes: int) -> Any:
-    """Return an array of bytes whose owner gives the memory back when it dies."""
-    owner = _Owner(memory)
-    back = weakref.finalize(owner, buffers._put_back, size_bytes, memory)
-    back.atexit = False
-    return backend_named(kind).bytes_of(memory, size_bytes, owner)

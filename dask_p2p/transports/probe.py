@@ -1,7 +1,7 @@
 """Probe blocks: known bytes that every worker can provide, to prove that a transport works.
 
 A probe block has a key of its own kind, and is made when it is first asked for. What it holds
-follows from its size, so that whoever reads it can return whether it came unharmed.
+follows from its size, so that its reader can tell whether it came unharmed.
 """
 
 from __future__ import annotations
@@ -59,10 +59,7 @@ class Probes:
     def block(self, key: Key, memory_bytes: int | None = None) -> Any:
         """Return a probe block of a worker with this memory limit, if it has one.
 
-        Raises
-        ------
-        ValueError
-            If the key asks for what is no probe block, or for too large a one.
+        It raises `ValueError` if the key asks for what is no probe block, or for too large a one.
         """
         _, kind, nbytes = cast(tuple[Any, ...], key)
         if kind not in tuple(BACKENDS):  # it may be of any type, hashable or not

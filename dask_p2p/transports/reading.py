@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from dask_p2p.layout import Box, box_size, split_box, taper_last
-from dask_p2p.transports.flow_control import FlowControl
+from dask_p2p.geometry import Box, box_size, split_box, taper_last
+from dask_p2p.transports.footprint import Footprint
 from dask_p2p.types import Array, DType, Kind
 
-__all__ = ["Arrived", "Failed", "Part", "Pending", "Reading", "Region", "Request"]
+__all__ = ["Arrived", "Failed", "Pending", "Reading", "Region", "Request"]
 
 _LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
 
@@ -34,9 +34,13 @@ class Request:
 class Pending(Protocol):
     """A region on its way; a `concurrent.futures.Future` is one."""
 
+    __slots__ = ()
+
     def done(self) -> bool:
         """Return whether nothing has to be waited for: `result` ends soon."""
+        return True
 
+    @abstractmethod
     def result(self, timeout_s: float | None = None, /) -> Any:
         """Wait until it is here, and return the array.
 
@@ -50,48 +54,52 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Pending):
     """A region that is already here."""
 
     region: Array
 
-    def done(self) -> bool:
-        """Return True."""
-        return True
-
     def result(self, timeout_s: float | None = None, /) -> Any:
-        """Return the array."""
         return self.region
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Pending):
     """A region that will not come."""
 
     error: Exception
 
-    def done(self) -> bool:
-        """Return True."""
-        return True
-
     def result(self, timeout_s: float | None = None, /) -> Any:
-        """Raise the error."""
         raise self.error
 
 
-class Part(NamedTuple):
+@dataclass(slots=True)
+class Region:
     """A part of what is requested, small enough to be asked for at once."""
 
     request: int  # number among the requests
     piece: int  # number of the box, among those of the request
     box: Box
+    pending: Pending | None = None  # once it is asked for
+    prefetched: Any = None  # for the reader: what its queue copies here, if it lies elsewhere
 
+    def on_its_way(self, pending: Pending) -> Region:
+        """Return it, now that it is asked for."""
+        self.pending = pending
+        return self
 
-class Region(NamedTuple):
-    """A part on its way."""
+    def is_here(self) -> bool:
+        """Return whether nothing has to be waited for: `result` ends soon."""
+        return self.pending is None or self.pending.done()
 
-    part: Part
-    pending: Pending
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        """Wait until it is here, and return the array, as `Pending.result` does: once.
+
+        It is the caller's own from here on.
+        """
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        return pending.result(timeout_s)
 
 
 class Reading(ABC):
@@ -107,10 +115,10 @@ class Reading(ABC):
         Of the largest part; None if there is no limit.
     """
 
-    def __init__(self, requests: Sequence[Request], flow: FlowControl) -> None:
+    def __init__(self, requests: Sequence[Request], footprint: Footprint) -> None:
         self.requests = requests
-        self.ahead = flow.parts_in_flight
-        self.part_bytes = flow.part_bytes
+        self.ahead = footprint.parts_in_flight
+        self.part_bytes = footprint.part_bytes
         self._dropped: set[int] = set()
 
     @abstractmethod
@@ -132,7 +140,7 @@ class Reading(ABC):
     def close(self) -> None:
         """End all leases. Whatever is still under way is given up. Idempotent."""
 
-    def named(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def named(self, parts: Sequence[Region]) -> dict[str, Any]:
         """Return how a holder is asked for parts: each block is named once, and then numbered."""
         numbers = {number: i for i, number in enumerate(dict.fromkeys(p.request for p in parts))}
         return {
@@ -140,7 +148,7 @@ class Reading(ABC):
             "parts": [(numbers[part.request], part.box) for part in parts],
         }
 
-    def parts(self, *, is_tapered: bool = False) -> Iterator[Part]:
+    def parts(self, *, is_tapered: bool = False) -> Iterator[Region]:
         """Cut what is requested into parts, but for what was dropped.
 
         They are made as late as may be: a region can have hundreds of parts, and the first should
@@ -164,4 +172,4 @@ class Reading(ABC):
                 for part in boxes:
                     if number in self._dropped:
                         break
-                    yield Part(number, piece, part)
+                    yield Region(number, piece, part)

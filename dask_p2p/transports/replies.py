@@ -1,15 +1,17 @@
 """Asking holders, and answering readers: errors on one side are reported on the other.
 
 A holder's answer is plain text and numbers. Its ``"status"`` is ``"ok"``, ``"missing"``,
-``"mismatch"``, ``"unsuitable"`` or ``"error"``. The last three come with a ``"message"``, and an
-error with the ``"obstacle"`` too, where that is known.
+``"mismatch"``, ``"unsuitable"``, ``"silent"`` or ``"error"``. The last four come with a
+``"message"``, and an error with the ``"obstacle"`` too, where that is known.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import astuple
-from functools import lru_cache
+from functools import lru_cache, wraps
+from inspect import signature
 from typing import Any
 
 from dask_p2p.backends import as_array, backend_for
@@ -18,30 +20,39 @@ from dask_p2p.errors import (
     BlockUnavailableError,
     DeviceLostError,
     Obstacle,
+    SilentError,
     TransferError,
     UnreachableError,
     UnsuitableError,
     UnsupportedArrayError,
 )
-from dask_p2p.retry import GRACE_S
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.reading import Request
+from dask_p2p.transports.requests import reject_unknown
+from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
 from dask_p2p.types import Array, Key
 
 __all__ = [
+    "Handler",
+    "answering",
     "ask",
     "ask_and_wait",
-    "check_block",
+    "check_dtype_text",
     "check_reply",
+    "checked_block",
     "dtype_text",
     "find_block",
+    "in_dtype",
     "mismatch",
     "refuse",
 ]
 
 
+Handler = Callable[..., Awaitable[dict[str, Any]]]
+
+
 async def ask(
-    host: WorkerContext, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
+    worker: WorkerContext, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
 ) -> Any:
     """Call a holder's handler.
 
@@ -53,7 +64,7 @@ async def ask(
         If its handler raises, or its answer cannot be read.
     """
     try:
-        calling = asyncio.ensure_future(host.call(holder, op, **kwargs))
+        calling = asyncio.ensure_future(worker.call(holder, op, **kwargs))
         for task in (calling, asyncio.current_task()):
             if task is not None:
                 task.add_done_callback(_retrieve_error)
@@ -73,7 +84,7 @@ async def ask(
 
 def ask_and_wait(
     transport: str,
-    host: WorkerContext,
+    worker: WorkerContext,
     holder: str,
     op: str,
     timeout_s: float,
@@ -82,14 +93,13 @@ def ask_and_wait(
 ) -> Any:
     """Do the same from a task thread, for a transport of this name.
 
-    Raises
-    ------
-    TransferError
-        In place of an answer, too, if this worker's event loop does not respond.
+    It raises `TransferError`, too, if this worker's event loop does not respond.
     """
-    asking = ask(host, holder, op, timeout_s, about, **kwargs)
+    asking = ask(worker, holder, op, timeout_s, about, **kwargs)
     try:
-        return asyncio.run_coroutine_threadsafe(asking, host.loop).result(timeout_s + GRACE_S)
+        return asyncio.run_coroutine_threadsafe(asking, worker.loop).result(
+            timeout_s + EVENT_LOOP_GRACE_S
+        )
     except TimeoutError:
         raise TransferError(f"{transport}: the worker's event loop did not respond") from None
 
@@ -100,31 +110,35 @@ def _retrieve_error(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-def check_block(array: Array, key: Key, shape: tuple[int, ...], dtype: Any = None) -> None:
-    """Raise `BlockMismatchError` unless a block is what its Dask array declares.
+def checked_block(array: Array, key: Key, shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """Return a block as its Dask array declares it; raise `BlockMismatchError` if it is not.
 
     Without a dtype only the shape is compared: NumPy's dtypes do not all survive being sent as
     text, so a reader compares them itself when it has the data.
     """
     backend_for(array)  # refuses masked arrays and whatever else has more than its bytes
-    if tuple(array.shape) != tuple(shape) or (dtype is not None and array.dtype != dtype):
+    block = array if dtype is None else in_dtype(array, dtype)
+    if tuple(array.shape) != tuple(shape) or block is None:
         declared = f"{tuple(shape)}" if dtype is None else f"{dtype} {tuple(shape)}"
         raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")
-
-
-def find_block(host: WorkerContext, key: Key, shape: tuple[int, ...]) -> Any:
-    """Return the block that a reader asks for.
-
-    Raises
-    ------
-    KeyError
-        If it is not here.
-    BlockMismatchError, UnsupportedArrayError
-        If it is not of the shape that the reader expects, or has more than its bytes.
-    """
-    block = as_array(host.block(key))
-    check_block(block, key, shape)
     return block
+
+
+def in_dtype(array: Array, dtype: Any) -> Any:
+    """Return an array in the dtype that is declared; None if they differ in more than byte order.
+
+    Dask makes native arrays of the others that a client sends, and declares them as they were.
+    """
+    if array.dtype == dtype:
+        return array
+    if backend_for(array).on_device or array.dtype.newbyteorder("=") != dtype.newbyteorder("="):
+        return None
+    return array.astype(dtype)
+
+
+def find_block(worker: WorkerContext, key: Key, shape: tuple[int, ...]) -> Any:
+    """Return the block that a reader asks for, checked; `KeyError` if it is not here."""
+    return checked_block(as_array(worker.block(key)), key, shape)
 
 
 @lru_cache(maxsize=64)  # NumPy makes the name anew each time, which takes longer than the rest
@@ -144,12 +158,50 @@ def dtype_text(dtype: Any) -> str:
     return f"{text} {[(name, offset, dtype_text(field)) for name, field, offset in fields]}"
 
 
-def mismatch(block: Array, declared: Any, real: Any) -> BlockMismatchError:
+def check_dtype_text(block: Any, declared: str, real: str) -> None:
+    """Raise unless a block is of the declared dtype, for a transport that moves bytes as they are.
+
+    Raises
+    ------
+    UnsuitableError
+        If only the byte order differs: a transport whose reader converts what comes is for it.
+    BlockMismatchError
+        If they differ in anything else.
+    """
+    if declared == real:
+        return
+    if declared.replace(">", "<") == real.replace(">", "<"):
+        raise UnsuitableError(
+            f"{block} is declared as {declared}, but it is {real}: only comm changes the byte "
+            f"order. Name it in p2p.transports.order, or correct the dtype"
+        )
+    raise mismatch(block, declared, real)
+
+
+def mismatch(block: Any, declared: Any, real: Any) -> BlockMismatchError:
     """Return the error for a block that is not what its Dask array declares."""
     return BlockMismatchError(
         f"{block} is declared as {declared}, but it is {real}. Correct the chunks or the dtype "
         f"where the array is made (map_blocks, from_delayed, ...)."
     )
+
+
+def answering(handler: Handler) -> Handler:
+    """Have a method answer requests: with what it returns, or why that failed.
+
+    A request has its arguments by name, and no others. What they hold is for the method to check.
+    """
+    known = signature(handler).parameters.keys()
+
+    @wraps(handler)
+    async def answer(self: Any, /, **request: Any) -> dict[str, Any]:
+        try:
+            reject_unknown(request.keys() - known)
+            return {"status": "ok", **await handler(self, **request)}
+        except Exception as exc:
+            return refuse(exc)
+
+    return answer
 
 
 def refuse(exc: Exception) -> dict[str, Any]:
@@ -158,8 +210,9 @@ def refuse(exc: Exception) -> dict[str, Any]:
         return {"status": "missing"}
     if isinstance(exc, (BlockMismatchError, UnsupportedArrayError)):
         return {"status": "mismatch", "message": str(exc)}
-    if isinstance(exc, UnsuitableError):
-        return {"status": "unsuitable", "message": str(exc)}
+    if isinstance(exc, (UnsuitableError, SilentError)):
+        status = "unsuitable" if isinstance(exc, UnsuitableError) else "silent"
+        return {"status": status, "message": str(exc)}
     text = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, MemoryError):
         text = f"out of memory for packing what was asked for ({text})"
@@ -181,6 +234,8 @@ def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
     if status == "unsuitable":
         raise UnsuitableError(f"{transport} is not for {block}: {message}")
     text = f"{transport}: {block.holder} could not send {block}: {message}"
+    if status == "silent":
+        raise SilentError(text, str(message))
     raise TransferError(text, str(message), _obstacle_of(reply))
 
 

@@ -10,23 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dask_p2p.layout import Box
+from dask_p2p.geometry import Box
 from dask_p2p.types import Key
 
 __all__ = [
     "MalformedRequestError",
     "checked_blocks",
+    "checked_bool",
     "checked_box",
     "checked_integer",
-    "checked_integers",
     "checked_key",
     "checked_parts",
     "checked_seconds",
     "checked_shape",
     "checked_strides",
     "checked_text",
-    "checked_yes_or_no",
-    "no_more",
+    "reject_unknown",
 ]
 
 _MOST_DIMENSIONS = 64  # of NumPy's arrays
@@ -98,35 +97,24 @@ def checked_parts(parts: Any, shapes: Sequence[tuple[int, ...]]) -> list[tuple[i
 
 
 def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
-    if type(value) not in (tuple, list):
-        raise MalformedRequestError(f"{name}: expected a sequence, got {_kind(value)}")
-    if len(value) > _MOST_PARTS:
-        raise MalformedRequestError(f"{name}: expected at most {_MOST_PARTS}, got more")
-    if any(type(pair) not in (tuple, list) or len(pair) != 2 for pair in value):
+    pairs = _sequence(name, value, _MOST_PARTS)
+    if any(type(pair) not in (tuple, list) or len(pair) != 2 for pair in pairs):
         raise MalformedRequestError(f"{name}: expected pairs")
-    return [(first, second) for first, second in value]
+    return [(first, second) for first, second in pairs]
 
 
 def checked_integer(name: str, value: Any, least: int, most: int) -> int:
     """Return an integer within bounds."""
-    if type(value) is not int:
-        raise MalformedRequestError(f"{name}: expected an integer, got {_kind(value)}")
+    _check_type(name, value, "an integer", int)  # not bool either
     if not least <= value <= most:
         raise MalformedRequestError(f"{name}: expected {least} to {most}")
-    return value
+    return int(value)
 
 
-def checked_integers(name: str, values: Any, most: int) -> list[int]:
-    """Return some integers, none of them negative."""
-    if type(values) not in (tuple, list) or len(values) > _MOST_PARTS:
-        raise MalformedRequestError(f"{name}: expected at most {_MOST_PARTS} integers")
-    return [checked_integer(name, value, 0, most) for value in values]
-
-
-def checked_seconds(name: str, value: Any) -> float:
-    """Return a duration in seconds, of an hour at most."""
-    if type(value) not in (int, float) or not 0 <= value <= _LONGEST_S:
-        raise MalformedRequestError(f"{name}: expected 0 to {_LONGEST_S} seconds")
+def checked_seconds(name: str, value: Any, most_s: int = _LONGEST_S) -> float:
+    """Return a duration in seconds, by default of an hour at most."""
+    if type(value) not in (int, float) or not 0 <= value <= most_s:
+        raise MalformedRequestError(f"{name}: expected 0 to {most_s} seconds")
     return float(value)
 
 
@@ -137,33 +125,36 @@ def checked_text(name: str, value: Any) -> str:
     return value
 
 
-def checked_yes_or_no(name: str, value: Any) -> bool:
+def checked_bool(name: str, value: Any) -> bool:
     """Return a truth value."""
-    if type(value) is not bool:
-        raise MalformedRequestError(f"{name}: expected true or false, got {_kind(value)}")
-    return value
+    _check_type(name, value, "true or false", bool)
+    return bool(value)
 
 
-def no_more(unknown: Iterable[str]) -> None:
+def reject_unknown(unknown: Iterable[str]) -> None:
     """Refuse arguments that no reader sends."""
     if names := sorted(map(str, unknown)):
         raise MalformedRequestError(f"unknown arguments: {_short(names)}")
 
 
-def _sequence(name: str, value: Any) -> tuple[Any, ...]:
-    if type(value) not in (tuple, list):
-        raise MalformedRequestError(f"{name}: expected a sequence, got {_kind(value)}")
-    if len(value) > _MOST_DIMENSIONS:
-        raise MalformedRequestError(f"{name}: expected at most {_MOST_DIMENSIONS}, got more")
+def _sequence(name: str, value: Any, most: int = _MOST_DIMENSIONS) -> tuple[Any, ...]:
+    _check_type(name, value, "a sequence", tuple, list)
+    if len(value) > most:
+        raise MalformedRequestError(f"{name}: expected at most {most}, got more")
     return tuple(value)
 
 
 def _integer(name: str, value: Any) -> int:
-    if type(value) is not int:  # not bool either
-        raise MalformedRequestError(f"{name}: expected an integer, got {_kind(value)}")
+    _check_type(name, value, "an integer", int)
     if not -(2**63) <= value < 2**63:
         raise MalformedRequestError(f"{name}: expected an integer of 64 bits")
-    return value
+    return int(value)
+
+
+def _check_type(name: str, value: Any, expected: str, *types: type) -> None:
+    """Refuse a value of another type: one of a subclass, too, whose own code would run."""
+    if type(value) not in types:
+        raise MalformedRequestError(f"{name}: expected {expected}, got {_kind(value)}")
 
 
 def _kind(value: Any) -> str:

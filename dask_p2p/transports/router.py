@@ -6,13 +6,14 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 from urllib.parse import urlsplit
 
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
 from dask_p2p.transports.base import Transport
+from dask_p2p.transports.silence import SilenceLog
 from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned
 
@@ -39,6 +40,14 @@ class Route:
 
     def __str__(self) -> str:
         return f"{self.holder} by {self.transport.name}"
+
+
+@dataclass(slots=True)
+class _Proof:
+    """Whether a route was seen to work; one thread tries it while others wait."""
+
+    is_given: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Router:
@@ -68,12 +77,12 @@ class Router:
         self._warn = warn
         self._on_fallback = on_fallback
         self.failures: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
-        self._proved: set[tuple[str, str, str]] = set()  # (holder, transport, kind) that worked
+        self.silences = SilenceLog()
         self._preferred: dict[tuple[str, tuple[str, ...]], str] = {}  # by holder and order
         self._warned: set[str] = set()  # texts
         self._lock = threading.Lock()
-        self._proving: defaultdict[tuple[str, str, str], threading.Lock]
-        self._proving = defaultdict(threading.Lock)
+        #: By holder, transport and kind.
+        self.proofs: defaultdict[tuple[str, str, str], _Proof] = defaultdict(_Proof)
 
     def routes(
         self, ref: BlockRef, kind: Kind, dtype: DType, order: tuple[str, ...]
@@ -147,23 +156,23 @@ class Router:
 
     def _works(self, route: Route, kind: Kind) -> bool:
         """Return whether a route works: the first time by trying it."""
-        proof = (route.holder, route.transport.name, kind)
-        if proof not in self._proved:
+        about = (route.holder, route.transport.name, kind)
+        if (proof := self.proofs.get(about)) is None:
             with self._lock:
-                proving = self._proving[proof]
-            with proving:
-                if proof not in self._proved and not self._is_broken(route):
+                proof = self.proofs[about]
+        if not proof.is_given:
+            with proof.lock:
+                if not proof.is_given and not self._is_broken(route):
                     try:
                         route.transport.probe(route.holder, kind)
-                        with self._lock:
-                            self._proved.add(proof)
+                        proof.is_given = True
                     except BlockUnavailableError:
                         return True  # it does not answer: that tells nothing about the route
                     except TransferError as exc:
-                        self.report_failure(route, exc, last=False)
+                        self.record_failure(route, exc, last=False)
         return not self._is_broken(route)
 
-    def report_failure(self, route: Route, error: Exception, last: bool) -> None:
+    def record_failure(self, route: Route, error: Exception, last: bool) -> None:
         """Note that a route failed; unless it was the last one, it is not tried again.
 
         The user is warned the first time that there is this reason.
@@ -214,8 +223,8 @@ class Router:
                 del self.failures[pair]
             for preferred in [known for known in self._preferred if known[0] == holder]:
                 del self._preferred[preferred]
-            self._proved = {proof for proof in self._proved if proof[0] != holder}
-            for proof in [proof for proof in self._proving if proof[0] == holder]:
-                del self._proving[proof]
+            for about in [about for about in self.proofs if about[0] == holder]:
+                del self.proofs[about]
+        self.silences.on_worker_left(holder)
         for transport in self.transports.values():
             transport.on_worker_left(holder)

@@ -1,66 +1,81 @@
-"""Jobs that come and go with their cluster, by dask-jobqueue: python cluster.py [--gpus].
+"""Jobs that come and go with their cluster, by dask-jobqueue: python cluster.py --help.
 
 This program runs where jobs are submitted, and the scheduler runs in it.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 
 import dask
 import dask.array as da
+from dask.utils import parse_bytes
 from dask_jobqueue import SLURMCluster
 from distributed import Client
 
 import dask_p2p
 
-NODES = 2
-WORKERS_PER_NODE = 8  # processors, or GPUs
+
+def arguments() -> argparse.Namespace:
+    """Return what is on the command line."""
+    parser = argparse.ArgumentParser(
+        description="Transpose on jobs of Slurm.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--gpus", action="store_true", help="workers have a GPU each")
+    parser.add_argument("--nodes", type=int, default=2, help="jobs, of a node each")
+    parser.add_argument("--workers", type=int, default=8, help="of a node: its processors, or GPUs")
+    parser.add_argument("--memory", default="8GiB", help="of a worker")
+    parser.add_argument("--time", default="00:30:00", help="that a job may take")
+    parser.add_argument("--pool", default="60GiB", help="of a GPU, a multiple of 2 MiB")
+    parser.add_argument("--interface", help="of the fast network; without, Dask's choice")
+    return parser.parse_args()
 
 
-def cpu_cluster(interface: str) -> SLURMCluster:
+def cpu_cluster(args: argparse.Namespace) -> SLURMCluster:
     """Return a cluster whose jobs have a node's processors, with one worker each."""
     return SLURMCluster(
-        cores=WORKERS_PER_NODE,
-        processes=WORKERS_PER_NODE,
-        memory="64GiB",
-        walltime="00:30:00",
-        interface=interface,
+        cores=args.workers,
+        processes=args.workers,
+        memory=args.workers * parse_bytes(args.memory),
+        walltime=args.time,
+        interface=args.interface,
         local_directory=os.environ.get("TMPDIR", "/tmp"),
     )
 
 
-def gpu_cluster(interface: str) -> SLURMCluster:
+def gpu_cluster(args: argparse.Namespace) -> SLURMCluster:
     """Return a cluster whose jobs have a node's GPUs, with one worker each."""
+    node_bytes = args.workers * parse_bytes(args.memory)
     return SLURMCluster(
         # Of each worker; dask-cuda starts one for each GPU of the job.
         cores=1,
         processes=1,
-        memory="32GiB",
-        job_cpu=4 * WORKERS_PER_NODE,
-        job_mem=f"{32 * WORKERS_PER_NODE}G",
-        walltime="00:30:00",
-        interface=interface,
+        memory=args.memory,
+        job_cpu=4 * args.workers,
+        job_mem=f"{node_bytes >> 20}M",
+        walltime=args.time,
+        interface=args.interface,
         local_directory=os.environ.get("TMPDIR", "/tmp"),
         worker_command="dask_cuda.cli",
-        worker_extra_args=["--rmm-pool-size", "60GiB", "--set-rmm-allocator-for-libs", "cupy"],
-        job_extra_directives=[f"--gpus-per-node={WORKERS_PER_NODE}"],
+        worker_extra_args=["--rmm-pool-size", args.pool, "--set-rmm-allocator-for-libs", "cupy"],
+        job_extra_directives=[f"--gpus-per-node={args.workers}"],
     )
 
 
 if __name__ == "__main__":
-    gpus = "--gpus" in sys.argv
-    make = gpu_cluster if gpus else cpu_cluster
+    args = arguments()
+    make = gpu_cluster if args.gpus else cpu_cluster
     with (
-        make(os.environ.get("INTERFACE", "ib0")) as cluster,
+        make(args) as cluster,
         Client(cluster) as client,
-        dask.config.set({"array.backend": "cupy" if gpus else "numpy"}),
+        dask.config.set({"array.backend": "cupy" if args.gpus else "numpy"}),
     ):
         print(cluster.job_script())
-        cluster.scale(jobs=NODES)
-        client.wait_for_workers(NODES * WORKERS_PER_NODE, timeout=600)
-        n = 1_000 * NODES * WORKERS_PER_NODE
+        cluster.scale(jobs=args.nodes)
+        client.wait_for_workers(args.nodes * args.workers, timeout=600)
+        n = 1_000 * args.nodes * args.workers
         x = da.random.random((n, n), chunks=(1_000, -1)).persist()
         y = dask_p2p.transpose(x).persist()
         print("every element is right:", bool((y == x.T).all().compute()))

@@ -15,7 +15,7 @@ import pytest
 
 import dask_p2p.backends
 from dask_p2p.backends._launch import MAX_GRID, plan_launches
-from dask_p2p.transports.process_memory import address_of
+from dask_p2p.transports.in_place.process_memory import address_of
 
 SOURCE = Path(dask_p2p.backends.__file__).with_name("transpose.cu")
 HARNESS = Path(__file__).with_name("emulate.cpp")

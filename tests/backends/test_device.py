@@ -144,3 +144,14 @@ def test_other_errors_are_what_they_are(runtime, status):
     with pytest.raises(ValueError, match="mine"), device.device_work():
         raise ValueError("mine")
     device.raise_if_lost()
+
+
+def test_a_process_without_a_gpu_says_why(runtime, monkeypatch):
+    assert device.gpu_obstacle() == "no GPU is visible"
+    monkeypatch.setattr(Runtime, "getDeviceCount", lambda self: 2, raising=False)
+    assert device.gpu_obstacle() is None
+    monkeypatch.delattr(Runtime, "getDeviceCount")
+    runtime.status["getDeviceCount"] = 100
+    assert device.gpu_obstacle() == "CUDA finds no GPU (error 100)"
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert device.gpu_obstacle().startswith("CuPy cannot be imported (import of cupy halted")

@@ -13,14 +13,26 @@ from dask_p2p.errors import TransferError
 UUID = bytes.fromhex("00a1000203040506070809000b0c0d0e")
 
 
-def test_uuids_are_whole_though_they_have_zero_bytes(monkeypatch):
+def of_gpu(number):
+    """A UUID that MIG instances share, by the function of CUDA 12 that is not of CUDA 13."""
+    return 0, SimpleNamespace(bytes=b"the whole GPU's.")
+
+
+def of_device(number):
+    return 0, SimpleNamespace(bytes=UUID)
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        pytest.param({"cuDeviceGetUuid": of_device}, id="CUDA 13"),
+        pytest.param({"cuDeviceGetUuid": of_gpu, "cuDeviceGetUuid_v2": of_device}, id="CUDA 12"),
+    ],
+)
+def test_uuids_are_whole_though_they_have_zero_bytes(monkeypatch, functions):
     """CuPy's own would be empty here."""
     success = SimpleNamespace(CUDA_SUCCESS=0)
-    api = SimpleNamespace(
-        CUresult=success,
-        cuDeviceGet=lambda number: (0, number),
-        cuDeviceGetUuid=lambda number: (0, SimpleNamespace(bytes=UUID)),
-    )
+    api = SimpleNamespace(CUresult=success, cuDeviceGet=lambda number: (0, number), **functions)
     bindings = ModuleType("cuda.bindings")
     bindings.driver = api
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
@@ -29,18 +41,10 @@ def test_uuids_are_whole_though_they_have_zero_bytes(monkeypatch):
     driver.uuid.cache_clear()
 
 
-def test_uuids_of_nvml_where_there_are_no_bindings(monkeypatch):
-    runtime = SimpleNamespace(deviceGetPCIBusId=lambda number: "0000:00:00.0")
-    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    nvml = ModuleType("pynvml")
-    nvml.nvmlInit = lambda: None
-    nvml.nvmlDeviceGetHandleByPciBusId = lambda bus_id: bus_id
-    nvml.nvmlDeviceGetUUID = lambda handle: "GPU-00a10002-0304-0506-0708-09000b0c0d0e"
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+def test_without_bindings_there_is_no_uuid(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     driver.uuid.cache_clear()
-    assert driver.uuid(0) == UUID
+    assert driver.uuid(0) == b""
     driver.uuid.cache_clear()
 
 

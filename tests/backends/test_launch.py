@@ -16,7 +16,7 @@ from dask_p2p.backends._launch import (
     plan_launches,
 )
 from dask_p2p.backends._tiling import COPY_WORDS, VECTOR_TILE
-from dask_p2p.transports.process_memory import address_of
+from dask_p2p.transports.in_place.process_memory import address_of
 
 from .emulator import guarded, library, needs_compiler, permute
 from .support import POISON, bits, boxes, permutations, random_bits
@@ -56,10 +56,25 @@ def test_the_struct_is_the_dtype():
     assert library().work_bytes() == WORK_DTYPE.itemsize
 
 
+def pairwise(*lists):
+    """Cases with each pair of values of different lists, of which the last ones have two values."""
+    first, second, *rest = lists
+    cases = [
+        (a, b, *(values[(i + j) % 2] for values in rest))
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
+    for one, other in itertools.combinations(range(len(lists)), 2):
+        assert {(case[one], case[other]) for case in cases} == {
+            *itertools.product(lists[one], lists[other])
+        }
+    return cases
+
+
 @needs_compiler
-@pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("word", WORD_SIZES_BYTES)
-@pytest.mark.parametrize("flush", ["start", "end"])
+@pytest.mark.parametrize(
+    ("word", "flush", "backwards"), pairwise(WORD_SIZES_BYTES, ["start", "end"], [False, True])
+)
 class TestTwoAxes:
     """Boxes of larger blocks next to memory that must not be touched."""
 
@@ -111,9 +126,14 @@ class TestTwoAxes:
 
 
 @needs_compiler
-@pytest.mark.parametrize("flush", ["start", "end"])
-@pytest.mark.parametrize("itemsize", [*WORD_SIZES_BYTES, 3, 6, 12, 24])
-@pytest.mark.parametrize("cell", [(16, 16), (33, 33), (2, 5), (20, 7)])
+@pytest.mark.parametrize(
+    ("itemsize", "cell", "flush"),
+    pairwise(
+        [*WORD_SIZES_BYTES, 3, 6, 12, 24],
+        [(16, 16), (33, 33), (2, 5), (20, 7)],
+        ["start", "end"],
+    ),
+)
 class TestCells:
     """Batches of small matrices: a block moves several, the last one what is left."""
 
@@ -149,9 +169,19 @@ def test_cells_of_three_axes():
     assert check(src, dst, ..., (0, 3, 2, 1)) == ["permute_cells_4"]
 
 
+def in_turn(first, second, number):
+    """Cases of all values of two lists, each of the first with only a few of the second.
+
+    `test_any_boxes` draws from all pairs.
+    """
+    of_second = itertools.cycle(second)
+    return [(a, next(of_second)) for a in first for _ in range(number)]
+
+
 @needs_compiler
-@pytest.mark.parametrize("axes", list(itertools.permutations(range(4))))
-@pytest.mark.parametrize("word", WORD_SIZES_BYTES)
+@pytest.mark.parametrize(
+    ("axes", "word"), in_turn(itertools.permutations(range(4)), WORD_SIZES_BYTES, 2)
+)
 def test_four_axes(axes, word):
     src = guarded_array("src", (3, 18, 5, 32), word)
     src.view("u1")[...] = random_bits((src.nbytes,), "u1").reshape(src.view("u1").shape)
@@ -160,8 +190,10 @@ def test_four_axes(axes, word):
 
 
 @needs_compiler
-@pytest.mark.parametrize("itemsize", [3, 5, 6, 12, 20, 24, 32, 48])
-@pytest.mark.parametrize("axes", [(0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 0, 2)])
+@pytest.mark.parametrize(
+    ("itemsize", "axes"),
+    in_turn([3, 5, 6, 12, 20, 24, 32, 48], [(0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 0, 2)], 2),
+)
 def test_items_that_are_no_words(itemsize, axes):
     src = random_bits((20, 21, 34), f"V{itemsize}")
     dst = guarded_array("dst", [src.shape[a] for a in axes], itemsize)

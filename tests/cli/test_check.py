@@ -4,10 +4,10 @@ import pytest
 from click.testing import CliRunner
 
 import dask_p2p
-from dask_p2p import diagnosis
 from dask_p2p.cli import p2p
-from dask_p2p.registration import workers_of
-from tests.test_diagnosis import GOOD, LINK
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.tools import check as diagnosis
+from tests.tools.test_check import GOOD, LINK
 
 pytestmark = pytest.mark.programs
 
@@ -38,7 +38,7 @@ def test_a_cluster_that_is_there(run, cluster, client):
 def test_one_worker_makes_no_pair(run):
     result = run("--workers", "1", "--cpu")
     assert result.exit_code == 0, result.output
-    assert "no pair of workers to check" in result.output
+    assert "No pair of workers to check" in result.output
     assert "Nothing is in the way." not in result.output
     assert "GB/s" not in result.output
 
@@ -52,7 +52,7 @@ def test_problems_and_links_that_do_not_work(run, cluster, monkeypatch):
     result = run("--scheduler", cluster.scheduler_address)
     assert result.exit_code == 1
     assert "Worker 0, 1: something is slow." in result.output
-    assert "  Do this." in result.output
+    assert "something is slow. Do this." in result.output
     assert "NVIDIA H200" in result.output
     assert "should carry 450 GB/s one way" in result.output
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from dask_p2p import measure
-from dask_p2p.cli import _measuring, _options, p2p
+from dask_p2p.cli import _options, p2p
+from dask_p2p.cli import demo as command
 from dask_p2p.cli._options import ClusterSpec
 
 pytestmark = pytest.mark.programs
@@ -28,7 +28,7 @@ def demo(client, monkeypatch):
     """Run the command with the tests' cluster, of four workers."""
 
     def run(*args):
-        monkeypatch.setattr(_measuring, "start", lambda _: contextlib.nullcontext(client))
+        monkeypatch.setattr(command, "_started", lambda _: contextlib.nullcontext(client))
         return CliRunner().invoke(p2p, ["demo", "--cpu", *args])
 
     return run
@@ -49,13 +49,22 @@ def test_demo(demo, client):
     assert [wrong_of(result.stdout, way) for way in ("dask_p2p", "dask tasks", "dask p2p")] == [
         "0"
     ] * 3
-    assert "GB/s" in text
-    moved = re.search(r"dask_p2p: moved (.+), least possible (.+); cma for \d+ pairs", text)
+    for head in ("first", "median", "GB/s", "wrong", "faster by"):
+        assert f"{head}: " in text or f"{head}, " in text, "the table's head is explained"
+    assert text.rpartition(". ")[2].startswith("Next: https://github.com/dask-p2p")
+    moved = re.search(r"Moved (.+), least possible (.+); pairs of workers by transport: cma", text)
     assert moved[1] == moved[2]
 
 
+def test_the_list_of_commands_of_dask_says_what_there_is():
+    """Where it is one line, cut off if it is too long."""
+    line = p2p.get_short_help_str(63)
+    assert all(word in line for word in ("transposes", "rechunks", "halo exchanges")), line
+    assert not line.endswith("...")
+
+
 def test_wrong_elements_are_status_1(demo, monkeypatch):
-    monkeypatch.setattr(measure, "transpose", lambda x, axes: x.transpose(axes) + 1)
+    monkeypatch.setattr(command, "transpose", lambda x: x.T + 1)
     result = demo("--size", "20")
     assert result.exit_code == 1
     assert wrong_of(result.stdout, "dask_p2p") == "400"
@@ -65,12 +74,32 @@ def test_wrong_elements_are_status_1(demo, monkeypatch):
 
 
 def test_an_exception_is_one_line(demo, monkeypatch):
-    def fail(x, axes):
+    def fail(x):
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr(measure, "transpose", fail)
+    monkeypatch.setattr(command, "transpose", fail)
     result = demo("--size", "20")
     assert (result.exit_code, result.stderr) == (1, "Error: RuntimeError: two lines\n")
+
+
+def test_a_way_of_dasks_that_fails_is_left_out(demo, monkeypatch):
+    def fail(method, x):
+        raise RuntimeError("it failed\nlong ago")
+
+    monkeypatch.setattr(command, "_rechunked", fail)
+    result = demo("--size", "20")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "dask tasks failed: RuntimeError: it failed\n" in result.stdout
+    assert "All 400 elements are where they belong." in result.stdout
+
+
+def test_ways_on_gpus_have_the_clusters_that_are_best_for_them(monkeypatch):
+    """Dask's own p2p fails with CuPy blocks, and its tasks are quickest over UCX."""
+    for there, clusters in ((True, [{}, {"protocol": "ucx"}]), (None, [{}])):
+        monkeypatch.setattr(command, "find_spec", lambda name, there=there: there)
+        found = command.ways(on_gpus=True)
+        assert [options for options, _ in found] == clusters
+        assert [way for _, ways in found for way in ways] == ["dask_p2p", "dask tasks"]
 
 
 @pytest.mark.parametrize(
@@ -90,17 +119,17 @@ def test_wrong_usage(demo, args, words):
 
 
 def test_the_default_matrix_fits():
-    assert _measuring.default_side(ClusterSpec(4, (), None, 64 * GIB), 8) == 6000
-    assert _measuring.default_side(ClusterSpec(2, ("0", "1"), None, 280 * GIB), 4) == 32768
-    assert _measuring.default_side(ClusterSpec(2, ("0", "1"), None, 16 * GIB), 4) == 23170
-    assert _measuring.default_side(ClusterSpec(4, (), None, GIB), 8) == 4096
-    assert _measuring.default_side(ClusterSpec(4, (), None, 8), 8) == 4
+    assert _options.default_side(ClusterSpec(4, (), None, 64 * GIB), 8) == 6000
+    assert _options.default_side(ClusterSpec(2, ("0", "1"), None, 280 * GIB), 4) == 32768
+    assert _options.default_side(ClusterSpec(2, ("0", "1"), None, 16 * GIB), 4) == 23170
+    assert _options.default_side(ClusterSpec(4, (), None, GIB), 8) == 4096
+    assert _options.default_side(ClusterSpec(4, (), None, 8), 8) == 4
 
 
 def test_gpus_are_chosen_where_there_is_more_than_one(monkeypatch):
     found = ["0", "1", "2"]
-    monkeypatch.setattr("dask_p2p.cluster.usable_gpus", lambda: found)
-    monkeypatch.setattr("dask_p2p.cluster.free_gpu_bytes", lambda names: [GIB] * len(names))
+    monkeypatch.setattr("dask_p2p.tools.cluster.usable_gpus", lambda: found)
+    monkeypatch.setattr("dask_p2p.tools.cluster.free_gpu_bytes", lambda names: [GIB] * len(names))
     assert _options.choose_cluster(None, cpu=False) == ClusterSpec(
         3, ("0", "1", "2"), None, 3 * GIB
     )
@@ -114,7 +143,7 @@ def test_gpus_are_chosen_where_there_is_more_than_one(monkeypatch):
 
 
 def test_more_workers_than_gpus(monkeypatch):
-    monkeypatch.setattr("dask_p2p.cluster.usable_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr("dask_p2p.tools.cluster.usable_gpus", lambda: ["0", "1"])
     result = CliRunner().invoke(p2p, ["demo", "--workers", "3"])
     assert result.exit_code == 2
     assert "there are 2 usable GPUs for 3 workers" in result.stderr
@@ -122,8 +151,8 @@ def test_more_workers_than_gpus(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["longdouble", ">f4"])
 def test_dtypes_that_gpus_lack(monkeypatch, dtype):
-    monkeypatch.setattr("dask_p2p.cluster.usable_gpus", lambda: ["0", "1"])
-    monkeypatch.setattr("dask_p2p.cluster.free_gpu_bytes", lambda names: [GIB] * len(names))
+    monkeypatch.setattr("dask_p2p.tools.cluster.usable_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr("dask_p2p.tools.cluster.free_gpu_bytes", lambda names: [GIB] * len(names))
     result = CliRunner().invoke(p2p, ["demo", "--size", "64", "--dtype", dtype])
     assert result.exit_code == 2
     assert "CuPy has no dtype" in result.stderr

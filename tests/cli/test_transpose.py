@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -32,11 +31,11 @@ def image(tmp_path, monkeypatch):
 
 @pytest.fixture
 def dask(cluster):
-    """Run the command with the tests' cluster, and return its exit status and outputs."""
+    """Run a command with the tests' cluster, and return its exit status and outputs."""
 
-    def run(*args, here=True):
+    def run(*args, here=True, command="transpose"):
         scheduler = ["--scheduler", cluster.scheduler_address] if here else []
-        return CliRunner().invoke(p2p, ["transpose", *args, *scheduler])
+        return CliRunner().invoke(p2p, [command, *args, *scheduler])
 
     return run
 
@@ -54,34 +53,12 @@ def one_line(result, *words):
 
 
 def test_image(dask, image):
-    result = dask("in.npy", "out.npy", "--axes", "2,0,1", "--memory", "500kB")
+    result = dask("in.npy", "out.npy", "--axes", "2,0,1")
     assert result.exit_code == 0, result.output
     np.testing.assert_array_equal(np.load("out.npy"), image.transpose(2, 0, 1))
-    for word in ("in.npy", "out.npy", "512 x 512 x 3", "3 x 512 x 512", "uint8", "768.00 kiB"):
-        assert word in result.stdout
-    assert "6, each below 488.28 kiB" in result.stdout
-    assert "GB/s" in result.stdout
+    assert result.stdout.startswith("out.npy: 3 x 512 x 512 of uint8, 768.00 kiB in ")
+    assert result.stdout.endswith(" GB/s\n")
     assert result.stderr == ""  # no bar where there is no terminal
-
-
-def test_the_number_of_passes_is_told_before_the_first(dask, image):
-    result = dask("in.npy", "out.npy", "--memory", "500kB")
-    assert result.stdout.startswith("Reading and writing in 6 passes ...\n")
-    assert dask("in.npy", "one.npy").stdout.startswith("Reading and writing in 1 pass ...\n")
-    assert image.nbytes == 768 * 1024
-
-
-@pytest.mark.usefixtures("image")
-def test_memory_that_is_of_no_use_is_refused(dask):
-    one_line(dask("in.npy", "out.npy", "--memory", "100B"), "in.npy", "at least", "1000 passes")
-    one_line(dask("in.npy", "out.npy", "--memory", "1PiB"), "1.00 PiB", "workers may use", "less")
-    assert os.listdir() == ["in.npy"]
-
-
-def test_chunks_of_an_npy_file_make_no_difference(dask, image):
-    result = dask("in.npy", "out.npy", "--chunks", "10,10,1")
-    assert "has no chunks" in result.stdout
-    np.testing.assert_array_equal(np.load("out.npy"), image.transpose())
 
 
 def test_zarr_and_quiet(dask, image):
@@ -93,43 +70,39 @@ def test_zarr_and_quiet(dask, image):
     np.testing.assert_array_equal(out[...], image.transpose())
 
 
-@pytest.mark.usefixtures("image")
-def test_one_size_for_all_axes(dask):
+def test_rechunk(dask, image):
     zarr = pytest.importorskip("zarr")
-    assert dask("in.npy", "out.zarr", "--chunks", "100").exit_code == 0
-    assert zarr.open_array("out.zarr", mode="r").chunks == (3, 100, 100)
+    assert dask("in.npy", "out.zarr", "--chunks", "100", command="rechunk").exit_code == 0
+    out = zarr.open_array("out.zarr", mode="r")
+    assert out.chunks == (100, 100, 3)
+    np.testing.assert_array_equal(out[...], image)
+    assert dask("out.zarr", "out.npy", command="rechunk").exit_code == 0
+    np.testing.assert_array_equal(np.load("out.npy"), image)
 
 
-def test_force(dask, image):
+def test_overwrite(dask, image):
     assert dask("in.npy", "out.npy").exit_code == 0
     before = os.stat("out.npy")
-    one_line(dask("in.npy", "out.npy", "--axes", "0,1,2"), "already there; --force replaces it")
+    one_line(dask("in.npy", "out.npy", "--axes", "0,1,2"), "already there; --overwrite replaces it")
     assert os.stat("out.npy") == before
-    assert dask("in.npy", "out.npy", "--axes", "0,1,2", "--force").exit_code == 0
+    assert dask("in.npy", "out.npy", "--axes", "0,1,2", "--overwrite").exit_code == 0
     np.testing.assert_array_equal(np.load("out.npy"), image)
 
 
 @pytest.mark.usefixtures("image")
 def test_trouble_is_one_line(dask):
-    np.save("objects.npy", np.array([{}]), allow_pickle=True)
     np.savez("in.npz", a=np.zeros(3))
-    with open("cut.npy", "wb") as cut, open("in.npy", "rb") as whole:
-        cut.write(whole.read(1000))
-    with open("text.npy", "w") as file:
-        file.write("hello")
     os.mkdir("folder")
     one_line(dask("none.npy", "out.npy"), "none.npy", "No such file")
-    one_line(dask("cut.npy", "out.npy"), "truncated", "786560", "1000")
-    one_line(dask("text.npy", "out.npy"), "no .npy file")
-    one_line(dask("objects.npy", "out.npy"), "Python objects")
     one_line(dask("in.npz", "out.npy"), ".npz")
-    one_line(dask("folder", "out.npy"), "no Zarr array")
+    one_line(dask("folder", "out.npy"), "cannot read folder")
     one_line(dask("in.npy", "out.tif"), ".npy or .zarr")
-    one_line(dask("in.npy", "in.npy", "--force"), "input itself")
-    one_line(dask("in.npy", "no/out.npy"), "no folder")
-    one_line(dask("in.npy", "out.npy", "--axes", "0,1"), "3 dimensions")
-    one_line(dask("in.npy", "out.npy", "--chunks", "0"), "chunks")
-    assert not [name for name in os.listdir() if "out" in name or "partial" in name]
+    one_line(dask("in.npy", "in.npy"), "already there")
+    one_line(dask("in.npy", "no/out.npy"), "cannot write no/out.npy", "No such file")
+    one_line(dask("in.npy", "out.npy", "--axes", "0,1"), "permutation of the 3 axes")
+    one_line(dask("in.npy", "out.zarr", "--chunks", "0"), "0 is no size")
+    one_line(dask("in.npy", "out.zarr", "--chunks", "5,5"), "shape (3, 512, 512)", "chunks=(5, 5)")
+    assert sorted(os.listdir()) == ["folder", "in.npy", "in.npz"]
 
 
 @pytest.mark.usefixtures("image")
@@ -139,9 +112,8 @@ def test_trouble_is_one_line(dask):
         [],
         ["in.npy", "out.npy", "--axes", "a"],
         ["in.npy", "out.npy", "--axes", "0,"],
-        ["in.npy", "out.npy", "--chunks", "big"],
-        ["in.npy", "out.npy", "--memory", "lots"],
-        ["in.npy", "out.npy", "--memory", "0"],
+        ["in.npy", "out.zarr", "--chunks", "big"],
+        ["in.npy", "out.npy", "--chunks", "5"],
         ["in.npy", "out.npy", "--workers", "0"],
         ["in.npy", "out.npy", "--workers", "2", "--scheduler", "tcp://a:1"],
     ],
@@ -168,25 +140,25 @@ def test_an_unforeseen_exception_is_one_line_too(dask, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr("dask_p2p.files.prepare", fail)
-    one_line(dask("in.npy", "out.npy"), "RuntimeError: two lines")
+    monkeypatch.setattr("dask_p2p.tools.files.written", fail)
+    one_line(dask("in.npy", "out.npy"), "cannot write out.npy: two lines")
+    assert os.listdir() == ["in.npy"]
 
 
+@pytest.mark.usefixtures("image")
 @pytest.mark.parametrize("terminal", [True, False])
-def test_bar_on_terminals_only(monkeypatch, terminal):
+def test_bar_on_terminals_only(dask, monkeypatch, terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, record=True)
     monkeypatch.setattr("rich.console.Console", lambda **_: console)
-    with command._progress(2048, quiet=False) as advance:
-        advance(1024)
-        advance(1024)
-    assert ("2.0/2.0 KiB" in console.export_text()) is terminal
+    assert dask("in.npy", "out.zarr", "--chunks", "100").exit_code == 0
+    assert ("100%" in console.export_text()) is terminal
 
 
 def test_help_loads_no_command():
     code = (
         "import sys; from click.testing import CliRunner; from dask_p2p.cli import p2p;"
         "r = CliRunner().invoke(p2p, ['--help']); assert r.exit_code == 0; print(r.output);"
-        "heavy = {'rich', 'zarr', 'dask_p2p.files', 'dask_p2p.cli.transpose'};"
+        "heavy = {'rich', 'zarr', 'dask_p2p.tools.files', 'dask_p2p.cli.transpose'};"
         "print('loaded', heavy & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -224,7 +196,7 @@ def test_the_program_starts_a_cluster_of_its_own(image):
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_the_program_leaves_nothing_when_it_is_stopped(how):
     started = subprocess.Popen(
-        [*PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--memory", "4kB", "--chunks", "8"],
+        [*PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "32"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -244,12 +216,11 @@ def test_the_program_leaves_nothing_when_it_is_stopped(how):
             started.send_signal(signal.SIGTERM)
         out, err = started.communicate(timeout=30)
     assert (started.returncode, err.strip()) == (1, "Aborted!")
-    assert re.fullmatch(r"Reading and writing in \d+ passes \.\.\.\n", out)
+    assert out == ""
     assert os.listdir() == ["in.npy"]
 
 
 def test_the_program_tells_a_workers_trouble_in_one_line(image):
-    # A limit that the file itself stays under, but not the space that would be reserved.
     limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *PROGRAM]
     noise = np.random.default_rng(0).integers(0, 255, image.shape, np.uint8)
     np.save("noise.npy", noise)
@@ -259,7 +230,9 @@ def test_the_program_tells_a_workers_trouble_in_one_line(image):
         text=True,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("Error: cannot write out.zarr (worker on ")
+    # Descriptors of blocks do not fit either; blocks are sent by messages then, with a warning.
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("Error"))
+    assert line.startswith("Error: cannot write out.zarr: ")
     assert "File too large" in line
+    assert "Traceback" not in done.stderr
     assert sorted(os.listdir()) == ["in.npy", "noise.npy"]

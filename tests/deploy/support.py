@@ -15,7 +15,7 @@ import numpy as np
 from distributed import Client
 
 import dask_p2p
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.engine.task import PLUGIN_NAME
 from tests.support import import_path, indexed
 
 ROOT = Path(dask_p2p.__file__).parents[1]

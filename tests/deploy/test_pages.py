@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dask.utils import parse_bytes
 
-from dask_p2p.cluster import POOL_GRANULE_BYTES
+from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
 from tests.deploy.support import DEPLOY
 
 WAYS = sorted(path.name for path in DEPLOY.iterdir() if path.is_dir())

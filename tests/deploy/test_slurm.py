@@ -1,8 +1,9 @@
-"""deploy/slurm: run on this host, where the commands of Slurm are replaced."""
+"""deploy/slurm: run on this host, by a Slurm of its own, and where its commands are replaced."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.controller import controller, ended
 from tests.deploy.support import BIN, DEPLOY, environment, output_of
 
 pytestmark = pytest.mark.programs
@@ -67,11 +69,8 @@ def test_a_job_of_two_nodes(tmp_path, slurm):
 
 
 def test_jobs_that_come_and_go_with_a_cluster(tmp_path, slurm):
-    program = (SLURM / "cluster.py").read_text()
-    fewer = program.replace("WORKERS_PER_NODE = 8", "WORKERS_PER_NODE = 1")
-    assert fewer != program
-    (tmp_path / "cluster.py").write_text(fewer)
-    said = output_of(sys.executable, tmp_path / "cluster.py", **slurm, cwd=tmp_path)
+    command = (sys.executable, SLURM / "cluster.py", "--workers", "1", "--interface", "lo")
+    said = output_of(*command, **slurm, cwd=tmp_path)
     assert "every element is right: True" in said
     assert len((tmp_path / "jobs" / "submitted").read_text().split()) == 2
     assert not list((tmp_path / "jobs").glob("*.pid")), "a job was not cancelled"
@@ -83,10 +82,56 @@ def test_jobs_on_gpus(tmp_path, slurm):
         f"import sys; sys.path.insert(0, {str(SLURM)!r})\n"
         "import cluster\n"
         "if __name__ == '__main__':\n"
-        "    with cluster.gpu_cluster('lo') as made: print(made.job_script())\n"
+        "    with cluster.gpu_cluster(cluster.arguments()) as made: print(made.job_script())\n"
     )
-    script = output_of(sys.executable, tmp_path / "gpus.py", **slurm, cwd=tmp_path)
-    assert "#SBATCH --gpus-per-node=8" in script
+    flags = ["--gpus", "--workers", "4", "--memory", "32GiB", "--interface", "lo"]
+    script = output_of(sys.executable, tmp_path / "gpus.py", *flags, **slurm, cwd=tmp_path)
+    assert "#SBATCH --gpus-per-node=4" in script
+    assert "#SBATCH --mem=131072M" in script
     (command,) = [line for line in script.splitlines() if "-m dask_cuda.cli tcp://" in line]
     assert "--nthreads 1 " in command
     assert "--set-rmm-allocator-for-libs cupy" in command
+    assert "--memory-limit 32.00GiB" in command
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """A Slurm of two nodes on this host, where a shared folder is none of a test's."""
+    with controller(tmp_path_factory.mktemp("slurm")) as variables:
+        yield variables
+
+
+def submitted(folder, variables, *flags):
+    """Submit job.sh in a folder; return the state in which it ended, its output, and its logs."""
+    shutil.copy(SLURM / "transpose.py", folder)
+    command = ("sbatch", "--parsable", *flags, SLURM / "job.sh")
+    job = output_of(*command, cwd=folder, TMPDIR=str(folder), **variables).strip()
+    state = ended(job, variables)
+    return state, (folder / f"slurm-{job}.out").read_text(), folder / f"dask-{job}"
+
+
+def test_a_job_on_a_real_controller(tmp_path, real):
+    """With the script's own interface, and flags in the place of its sizes."""
+    flags = ("--cpus-per-task=1", "--mem=2000M", "--time=5")
+    state, said, logs = submitted(tmp_path, real, *flags)
+    assert state == "COMPLETED", said
+    assert "every element is right: True" in said
+    workers = (logs / "workers.log").read_text()
+    assert len(re.findall(r"Memory: +1\.95 GiB", workers)) == 2, "--mem is shared out to workers"
+
+
+def test_a_job_ends_with_its_scheduler(tmp_path, real):
+    """Here its interface is not there, and the scheduler does not start."""
+    flags = ("--cpus-per-task=1", "--time=5")
+    state, said, _ = submitted(tmp_path, real | {"INTERFACE": "ib7"}, *flags)
+    assert state == "FAILED"
+    assert "'ib7' is not a valid network interface" in said
+
+
+def test_jobs_of_a_cluster_on_a_real_controller(tmp_path, real):
+    flags = ["--nodes", "2", "--workers", "1", "--memory", "1GiB", "--time", "00:05:00"]
+    command = (sys.executable, SLURM / "cluster.py", *flags)
+    said = output_of(*command, timeout=200, **real, TMPDIR=str(tmp_path), cwd=tmp_path)
+    assert "every element is right: True" in said
+    assert "#SBATCH -t 00:05:00" in said
+    assert not output_of("squeue", "--noheader", "--states=PENDING,RUNNING", **real).strip()

@@ -7,16 +7,22 @@ import doctest
 import pkgutil
 import re
 import runpy
+import tomllib
 from importlib import import_module
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
+import benchmarks
 import dask_p2p
 from tests.docs.pages import DOCS, NOTEBOOKS, OTHERS, PAGES, README, REPOSITORY, ROOT
 
 MODULES = sorted(
-    module.name for module in pkgutil.walk_packages(dask_p2p.__path__, prefix="dask_p2p.")
+    module.name
+    for package in (dask_p2p, benchmarks)
+    for module in pkgutil.walk_packages(package.__path__, prefix=f"{package.__name__}.")
+    if not module.name.endswith(".__main__")  # which runs when it is imported
 )
 GPU_LIBRARIES = {"cuda", "cupy", "cupy_backends", "dask_cuda", "pynvml", "rmm", "ucxx"}
 
@@ -87,6 +93,8 @@ def test_the_reference_names_all_that_is_public():
     assert len(listed) == len(set(listed))
     public = set(dask_p2p.__all__) - set(dask_p2p.errors.__all__)
     assert {name for name in listed if "." not in name} == public
+    transforms = {name.partition(".")[2] for name in listed if name.startswith("fft.")}
+    assert transforms == set(dask_p2p.fft.__all__)
     assert ".. automodule:: dask_p2p.errors\n   :members:" in text
 
 
@@ -124,6 +132,25 @@ def exists(target, folder):
     if own:
         return (ROOT / own[1]).exists()
     return target.startswith("http") or any((folder / f"{target}{e}").exists() for e in ("", ".md"))
+
+
+def test_one_way_to_install():
+    """From a checkout in what is read there, from the repository elsewhere: in no package index."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    found = set()
+    for path in [README, *OTHERS, *PAGES, *(ROOT / "deploy").rglob("*.yml")]:
+        text = path.read_text("utf-8")
+        for line in re.findall(r"pip install.*dask.p2p\[.*", text):
+            (given,) = re.findall(r"'(dask-p2p\[.*?)'", line) or [line]
+            requirement = Requirement(given)
+            assert requirement.url == f"git+{REPOSITORY}", (path.name, line)
+            assert requirement.extras <= set(extras), (path.name, line)
+            found.add(path.name)
+        checkout = path.name in ("README.md", "CONTRIBUTING.md") and path.parent == ROOT
+        assert checkout or "pip install -e" not in text, path.name
+    assert found >= {"README.md", "tutorial.md", "gpu-cluster.md"}
 
 
 def test_the_readme_is_short_and_its_links_work_elsewhere():

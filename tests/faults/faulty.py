@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 from distributed.comm import CommClosedError
 
-from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.transports.messenger import Message, Messenger
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.transports.packed.messenger import Message, Messenger
 
-OPS = ("p2p_comm_read", "p2p_ucx_send")
+OPS = ("p2p_comm_read", "p2p_ucx_read")
 
 #: Of answers to RPCs.
 ANSWERS = ("drop", "lose", "hang", "delay", "duplicate", "reorder", "truncate", "flip", "garble")

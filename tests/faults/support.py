@@ -12,19 +12,20 @@ from glob import glob
 import dask
 import dask.array as da
 import numpy as np
-from distributed import Client, LocalCluster
+from distributed import Client, Future, LocalCluster, Status
 
 import dask_p2p
-from dask_p2p.assemble import Assembly
-from dask_p2p.registration import workers_of
-from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.transports.same_host import SameHostTransport
-from dask_p2p.transports.ucx_sending import Outbox
-from dask_p2p.worker_context import DaskWorkerContext
+from dask_p2p.engine.assembly import Assembly
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.plugins.context import DaskWorkerContext
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.transports.in_place.same_host import SameHostTransport
+from dask_p2p.transports.packed.ucx import Outgoing
 from tests.support import FORKED, prepare_to_fork
 from tests.transports.loopback import wait_until
 
 BOUND_S = 60  # within which everything must have ended
+CLOSING = {Status.closing_gracefully, Status.closing}  # which takes Dask two seconds
 
 
 @contextmanager
@@ -35,6 +36,7 @@ def cluster_of(n_workers, options=None, **kwargs):
     kwargs = {"threads_per_worker": 1, "silence_logs": 50} | quick | kwargs
     settings = FORKED | {
         "distributed.scheduler.work-stealing": False,  # tasks stay where the test put them
+        "p2p.transports.directory.retain": "100 ms",  # nobody waits long until nothing is held
     }
     with (
         dask.config.set(settings | (options or {})),
@@ -44,6 +46,47 @@ def cluster_of(n_workers, options=None, **kwargs):
         client.wait_for_workers(n_workers, timeout=BOUND_S)
         dask_p2p.register(client)
         yield client
+
+
+@contextmanager
+def as_new(client, n_workers):
+    """Give a client that tests share; leave as many workers, without tasks, that know nothing.
+
+    Nannies replace workers that were killed; others take the places of those that were closed.
+    """
+    try:
+        yield client
+    finally:
+        # Errors keep the frames that they passed, and those futures.
+        client.cancel([Future(key, client) for key in list(client.futures)])
+        wait_until(lambda: client.run_on_scheduler(_count_tasks) == 0, BOUND_S)
+        wait_until(lambda: _is_complete(client, n_workers), BOUND_S)
+        wait_until(lambda: all(client.run(_has_plugin).values()), BOUND_S)
+        client.run(_forget_others, addresses(client))
+
+
+def _is_complete(client, n_workers):
+    """Whether there are so many workers; others are started for those that were closed."""
+    cluster, closing = client.cluster, 0
+    for name, nanny in list(cluster.workers.items()):
+        if nanny.status == Status.closed:
+            cluster.worker_spec.pop(name, None)
+        closing += nanny.status in CLOSING
+    cluster.scale(n_workers + closing)
+    return len(addresses(client)) == n_workers
+
+
+def _count_tasks(dask_scheduler):
+    return len(dask_scheduler.tasks)
+
+
+def _has_plugin(dask_worker):
+    return PLUGIN_NAME in dask_worker.plugins
+
+
+def _forget_others(others, dask_worker):
+    for other in others:
+        dask_worker.plugins[PLUGIN_NAME].context.router.on_worker_left(other)
 
 
 def addresses(client):
@@ -135,6 +178,8 @@ def spring(dask_worker, act, what):
         os.kill(os.getpid() if what is None else what, signal.SIGKILL)
     elif act == "close":
         dask_worker.loop.add_callback(dask_worker.close_gracefully)
+    elif act == "halt":
+        os.kill(what, signal.SIGSTOP)
     elif act == "wait":
         wait_at(what)
     else:
@@ -153,8 +198,8 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
     number
         The first time is 1.
     act
-        ``kill`` (SIGKILL) or ``close`` (gracefully) this worker, ``kill`` another process, or
-        ``wait`` in the task's thread.
+        ``kill`` (SIGKILL) or ``close`` (gracefully) this worker, ``kill`` or ``halt`` (SIGSTOP)
+        another process, or ``wait`` in the task's thread.
     what
         Process id of the other process; path of the gate to wait at.
     """
@@ -174,10 +219,10 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
         dask_worker.handlers["p2p_comm_read"] = asked
         return
     owner, name = {
-        "publishing": (SameHostTransport, "_publish"),
-        "sending": (Outbox, "send"),
+        "publishing": (SameHostTransport, "publish_block"),
+        "sending": (Outgoing, "start"),
         "started": (DaskWorkerContext, "publish"),
-        "placed": (Assembly, "_place"),
+        "placed": (Assembly, "place_region"),
         "complete": (Assembly, "_finish"),
     }[moment]
     function = getattr(owner, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import dask
 import numpy as np
 import pytest
 from distributed import wait
@@ -27,15 +28,33 @@ ATTEMPTS = 3
 IMPATIENT = {"p2p.attempts": ATTEMPTS, "p2p.timeouts.backoff": "1 ms"}
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    with cluster_of(2, IMPATIENT) as client:
+        yield client
+
+
+@pytest.fixture
+def client(cluster):
+    """Two workers that answer well, before a test and after it."""
+    with dask.config.set(IMPATIENT):
+        yield cluster
+    cluster.run(recover)
+    wait_until(lambda: not cluster.run_on_scheduler(known, "p2p-transpose"), BOUND_S)
+
+
 def fail(how, dask_worker):
-    """Answer no request for a region well; count them."""
+    """Answer no request for a region well, or only the first one badly; count them."""
     dask_worker.failed_requests = 0
+    dask_worker.good_answer = dask_worker.handlers["p2p_comm_read"]
 
     async def answer(**request):
         dask_worker.failed_requests += 1
         if how == "refuses":
             return {"status": "error", "message": f"trouble no. {dask_worker.failed_requests}"}
-        if how == "lacks the block":
+        if how == "lacks the block once" and dask_worker.failed_requests > 1:
+            return await dask_worker.good_answer(**request)
+        if how.startswith("lacks the block"):
             return {"status": "missing"}
         if how == "crashes":
             raise RuntimeError(f"trouble no. {dask_worker.failed_requests}")
@@ -43,7 +62,6 @@ def fail(how, dask_worker):
             raise CommClosedError("on purpose")
         return {"status": "ok", "parts": [{"status": "ok", "data": "nonsense"}]}
 
-    dask_worker.good_answer = dask_worker.handlers["p2p_comm_read"]
     dask_worker.handlers["p2p_comm_read"] = answer
 
 
@@ -52,8 +70,11 @@ def requests(dask_worker):
 
 
 def recover(dask_worker):
-    dask_worker.handlers["p2p_comm_read"] = dask_worker.good_answer
-    return dask_worker.failed_requests
+    """Answer well again; return how many requests were not answered well."""
+    if hasattr(dask_worker, "failed_requests"):
+        dask_worker.handlers["p2p_comm_read"] = dask_worker.good_answer
+        return dask_worker.failed_requests
+    return 0
 
 
 def failure(client, y, reader):
@@ -81,31 +102,39 @@ def known(prefix, dask_scheduler):
         ("answers nonsense", "sent str instead of"),
     ],
 )
-def test_a_peer_that_always(how, cause):
-    with cluster_of(2, IMPATIENT) as client:
-        reader, holder = addresses(client)
-        x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
-        wait(x)
-        client.run(fail, how, workers=[holder])
-        y = dask_p2p.transpose(x)[:16]  # which needs one block of each
-        said = failure(client, y, reader)
-        assert holder in said
-        assert f"block ('{x.name}', 1, 0)" in said
-        assert "comm: " in said
-        for number in range(1, ATTEMPTS + 1) if "{}" in cause else [1]:
-            assert re.search(rf"attempts? {number}\b.*: .*{cause.format(number)}", said)
-        assert_nothing_is_held(client)
-        assert client.run(recover, workers=[holder])[holder] == ATTEMPTS
-        got = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
-        np.testing.assert_array_equal(got, expected(SHAPE).T)
+def test_a_peer_that_always(client, how, cause):
+    reader, holder = addresses(client)
+    x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
+    wait(x)
+    client.run(fail, how, workers=[holder])
+    y = dask_p2p.transpose(x)[:16]  # which needs one block of each
+    said = failure(client, y, reader)
+    assert holder in said
+    assert f"block ('{x.name}', 1, 0)" in said
+    assert "comm: " in said
+    for number in range(1, ATTEMPTS + 1) if "{}" in cause else [1]:
+        assert re.search(rf"attempts? {number}\b.*: .*{cause.format(number)}", said)
+    assert_nothing_is_held(client)
+    assert client.run(recover, workers=[holder])[holder] == ATTEMPTS
+    got = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
+    np.testing.assert_array_equal(got, expected(SHAPE).T)
 
 
-def test_wanted_again_it_gets_as_many_attempts_again():
-    with cluster_of(2, IMPATIENT) as client:
-        reader, holder = addresses(client)
-        x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
-        wait(x)
-        client.run(fail, "refuses", workers=[holder])
-        for times in (1, 2, 3):
-            failure(client, dask_p2p.transpose(x)[:16], reader)
-            assert client.run(requests, workers=[holder])[holder] == ATTEMPTS * times
+def test_wanted_again_it_gets_as_many_attempts_again(client):
+    reader, holder = addresses(client)
+    x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
+    wait(x)
+    client.run(fail, "refuses", workers=[holder])
+    for times in (1, 2, 3):
+        failure(client, dask_p2p.transpose(x)[:16], reader)
+        assert client.run(requests, workers=[holder])[holder] == ATTEMPTS * times
+
+
+def test_a_block_that_was_missing_once_is_asked_for_again(client):
+    reader, holder = addresses(client)
+    x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
+    wait(x)
+    client.run(fail, "lacks the block once", workers=[holder])
+    y = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
+    np.testing.assert_array_equal(y.result(timeout=BOUND_S), expected(SHAPE).T[:16])
+    assert client.run(requests, workers=[holder])[holder] == 2

@@ -17,6 +17,7 @@ from dask_p2p.errors import BlockMismatchError
 from tests.faults.support import (
     BOUND_S,
     addresses,
+    as_new,
     assert_nothing_is_held,
     cluster_of,
     expected,
@@ -30,9 +31,15 @@ SHAPE = (48, 48)
 PARTS = {"p2p.transports.comm.part-bytes": 256}
 
 
-@pytest.fixture
-def client():
+@pytest.fixture(scope="module")
+def shared():
     with cluster_of(3, PARTS) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared):
+    with as_new(shared, 3) as client:
         yield client
 
 

@@ -13,10 +13,12 @@ import pytest
 from distributed import wait
 
 import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import TransferError
 from tests.faults.support import (
     BOUND_S,
     addresses,
+    as_new,
     assert_nothing_is_held,
     cluster_of,
     expected,
@@ -43,10 +45,16 @@ PATIENT = {"p2p.timeouts.request": "20 s"}
 pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
 
 
+@pytest.fixture(scope="module")
+def shared():
+    with cluster_of(4, SETTINGS) as client:
+        yield client
+
+
 @pytest.fixture(params=["comm", "ucx"])
-def client(request):
+def client(shared, request):
     order = {"p2p.transports.order": [request.param]}
-    with dask.config.set(SETTINGS | order), cluster_of(4, SETTINGS | order) as client:
+    with as_new(shared, 4) as client, dask.config.set(SETTINGS | order):
         yield client
 
 
@@ -101,6 +109,7 @@ def test_another_holder_is_asked(client, x):
 
 def test_others_go_on_and_the_reader_ends_in_time(client, x):
     reader, *free, holder = addresses(client)
+    (used,) = dask.config.get("p2p.transports.order")
     z = one_block_each(client, source(SHAPE, (16, 64)) + 1, [reader, *free, reader])
     wait(z)
     with halted(client, holder):
@@ -112,10 +121,14 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
         assert not late.done()
         with pytest.raises(TransferError, match=f"failed 2 times on {reader}") as caught:
             late.result(timeout=BOUND_S)
-        # By ucx the first attempt is followed by one over comm.
         assert time.monotonic() - start_s < 3 * DEADLINE_S + 10  # on a busy machine
     said = str(caught.value)
-    for words in (f"block ('{x.name}', 3, 0)", f"no answer of {holder}", "comm: ", "p2p.timeouts"):
+    for words in (
+        f"block ('{x.name}', 3, 0)",
+        f"no answer of {holder}",
+        f"{used}: ",
+        "p2p.timeouts",
+    ):
         assert words in said
     del late
     check(client, x, (8, -1))
@@ -138,18 +151,64 @@ def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
     check(client, x, shape=LARGE)
 
 
-def test_a_holder_that_is_halted_in_the_middle(client, gate):
+def halo_of_alternate_blocks(client, reader, holder, blocks):
+    """A task for each block of the reader's, that needs rims of the holder's."""
+    x = source((2 * blocks, 16), (2, 16))
+    x = one_block_each(client, x, [reader, holder] * (blocks // 2))
+    wait([x, client.persist(dask_p2p.transpose(x)[:8], workers=[reader])])  # they have met
+    return dask_p2p.map_overlap(add_one, x, depth={0: 1}, boundary="none")
+
+
+def add_one(block):
+    return block + 1
+
+
+def silent(dask_worker):
+    """Holders of which a worker knows that they do not answer."""
+    silences = dask_worker.plugins[PLUGIN_NAME].context.router.silences
+    return {holder for holder, transport in silences.known if transport is None}
+
+
+def test_the_time_does_not_grow_with_the_tasks_that_read_from_a_halted_holder(client):
+    reader, holder, *_ = addresses(client)
+    with dask.config.set({"p2p.attempts": 4}):
+        y = halo_of_alternate_blocks(client, reader, holder, 64)
+    with halted(client, holder):
+        start_s = time.monotonic()
+        y = client.compute(y, workers=[reader])
+        with pytest.raises(TransferError, match=f"on {reader}: .*no answer of {holder}"):
+            y.result(timeout=BOUND_S)
+        assert 4 * DEADLINE_S <= time.monotonic() - start_s < 7 * DEADLINE_S
+    del y
+
+
+def test_tasks_get_over_a_holder_that_is_slow_for_less_than_their_attempts_take(client):
+    reader, holder, *_ = addresses(client)
+    with dask.config.set({"p2p.attempts": 5}):
+        y = halo_of_alternate_blocks(client, reader, holder, 64)
+    with halted(client, holder):
+        y = client.compute(y, workers=[reader])
+        time.sleep(2.5 * DEADLINE_S)
+        assert holder in client.run(silent, workers=[reader])[reader]
+    np.testing.assert_array_equal(y.result(timeout=BOUND_S), expected((128, 16)) + 1)
+    assert client.run(silent, workers=[reader])[reader] == set(), "it has answered since"
+    del y
+    assert_nothing_is_held(client)
+
+
+def test_a_holder_that_is_halted_in_the_middle(client):
     reader, holder, *_ = addresses(client)
     x = one_block_each(client, source(LARGE, (512, 2048)), addresses(client))
     wait(x)
-    client.run(set_trap, "placed", 2, "wait", gate.path, workers=[reader])
-    y = client.compute(dask_p2p.transpose(x)[:512], workers=[reader])
-    gate.wait_until_reached()
-    with halted(client, holder):
+    (pid,) = client.run(os.getpid, workers=[holder]).values()
+    client.run(set_trap, "placed", 2, "halt", pid, workers=[reader])
+    try:
         start_s = time.monotonic()
-        gate.open()
+        y = client.compute(dask_p2p.transpose(x)[:512], workers=[reader])
         with pytest.raises(TransferError, match=f"failed 2 times on {reader}.*{holder}"):
             y.result(timeout=BOUND_S)
         assert time.monotonic() - start_s < 3 * DEADLINE_S + 10  # on a busy machine
+    finally:
+        os.kill(pid, signal.SIGCONT)
     del y
     check(client, x, (256, -1), LARGE)

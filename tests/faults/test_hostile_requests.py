@@ -9,31 +9,52 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from distributed import LocalCluster
 from distributed.comm import connect
-from distributed.protocol import Serialized, serialize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_p2p.config import options
-from dask_p2p.layout import box_slices
-from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.transports import cuda_ipc
-from dask_p2p.transports import ipc as ipc_module
-from dask_p2p.transports import ucx as ucx_module
-from dask_p2p.transports.cma import CmaTransport
-from dask_p2p.transports.comm import CommTransport
-from dask_p2p.transports.directory import DirectoryOptions
-from dask_p2p.transports.ipc import IpcTransport
-from dask_p2p.transports.pinned import PinnedTransport
-from dask_p2p.transports.replies import find_block, refuse
-from dask_p2p.transports.segments import Segment
-from dask_p2p.transports.ucx import UcxTransport
-from dask_p2p.worker import P2PPlugin
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.monitoring.records import RecordLog
+from dask_p2p.plugins.context import DaskWorkerContext
+from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
+from dask_p2p.plugins.worker import P2PPlugin
+from dask_p2p.transports.in_place import cuda_ipc
+from dask_p2p.transports.in_place import ipc as ipc_module
+from dask_p2p.transports.in_place.cma import CmaTransport
+from dask_p2p.transports.in_place.ipc import IpcTransport
+from dask_p2p.transports.in_place.reading import DirectoryOptions
+from dask_p2p.transports.packed import ucx as ucx_module
+from dask_p2p.transports.packed.comm import CommTransport
+from dask_p2p.transports.packed.pinned import PinnedTransport
+from dask_p2p.transports.packed.segments import Segment
+from dask_p2p.transports.packed.ucx import UcxTransport
+from dask_p2p.transports.replies import dtype_text
+from tests.faults.hostile import (
+    BLOCKS,
+    Bomb,
+    are_good_blocks,
+    garbage,
+    is_good,
+    is_good_read,
+    is_good_send,
+    is_number,
+    is_refusal,
+    numbers,
+    requests,
+    send_requests,
+    spoiled_requests,
+    to_pack,
+    wanted_bytes,
+    wire,
+    with_checksum,
+)
 from tests.support import with_section
 from tests.transports.loopback import EventLoop, LoopbackHost
 
@@ -43,178 +64,16 @@ REQUESTS_AN_EXAMPLE = 10
 MOST_EXAMPLES = settings().max_examples
 EXAMPLES = {
     "p2p_comm_read": MOST_EXAMPLES,
-    "p2p_post": MOST_EXAMPLES // 2,  # of ipc, and of cma
-    "p2p_ucx_send": MOST_EXAMPLES,
+    "p2p_publish": MOST_EXAMPLES // 2,  # of ipc, and of cma
+    "p2p_ucx_read": MOST_EXAMPLES,
     "p2p_pinned_read": MOST_EXAMPLES // 2,
     "p2p_peer": MOST_EXAMPLES // 4,  # of ipc, of cma, and of ucx
-}
-
-BLOCKS = {
-    ("x", 0, 0): np.arange(60.0).reshape(6, 10),
-    ("x", 1): np.arange(5, dtype="i2"),
-    "0-d": np.array(7.5),
-    ("empty", 0): np.zeros((0, 3)),
-    3: np.arange(4).reshape(2, 2),
+    "p2p_records": MOST_EXAMPLES // 2,  # of a worker, and of the scheduler
 }
 
 
-class Bomb:
-    """Any use of it is noted."""
-
-    went_off: list[str] = []  # noqa: RUF012  # one list for all
-
-    def _note(self, *args, **kwargs):
-        self.went_off.append("used")
-        raise RuntimeError("bomb")
-
-    __hash__ = __eq__ = __index__ = __int__ = __len__ = __iter__ = __repr__ = __str__ = _note
-    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __getitem__ = __reduce__ = _note
-
-
-class Fuse:
-    """Unpickling it is noted."""
-
-    def __reduce__(self):
-        return (Bomb.went_off.append, ("unpickled",))
-
-
-def deep(levels):
-    value = ()
-    for _ in range(levels):
-        value = (value,)
-    return value
-
-
-numbers = (
-    st.integers()
-    | st.integers(-3, 12)
-    | st.sampled_from([2**31, 2**63, -(2**63), 10**400])
-    | st.floats()
-    | st.booleans()
-    | st.sampled_from([np.int64(1), np.float64(2), "1", b"2", None])
-)
-atoms = (
-    numbers
-    | st.text(max_size=8)
-    | st.binary(max_size=8)
-    | st.builds(Bomb)
-    | st.sampled_from(
-        [
-            pickle.dumps(Fuse()),
-            Serialized(*serialize(Fuse(), serializers=["pickle"])),
-            bytearray(b"x"),
-            np.arange(3),
-            slice(None),
-            Ellipsis,
-            {1, 2},
-            deep(50),
-            (0,) * 5000,
-        ]
-    )
-)
-garbage = st.recursive(
-    atoms,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
-    ),
-    max_leaves=6,
-)
-
-
-@st.composite
-def requests(draw):
-    """A good request with something wrong about it, mostly; now and then a good one."""
-    key = draw(st.sampled_from(sorted(BLOCKS, key=str)))
-    shape = BLOCKS[key].shape
-    box = []
-    for length in shape:
-        stop = draw(st.integers(0, length))
-        box.append((draw(st.integers(0, stop)), stop))
-    request = {"key": key, "box": tuple(box), "shape": shape}
-    if draw(st.integers(0, 3)) == 0:
-        request["checksum"] = draw(st.sampled_from([True, False, "crc32", "mixed64"]) | garbage)
-    for _ in range(draw(st.integers(0, 2))):
-        field = draw(st.sampled_from(sorted(request) or ["key"]))
-        how = draw(st.sampled_from(["garbage", "garbage", "missing", "unknown", "inside"]))
-        if how == "garbage":
-            request[field] = draw(garbage)
-        elif how == "missing":
-            request.pop(field, None)
-        elif how == "unknown":
-            request[draw(st.text(max_size=5))] = draw(garbage)
-        elif isinstance(request.get(field), (tuple, list)) and request[field]:
-            inside = list(request[field])
-            at = draw(st.integers(0, len(inside) - 1))
-            if isinstance(inside[at], tuple) and inside[at] and draw(st.booleans()):
-                pair = list(inside[at])
-                pair[draw(st.integers(0, len(pair) - 1))] = draw(numbers)
-                inside[at] = draw(st.sampled_from([tuple, list]))(pair)
-            else:
-                inside[at] = draw(numbers | garbage)
-            request[field] = draw(st.sampled_from([tuple, list]))(inside)
-    return request
-
-
-def wire(request):
-    """Return a request about one block as readers send it: for several blocks, and their parts."""
-    rest = {k: v for k, v in request.items() if k not in ("key", "shape", "box", "boxes")}
-    of_block = tuple(request[name] for name in ("key", "shape") if name in request)
-    if of_block:
-        rest["blocks"] = [of_block]
-    if "box" in request:
-        rest["parts"] = [(0, request["box"])]
-    elif type(boxes := request.get("boxes")) in (tuple, list):
-        rest["parts"] = type(boxes)([(0, box) for box in boxes])
-    elif "boxes" in request:
-        rest["parts"] = boxes
-    return rest
-
-
-def is_key(value):
-    if type(value) is tuple:
-        return all(type(part) in (str, int, float) for part in value)
-    return type(value) in (str, int, float)
-
-
-def whole(values):
-    return type(values) in (tuple, list) and all(type(value) is int for value in values)
-
-
-def is_good(request, fields):
-    """Say what is a good request, in other words than the product's."""
-    if set(request) != set(fields) or not is_key(request["key"]) or request["key"] not in BLOCKS:
-        return False
-    shape = BLOCKS[request["key"]].shape
-    if not whole(request["shape"]) or tuple(request["shape"]) != shape:
-        return False
-    if "box" not in fields:
-        return True
-    box = request["box"]
-    if type(box) not in (tuple, list) or len(box) != len(shape):
-        return False
-    return all(
-        whole(pair) and len(pair) == 2 and pair[0] in range(pair[1] + 1) and pair[1] <= length
-        for pair, length in zip(box, shape, strict=True)
-    )
-
-
-def is_refusal(reply):
-    """A short text and nothing else, but for how much was sent before."""
-    more = ("block", "sent", "nbytes", "checksums")
-    assert all(type(reply.get(name, 0)) in (int, list) for name in more)
-    reply = {name: said for name, said in reply.items() if name not in more}
-    if "parts" in reply:  # it is said of each
-        return all(map(is_refusal, reply["parts"])) and reply["parts"] != []
-    if reply == {"status": "missing"}:
-        return True
-    return (
-        set(reply) == {"status", "message"}
-        and reply["status"] in ("error", "mismatch", "unsuitable")
-        and type(reply["message"]) is str
-        and len(reply["message"]) < 1000
-    )
+async def nobody(**request):
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -234,22 +93,26 @@ def holder(tmp_path_factory):
     handlers = {op: of for transport in transports for op, of in transport.handlers().items()}
     directories = {transport.name: transport.directory for transport in (ipc, cma)}
 
+    context = object.__new__(DaskWorkerContext)
+    context.records, context.running = RecordLog(10), {}
+    scheduler = P2PSchedulerPlugin()
+    scheduler.scheduler = SimpleNamespace(
+        plugins={PLUGIN_NAME: scheduler}, worker_plugins={}, workers={}, broadcast=nobody
+    )
+    handlers["worker's p2p_records"] = context.new_records
+    handlers["p2p_records"] = scheduler.records
+    handlers["p2p_register"] = scheduler.register
+
     async def address_of(reader):
         return b"somewhere"
 
-    def send(self, blocks, parts):
-        outbox = self._outbox
-        assert (type(self._dtype), outbox._ahead > 0, outbox._timeout_s >= 0) == (str, True, True)
-        assert 0 <= outbox._tag < 2**64
-        assert self._algorithm in (None, "crc32", "mixed64")
-        for number, (key, shape) in enumerate(blocks):
-            try:
-                block = find_block(host, key, shape)
-            except Exception as exc:
-                return {**refuse(exc), "block": number}
-            for _, box in parts:
-                block[box_slices(box)]  # it lies in it
-        return {}
+    sent = []
+
+    def send(self):
+        assert type(self.asked.dtype) is type(self._to.reader) is str
+        assert (self.asked.left_s >= 0, type(self.asked.with_sums)) == (True, bool)
+        assert 0 <= self._to.tag < 2**62
+        sent.append(self._to.tag)
 
     def ask(op, requests):
         async def all_of_them():
@@ -267,9 +130,15 @@ def holder(tmp_path_factory):
         # Nothing leaves this process.
         patch.setattr(ucx, "messenger", lambda: SimpleNamespace(address=b"here"))
         patch.setattr(ucx, "_address_of", address_of)
-        patch.setattr(ucx_module.Sending, "run", send)
+        patch.setattr(ucx_module.Outgoing, "send", send)
         Bomb.went_off.clear()
-        yield SimpleNamespace(host=host, ask=ask, directories=directories, loop=loop)
+        yield SimpleNamespace(
+            host=host,
+            ask=ask,
+            directories=directories,
+            sent=sent,
+            mapped=lambda: pinned.usage()["mapped"],
+        )
     for transport in (ipc, cma, pinned):
         loop.run(transport.close())
     host.close()
@@ -290,26 +159,113 @@ def some(requests):
     return st.lists(requests, min_size=REQUESTS_AN_EXAMPLE, max_size=REQUESTS_AN_EXAMPLE)
 
 
-def with_checksum(request, choices):
-    """Take the checksum out of a request; say whether it may be in there."""
-    rest = {name: value for name, value in request.items() if name != "checksum"}
-    said = request.get("checksum", choices[0])
-    return rest, any(type(said) is type(choice) and said == choice for choice in choices)
+@pytest.mark.usefixtures("unchanged")
+def test_arguments_with_the_names_of_handlers_own(holder):
+    ops = [f"p2p_{name}_{op}" for name in ("cma", "ipc") for op in ("peer", "publish")]
+    ops.append("p2p_comm_read")
+    ops += ["worker's p2p_records", "p2p_records", "p2p_register"]
+    for op in (*ops, "p2p_ucx_peer", "p2p_ucx_read", "p2p_pinned_read"):
+        for reply in holder.ask(op, [{"self": 1}, {"unknown": 1}, {"kwargs": {}}]):
+            assert is_refusal(reply)
+
+
+def wheres(segment):
+    """Where regions are wanted, by handler, and what is good in place of that."""
+    name = segment.name
+
+    def is_name(where):
+        if type(where) not in (tuple, list) or list(map(type, where)) != list(map(type, name)):
+            return False
+        # A process has names by its threads, too, and may have a file open twice.
+        other = name._replace(pid=where[2], fd=where[3])
+        return tuple(where) == other and other.is_open()
+
+    def is_mailbox(where):
+        return (
+            type(where) in (tuple, list)
+            and len(where) == 3
+            and is_number(where[0], (int,), 0, 2**62 - 1)
+            and type(where[1]) is str
+            and len(where[1]) <= 10_000
+            and is_number(where[2], (int,), 0, 2**31)
+        )
+
+    return {
+        "p2p_comm_read": (None, lambda where: where is None),
+        "p2p_ucx_read": ((2**62 - 1, "tcp://a:1", 2**31), is_mailbox),
+        "p2p_pinned_read": (tuple(name), is_name),
+    }
+
+
+#: Of which an error speaks where a field is wrong.
+WORDS = {
+    "blocks": "blocks|block|key|shape",
+    "parts": "parts|block|box|where",
+    "where": "where|tag|reader|closed|memory|kernel|pid_namespace|hosts",
+}
+
+
+def assert_refused(name, reply):
+    assert is_refusal(reply), name
+    for said in reply.get("parts", [reply]):
+        if said["status"] == "error":
+            assert re.search(WORDS.get(name, name), said["message"])
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_arguments_with_the_names_of_handlers_own(holder):
-    ops = [f"p2p_{name}" for name in ("comm_read", "cma_peer", "cma_post", "ipc_peer", "ipc_post")]
-    for op in (*ops, "p2p_ucx_peer", "p2p_ucx_send", "p2p_pinned_read"):
-        for reply in holder.ask(op, [{"self": 1}, {"unknown": 1}, {"kwargs": {}}]):
-            assert is_refusal(reply)
+@pytest.mark.parametrize("op", ["p2p_comm_read", "p2p_ucx_read", "p2p_pinned_read"])
+def test_reads_with_one_thing_wrong(holder, op):
+    """Anywhere in the request; whatever is refused has nothing packed, sent, or mapped."""
+    segment = Segment.make(4096)
+    where, is_good_where = wheres(segment)[op]
+    good = {
+        "blocks": [(("x", 0, 0), (6, 10))],
+        "parts": [(0, ((0, 6), (0, 10)))],
+        "dtype": "float64 <f8",
+        "item_bytes": 8,
+        "wait_s": 3600,
+        "checksum": False,
+        **({} if where is None else {"where": where}),
+    }
+    mapped = holder.mapped()
+    for name, request in spoiled_requests(good):
+        holder.sent.clear()
+        (reply,) = holder.ask(op, [request])
+        if reply == {"status": "ok", "parts": []}:
+            assert len(request["parts"]) == 0
+        elif is_good_read(request, is_good_where) and (
+            op != "p2p_pinned_read" or wanted_bytes(request) <= 4096
+        ):
+            assert {answer["status"] for answer in reply["parts"]} == {"ok"}
+            mapped = holder.mapped()
+            segment.bytes[:] = 0
+        else:
+            assert_refused(name, reply)
+            assert holder.sent == []
+            assert holder.mapped() == mapped
+            assert not segment.bytes.any()
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("transport", ["ipc", "cma"])
+def test_asking_to_publish_with_one_thing_wrong(holder, transport):
+    directory = holder.directories[transport]
+    for name, request in spoiled_requests({"blocks": [(("x", 0, 0), (6, 10))]}):
+        (reply,) = holder.ask(f"p2p_{transport}_publish", [request])
+        is_good = request.keys() == {"blocks"} and are_good_blocks(request["blocks"])
+        if is_good and len(request["blocks"]) > 0:
+            assert reply == {"status": "ok"}
+            directory.withdraw(("x", 0, 0))
+        else:
+            assert_refused(name, reply)
+            assert len(directory) == 0
 
 
 @pytest.mark.usefixtures("unchanged")
 @settings(max_examples=EXAMPLES["p2p_comm_read"])
 @given(asked=some(requests()))
 def test_regions(holder, asked):
-    sent = [wire(request) for request in asked]
+    sent = [to_pack(request) for request in asked]
     for request, reply in zip(asked, holder.ask("p2p_comm_read", sent), strict=True):
         rest, good_sum = with_checksum(request, (False, True))
         if good_sum and is_good(rest, ("key", "box", "shape")):
@@ -323,14 +279,14 @@ def test_regions(holder, asked):
 
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize("transport", ["ipc", "cma"])
-@settings(max_examples=EXAMPLES["p2p_post"])
+@settings(max_examples=EXAMPLES["p2p_publish"])
 @given(asked=some(requests()))
-def test_posts(holder, transport, asked):
+def test_asking_to_publish(holder, transport, asked):
     directory = holder.directories[transport]
     for request in asked:
         request.pop("box", None)
     sent = [wire(request) for request in asked]
-    for request, reply in zip(asked, holder.ask(f"p2p_{transport}_post", sent), strict=True):
+    for request, reply in zip(asked, holder.ask(f"p2p_{transport}_publish", sent), strict=True):
         if is_good(request, ("key", "shape")):
             assert reply == {"status": "ok"}
             directory.withdraw(request["key"])
@@ -339,54 +295,24 @@ def test_posts(holder, transport, asked):
     assert len(directory) == 0, "what was refused was published"
 
 
-@st.composite
-def send_requests(draw):
-    """The same for several boxes and what else goes with them."""
-    request = draw(requests())
-    if "box" in request:
-        box = request.pop("box")
-        boxes = {"one": [box], "two": [box, box], "none": [], "tuple": (box,)}
-        how = draw(st.sampled_from([*boxes, "garbage"]))  # by name: values may be bombs
-        request["boxes"] = boxes[how] if how in boxes else draw(garbage)
-    rest = {"dtype": "float64 <f8", "tag": 7, "reader": "tcp://a:1", "ahead": 2, "wait_s": 1.0}
-    rest["closed"] = 0
-    for field in draw(st.lists(st.sampled_from(sorted(rest)), max_size=1)):
-        rest[field] = draw(garbage)
-    return {**request, **rest}
-
-
-def is_good_send(request):
-    fields = ("key", "shape", "dtype", "tag", "reader", "closed", "ahead", "wait_s", "boxes")
-    if set(request) != set(fields) or type(request["boxes"]) not in (tuple, list):
-        return False
-    of_block = {"key": request["key"], "shape": request["shape"]}
-    return (
-        is_good(of_block, ("key", "shape"))
-        and all(
-            is_good({**of_block, "box": box}, ("key", "shape", "box")) for box in request["boxes"]
-        )
-        and type(request["dtype"]) is type(request["reader"]) is str
-        and type(request["tag"]) is type(request["ahead"]) is type(request["closed"]) is int
-        and request["tag"] in range(2**64 - len(request["boxes"]))
-        and request["ahead"] in range(1, 65)
-        and request["closed"] in range(2**31 + 1)
-        and type(request["wait_s"]) in (int, float)
-        and 0 <= request["wait_s"] <= 3600
-    )
-
-
 @pytest.mark.usefixtures("unchanged")
-@settings(max_examples=EXAMPLES["p2p_ucx_send"])
+@settings(max_examples=EXAMPLES["p2p_ucx_read"])
 @given(asked=some(send_requests()))
 def test_sends(holder, asked):
     sent = [wire(request) for request in asked]
-    for request, reply in zip(asked, holder.ask("p2p_ucx_send", sent), strict=True):
-        rest, good_sum = with_checksum(request, (None, "crc32", "mixed64"))
-        if good_sum and is_good_send(rest):
-            asked = request.get("checksum") is not None
-            words = {"status", "nbytes", "sent"} | ({"checksums"} if asked else set())
-            assert set(reply) == words
-            assert reply["status"] == "ok"
+    for request, reply in zip(asked, holder.ask("p2p_ucx_read", sent), strict=True):
+        rest, good_sum = with_checksum(request, (False, True))
+        if reply == {"status": "ok", "parts": []}:
+            assert len(request["boxes"]) == 0
+            continue
+        block = BLOCKS[request["key"]] if good_sum and is_good_send(rest) else None
+        if (
+            block is not None
+            and request["dtype"] == dtype_text(block.dtype)
+            and request["item_bytes"] == block.dtype.itemsize
+        ):
+            assert [answer["status"] for answer in reply["parts"]] == ["ok"] * len(request["boxes"])
+            assert {"checksum" in of for of in reply["parts"]} == {request.get("checksum", False)}
         else:
             assert is_refusal(reply)
 
@@ -397,14 +323,14 @@ def test_sends(holder, asked):
 def test_reads_into_memory(holder, asked, data):
     segment, sent = Segment.make(4096), []
     for request in asked:
-        rest = {"memory": tuple(segment.name), "places": [64], "inodes": [], "reader": "tcp://a:1"}
-        rest["dtype"] = "float64 <f8"
+        rest = {"where": tuple(segment.name), "wait_s": 1.0}
+        rest |= {"dtype": "float64 <f8", "item_bytes": 8}
         for field in data.draw(st.lists(st.sampled_from(sorted(rest)), max_size=1)):
             rest[field] = data.draw(garbage)
         sent.append({**wire(request), **rest})
     for request, reply in zip(sent, holder.ask("p2p_pinned_read", sent), strict=True):
         if reply == {"status": "ok", "parts": []}:
-            assert len(request["parts"]) == len(request["places"]) == 0
+            assert len(request["parts"]) == 0
         elif not is_refusal(reply):
             (answer,), (part,), (block,) = reply["parts"], request["parts"], request["blocks"]
             assert answer["status"] == "ok"
@@ -428,78 +354,28 @@ def test_peers(holder, op, answer, asked):
             assert set(reply) == {"status", answer}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"box": (("0", "1"), (0, 1))},
-        {"box": ((0.0, 1.5), (0, 1))},
-        {"box": ((False, True), (0, 1))},
-        {"box": ["01", "01"]},
-        {"box": ((-1, 1), (0, 1))},
-        {"box": ((0, 2**70), (0, 1))},
-        {"box": ((0, 1),)},
-        {"box": ((0, 1),) * 100_000},
-        {"box": ((0, 1, 2), (0, 1))},
-        {"shape": (6.0, 10.0)},
-        {"shape": (6, True)},
-        {"shape": (6, 10, 1)},
-        {"shape": "6"},
-        {"shape": (10**4000,) * 64},
-        {"key": ["x", 0, 0]},
-        {"key": {"x": 0}},
-        {"key": deep(50)},
-        {"key": deep(100_000)},
-        {"key": (0,) * 100_000},
-        {"unheard-of": 1},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-@pytest.mark.usefixtures("unchanged")
-def test_what_is_nearly_right(holder, change):
-    good = {"key": ("x", 0, 0), "box": ((0, 1), (0, 1)), "shape": (6, 10)}
-    assert holder.ask("p2p_comm_read", [wire(good)])[0]["parts"][0]["status"] == "ok"
-    (reply,) = holder.ask("p2p_comm_read", [wire({**good, **change})])
-    assert is_refusal(reply)
-    assert reply != {"status": "missing"}, "it was not even looked for"
+RECORDS = {
+    "worker's p2p_records": {"since": lambda value: is_number(value, (int,), 0, 2**62)},
+    "p2p_records": {
+        "n": lambda value: value is None or is_number(value, (int,), 1, 2**62),
+    },
+    "p2p_register": {},
+}
 
 
 @pytest.mark.usefixtures("unchanged")
-@settings(max_examples=30)
-@given(asked=some(st.tuples(st.sampled_from(["blocks", "parts"]), garbage)))
-def test_blocks_and_parts_that_are_garbage(holder, asked):
-    good = wire({"key": ("x", 0, 0), "box": ((0, 1), (0, 1)), "shape": (6, 10)})
-    sent = [{**good, field: value} for field, value in asked]
-    for request, reply in zip(sent, holder.ask("p2p_comm_read", sent), strict=True):
-        nothing = type(request["parts"]) in (tuple, list) and len(request["parts"]) == 0
-        assert is_refusal(reply) or (nothing and reply == {"status": "ok", "parts": []})
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"key": ["x", 0, 0]}, "key: expected"),
-        ({"shape": "66"}, "shape: expected"),
-        ({"boxes": [((0, 1), (0, 11))]}, "does not lie in"),
-        ({"dtype": b"float64 <f8"}, "dtype: expected a short text"),
-        ({"tag": 2**64 - 2}, "tag: expected"),
-        ({"reader": b"tcp://a:1"}, "reader: expected a short text"),
-        ({"closed": -1}, "closed: expected"),
-        ({"ahead": 65}, "ahead: expected 1 to 64"),
-        ({"wait_s": 3601}, "wait_s: expected"),
-        ({"checksum": "md5"}, "checksum: expected one of"),
-        ({"unheard-of": 1}, "unknown arguments"),
-    ],
-    ids=lambda change: next(iter(change)),
-)
-@pytest.mark.usefixtures("unchanged")
-def test_sends_that_are_nearly_right(holder, change, words):
-    good = {"key": ("x", 0, 0), "boxes": [((0, 1), (0, 1))] * 2, "shape": (6, 10)}
-    good |= {"dtype": "float64 <f8", "tag": 2**64 - 3, "reader": "tcp://a:1", "ahead": 64}
-    good |= {"closed": 2**31, "wait_s": 3600, "checksum": "crc32"}
-    assert holder.ask("p2p_ucx_send", [wire(good)])[0]["status"] == "ok"
-    (reply,) = holder.ask("p2p_ucx_send", [wire({**good, **change})])
-    assert is_refusal(reply)
-    assert words in reply["message"]
+@pytest.mark.parametrize("op", RECORDS)
+@settings(max_examples=EXAMPLES["p2p_records"])
+@given(data=st.data())
+def test_records_and_registrations(holder, op, data):
+    names = st.sampled_from([*RECORDS[op], "more"]) | st.text(max_size=3)
+    asked = data.draw(some(st.dictionaries(names, numbers | garbage, max_size=2)))
+    for request, reply in zip(asked, holder.ask(op, asked), strict=True):
+        known = request.keys() <= RECORDS[op].keys()
+        if known and all(RECORDS[op][name](value) for name, value in request.items()):
+            assert reply["status"] == "ok"
+        else:
+            assert is_refusal(reply)
 
 
 def test_a_raw_client_of_a_worker(caplog):
@@ -533,18 +409,32 @@ def test_a_raw_client_of_a_worker(caplog):
             (worker,) = cluster.workers.values()
             await worker.plugin_add(plugin=P2PPlugin(), name=PLUGIN_NAME)
             worker.data["x", 0, 0] = BLOCKS["x", 0, 0]
-            comm = await connect(worker.address)
-            for request in map(wire, wrong):
-                assert is_refusal(await ask(comm, "p2p_comm_read", request)), request
+            plugin = P2PSchedulerPlugin()
+            await cluster.scheduler.register_scheduler_plugin(
+                plugin=pickle.dumps(plugin), name=plugin.name, idempotent=True
+            )
+            comm, to_scheduler = [
+                await connect(server.address) for server in (worker, cluster.scheduler)
+            ]
+            for request in wrong:
+                assert is_refusal(await ask(comm, "p2p_comm_read", to_pack(request))), request
+                request = wire(request)
                 for transport in ("ipc", "cma"):
-                    assert is_refusal(await ask(comm, f"p2p_{transport}_post", request)), request
+                    assert is_refusal(await ask(comm, f"p2p_{transport}_publish", request)), request
                     if request:
                         said = await ask(comm, f"p2p_{transport}_peer", request)
                         assert is_refusal(said), request
-            reply = await ask(comm, "p2p_comm_read", wire(good))
+                if request:
+                    assert is_refusal(await ask(comm, "p2p_records", request)), request
+                    for op in ("p2p_records", "p2p_register"):
+                        assert is_refusal(await ask(to_scheduler, op, request)), (op, request)
+            for since in ("0", -1, None, 0.5, b"0"):
+                assert is_refusal(await ask(comm, "p2p_records", {"since": since})), since
+            reply = await ask(comm, "p2p_comm_read", to_pack(good))
             np.testing.assert_array_equal(reply["parts"][0]["data"], [[0.0, 1.0]])
             assert list(worker.data) == [("x", 0, 0)]
             await comm.close()
+            await to_scheduler.close()
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())

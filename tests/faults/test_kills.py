@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 
+import dask
 import numpy as np
 import pytest
 from distributed import wait
@@ -18,6 +19,7 @@ import dask_p2p
 from tests.faults.support import (
     BOUND_S,
     addresses,
+    as_new,
     assert_nothing_is_held,
     cluster_of,
     expected,
@@ -69,6 +71,18 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def shared():
+    with cluster_of(4, PARTS) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared):
+    with as_new(shared, 4) as client, dask.config.set(PARTS):
+        yield client
+
+
 def transposed_while(client, act):
     """Transpose on three of four workers, with `act` of x and these workers before it."""
     workers = addresses(client)[:3]
@@ -86,48 +100,44 @@ def transposed_while(client, act):
 
 
 @pytest.mark.parametrize(("transport", "moment", "number", "how"), CASES)
-def test_a_holder_or_a_reader(transport, moment, number, how):
-    with cluster_of(4, PARTS | {"p2p.transports.order": [transport]}) as client:
+def test_a_holder_or_a_reader(client, transport, moment, number, how):
+    def act(workers):
+        client.run(set_trap, moment, number, how, workers=[workers[1]])
+        return workers[1]
 
-        def act(workers):
-            client.run(set_trap, moment, number, how, workers=[workers[1]])
-            return workers[1]
-
+    with dask.config.set({"p2p.transports.order": [transport]}):
         transposed_while(client, act)
 
 
 @pytest.mark.parametrize("number", [1, 5])
-def test_a_bystander(number):
-    with cluster_of(4, PARTS) as client:
+def test_a_bystander(client, number):
+    def act(workers):
+        (bystander,) = set(addresses(client)) - set(workers)
+        (pid,) = client.run(os.getpid, workers=[bystander]).values()
+        client.run(set_trap, "asked", number, "kill", pid, workers=[workers[1]])
+        return bystander
 
-        def act(workers):
-            (bystander,) = set(addresses(client)) - set(workers)
-            (pid,) = client.run(os.getpid, workers=[bystander]).values()
-            client.run(set_trap, "asked", number, "kill", pid, workers=[workers[1]])
-            return bystander
-
-        transposed_while(client, act)
+    transposed_while(client, act)
 
 
-def test_a_bystander_that_closes(gate):
-    with cluster_of(4, PARTS) as client:
-        *workers, bystander = addresses(client)
-        x = one_block_each(client, source(SHAPE, (16, 48)), workers)
-        wait(x)
-        client.run(set_trap, "placed", 5, "wait", gate.path, workers=workers[:1])
-        y = one_block_each(client, dask_p2p.transpose(x), workers)
-        gate.wait_until_reached()
-        client.retire_workers([bystander])
-        assert bystander not in addresses(client)
-        gate.open()
-        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
-        assert_nothing_is_held(client)
+def test_a_bystander_that_closes(client, gate):
+    *workers, bystander = addresses(client)
+    x = one_block_each(client, source(SHAPE, (16, 48)), workers)
+    wait(x)
+    client.run(set_trap, "placed", 5, "wait", gate.path, workers=workers[:1])
+    y = one_block_each(client, dask_p2p.transpose(x), workers)
+    gate.wait_until_reached()
+    client.retire_workers([bystander])
+    assert bystander not in addresses(client)
+    gate.open()
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+    assert_nothing_is_held(client)
 
 
 @pytest.mark.parametrize("transport", HOLDER)
 @pytest.mark.parametrize("how", ["kill", "close"])
-def test_after_the_result_is_done(how, transport):
-    with cluster_of(4, PARTS | {"p2p.transports.order": [transport]}) as client:
+def test_after_the_result_is_done(client, how, transport):
+    with dask.config.set({"p2p.transports.order": [transport]}):
         x = client.persist(source(SHAPE, (12, 48)))
         y = client.persist(dask_p2p.transpose(x))
         wait(y)
@@ -144,8 +154,8 @@ def test_after_the_result_is_done(how, transport):
 
 
 @pytest.mark.parametrize("when", ["a group is assembled", "blocks are handed out"])
-def test_a_worker_that_makes_groups_of_blocks(when):
-    with cluster_of(4, PARTS | {"p2p.groups": 4}) as client:
+def test_a_worker_that_makes_groups_of_blocks(client, when):
+    with dask.config.set({"p2p.groups": 4}):
         x = client.persist(source(SHAPE, (4, 48)))
         wait(x)
         y = dask_p2p.transpose(x)

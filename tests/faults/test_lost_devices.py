@@ -8,8 +8,8 @@ import time
 import pytest
 from distributed import get_worker
 
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import DeviceLostError
-from dask_p2p.task import PLUGIN_NAME
 from tests.faults.support import BOUND_S, addresses, cluster_of
 from tests.transports.loopback import wait_until
 

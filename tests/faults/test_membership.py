@@ -11,10 +11,11 @@ import pytest
 from distributed import Status, futures_of, wait
 
 import dask_p2p
-from dask_p2p.registration import workers_of
+from dask_p2p.plugins.registration import workers_of
 from tests.faults.support import (
     BOUND_S,
     addresses,
+    as_new,
     assert_nothing_is_held,
     cluster_of,
     expected,
@@ -26,6 +27,18 @@ from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
 NEVER_BY_MEMORY = {"distributed.worker.memory.pause": False}  # the monitor would undo the tests'
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with cluster_of(4, NEVER_BY_MEMORY) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared):
+    with as_new(shared, 4) as client:
+        yield client
 
 
 def set_status(status, dask_worker):
@@ -49,65 +62,47 @@ def started(client, gate, who):
     return x, y
 
 
-def test_a_reader_is_retired_in_the_middle_of_its_task(gate):
-    with cluster_of(4) as client:
-        _, y = started(client, gate, 0)
-        reader = addresses(client)[0]
-        retiring = threading.Thread(target=client.retire_workers, args=([reader],))
-        retiring.start()
-        try:
-            wait_until(lambda: status_of(client, reader) != "running", BOUND_S)
-            gate.open()
-            check(client, y)
-        finally:
-            retiring.join()
-        assert reader not in addresses(client)
-
-
 def status_of(client, worker):
     return workers_of(client).get(worker, {}).get("status")
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["reader", "holder"])
-def test_a_worker_is_paused_in_the_middle(gate, who):
-    with cluster_of(4, NEVER_BY_MEMORY) as client:
-        x, y = started(client, gate, 0)
-        paused = addresses(client)[who]
-        client.run(set_status, Status.paused, workers=[paused])
-        gate.open()
-        check(client, y)
-        # It starts no tasks, but others read what it holds.
-        check(client, dask_p2p.transpose(x, chunks=(12, -1)))
-        assert status_of(client, paused) == "paused"
-        client.run(set_status, Status.running, workers=[paused])
-        check(client, dask_p2p.transpose(x, chunks=(6, -1)))
+def test_a_worker_is_paused_in_the_middle(client, gate, who):
+    x, y = started(client, gate, 0)
+    paused = addresses(client)[who]
+    client.run(set_status, Status.paused, workers=[paused])
+    gate.open()
+    check(client, y)
+    # It starts no tasks, but others read what it holds.
+    check(client, dask_p2p.transpose(x, chunks=(12, -1)))
+    assert status_of(client, paused) == "paused"
+    client.run(set_status, Status.running, workers=[paused])
+    check(client, dask_p2p.transpose(x, chunks=(6, -1)))
 
 
-def test_a_worker_is_replaced(gate):
-    with cluster_of(3) as client:
-        _, y = started(client, gate, 0)
-        before = addresses(client)
-        (pid,) = client.run(os.getpid, workers=[before[1]]).values()
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: set(addresses(client)) - set(before), BOUND_S)  # by its nanny
-        gate.open()
-        check(client, y)
+def test_a_worker_is_replaced(client, gate):
+    _, y = started(client, gate, 0)
+    before = addresses(client)
+    (pid,) = client.run(os.getpid, workers=[before[1]]).values()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: set(addresses(client)) - set(before), BOUND_S)  # by its nanny
+    gate.open()
+    check(client, y)
 
 
-def test_scaled_down_and_up(gate):
-    with cluster_of(4) as client:
-        x, y = started(client, gate, 0)
-        client.cluster.scale(5)
-        client.wait_for_workers(5, timeout=BOUND_S)
-        gate.open()
-        wait(y)
-        client.cluster.scale(2)
-        z = client.persist(dask_p2p.transpose(x, chunks=(3, -1)))
-        wait_until(lambda: len(addresses(client)) == 2, BOUND_S)
-        check(client, y)
-        check(client, z)
-        client.cluster.scale(4)
-        check(client, dask_p2p.transpose(x, chunks=(4, -1)))
+def test_scaled_down_and_up(client, gate):
+    x, y = started(client, gate, 0)
+    client.cluster.scale(5)
+    client.wait_for_workers(5, timeout=BOUND_S)
+    gate.open()
+    wait(y)
+    client.cluster.scale(2)
+    z = client.persist(dask_p2p.transpose(x, chunks=(3, -1)))
+    wait_until(lambda: len(addresses(client)) == 2, BOUND_S)
+    check(client, y)
+    check(client, z)
+    client.cluster.scale(4)
+    check(client, dask_p2p.transpose(x, chunks=(4, -1)))
 
 
 def slowly(block):
@@ -115,20 +110,31 @@ def slowly(block):
     return block
 
 
-def test_adaptive_scaling():
+def test_adaptive_scaling(client):
     """From four workers down to one that has it all, and up again when there is work to do."""
-    with cluster_of(4) as client:
-        y = client.persist(dask_p2p.transpose(source(SHAPE, (6, 48))))
-        wait(y)
-        adaptive = client.cluster.adapt(
-            minimum=1, maximum=4, interval="100 ms", wait_count=1, target_duration="50 ms"
-        )
-        wait_until(lambda: len(client.cluster.workers) == len(addresses(client)) == 1, BOUND_S)
+    y = client.persist(dask_p2p.transpose(source(SHAPE, (6, 48))))
+    wait(y)
+    adaptive = client.cluster.adapt(
+        minimum=1, maximum=4, interval="100 ms", wait_count=1, target_duration="50 ms"
+    )
+    wait_until(lambda: len(client.cluster.workers) == len(addresses(client)) == 1, BOUND_S)
+    check(client, y)
+    z = y.T.rechunk((3, 48), method="tasks").map_blocks(slowly, dtype=float)
+    z = client.persist(dask_p2p.transpose(z, chunks=(3, -1)))
+    wait_until(lambda: len(addresses(client)) > 1, BOUND_S)
+    check(client, z)
+    adaptive.stop()
+
+
+def test_a_reader_is_retired_in_the_middle_of_its_task(client, gate):
+    _, y = started(client, gate, 0)
+    reader = addresses(client)[0]
+    retiring = threading.Thread(target=client.retire_workers, args=([reader],))
+    retiring.start()
+    try:
+        wait_until(lambda: status_of(client, reader) != "running", BOUND_S)
+        gate.open()
         check(client, y)
-        z = y.T.rechunk((3, 48), method="tasks").map_blocks(slowly, dtype=float)
-        z = client.persist(dask_p2p.transpose(z, chunks=(3, -1)))
-        wait_until(lambda: len(addresses(client)) > 1, BOUND_S)
-        check(client, z)
-        wait_until(lambda: len(client.cluster.workers) == len(addresses(client)) == 1, BOUND_S)
-        check(client, z)
-        adaptive.stop()  # or it would go on while the cluster closes
+    finally:
+        retiring.join()
+    assert reader not in addresses(client)

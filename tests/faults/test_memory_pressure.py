@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import dask
 import numpy as np
 import pytest
 from distributed import wait
@@ -14,10 +15,11 @@ from distributed.spill import Slow, SpillBuffer
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.errors import MemoryLimitError
-from dask_p2p.worker_context import DaskWorkerContext
+from dask_p2p.plugins.context import DaskWorkerContext
 from tests.faults.support import (
     BOUND_S,
     addresses,
+    as_new,
     assert_nothing_is_held,
     attempts,
     cluster_of,
@@ -51,21 +53,32 @@ def check(client, y):
     assert_nothing_is_held(client)
 
 
+@pytest.fixture(scope="module")
+def shared():
+    with cluster_of(3, PARTS) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared):
+    with as_new(shared, 3) as client, dask.config.set(PARTS):
+        yield client
+
+
 @pytest.mark.parametrize("transport", ["comm", "cma"])
 @pytest.mark.parametrize("when", ["before the first pull", "in the middle"])
-def test_blocks_go_to_disk_while_they_are_read(gate, when, transport):
-    options = PARTS | {"p2p.transports.order": [transport]}
-    with cluster_of(3, options) as client:
-        x = one_block_each(client, source(SHAPE, (128, 384)), addresses(client))
-        wait(x)
-        moment = ("started", 1) if when == "before the first pull" else ("placed", 3)
-        client.run(set_trap, *moment, "wait", gate.path)
+def test_blocks_go_to_disk_while_they_are_read(client, gate, when, transport):
+    x = one_block_each(client, source(SHAPE, (128, 384)), addresses(client))
+    wait(x)
+    moment = ("started", 1) if when == "before the first pull" else ("placed", 3)
+    client.run(set_trap, *moment, "wait", gate.path)
+    with dask.config.set({"p2p.transports.order": [transport]}):
         y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
-        gate.wait_until_reached(by=3)
-        client.run(evict_all)
-        assert on_disk(client) >= 3, "the blocks of x"
-        gate.open()
-        check(client, y)
+    gate.wait_until_reached(by=3)
+    client.run(evict_all)
+    assert on_disk(client) >= 3, "the blocks of x"
+    gate.open()
+    check(client, y)
 
 
 @pytest.mark.parametrize("transport", ["comm", "cma"])
@@ -176,23 +189,23 @@ def test_a_block_that_is_nowhere(spilled):
 
 def test_what_can_never_fit_is_refused_at_once():
     """Dask would let the worker try, again and again, until the operating system ends it."""
-    shape = (8400, 8400)  # 538 MiB
+    shape = (6400, 6400)  # 312 MiB
     # A worker alone takes 120 MiB. Of a much smaller limit that is so much that Dask, which looks
     # every now and then, spills later than the nanny ends a worker.
-    with cluster_of(2, memory_limit="800 MiB") as client:
-        x = one_block_each(client, source(shape, (525, 8400)), [*addresses(client)] * 8)
+    with cluster_of(2, memory_limit="560 MiB") as client:
+        x = one_block_each(client, source(shape, (400, 6400)), [*addresses(client)] * 8)
         wait(x)
         y = dask_p2p.transpose(x, chunks=shape)
         with pytest.raises(
-            MemoryLimitError, match=r"fits into the 800\.00 MiB .*missing"
+            MemoryLimitError, match=r"fits into the 560\.00 MiB .*missing"
         ) as caught:
             client.compute(y).result(timeout=BOUND_S)
         assert caught.value.needed_bytes > y.nbytes
         assert all(failed == {} for failed in client.run(attempts).values())
         assert_nothing_is_held(client)
         # Inputs and outputs together are more than the limit, but they can go to disk.
-        rows = dask_p2p.transpose(x, chunks=(525, 8400)).sum(axis=1)
-        expected_rows = 8400.0 * np.arange(8400) + 8400.0 * 8399 * 8400 / 2
+        rows = dask_p2p.transpose(x, chunks=(400, 6400)).sum(axis=1)
+        expected_rows = 6400.0 * np.arange(6400) + 6400.0 * 6399 * 6400 / 2
         np.testing.assert_array_equal(
             client.compute(rows).result(timeout=3 * BOUND_S), expected_rows
         )

@@ -11,10 +11,11 @@ import pytest
 from distributed import futures_of, wait
 
 import dask_p2p
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.engine.task import PLUGIN_NAME
 from tests.faults.support import (
     BOUND_S,
     addresses,
+    as_new,
     assert_nothing_is_held,
     cluster_of,
     expected,
@@ -66,9 +67,15 @@ def read_from(client, reader):
     return client.run(stages, workers=[reader])[reader]
 
 
-@pytest.fixture
-def client():
+@pytest.fixture(scope="module")
+def shared():
     with cluster_of(4, NO_MANAGER) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared):
+    with as_new(shared, 4) as client:
         yield client
 
 
@@ -154,6 +161,7 @@ def test_the_active_memory_manager_drops_replicas(client, gate):
         return all(len(holders(client, x, i)) == 1 for i in range(3))
 
     wait_until(reduced, BOUND_S)
+    client.amm.stop()
     finish(client, gate, y)
 
 

@@ -11,9 +11,9 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import MemoryLimitError, P2PWarning, TransferError
-from dask_p2p.registration import workers_of
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports import buffers
 from tests.faults.support import (
     BOUND_S,
@@ -40,7 +40,7 @@ PARTS = {
 
 def run_out(what, number, dask_worker):
     """Let an allocation fail, from the n-th on."""
-    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "_allocate")}[what]
+    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "allocate")}[what]
     dask_worker.allocate = allocate = getattr(owner, name)
     count = 0
 
@@ -55,7 +55,7 @@ def run_out(what, number, dask_worker):
 
 
 def have_enough(what, dask_worker):
-    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "_allocate")}[what]
+    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "allocate")}[what]
     setattr(owner, name, dask_worker.allocate)
 
 
@@ -189,7 +189,7 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
 def test_leased_bytes_are_among_a_workers_metrics(pair):
     def lease(dask_worker):
         directory = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory
-        directory.publish("block", np.zeros(1000), b"{}")
+        directory.publish("block", lambda: np.zeros(1000), lambda block: b"{}")
 
     def end(dask_worker):
         dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory.withdraw(
@@ -213,7 +213,8 @@ def test_what_dask_releases_is_not_kept_for_readers(pair):
         return dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory
 
     def publish(key, dask_worker):
-        directory(dask_worker).publish(key, dask_worker.data[key], b"{}")
+        block = dask_worker.data[key]
+        directory(dask_worker).publish(key, lambda: block, lambda block: b"{}")
 
     def published(dask_worker):
         return len(directory(dask_worker))

@@ -5,11 +5,19 @@ from __future__ import annotations
 import gc
 import threading
 
+import dask
 import psutil
 import pytest
 
 import dask_p2p
-from tests.faults.support import BOUND_S, assert_nothing_is_held, cluster_of, expected, source
+from tests.faults.support import (
+    BOUND_S,
+    as_new,
+    assert_nothing_is_held,
+    cluster_of,
+    expected,
+    source,
+)
 
 SHAPE = (256, 256)  # 512 kiB
 PARTS = {
@@ -24,6 +32,7 @@ MIB = 2**20
 # a run, one of all regions 192 kiB.
 MOST_BYTES_A_RUN = 32 * 1024
 MOST_BYTES_BESIDES = 2 * MIB  # of an allocator's grain
+MOST_FILES = 3  # connections that Dask makes; a leak of one file a run would be 15
 MOST_THREADS = 2  # of pools that start a thread when all they have are busy
 
 
@@ -44,10 +53,22 @@ def run(client, x, number):
         assert (got == expected(SHAPE).T).all()
 
 
+@pytest.fixture(scope="module")
+def shared():
+    with cluster_of(2, PARTS) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared):
+    with as_new(shared, 2) as client, dask.config.set(PARTS):
+        yield client
+
+
 @pytest.mark.parametrize("runs", [60, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", [["cma"], ["comm"], ["ucx"]], ids=str)
-def test_nothing_grows(runs, order):
-    with cluster_of(2, {**PARTS, "p2p.transports.order": order}) as client:
+def test_nothing_grows(client, runs, order):
+    with dask.config.set({"p2p.transports.order": order}):
         x = client.persist(source(SHAPE, (128, 256)))
         run(client, x, WARM_UP)
         before = client.run(measure)
@@ -57,5 +78,5 @@ def test_nothing_grows(runs, order):
     for worker in before:
         grown = {what: after[worker][what] - before[worker][what] for what in before[worker]}
         assert grown.pop("memory") < MOST_BYTES_BESIDES + (runs - WARM_UP) * MOST_BYTES_A_RUN
-        assert grown["files"] <= 0, grown
+        assert grown["files"] <= MOST_FILES, grown
         assert grown["threads"] <= MOST_THREADS, grown

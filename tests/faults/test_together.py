@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+import dask
 import numpy as np
 import pytest
 from distributed import wait
@@ -15,6 +16,7 @@ import dask_p2p
 from tests.faults.support import (
     BOUND_S,
     addresses,
+    as_new,
     assert_nothing_is_held,
     cluster_of,
     expected,
@@ -27,42 +29,52 @@ SHAPE = (48, 48)
 PARTS = {"p2p.transports.comm.part-bytes": 256}
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_others_end_while_a_worker_waits_in_the_middle_of_one(gate, number):
-    """Its thread is taken, and yet the others read the blocks that it holds."""
+@pytest.fixture(scope="module")
+def shared():
     with cluster_of(3, PARTS) as client:
-        workers = addresses(client)
-        waiting, *free = workers
-        xs = [one_block_each(client, source(SHAPE, (16, 48)) + i, workers) for i in range(number)]
-        wait(xs)
-        client.run(set_trap, "placed", 1, "wait", gate.path, workers=[waiting])
-        first = one_block_each(client, dask_p2p.transpose(xs[0]), workers)
-        gate.wait_until_reached()
-        others = [
-            client.persist(dask_p2p.transpose(x), workers=free, allow_other_workers=False)
-            for x in xs[1:]
-        ]
-        for i, y in enumerate(others, start=1):
-            got = client.compute(y, workers=free).result(timeout=BOUND_S)
-            np.testing.assert_array_equal(got, expected(SHAPE).T + i)
-        assert not all(future.done() for future in client.futures_of(first))
-        gate.open()
-        got = client.compute(first).result(timeout=BOUND_S)
-        np.testing.assert_array_equal(got, expected(SHAPE).T)
-        assert_nothing_is_held(client)
+        yield client
+
+
+@pytest.fixture
+def client(shared):
+    with as_new(shared, 3) as client, dask.config.set(PARTS):
+        yield client
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_others_end_while_a_worker_waits_in_the_middle_of_one(client, gate, number):
+    """Its thread is taken, and yet the others read the blocks that it holds."""
+    workers = addresses(client)
+    waiting, *free = workers
+    xs = [one_block_each(client, source(SHAPE, (16, 48)) + i, workers) for i in range(number)]
+    wait(xs)
+    client.run(set_trap, "placed", 1, "wait", gate.path, workers=[waiting])
+    first = one_block_each(client, dask_p2p.transpose(xs[0]), workers)
+    gate.wait_until_reached()
+    others = [
+        client.persist(dask_p2p.transpose(x), workers=free, allow_other_workers=False)
+        for x in xs[1:]
+    ]
+    for i, y in enumerate(others, start=1):
+        got = client.compute(y, workers=free).result(timeout=BOUND_S)
+        np.testing.assert_array_equal(got, expected(SHAPE).T + i)
+    assert not all(future.done() for future in client.futures_of(first))
+    gate.open()
+    got = client.compute(first).result(timeout=BOUND_S)
+    np.testing.assert_array_equal(got, expected(SHAPE).T)
+    assert_nothing_is_held(client)
 
 
 @pytest.mark.parametrize(
     ("number", "bound_s"), [(2, 15), pytest.param(10, 30, marks=pytest.mark.slow)]
 )
-def test_all_at_once_within_a_deadline(number, bound_s):
+def test_all_at_once_within_a_deadline(client, number, bound_s):
     """From nothing, inputs included, each worker with tasks of all of them."""
-    with cluster_of(2, PARTS) as client:
-        xs = [source((60, 40 + i), (6, -1)) for i in range(number)]
-        started_s = time.monotonic()
-        futures = client.compute([dask_p2p.transpose(x) for x in xs])
-        for i, future in enumerate(futures):
-            got = future.result(timeout=bound_s)
-            np.testing.assert_array_equal(got, expected((60, 40 + i)).T)
-        assert time.monotonic() - started_s < bound_s
-        assert_nothing_is_held(client)
+    xs = [source((60, 40 + i), (6, -1)) for i in range(number)]
+    started_s = time.monotonic()
+    futures = client.compute([dask_p2p.transpose(x) for x in xs])
+    for i, future in enumerate(futures):
+        got = future.result(timeout=bound_s)
+        np.testing.assert_array_equal(got, expected((60, 40 + i)).T)
+    assert time.monotonic() - started_s < bound_s
+    assert_nothing_is_held(client)

@@ -6,7 +6,7 @@ import time
 
 import dask.array as da
 
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.engine.task import PLUGIN_NAME
 
 POOL = {"rmm_pool_size": 8 * 2**30}
 

@@ -13,8 +13,8 @@ import pytest
 import dask_p2p
 from dask_p2p.backends import device, driver
 from dask_p2p.errors import P2PWarning
-from dask_p2p.indexed import count_wrong, indexed_array
-from dask_p2p.registration import workers_of
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.gpu.support import POOL, on_gpu
 from tests.support import persisted, used
 

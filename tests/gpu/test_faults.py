@@ -15,8 +15,8 @@ import pytest
 from distributed import wait
 
 import dask_p2p
-from dask_p2p.indexed import count_wrong, indexed_array
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.faults.support import BOUND_S, addresses, held, one_block_each, set_trap
 from tests.gpu.support import POOL, on_gpu
 from tests.support import persisted, used
@@ -42,11 +42,11 @@ def test_checksums(client, order, dtype):
 
 def flip_messages(dask_worker):
     """Flip a bit of each message that this worker sends over UCX."""
-    from dask_p2p.transports.messenger import Messenger
+    from dask_p2p.transports.packed.messenger import Messenger
 
     def send(messenger, address, array, tag, **others):
         changed = array.copy()
-        changed[changed.size // 2] ^= 16
+        changed[changed.size // 3] ^= 16  # not between two regions, where nothing is
         np.asarray(changed[:1].get())  # it is there before UCX, which follows no stream, sends it
         return original(messenger, address, changed, tag, **others)
 
@@ -56,7 +56,7 @@ def flip_messages(dask_worker):
 
 
 def unflip_messages(dask_worker):
-    from dask_p2p.transports.messenger import Messenger
+    from dask_p2p.transports.packed.messenger import Messenger
 
     Messenger.send = dask_worker.original_send
     dask_worker.plugins[PLUGIN_NAME].context.router.failures.clear()
@@ -76,7 +76,8 @@ def test_flipped_bits_of_device_memory_are_found_by_checksums(client, checksum):
             client.run(unflip_messages)
     got = y.compute().get()
     assert (got.tobytes() == x.T.tobytes()) == checksum
-    assert used(client, y) == ({"comm"} if checksum else {"ucx"})
+    # Of two regions in a message one is changed, and brought again.
+    assert ("comm" in used(client, y)) == checksum
 
 
 SHAPE = (4000, 4000)

@@ -58,6 +58,29 @@ def test_map_overlap(client, boundary, corners):
     np.testing.assert_array_equal(on_host(y), expected.compute(scheduler="sync"))
 
 
+def test_map_overlap_of_several_arrays_and_with_what_dask_tells_functions(client):
+    def weighed(block, row, weight, block_info=None):
+        block *= row  # which overwrites neither array
+        row[...] = 0
+        return block * weight + (block_info[0]["chunk-location"][1] if block_info else 0)
+
+    x, row = (persisted(client, on_gpu(a, (30, 45))) for a in (X, X[:1]))
+    y = dask_p2p.map_overlap(
+        weighed,
+        x,
+        row,
+        depth=[{0: 2}, 0],
+        boundary="periodic",
+        weight=da.ones(3).sum(),
+        dtype=float,
+    )
+    expected = X * X[:1] * 3 + np.repeat([0, 1], 45)
+    np.testing.assert_array_equal(on_host(persisted(client, y)), expected)
+    np.testing.assert_array_equal(on_host(persisted(client, y * 1)), expected)
+    for kept, values in ((x, X), (row, X[:1])):
+        np.testing.assert_array_equal(on_host(kept), values)
+
+
 def test_a_block_that_stays_is_handed_on(client):
     x = persisted(client, on_gpu(X, (30, 90)))
     y = persisted(client, dask_p2p.rechunk(x, ((30, 60, 30), (90,))))

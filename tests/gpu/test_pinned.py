@@ -12,13 +12,13 @@ import pytest
 from distributed import Client
 
 import dask_p2p
-from dask_p2p.indexed import count_wrong, indexed_array
+from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.faults.support import BOUND_S, addresses
 from tests.gpu.support import POOL, on_gpu
 from tests.gpu.test_transposes import CASES
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
-from tests.transports.test_pinned_cluster import mapped_segments, own_segments
+from tests.transports.packed.test_pinned_cluster import mapped_segments, own_segments
 
 pytestmark = [
     pytest.mark.gpu(2),

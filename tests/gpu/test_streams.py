@@ -144,6 +144,35 @@ def test_blocks_are_read_when_they_are_written(client, order, how):
     assert used(client, y) == set(order)
 
 
+def negated_late(block, how="non-blocking"):
+    """Half a second after it has returned its block, that holds the negative of it."""
+    import cupy
+
+    stream = {"null": cupy.cuda.Stream.null}.get(how) or cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        spin(stream)
+        cupy.negative(block, out=block)
+    KEPT.append((stream, block))
+    return block
+
+
+@pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["pinned"], ["comm"]], ids=str)
+@pytest.mark.parametrize("how", ["null", "non-blocking"])
+@pytest.mark.parametrize("depth", [0, {1: 1}], ids=str)
+def test_a_function_that_overwrites_its_block_late(client, order, how, depth):
+    """No block has rims here: one along the second axis, and boundary "none"."""
+    with dask.config.set({"p2p.transports.order": order}):
+        warm(client)
+        x = persisted(client, late_array("null"))
+        for options in ({"trim": False}, {}):
+            y = dask_p2p.map_overlap(negated_late, x, depth, how=how, dtype="f4", **options)
+            z = persisted(client, dask_p2p.transpose(persisted(client, y)))
+            np.testing.assert_array_equal(z.compute().get(), -VALUES.T)
+            assert used(client, z) == set(order)
+        again = persisted(client, dask_p2p.transpose(x))
+    np.testing.assert_array_equal(again.compute().get(), VALUES.T)
+
+
 @pytest.mark.parametrize("how", ["non-blocking", "graph", "torch"])
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
 @pytest.mark.gpu(1)

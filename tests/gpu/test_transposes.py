@@ -10,7 +10,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError
-from dask_p2p.indexed import count_wrong, indexed_array
+from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.gpu.support import POOL, held, on_gpu
 from tests.support import persisted, used
 

@@ -1,8 +1,9 @@
 """Hosts on one machine, made of Linux namespaces, and the network between them.
 
-A host has networks, processes, a hostname, shared memory, a ``/tmp`` and a boot id of its own:
-whoever asks where it runs, UCX for one, finds different hosts. All are joined by one switch, with a
-bridge for each network::
+A host has networks, processes, a hostname, shared memory and a boot id of its own: whoever asks
+where it runs, UCX for one, finds different hosts. Temporary files are in the host's shared memory,
+and not in a ``/tmp`` of its own, since that would hide a checkout there. All are joined by one
+switch, with a bridge for each network::
 
     host 0                      switch                      host 1
     eth0 10.77.0.1 ---veth--- bridge net0 ---veth--- eth0 10.77.0.2
@@ -37,7 +38,6 @@ mount -t sysfs sysfs /sys
 mount -t tmpfs tmpfs /dev/shm
 echo $2 >/dev/shm/boot_id
 mount --bind /dev/shm/boot_id /proc/sys/kernel/random/boot_id
-mount -t tmpfs tmpfs /tmp
 hostname $1
 ip link set lo up
 echo ready
@@ -103,9 +103,14 @@ class Host:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env={**os.environ, **environment},
+                env={**os.environ, "TMPDIR": "/dev/shm", **environment},
             )
         self._started.append(started)
+
+    @property
+    def pids(self) -> list[int]:
+        """Numbers of the processes that were started."""
+        return [started.pid for started in self._started]
 
     def stop(self) -> None:
         """Kill what was started, and what that has started."""
@@ -201,6 +206,21 @@ class Network:
             yield
         finally:
             self._set(host, "up")
+
+    @contextmanager
+    def parted(self, hosts: Sequence[Host]) -> Iterator[None]:
+        """Have these hosts not reach each other, but all others."""
+        self._part(hosts, "on")
+        try:
+            yield
+        finally:
+            self._part(hosts, "off")
+
+    def _part(self, hosts: Sequence[Host], state: str) -> None:
+        for host in hosts:
+            for network in range(self._networks):
+                port = ("dev", _port(host, network), "type", "bridge_slave")
+                self._switch.run("ip", "link", "set", *port, "isolated", state)
 
     def _set(self, host: Host, state: str) -> None:
         for network in range(self._networks):

@@ -12,8 +12,7 @@ import pytest
 from distributed import wait
 
 import dask_p2p
-from dask_p2p.measure import collect
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.engine.task import PLUGIN_NAME
 from tests.faults.support import (
     addresses,
     assert_nothing_is_held,
@@ -23,8 +22,8 @@ from tests.faults.support import (
 )
 from tests.hosts.cluster import BOUND_S, HostsCluster
 from tests.hosts.network import Network, obstacle
-from tests.support import persisted
-from tests.test_diagnosis import measure_little
+from tests.support import persisted, run_of
+from tests.tools.test_check import measure_little
 from tests.transports.loopback import wait_until
 
 SHAPE = (400, 600)
@@ -84,7 +83,7 @@ def laid_out(client, shape):
 
 def pairs_of(client, y):
     """Reader, holder and transport of what moved."""
-    return set(collect(client, y.name).pairs)
+    return set(run_of(client, y).pairs)
 
 
 def assert_transposed(client, shape=SHAPE):
@@ -178,7 +177,7 @@ def test_a_link_too_slow_for_the_deadline(client, cluster):
     settings = {"p2p.timeouts.request": "1 s", "p2p.transports.order": ["comm"], "p2p.attempts": 12}
     with cluster.network.limited(cluster.others, MBIT / 2), dask.config.set(settings):
         y = persisted(client, dask_p2p.transpose(x))
-    run = collect(client, y.name)
+    run = run_of(client, y)
     assert run.attempts > WORKERS, "the first attempts fail"
     np.testing.assert_array_equal(y.compute(), expected(shape).T)
 

@@ -1,4 +1,4 @@
-"""Records as workers would make them, and pages without a browser."""
+"""Records as workers would make them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,3 @@ def record(i, start_s=0.0, stages=(), **values):
     name = values.pop("name", NAME)
     stop_s = values.pop("stop_s", start_s + 1)
     return Record((name, i, 0), start_s, stop_s, stages, **values)
-
-
-class OpenPage:
-    """A page that keeps what it was shown."""
-
-    def __init__(self, is_open=True):
-        self.is_open = is_open
-        self.shown = []
-
-    def show(self, picture):
-        self.shown.append(picture)

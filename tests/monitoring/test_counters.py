@@ -13,15 +13,19 @@ def test_attempts_are_counted():
     counters.add(record(0, 1.0, stages, fallbacks=(Fallback("c", "cma", "why"),), kernel_s=0.25))
     counters.add(record(0, 1.0, stages[:1], name="p2p-rechunk-0123456789abcdef0123456789abcdef"))
     counters.add(record(1, 1.0, error="why", wasted_bytes=7))
+    of_parts = {"up_bytes": 8, "down_bytes": 4, "up_s": 0.5, "function_s": 0.25, "down_s": 0.125}
+    counters.add(record(0, name="p2p-on-gpu-0123456789abcdef0123456789abcdef", parts=2, **of_parts))
     assert counters.values() == {
         "received_bytes": {"cma": 200, "ipc": 50},
         "wasted_bytes": {"": 7},
         "wait_seconds": {"cma": 1.0, "ipc": 1.0},
         "transfer_seconds": {"cma": 1.5, "ipc": 0.0},
         "kernel_seconds": {"local": 0.25, "cma": 0.25, "ipc": 0.0},
-        "task_seconds": {"p2p-transpose": 2.0, "p2p-rechunk": 1.0},
-        "tasks": {"p2p-transpose": 1, "p2p-rechunk": 1},
-        "attempts": {"p2p-transpose": 2, "p2p-rechunk": 1},
+        "copied_bytes": {"up": 8, "down": 4},
+        "part_seconds": {"up": 0.5, "function": 0.25, "down": 0.125},
+        "task_seconds": {"p2p-transpose": 2.0, "p2p-rechunk": 1.0, "p2p-on-gpu": 1.0},
+        "tasks": {"p2p-transpose": 1, "p2p-rechunk": 1, "p2p-on-gpu": 1},
+        "attempts": {"p2p-transpose": 2, "p2p-rechunk": 1, "p2p-on-gpu": 1},
         "fallbacks": {"cma": 1},
     }
     assert [*counters.values()] == [family.name for family in COUNTERS]

@@ -37,8 +37,8 @@ def labels():
             patch.setattr(prometheus, "_asked", lambda kind, server=server: server)
             families = [*COUNTERS, *GAUGES]
             values = {family.name: {"x": 1} for family in families}
-            patch.setitem(prometheus._exposed, server, lambda values=values: values)
-            page = generate_latest(prometheus._Collector(kind)).decode()
+            patch.setitem(prometheus.registered, server, lambda values=values: values)
+            page = generate_latest(prometheus.Collector(kind)).decode()
         found |= dict(re.findall(r"^(\w+)(?:{(\w+)=)?.* 1\.0$", page, re.MULTILINE))
     return found
 

@@ -13,11 +13,11 @@ import pytest
 from distributed import wait
 
 import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, TransferError
 from dask_p2p.monitoring.runs import fetch_records
-from dask_p2p.registration import workers_of
-from dask_p2p.task import PLUGIN_NAME
-from dask_p2p.worker_context import FALLBACK_TOPIC
+from dask_p2p.plugins.context import FALLBACK_TOPIC
+from dask_p2p.plugins.registration import workers_of
 from tests.support import in_process, indexed
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}
@@ -113,9 +113,8 @@ def test_each_computation_is_a_run_and_the_newest_comes_first(client, x):
     assert [run.operation for run in runs] == ["p2p-rechunk", "p2p-transpose", "p2p-transpose"]
     assert [run.attempts for run in runs] == [4, 4, 4]
     assert runs[1].start_s > runs[2].stop_s
-    records = client.sync(fetch_records, client, name=y.name, since_s=runs[1].start_s)
-    assert {record.key for record in records} == {record.key for record in runs[1].made}
-    assert len(records) == 4
+    records = client.sync(fetch_records, client, 2)
+    assert set(records) == {*runs[0].records, *runs[1].records}
 
 
 def refuse(how_often, dask_worker):
@@ -168,7 +167,7 @@ def fall_back(holder, dask_worker):
 
     router = dask_worker.plugins[PLUGIN_NAME].context.router
     error = TransferError(f"cma: {holder} on purpose", reason="on purpose")
-    router.report_failure(Route(holder, router.transports["cma"]), error, last=False)
+    router.record_failure(Route(holder, router.transports["cma"]), error, last=False)
 
 
 def recover(holder, dask_worker):
@@ -258,3 +257,9 @@ def test_async_clients_and_clusters_without_the_plugin():
             assert (run.shape, run.attempts) == ((6, 8), 4)
 
     asyncio.run(main())
+
+
+def test_a_scheduler_that_refuses_is_an_error(client):
+    dask_p2p.register(client)
+    with pytest.raises(InputError, match=r"0 runs.*n: expected 1"):
+        client.sync(fetch_records, client, 0)

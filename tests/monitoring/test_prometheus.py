@@ -7,13 +7,14 @@ import sys
 from urllib.request import urlopen
 
 import dask.array as da
+import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS, GAUGES
-from dask_p2p.registration import workers_of
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.plugins.registration import workers_of
 from tests.support import in_process, persisted
 from tests.transports.loopback import wait_until
 
@@ -64,6 +65,7 @@ def test_workers_and_the_scheduler_tell_what_was_moved(cluster, client):
         return seen
 
     before, of_workers = look()
+    persisted(client, dask_p2p.map_on_gpu(np.sqrt, x, fallback="numpy"))
     y = dask_p2p.transpose(x)
     y = persisted(client, y)
     (run,) = dask_p2p.last_runs(client, n=1)
@@ -132,26 +134,26 @@ def test_servers_of_one_process_tell_their_own_figures():
 @pytest.mark.parametrize("kind", ["worker", "scheduler"])
 def test_a_process_whose_page_nobody_has_read_yet(kind, monkeypatch):
     monkeypatch.setattr(prometheus, "_asked", lambda kind: None)
-    assert list(prometheus._Collector(kind).collect()) == []
+    assert list(prometheus.Collector(kind).collect()) == []
 
 
 def test_releases_of_dask_that_make_the_page_in_another_way(monkeypatch):
     from distributed.http.worker.prometheus import core
 
     monkeypatch.delattr(core, "PrometheusHandler")
-    assert list(prometheus._Collector("worker").collect()) == []
+    assert list(prometheus.Collector("worker").collect()) == []
     monkeypatch.setitem(sys.modules, core.__name__, None)
-    assert list(prometheus._Collector("worker").collect()) == []
+    assert list(prometheus.Collector("worker").collect()) == []
 
 
 def test_without_prometheus_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.setattr(prometheus, "_register", prometheus._register.__wrapped__)
+    monkeypatch.setattr(prometheus, "add_collector", prometheus.add_collector.__wrapped__)
 
     class Server:
         pass
 
     server = Server()
-    prometheus.expose(server, "worker", dict)
-    assert server not in prometheus._exposed
-    prometheus.conceal(server)
+    prometheus.register(server, "worker", dict)
+    assert server not in prometheus.registered
+    prometheus.unregister(server)

@@ -11,16 +11,11 @@ import dask.array as da
 import pytest
 
 import dask_p2p
-from dask_p2p.monitoring import ranges
 from dask_p2p.monitoring.ranges import Ranges
 from tests.support import persisted
 
-
-@pytest.fixture(autouse=True)
-def _uncached():
-    ranges._annotate.cache_clear()
-    yield
-    ranges._annotate.cache_clear()
+#: Variables by which a profiler is loaded into a process.
+INJECTIONS = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 
 
 @pytest.fixture
@@ -42,15 +37,14 @@ def seen(monkeypatch):
 
 
 def test_they_are_made_where_an_option_or_a_profiler_asks_for_it(seen, monkeypatch):
-    for name in ranges._INJECTIONS:
+    for name in INJECTIONS:
         monkeypatch.delenv(name, raising=False)
     with Ranges(False)("no"):
         pass
     with Ranges(True)("wait", 7):
         pass
     assert seen == [(0, "wait 7")]
-    for name in ranges._INJECTIONS:
-        ranges._annotate.cache_clear()
+    for name in INJECTIONS:
         with monkeypatch.context() as patch:
             patch.setenv(name, "/opt/nvidia/libToolsInjection64.so")
             with Ranges(False)("profiled"):

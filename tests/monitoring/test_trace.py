@@ -127,6 +127,20 @@ def test_a_task_and_its_stages():
     assert len(events["s"]) == 3
 
 
+def test_a_block_that_went_through_a_gpu():
+    times = {"parts": 4, "up_bytes": 100, "up_s": 0.5, "function_s": 0.25, "down_s": 0.75}
+    events = checked(trace([record(0, 10.0, **times)]))
+    found = [e for e in events["X"] if e["cat"] == "part of block"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in found] == [
+        ("function", 0, 250e3),
+        ("copies down", 250e3, 750e3),
+        ("copies up", 0, 500e3),
+    ]
+    assert found[2]["args"] == {"bytes": 100}
+    (task,) = (e for e in events["X"] if e["cat"] == "task")
+    assert (task["args"]["parts"], task["args"]["overlap"]) == (4, 1.5)
+
+
 def test_nothing():
     assert not any(checked(trace([])).values())
 

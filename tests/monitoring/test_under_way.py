@@ -10,9 +10,9 @@ import pytest
 from distributed import Event, wait
 
 import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.records import unpacked
-from dask_p2p.registration import workers_of
-from dask_p2p.task import PLUGIN_NAME
+from dask_p2p.plugins.registration import workers_of
 from tests.support import indexed
 from tests.transports.loopback import wait_until
 
@@ -36,8 +36,8 @@ def slabs(client):
 def told(client, worker):
     """What a worker tells of its tasks under way."""
 
-    def ask(dask_worker):
-        return dask_worker.plugins[PLUGIN_NAME].context.new_records()
+    async def ask(dask_worker):
+        return await dask_worker.plugins[PLUGIN_NAME].context.new_records()
 
     answer = client.run(ask, workers=[worker])[worker]
     return unpacked(answer["under_way"])

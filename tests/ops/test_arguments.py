@@ -19,6 +19,15 @@ def test_wrong_axes(axes):
         dask_p2p.transpose(da.ones((2, 3)), axes)
 
 
+@pytest.mark.parametrize("axes", [("y", "x"), "yx", ("y",)])
+def test_names_of_axes(axes):
+    x = da.ones((2, 3))
+    with pytest.raises(AxesError, match=r"got axes=.*names of dimensions see dask_p2p\.xarray"):
+        dask_p2p.transpose(x, axes)
+    with pytest.raises(ChunksError, match=r"names of dimensions see dask_p2p\.xarray"):
+        dask_p2p.rechunk(x, dict.fromkeys(axes, 1))
+
+
 @pytest.mark.parametrize(
     ("chunks", "reason"),
     [
@@ -26,7 +35,7 @@ def test_wrong_axes(axes):
         (((2, 2), (-1, 3)), "do not add up"),
         (((4, -1), (2,)), "not negative"),
         (((1.5, 1.5), (2,)), "differ from the shape"),
-        ((3,) * 3, "same length"),
+        ((3,), "same length"),
         ({5: 1}, "5 is no axis"),
         ({"x": 3}, "'x' is no axis, which are numbered from 0 to 1"),
         ("enormous", "Could not interpret 'enormous'"),

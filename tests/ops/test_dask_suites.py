@@ -1,4 +1,4 @@
-"""Dask's own tests of `rechunk`, as they are installed, with this package's in its place.
+"""Dask's and NumPy's own tests, with this package's functions in their place.
 
 What fails, and why, `dask_suites` says. Those of distributed are in neither its wheel nor its
 source distribution; with a checkout of the release that is installed::
@@ -16,7 +16,7 @@ import sys
 
 import pytest
 
-from tests.ops.dask_suites import DASK, DISTRIBUTED, DISTRIBUTED_SOURCE
+from tests.ops.dask_suites import DISTRIBUTED, DISTRIBUTED_SOURCE
 from tests.support import import_path
 
 pytestmark = pytest.mark.programs
@@ -37,10 +37,21 @@ def passed_and_failed(folder, *arguments, source=None):
     return int(passed[1]), int(failed[1])
 
 
-def test_those_of_dask(tmp_path):
-    passed, failed = passed_and_failed(str(tmp_path), "--pyargs", "dask.array.tests.test_rechunk")
-    assert passed >= 81
-    assert failed == len(DASK)
+@pytest.mark.parametrize(
+    ("suite", "least", "refused"),
+    [
+        ("dask.array.tests.test_rechunk", 81, 1),
+        ("dask.array.tests.test_overlap", 90, 7),
+        ("dask.array.tests.test_fft", 243, 18),  # of which six are one test
+        ("numpy.fft.tests.test_pocketfft", 101, 45),
+    ],
+)
+def test_those_of_dask_and_numpy(tmp_path, suite, least, refused):
+    # All lengths to 512, one by one, for 13 s: the quick tests have some of them.
+    left_out = ["-k", "long or not test_identity"]
+    passed, failed = passed_and_failed(str(tmp_path), *left_out, "--pyargs", suite)
+    assert passed >= least
+    assert failed == refused
 
 
 @pytest.mark.skipif(DISTRIBUTED_SOURCE is None, reason="needs DISTRIBUTED_SOURCE, a checkout")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_p2p
-from dask_p2p.errors import BlockMismatchError, ChunksError, InputError
+from dask_p2p.errors import BlockMismatchError, ChunksError, InputError, UnsupportedArrayError
+from tests.support import persisted
 
 X = np.random.default_rng(0).random((12, 10))
 BOUNDARIES = ["none", "periodic", "reflect", "nearest", 7.5]
@@ -102,6 +104,18 @@ def test_a_function_that_trims_by_itself(boundary):
     np.testing.assert_array_equal(got.compute(scheduler="sync"), expected.compute(scheduler="sync"))
 
 
+@pytest.mark.parametrize("keep", ["the rims", "half of them", "nothing"])
+def test_without_trim_whatever_a_function_returns_is_taken(keep):
+    def kept(block):
+        return {"the rims": block, "half of them": block[1:], "nothing": block[:0]}[keep]
+
+    x = da.from_array(X, chunks=(6, 5))
+    got = dask_p2p.map_overlap(kept, x, {0: 1}, "reflect", trim=False)
+    expected = da.map_overlap(kept, x, depth={0: 1}, boundary="reflect", trim=False)
+    assert got.chunks == expected.chunks
+    np.testing.assert_array_equal(got.compute(scheduler="sync"), expected.compute(scheduler="sync"))
+
+
 @pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
 def test_without_corners_stars_have_the_same_values(boundary):
     x = da.from_array(X, chunks=(4, 3))
@@ -145,6 +159,8 @@ def test_dtype_and_arguments():
         (((1, 2, 3), 0), "none"),
         (11, "none"),
         (1, "mirror"),
+        ([1, 1], "none"),
+        (1, ["none", "none"]),
         (1, ("none",)),
         (1, {5: "none"}),
         (1, [["none"], "none"]),
@@ -164,9 +180,234 @@ def test_what_is_no_function_or_of_unknown_size():
         dask_p2p.map_overlap(star, x[x[:, 0] > 0.5], 1)
 
 
+def test_arguments_that_are_in_the_wrong_place():
+    x = da.from_array(X, chunks=5)
+    with pytest.raises(InputError, match="the function first and the arrays after it"):
+        dask_p2p.map_overlap(x, star, 1)
+    with pytest.raises(InputError, match="expected an array after the function"):
+        dask_p2p.map_overlap(star)
+    with pytest.raises(InputError, match="expected depth once, got 1 after the arrays and depth=2"):
+        dask_p2p.map_overlap(star, x, 1, depth=2)
+    with pytest.raises(InputError, match=r"got \[True\] after these"):
+        dask_p2p.map_overlap(star, x, 1, "none", True)
+    for wrong in (X, [X]):
+        with pytest.raises(UnsupportedArrayError, match="expected a Dask array, got"):
+            dask_p2p.map_overlap(star, wrong, 1)
+    with pytest.raises(UnsupportedArrayError, match=r"a Dask array, got numpy\.ndarray"):
+        dask_p2p.map_overlap(np.add, x, X, depth=1)
+
+
 def test_a_function_that_changes_the_shape():
     y = dask_p2p.map_overlap(lambda b: b[1:], da.from_array(X, chunks=5), 1, dtype=X.dtype)
     with pytest.raises(
         BlockMismatchError, match=r"shape \(\d, 6\) from the function .* got \(\d, 6\)"
     ):
         y.compute(scheduler="sync")
+
+
+# --- a function may overwrite what it gets ---
+
+
+def difference(block):
+    """Forward differences along the first axis, in place."""
+    block[:-1] -= block[1:].copy()
+    return block
+
+
+def bump(block):
+    block += 1000
+    return block
+
+
+def zeroed_twin(first, second):
+    first += second
+    second[...] = 0
+    return first
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
+@pytest.mark.parametrize("depth", [0, 1, {0: 2}, {1: 1}, {0: (0, 1)}, {0: (1, 0)}], ids=str)
+@pytest.mark.parametrize("chunks", [(12, 10), (6, 5)], ids=str)
+@pytest.mark.parametrize("function", [difference, bump])
+def test_a_function_that_overwrites_its_block(boundary, depth, chunks, function):
+    x = da.from_array(X, chunks=chunks) + 0
+    x = x.persist(scheduler="sync")
+    call = (function, x, depth, boundary)
+    y, again = (dask_p2p.map_overlap(*call, dtype=X.dtype) for _ in range(2))
+    first, second, x_too = dask.compute(y, again, x, scheduler="sync")
+    widths = dask_p2p.map_overlap(np.array, x, depth, boundary)  # which overwrites nothing
+    copied = dask_p2p.map_overlap(lambda b: function(b.copy()), x, depth, boundary, dtype=X.dtype)
+    expected = copied.compute(scheduler="sync")
+    np.testing.assert_array_equal(x_too, X)
+    np.testing.assert_array_equal(first, expected)
+    np.testing.assert_array_equal(second, expected)
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), expected, "computed once more")
+    np.testing.assert_array_equal(widths.compute(scheduler="sync"), X)
+    if not isinstance(depth, dict) or boundary == "none":  # what Dask takes
+        x = da.from_array(X.copy(), chunks=chunks)
+        of_dask = da.map_overlap(lambda b: function(b.copy()), x, depth=depth, boundary=boundary)
+        np.testing.assert_array_equal(of_dask.compute(scheduler="sync"), expected)
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "threads"])
+@pytest.mark.parametrize("depth", [0, 1, [0, 1], {0: 2}], ids=str)
+def test_a_function_that_overwrites_blocks_of_several_arrays(depth, scheduler):
+    x = (da.from_array(X, chunks=(4, 10)) + 0).persist(scheduler="sync")
+    row = (da.from_array(X[:1], chunks=(1, 10)) + 0).persist(scheduler="sync")
+    for other, expected in ((x, 2 * X), (row, X + X[:1])):
+        depths = 0 if other is row else depth
+        y = dask_p2p.map_overlap(zeroed_twin, x, other, depth=depths, dtype=X.dtype)
+        if depth != [0, 1] or other is row:  # blocks of one shape
+            np.testing.assert_array_equal(y.compute(scheduler=scheduler), expected)
+            np.testing.assert_array_equal(y.compute(scheduler=scheduler), expected)
+        np.testing.assert_array_equal(x.compute(scheduler=scheduler), X)
+        np.testing.assert_array_equal(row.compute(scheduler=scheduler), X[:1])
+
+
+def test_functions_overwrite_blocks_that_others_read_meanwhile(client):
+    """By cma, which reads the memory of a block that lies on the worker where a function runs."""
+    a = np.arange(400 * 300.0).reshape(400, 300)
+    for _ in range(3):
+        x = persisted(client, da.from_array(a, chunks=(100, 300)) + 0)
+        one_sided = dask_p2p.map_overlap(bump, x, {0: (0, 1)}, dtype=a.dtype)
+        alone = dask_p2p.map_overlap(bump, x, {1: 1}, "none", dtype=a.dtype)
+        turned = [dask_p2p.transpose(x), dask_p2p.rechunk(x, (400, 75))]
+        got = client.gather(client.compute([one_sided, alone, *turned, x]))
+        for found, expected in zip(got, [a + 1000, a + 1000, a.T, a, a], strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_a_function_overwrites_blocks_that_groups_handed_out(client):
+    a = np.arange(64 * 60.0).reshape(64, 60)
+    with dask.config.set({"p2p.groups": 4}):
+        x = persisted(client, dask_p2p.rechunk(da.from_array(a, chunks=(4, 60)), (2, 60)))
+    y = persisted(client, dask_p2p.map_overlap(bump, x, {1: 2}, "none", dtype=a.dtype))
+    np.testing.assert_array_equal(y.compute(), a + 1000)
+    np.testing.assert_array_equal(x.compute(), a)
+
+
+# --- what `dask.array.map_overlap` takes as well ---
+
+
+def test_block_id_and_block_info_tell_where_a_block_is():
+    x = da.from_array(np.arange(48.0).reshape(6, 8), chunks=(2, 4))
+
+    def by_id(block, block_id=None):
+        return block + (10 * block_id[0] + block_id[1] if block_id else 0)
+
+    def by_info(block, block_info=None):
+        where = block_info and (block_info[0]["chunk-location"], block_info[None]["shape"])
+        return block + (sum(map(sum, where)) if where else 0)
+
+    for function in (by_id, by_info):
+        for others in ({}, {"trim": False, "depth": 0}):
+            options = {"depth": 1, "boundary": "reflect", "dtype": float} | others
+            got = dask_p2p.map_overlap(function, x, **options)
+            expected = da.map_overlap(function, x, **options)
+            np.testing.assert_array_equal(
+                got.compute(scheduler="sync"), expected.compute(scheduler="sync")
+            )
+            assert not np.array_equal(got.compute(scheduler="sync"), x.compute(scheduler="sync"))
+    told = dask_p2p.map_overlap(by_id, x, 1, block_id=(5, 5), dtype=float)
+    np.testing.assert_array_equal(told.compute(scheduler="sync"), np.arange(48).reshape(6, 8) + 55)
+
+
+def test_one_layer_where_a_function_has_a_block_id():
+    x = da.from_array(X, chunks=(4, 5))
+    y = dask_p2p.map_overlap(lambda block, block_id=None: block, x, 1)
+    assert set(y.dask.layers) - set(x.dask.layers) == {y.name}
+
+
+def test_arguments_that_dask_has_still_to_compute(client):
+    x = da.from_array(X, chunks=(4, 5))
+
+    def scaled(block, by, offset=0):
+        assert isinstance(by, np.ndarray)
+        return block * by.sum() + offset
+
+    weights, offset = da.ones(5, chunks=2), dask.delayed(len)([1, 2, 3])
+    y = dask_p2p.map_overlap(scaled, x, 1, by=weights, offset=offset, dtype=float)
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), X * 5 + 3)
+    np.testing.assert_array_equal(y.compute(), X * 5 + 3)
+    nested = dask_p2p.map_overlap(
+        lambda b, k: b + k["of"][0], x, 1, k={"of": [offset]}, dtype=float
+    )
+    np.testing.assert_array_equal(nested.compute(scheduler="sync"), X + 3)
+
+
+def test_names_and_numbers_of_axes():
+    x = da.from_array(X, chunks=(4, 5))
+    assert dask_p2p.map_overlap(np.negative, x, depth=0, name="mine").name == "mine"
+    assert dask_p2p.map_overlap(np.negative, x, depth=0, token="mine").name.startswith("mine-")
+    assert dask_p2p.map_overlap(np.negative, x, depth=0, name="n").chunks == x.chunks
+    sums = dask_p2p.map_overlap(
+        lambda b: b.sum(1), x, depth={0: 1}, boundary="periodic", drop_axis=1, dtype=float
+    )
+    expected = da.map_overlap(
+        lambda b: b.sum(1), x, depth={0: 1}, boundary="periodic", drop_axis=1, dtype=float
+    )
+    assert sums.chunks == expected.chunks
+    np.testing.assert_array_equal(
+        sums.compute(scheduler="sync"), expected.compute(scheduler="sync")
+    )
+    stacked = dask_p2p.map_overlap(
+        lambda b: np.stack([b, -b]), x, depth=2, new_axis=0, chunks=(2, 8, 9), boundary=0
+    )
+    assert stacked.shape == (2, 12, 10)
+    np.testing.assert_array_equal(stacked.compute(scheduler="sync"), np.stack([X, -X]))
+    wrong = dask_p2p.map_overlap(
+        lambda b: b.sum(), x, depth=1, enforce_ndim=True, dtype=float, chunks=x.chunks
+    )
+    with pytest.raises(ValueError, match="Dimension mismatch"):
+        wrong.compute(scheduler="sync")
+
+
+def test_several_arrays_are_aligned_and_cut_as_dask_does():
+    x, y = da.from_array(X, chunks=(12, 3)), da.from_array(X[0], chunks=5)
+
+    def weighed(a, b):
+        return a * b + a[::-1]
+
+    for options in (
+        {"depth": [{0: 2}, 0], "boundary": ["periodic", "none"]},
+        {"depth": 0},
+        {},
+    ):
+        got = dask_p2p.map_overlap(weighed, x, y, **options)
+        expected = da.map_overlap(weighed, x, y, **options)
+        assert got.chunks == expected.chunks == ((12,), (3, 2, 1, 3, 1))
+        np.testing.assert_array_equal(
+            got.compute(scheduler="sync"), expected.compute(scheduler="sync")
+        )
+    with pytest.raises(InputError, match="expected arrays that broadcast, got the shapes"):
+        dask_p2p.map_overlap(weighed, x, x[:5], depth=1)
+    with pytest.raises(ValueError, match="Shapes do not align"):
+        dask_p2p.map_overlap(weighed, x, y, depth=0, align_arrays=False).compute(scheduler="sync")
+
+
+def test_depth_and_boundary_are_those_of_dask_by_default():
+    x = da.from_array(X, chunks=(4, 5))
+    np.testing.assert_array_equal(
+        dask_p2p.map_overlap(np.negative, x).compute(scheduler="sync"), -X
+    )
+    ends = dask_p2p.map_overlap(lambda b: b.cumsum(0), x, depth=1, trim=False, dtype=float)
+    expected = da.map_overlap(
+        lambda b: b.cumsum(0), x, depth=1, boundary="none", trim=False, dtype=float
+    )
+    np.testing.assert_array_equal(
+        ends.compute(scheduler="sync"), expected.compute(scheduler="sync")
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_numpy", "here"), [("wrap", "periodic"), ("symmetric", "reflect"), ("edge", "nearest")]
+)
+def test_boundaries_may_have_the_names_that_numpy_gives_them(of_numpy, here):
+    x = da.from_array(X, chunks=(4, 5))
+    by_name, expected = (dask_p2p.map_overlap(star, x, 2, kind) for kind in (of_numpy, here))
+    assert by_name.name == expected.name
+    padded = np.pad(X, 2, mode=of_numpy)
+    whole = da.from_array(padded, chunks=padded.shape)
+    np.testing.assert_array_equal(
+        expected.compute(scheduler="sync"), star(whole.compute(scheduler="sync"))[2:-2, 2:-2]
+    )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import dask
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_p2p
-from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
+from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
 
 X = np.arange(4 * 6 * 5).reshape(4, 6, 5)
 
@@ -39,6 +40,37 @@ def test_a_limit_of_the_blocks_size():
         == da.rechunk(x, {0: "auto"}, block_size_limit=240).chunks
         == ((1,) * 4, (6,), (5,))
     )
+
+
+@pytest.mark.filterwarnings("ignore:chunk size balancing not possible")
+@pytest.mark.parametrize("chunks", [(1, 2, 3, 4), (-1, None, 5, 2), [(4,), 3, 1, 9]], ids=str)
+def test_parameters_in_the_order_of_dasks(chunks):
+    """Chunks of axes that there are not are ignored too."""
+    x = da.from_array(X, chunks=(3, 4, 2))
+    for rest in ((4, None, False, "p2p"), (None, 240, True, "tasks")):
+        got = dask_p2p.rechunk(x, chunks, *rest)
+        assert got.chunks == da.rechunk(x, chunks, *rest[:-1], "tasks").chunks
+    short = da.arange(6, chunks=6)
+    assert dask_p2p.rechunk(short, (2, 4)).chunks == da.rechunk(short, (2, 4)).chunks
+    with pytest.raises(InputError, match=r"expected method 'tasks' or 'p2p'.*got 'MPI'.*Leave"):
+        dask_p2p.rechunk(x, 2, method="MPI")
+
+
+@pytest.mark.parametrize("axes", [None, (1, 0)])
+def test_in_the_place_of_dasks_function(monkeypatch, axes):
+    """What it leaves to Dask does not come back to it."""
+    module = sys.modules["dask.array.rechunk"]  # `da.rechunk` is the function
+    monkeypatch.setattr(module, "rechunk", dask_p2p.rechunk)
+    monkeypatch.setattr(da, "rechunk", dask_p2p.rechunk)
+    monkeypatch.setattr(da, "transpose", dask_p2p.transpose)
+    x = da.from_array(X[0], chunks=(2, 3))
+    rows = x[x[:, 0] > 6]
+    got = dask_p2p.rechunk(rows, {0 if axes else 1: 5}, axes=axes)
+    np.testing.assert_array_equal(
+        got.compute(scheduler="sync"), X[0][X[0][:, 0] > 6].transpose(axes or (0, 1))
+    )
+    with dask.config.set({"p2p.groups": 2}):
+        assert_eq(x.rechunk((1, 5)), X[0], scheduler="sync")
 
 
 @st.composite

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import (
+    AxesError,
     BlockMismatchError,
     InputError,
     UnsupportedArrayError,
 )
-from dask_p2p.layout import split_evenly
+from dask_p2p.geometry import split_evenly
 from tests.support import indexed
 
 
@@ -162,6 +163,18 @@ def test_chunks_are_what_rechunk_takes(chunks):
     same(y, indexed((8, 12)).T)
 
 
+@pytest.mark.parametrize("axes", [(1, 0, 2), (-1, 0, 1), (np.int64(2), 1, 0)], ids=str)
+def test_axes_one_by_one(axes):
+    x = da.from_array(indexed((3, 4, 2)), chunks=2)
+    one_by_one = dask_p2p.transpose(x, *axes, chunks=2)
+    assert one_by_one.name == dask_p2p.transpose(x, axes, chunks=2).name
+    same(one_by_one, indexed((3, 4, 2)).transpose(*axes))
+    assert dask_p2p.transpose(x[0, 0], 0).shape == (2,)
+    same(dask_p2p.transpose(x, np.array(axes)), indexed((3, 4, 2)).transpose(*axes))
+    with pytest.raises(AxesError, match=r"got axes=\(1, 0\)"):
+        dask_p2p.transpose(x, 1, 0)
+
+
 def test_negative_axes():
     x = indexed((2, 3, 4))
     same(dask_p2p.transpose(da.from_array(x, chunks=1), (-1, 0, -2)), x.transpose(-1, 0, -2))
@@ -227,7 +240,7 @@ def test_masked_blocks_behind_an_honest_meta_are_refused_at_the_task():
     [
         (lambda b: b[:1], r"float64 \(2, 4\).*float64 \(1, 4\)"),
         (lambda b: b.astype("f4"), r"float64 \(2, 4\).*float32 \(2, 4\)"),
-        (lambda b: b.astype(">f8"), r"float64 \(2, 4\).*>f8 \(2, 4\)"),
+        (lambda b: b.astype(">i8"), r"float64 \(2, 4\).*>i8 \(2, 4\)"),
         (lambda b: b[0], r"float64 \(2, 4\).*float64 \(4,\)"),
     ],
 )
@@ -235,6 +248,25 @@ def test_blocks_that_are_not_as_declared(real, words):
     x = da.ones((4, 4), chunks=(2, 4)).map_blocks(real, meta=np.ones((0, 0)), chunks=((2, 2), (4,)))
     with pytest.raises(BlockMismatchError, match=words):
         dask_p2p.transpose(x).compute(scheduler="synchronous")
+
+
+@pytest.mark.parametrize("dtype", [">i4", [("a", ">i2"), ("b", "<f8")]], ids=str)
+def test_blocks_in_another_byte_order_than_declared_are_converted(dtype):
+    values = np.arange(24).reshape(4, 6).astype(dtype)
+    x = da.from_array(values, chunks=(2, 3)).map_blocks(to_native, dtype=values.dtype)
+    for y, expected in (
+        (dask_p2p.transpose(x), values.T),
+        (dask_p2p.rechunk(x, (4, 1)), values),
+        (dask_p2p.rechunk(x, ((2, 1, 1), (3, 3))), values),
+        (dask_p2p.map_overlap(np.copy, x, depth=1, boundary="periodic"), values),
+    ):
+        got = y.compute(scheduler="synchronous")
+        assert got.dtype == y.dtype == values.dtype
+        assert got.tobytes() == expected.tobytes()
+
+
+def to_native(block):
+    return block.astype(block.dtype.newbyteorder("="))
 
 
 def test_input_errors_are_value_errors():

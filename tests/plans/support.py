@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dask_p2p.layout import block_bounds, block_indices, box_shape, box_size, box_slices
+from dask_p2p.geometry import block_bounds, block_indices, box_shape, box_size, box_slices
 
 
 def blocks_of(array, chunks):

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.plans import stage_order
+from dask_p2p.plans import BlockPlan, Piece, Source, stage_order
 
 names = st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=9, unique=True)
 
@@ -52,3 +52,10 @@ def host_of(address):
 def test_a_reader_without_blocks_starts_behind_its_place():
     assert stage_order(["a", "c", "e"], "d") == ["e", "a", "c"]
     assert stage_order(["a", "c", "e"], "z") == ["a", "c", "e"]
+
+
+def test_a_part_of_a_piece_fills_a_part_of_its_destination():
+    piece = Piece(0, ((2, 6), (10, 13)), ((0, 3), (4, 8)))
+    plan = BlockPlan((3, 8), (1, 0), (Source(0, (0, 0)),), ((6, 13),), (piece,))
+    assert plan.destination(piece, piece.src) == piece.dst
+    assert plan.destination(piece, ((3, 5), (11, 12))) == ((1, 2), (5, 7))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.layout import block_shape, box_shape, box_size
+from dask_p2p.geometry import block_shape, box_shape, box_size
 from dask_p2p.plans import Source, block_plans, redistribution, slab_chunks
 from tests.plans.support import assembled, blocks_of, elements_read
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_p2p.layout import block_indices
+from dask_p2p.geometry import block_indices
 from dask_p2p.plans import grid_between, grouped, redistribution
 from dask_p2p.plans.groups import (
     FEW_EDGES,

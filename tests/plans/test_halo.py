@@ -10,7 +10,7 @@ from dask.array.overlap import overlap
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.layout import block_bounds, box_size
+from dask_p2p.geometry import block_bounds, box_size
 from dask_p2p.plans import block_plans, halo_plan
 from dask_p2p.plans.halo import BOUNDARIES
 from tests.plans.support import assembled, blocks_of, elements_read

@@ -5,12 +5,13 @@ in threads (tasks, and what answers requests) is an `Actor`: it halts wherever r
 overtaken, and goes on when it is told to. Messages between workers lie about until they are
 delivered. Time passes when somebody waits for it.
 
-A worker is killed by doing what the kernel does: its tables are closed, and so its locks end; its
+A worker is killed by doing what the kernel does: its files are closed, and so its locks end; the
 files stay. Its memory is filled with something else.
 """
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -18,23 +19,16 @@ from types import SimpleNamespace
 import pytest
 from distributed.protocol import dumps, loads
 
-import dask_p2p.task
-import dask_p2p.worker
+import dask_p2p.engine.task
+import dask_p2p.plugins.worker
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.transports import (
-    comm,
-    cuda_ipc,
-    descriptor,
-    directory,
-    ipc,
-    same_host,
-    same_host_reading,
-    table,
-)
-from dask_p2p.transports.flow_control import FlowControl
-from dask_p2p.transports.reading import Region
-from dask_p2p.transports.same_host_reading import LeasedBlock
+from dask_p2p.transports import silence
+from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports.in_place import cuda_ipc, descriptor, ipc, leases, reading, same_host
+from dask_p2p.transports.packed import base as packed
+from dask_p2p.transports.packed import comm
+from dask_p2p.transports.packed import reading as packed_reading
 from tests.simulation.actors import Actor, KilledError, Loop, current, halt
 from tests.simulation.gpu import Driver, Memory, Queue
 
@@ -43,25 +37,27 @@ class _Halting:
     def probe(self, holder, kind):
         """Proving ways is tested with `Router`."""
 
-    def flow_control(self, options, kind):
-        return FlowControl(16, 1)  # a region is two parts
+    def footprint(self, options, kind):
+        return Footprint(16, 1)  # a region is two parts
 
     def read(self, requests, options):
         halt("open", trouble=True)
-        reading = super().read(requests, options)
-        regions = reading.__class__.__iter__
-        halting = type("Halting", (reading.__class__,), {"__iter__": _halting(regions)})
-        reading.__class__ = halting
-        return reading
+        read = super().read(requests, options)
+        halting = type(
+            "Halting", (read.__class__,), {"__iter__": _halting(read.__class__.__iter__)}
+        )
+        read.__class__ = halting
+        return read
 
 
 def _halting(regions):
     """Have whoever waits for a region halt."""
 
     def __iter__(self):  # noqa: N807
-        for part, pending in regions(self):
+        for region in regions(self):
+            pending = region.pending
             here = SimpleNamespace(result=partial(_result, pending), done=pending.done)
-            yield Region(part, here)
+            yield region.on_its_way(here)
 
     return __iter__
 
@@ -81,7 +77,7 @@ class HaltingIpc(_Halting, ipc.IpcTransport):
     def _peer_obstacle(self, peer):
         return None
 
-    def _describe(self):
+    def describe(self):
         return descriptor.Peer("boot", "namespace", 0, 0, self.directory.folder, "gpu")
 
 
@@ -89,22 +85,55 @@ class HaltingComm(_Halting, comm.CommTransport):
     pass
 
 
-class Lease:
-    """What the test knows of a lease: whose entry it is of."""
+class HaltingLeases(leases.Leases):
+    """Readers may be overtaken just before they lock, and when they have a lease."""
 
-    def __init__(self, lease, holder, entry):
-        self.lease, self.holder, self.entry = lease, holder, entry
-        self.place = None if entry is None else entry.owner.place
+    def __init__(self, world, folder):
+        super().__init__(folder)
+        self.world, self.folder = world, folder
+
+    def lock(self, byte, kind=fcntl.F_RDLCK):
+        if kind == fcntl.F_RDLCK:
+            halt("lock")
+        super().lock(byte, kind)
+
+    def take(self, key):
+        """Take a lease, and note whether that was right."""
+        (holder,) = (w for w in self.world.workers if w.directory.folder == self.folder)
+        dead = holder.dead
+        taken = super().take(key)
+        if taken is None:
+            return None
+        if dead:
+            self.world.wrong("took an entry that a killed worker left behind")
+        published = None
+        if not holder.dead:
+            published = holder.directory.published.get(key)
+            if published is None or published.entry != taken[0]:
+                self.world.wrong("took an entry that was taken down")
+            elif published.block is not holder.data.get(key):
+                self.world.wrong("took the descriptor of a block that was released")
+        current().leases.append(Lease(self, taken[0], holder, published))
+        halt("leased")
+        return taken
+
+
+class Lease:
+    """What the test knows of a lease: of which published block it is."""
+
+    def __init__(self, leases, entry, holder, published):
+        self.leases, self.entry, self.holder, self.published = leases, entry, holder, published
+        self.place = None if published is None else published.block.place
 
     @property
     def is_open(self):
-        return self.lease.is_open
+        return self.leases.fd != leases.CLOSED and self.leases.held[self.entry] > 0
 
 
 # --- workers, and what is between them ---
 
 
-class Context(dask_p2p.worker.DaskWorkerContext):
+class Context(dask_p2p.plugins.worker.DaskWorkerContext):
     def block(self, key):
         block = super().block(key)
         halt("found")
@@ -133,7 +162,7 @@ class SimulatedWorker:
         self.rpc = partial(_Rpc, world, self)
         self.stream_handlers = {"compute-task": self._compute, "remove-worker": lambda **_: None}
         self.news = []  # that the scheduler has sent, and that have not arrived
-        self.plugin = dask_p2p.worker.P2PPlugin(world.options)
+        self.plugin = dask_p2p.plugins.worker.P2PPlugin(world.options)
         world.on_loop(self.plugin.setup, self)
         self.directory = self.plugin.context.router.transports["ipc"].directory
 
@@ -170,14 +199,14 @@ class SimulatedWorker:
         self.dead = True
         self.memory.die()
         self.data.clear()
-        self.directory._file.close()
+        self.directory.close_file()
         self.directory.published.clear()
         self.directory.withdrawn.clear()
         self.directory.refusal = "killed"
         transport = self.plugin.context.router.transports["ipc"]
         transport.is_closed = True
-        if transport._expiring is not None:
-            transport._expiring.cancel()
+        if transport.expiring is not None:
+            transport.expiring.cancel()
         self.world.buried(self)
 
 
@@ -251,51 +280,30 @@ class World:
         put(cuda_ipc, "export", self.driver.export)
         put(cuda_ipc, "array_at", self.driver.array_at)
         put(ipc, "wait_until_written", lambda blocks, any_stream: halt("export"))
-        put(dask_p2p.worker, "worker_backend", lambda: NUMPY)
-        put(dask_p2p.worker, "DaskWorkerContext", Context)
-        put(dask_p2p.worker, "make_transports", self._make_transports)
-        put(dask_p2p.task, "whereabouts", self._whereabouts)
-        put(same_host_reading, "take", self._take)
+        put(dask_p2p.plugins.worker, "worker_backend", lambda: NUMPY)
+        put(dask_p2p.plugins.worker, "DaskWorkerContext", Context)
+        put(dask_p2p.plugins.worker, "make_transports", self._make_transports)
+        put(dask_p2p.engine.task, "current_worker", self._current_worker)
+        put(reading, "Leases", partial(HaltingLeases, self))
         now = self.loop.time
         clock = SimpleNamespace(monotonic=now, perf_counter=now, time=now, sleep=self._sleep)
-        for module in (same_host, same_host_reading, directory, comm, dask_p2p.task):
+        for module in (same_host, reading, leases, packed, packed_reading, dask_p2p.engine.task):
             put(module, "time", clock)
-        put(directory, "views", {})
+        put(silence, "perf_counter", now)
         no_timer = SimpleNamespace(start=lambda: None, cancel=lambda: None)  # it runs in real time
         put(cuda_ipc, "RepeatingTimer", lambda interval_s, function: no_timer)
-        put(table.View, "begin", _halting_begin(table.View.begin))
-        put(LeasedBlock, "confirm", _halting_confirm(LeasedBlock.confirm))
+        put(reading.OpenBlock, "confirm", _halting_confirm(reading.OpenBlock.confirm))
 
     def _make_transports(self, host, options):
         return {"ipc": HaltingIpc(host, options), "comm": HaltingComm(host, options)}
 
-    def _whereabouts(self):
+    def _current_worker(self):
         worker = current().worker
         return worker, worker.plugin.context
 
     def _sleep(self, pause_s):
         self.loop.now_s += 0.002
         halt("look again")
-
-    def _take(self, folder, key):
-        """Take a lease as a reader does, and note whether that was right."""
-        (holder,) = (worker for worker in self.workers if worker.directory.folder == folder)
-        dead = holder.dead
-        lease = directory.take(folder, key)
-        if lease is None:
-            return None
-        if dead:
-            self.wrong("took an entry that a killed worker left behind")
-        entry = None
-        if not holder.dead:
-            entry = holder.directory.published.get(key)
-            if entry is None or entry.byte != lease.byte:
-                self.wrong("took an entry that was taken down")
-            elif entry.owner is not holder.data.get(key):
-                self.wrong("took the descriptor of a block that was released")
-        current().leases.append(Lease(lease, holder, entry))
-        halt("leased")
-        return lease
 
     def wrong(self, what):
         self.violations.append(what)
@@ -312,7 +320,7 @@ class World:
         for actor in self.actors:
             if actor.worker is worker:
                 for lease in actor.leases:
-                    lease.lease.close()
+                    lease.leases.close()
         for message in self.messages:
             gone = message.sender is worker or (
                 message.target is worker and not message.reply.done()  # else it is on its way
@@ -405,16 +413,6 @@ def _hand_over(actor):
         actor.ended.set_exception(actor.error)
     else:
         actor.ended.set_result(actor.result)
-
-
-def _halting_begin(begin):
-    """Readers may be overtaken just before they lock."""
-
-    def halting(view, slot):
-        halt("lock")
-        begin(view, slot)
-
-    return halting
 
 
 def _halting_confirm(confirm):

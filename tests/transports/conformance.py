@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from dask_p2p.config import options
-from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
+from dask_p2p.errors import (
+    BlockMismatchError,
+    BlockUnavailableError,
+    TransferError,
+    UnsuitableError,
+)
 from dask_p2p.transports.reading import Request
 from tests.transports.reading import open_block
 
@@ -124,12 +129,12 @@ class Conformance:
         came = {key: [] for key in arrays}
         with closing(setup.reader.read(requests, self.options)) as reading:
             for region in reading:
-                key = requests[region.part.request].key
+                key = requests[region.request].key
                 try:
-                    came[key].append(np.array(setup.to_numpy(region.pending.result(20))))
+                    came[key].append(np.array(setup.to_numpy(region.result(20))))
                 except (TransferError, BlockMismatchError) as exc:
                     came[key].append(exc)
-                    reading.drop(region.part.request)
+                    reading.drop(region.request)
             reading.confirm()
         return came
 
@@ -178,6 +183,16 @@ class Conformance:
         key, array = block
         with pytest.raises(BlockMismatchError, match="declared as float32"):
             self.read(setup, key, array.astype("f4"), ((0, 1), (0, 1)))
+
+    def test_a_block_in_another_byte_order_is_converted_or_left_to_comm(self, setup, block):
+        key, array = block
+        if getattr(setup.reader, "converts", False):
+            got = self.read(setup, key, array.astype(">f8"), ((0, 2), (1, 3)))
+            assert got.dtype == ">f8"
+            np.testing.assert_array_equal(setup.to_numpy(got), setup.to_numpy(array)[:2, 1:3])
+            return
+        with pytest.raises(UnsuitableError, match="only comm changes the byte order"):
+            self.read(setup, key, array.astype(">f8"), ((0, 1), (0, 1)))
 
     def test_a_holder_that_is_closing_refuses(self, setup, block):
         key, array = block

@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from dask_p2p.layout import box_shape
+from dask_p2p.geometry import box_shape
 from dask_p2p.transports.reading import Failed, Request
 
 
@@ -43,9 +43,9 @@ class OneBlock:
         for region in self._regions:
             place = tuple(
                 slice(start - low, stop - low)
-                for (start, stop), (low, _) in zip(region.part.box, box, strict=True)
+                for (start, stop), (low, _) in zip(region.box, box, strict=True)
             )
-            result[place] = to_numpy(region.pending.result(timeout_s))
+            result[place] = to_numpy(region.result(timeout_s))
         return result
 
 

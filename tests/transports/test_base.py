@@ -11,11 +11,18 @@ from dask_p2p.errors import (
     BlockUnavailableError,
     Obstacle,
     TransferError,
+    UnsuitableError,
     UnsupportedArrayError,
 )
 from dask_p2p.transports.base import Transport
-from dask_p2p.transports.reading import Failed, Part, Reading, Region, Request
-from dask_p2p.transports.replies import check_block, check_reply, dtype_text, refuse
+from dask_p2p.transports.reading import Failed, Reading, Region, Request
+from dask_p2p.transports.replies import (
+    check_dtype_text,
+    check_reply,
+    checked_block,
+    dtype_text,
+    refuse,
+)
 
 F8 = np.dtype("f8")
 
@@ -26,16 +33,39 @@ F8 = np.dtype("f8")
         (np.ones((2, 4)), BlockMismatchError, r"float64 \(2, 3\).*it is float64 \(2, 4\)"),
         (np.ones((3, 2)), BlockMismatchError, r"it is float64 \(3, 2\)"),
         (np.ones((2, 3), "f4"), BlockMismatchError, r"it is float32 \(2, 3\)"),
-        (np.ones((2, 3), ">f8"), BlockMismatchError, r"it is >f8 \(2, 3\)"),
+        (np.ones((2, 3), ">i8"), BlockMismatchError, r"it is >i8 \(2, 3\)"),
         (np.ma.masked_array(np.ones((2, 3))), UnsupportedArrayError, "(?i)masked"),
         ([[1.0] * 3] * 2, UnsupportedArrayError, "list"),
     ],
-    ids=["length", "order", "dtype", "byte order", "masked", "list"],
+    ids=["length", "order", "dtype", "other dtype", "masked", "list"],
 )
 def test_a_block_that_is_not_as_declared(block, error, words):
-    check_block(np.ones((2, 3)), "key", (2, 3), F8)
+    good = np.ones((2, 3))
+    assert checked_block(good, "key", (2, 3), F8) is good
     with pytest.raises(error, match=words):
-        check_block(block, "key", (2, 3), F8)
+        checked_block(block, "key", (2, 3), F8)
+
+
+ONE, MIXED = ">i4", [("a", ">i2"), ("b", "<f8"), ("c", [("d", ">u4", (2,))])]
+
+
+@pytest.mark.parametrize("declared", [ONE, ">f8", ">c8", ">M8[s]", ">U3", MIXED], ids=str)
+def test_a_block_in_another_byte_order_is_converted(declared):
+    declared = np.dtype(declared)
+    raw = np.arange(3 * declared.itemsize, dtype="u1") if declared.kind != "U" else None
+    block = np.array(["ab", "c", "\u20ac"], declared) if raw is None else raw.view(declared)
+    for real in (declared.newbyteorder("="), declared.newbyteorder("S"), declared):
+        got = checked_block(block.astype(real), "key", (3,), declared)
+        assert got.dtype == declared
+        assert got.tobytes() == block.tobytes()
+        if real != declared:
+            with pytest.raises(UnsuitableError, match="only comm changes the byte order"):
+                check_dtype_text("block", dtype_text(declared), dtype_text(real))
+    other = np.zeros(3, declared.newbyteorder("=")).view(f"V{declared.itemsize}")
+    with pytest.raises(BlockMismatchError):
+        checked_block(other, "key", (3,), declared)
+    with pytest.raises(BlockMismatchError):
+        check_dtype_text("block", dtype_text(declared), dtype_text(other.dtype))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +127,7 @@ class FailingReading(Reading):
         self.error, self.closed = error, False
 
     def __iter__(self):
-        yield Region(Part(0, 0, ((0, 1),)), Failed(self.error))
+        yield Region(0, 0, ((0, 1),), Failed(self.error))
 
     def close(self):
         self.closed = True
@@ -116,6 +146,39 @@ def test_an_obstacle_goes_from_holder_to_reader():
         assert caught.value.obstacle is None
 
 
+class Ferry(Transport):
+    name, kinds = "ferry", ("numpy",)
+    handlers = footprint = read = close = None
+
+    def __init__(self):
+        pass
+
+    def holder_obstacle(self, holder):
+        return Obstacle("far", "it is far away") if holder == "far" else None
+
+
+@pytest.mark.parametrize(
+    ("holder", "kind", "dtype", "text"),
+    [
+        ("near", "numpy", "f8", None),
+        ("far", "numpy", "f8", "it is far away"),
+        ("far", "cupy", "f8", "ferry moves NumPy blocks, not cupy"),
+        ("near", "numpy", object, "ferry moves bytes, not Python objects"),
+        ("near", "numpy", [("a", "i1"), ("b", object)], "ferry moves bytes, not Python objects"),
+    ],
+    ids=str,
+)
+def test_what_a_transport_does_not_move_is_an_obstacle(holder, kind, dtype, text):
+    obstacle = Ferry().obstacle(holder, kind, np.dtype(dtype))
+    assert (obstacle and obstacle.text) == text
+    Ferry.moves_objects = True
+    try:
+        obstacle = Ferry().obstacle(holder, kind, np.dtype(dtype))
+        assert (obstacle is None) == (holder == "near")
+    finally:
+        Ferry.moves_objects = False
+
+
 class FailingTransport(Transport):
     name = "failing"
 
@@ -125,7 +188,7 @@ class FailingTransport(Transport):
     def read(self, requests, options):
         return self.reading
 
-    handlers = obstacle = flow_control = close = None
+    handlers = obstacle = footprint = close = None
 
 
 @pytest.mark.parametrize("error", [TransferError("trouble"), TimeoutError()], ids=repr)

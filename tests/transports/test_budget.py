@@ -11,36 +11,34 @@ from dask_p2p.transports.budget import ByteBudget
 
 def test_what_all_have_taken_stays_below_the_limit():
     budget = ByteBudget(100)
-    first, second = budget.reservation(), budget.reservation()
-    assert first.reserve(60)
-    assert not second.reserve(50)
-    assert second.reserve(40)
+    first, second = budget.reserve(40, 20)
+    assert budget.reserve(50) is None
+    (third,) = budget.reserve(40)
     assert budget.reserved_bytes == 100
-    first.release(60)
-    first.close()
     second.close()
-    second.close()
+    assert budget.reserved_bytes == 80
+    for reserved in (first, third, third):
+        reserved.close()
     assert budget.reserved_bytes == 0
 
 
-def test_who_has_nothing_comes_before_who_wants_more():
+def test_a_request_gets_all_that_it_wants_or_nothing():
+    """So none waits that holds something another one waits for."""
     budget = ByteBudget(100)
-    first, second = budget.reservation(), budget.reservation()
-    assert first.reserve(30)
-    assert first.reserve(30)
-    assert not first.reserve(30), "a quarter is for others"
-    assert second.reserve(30)
+    (first,) = budget.reserve(60)
+    assert budget.reserve(20, 20, 20) is None
+    assert budget.reserved_bytes == 60
+    first.close()
+    assert len(budget.reserve(20, 20, 20)) == 3
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 7])
 def test_something_larger_than_the_limit_is_taken_alone(limit_bytes):
     budget = ByteBudget(limit_bytes)
-    first, second = budget.reservation(), budget.reservation()
-    assert first.reserve(8)
-    assert not second.reserve(8)
-    assert not first.reserve(8)
+    (first,) = budget.reserve(8)
+    assert budget.reserve(8) is None
     first.close()
-    assert second.reserve(8)
+    assert budget.reserve(8)
 
 
 def test_by_many_threads():
@@ -49,10 +47,9 @@ def test_by_many_threads():
 
     def work():
         for _ in range(300):
-            room = budget.reservation()
-            if room.reserve(30):
+            for reserved in budget.reserve(10, 20) or ():
                 seen_bytes.append(budget.reserved_bytes)
-            room.close()
+                reserved.close()
 
     threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:
@@ -76,5 +73,5 @@ def test_two_that_look_at_the_same_time():
 
     budget = Watched(100)
     with ThreadPoolExecutor(2) as threads:
-        taken = [threads.submit(budget.reservation().reserve, 60) for _ in range(2)]
-    assert sorted(future.result() for future in taken) == [False, True]
+        taken = [threads.submit(budget.reserve, 60) for _ in range(2)]
+    assert sorted(bool(future.result()) for future in taken) == [False, True]

@@ -7,7 +7,7 @@ import pytest
 
 from dask_p2p.backends.device import private_stream
 from dask_p2p.transports.buffers import Buffers
-from dask_p2p.transports.process_memory import address_of
+from dask_p2p.transports.in_place.process_memory import address_of
 
 KIB = 2**10
 

@@ -9,6 +9,7 @@ import pytest
 from dask_p2p.transports.requests import (
     MalformedRequestError,
     checked_blocks,
+    checked_bool,
     checked_box,
     checked_integer,
     checked_key,
@@ -16,8 +17,7 @@ from dask_p2p.transports.requests import (
     checked_seconds,
     checked_shape,
     checked_text,
-    checked_yes_or_no,
-    no_more,
+    reject_unknown,
 )
 
 
@@ -52,7 +52,7 @@ parts = partial(checked_parts, shapes=[(6, 10), (3,)])
 number = partial(checked_integer, "tag", least=0, most=7)
 seconds = partial(checked_seconds, "wait_s")
 text = partial(checked_text, "dtype")
-yes_or_no = partial(checked_yes_or_no, "checksum")
+yes_or_no = partial(checked_bool, "checksum")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_lists_become_tuples():
         (text, "x" * 10_001, "got str"),
         (yes_or_no, 1, "true or false"),
         (yes_or_no, "yes", "true or false"),
-        (no_more, {"more": 1}, r"unknown arguments: \['more'\]"),
+        (reject_unknown, {"more": 1}, r"unknown arguments: \['more'\]"),
     ],
     ids=short_id,
 )
@@ -164,5 +164,5 @@ def test_what_is_said_of_it_is_short():
             checked_box(wrong, shape)
         assert len(str(caught.value)) < 900
     with pytest.raises(MalformedRequestError) as caught:
-        no_more({f"unknown {i}": i for i in range(1000)})
+        reject_unknown({f"unknown {i}": i for i in range(1000)})
     assert len(str(caught.value)) < 300

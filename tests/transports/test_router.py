@@ -5,7 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
+from dask_p2p.config import options
+from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnreachableError
 from dask_p2p.transports.router import BlockRef, Router
 
 DTYPE = np.dtype("f4")
@@ -74,7 +75,7 @@ def test_what_is_quicker_by_far_comes_first_where_the_same_order_is_given(router
     assert routes(router, ("a",)) == [("a", "comm"), ("a", "ipc")]
     assert routes(router, ("b",)) == [("b", "ipc"), ("b", "comm")]
     assert routes(router, ("a",), order=("ipc",)) == [("a", "ipc")]
-    router.report_failure(found(router, ("a",))[0], TransferError("broken"), last=False)
+    router.record_failure(found(router, ("a",))[0], TransferError("broken"), last=False)
     assert routes(router, ("a",)) == [("a", "ipc")]
     router.on_worker_left("a")
     assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
@@ -88,11 +89,11 @@ def test_a_preference_can_be_taken_back(router):
 
 def test_a_failure_is_reported_once_and_kept_to_its_holder(router, said):
     error = TransferError("ipc: a could not send block k: why", reason="why")
-    router.report_failure(found(router, ("a",))[0], error, last=False)
+    router.record_failure(found(router, ("a",))[0], error, last=False)
     assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
     assert router.failure("a", "ipc") == Obstacle("failed", str(error))
     assert routes(router, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
-    router.report_failure(found(router, ("b",))[0], TransferError("of b", reason="why"), last=False)
+    router.record_failure(found(router, ("b",))[0], TransferError("of b", reason="why"), last=False)
     assert len(said) == 1
     assert routes(router, ("b",)) == [("b", "comm")]
     router.on_worker_left("a")
@@ -105,7 +106,7 @@ def test_the_log_names_the_pair_the_reason_and_the_remedy(ipc, caplog):
     error = TransferError("no mapping.", obstacle=Obstacle("code", "no mapping", "Do this"))
     route, _ = found(router, ("a",))
     for _ in range(2):
-        router.report_failure(route, error, last=False)
+        router.record_failure(route, error, last=False)
     (told,) = (record for record in caplog.records if record.name.startswith("dask_p2p"))
     assert told.levelname == "WARNING"
     assert told.getMessage() == (
@@ -119,7 +120,7 @@ def test_the_log_names_the_pair_the_reason_and_the_remedy(ipc, caplog):
 def test_the_last_way_is_always_tried_again(router, said):
     for name in ("ipc", "comm"):
         route = next(w for w in found(router, ("a",), order=(name,)) if w.holder == "a")
-        router.report_failure(route, TransferError("why"), last=name == "comm")
+        router.record_failure(route, TransferError("why"), last=name == "comm")
     assert routes(router, ("a",)) == [("a", "comm")]
     assert router.failure("a", "comm") is None
     assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
@@ -141,46 +142,38 @@ def test_a_way_is_proved_once_for_each_holder_and_kind(router, ipc):
 def test_nothing_is_kept_of_workers_that_left(router):
     for i in range(100):
         route, _ = found(router, (f"worker {i}",))
-        router.report_failure(route, TransferError("why"), last=False)
+        router.record_failure(route, TransferError("why"), last=False)
+        router.silences.note(f"worker {i}", "comm", UnreachableError("why"), 0.0, options())
     routes(router, ("stays",))
     for i in range(100):
         router.on_worker_left(f"worker {i}")
-    assert set(router._proving) == router._proved == {("stays", "ipc", "cupy")}
-    assert router.failures == {}
+    assert set(router.proofs) == {("stays", "ipc", "cupy")}
+    assert router.failures == router.silences.known == {}
 
 
-@pytest.mark.parametrize("name", ["_proved", "_proving"])
-def test_a_worker_leaves_while_another_is_met(router, ipc, name):
+def test_a_worker_leaves_while_another_is_met(router):
     """What is learnt of one is noted just when what was learnt of the other is looked for."""
-    kind = type(getattr(router, name))
     meeting = threading.Thread(target=routes, args=(router, ("new",)))
-    probing, go_on = threading.Event(), threading.Event()
 
-    def probe(holder, kind):
-        probing.set()
-        assert go_on.wait(10)
-
-    class Watched(kind):
+    class Watched(type(router.proofs)):
         def __iter__(self):
             for proof in super().__iter__():
                 if meeting.ident is None:
                     meeting.start()
-                go_on.set()
                 meeting.join(0.2)
                 yield proof
 
     routes(router, ("gone", "stays"))
-    watched = Watched() if kind is set else Watched(threading.Lock)
-    watched.update(getattr(router, name))
-    setattr(router, name, watched)
-    ipc.probe = probe
-    if name == "_proved":  # of which it is about to make a note
-        meeting.start()
-        assert probing.wait(10)
+    router.proofs = Watched(router.proofs.default_factory, router.proofs)
     router.on_worker_left("gone")
     meeting.join(10)
-    assert {holder for holder, *_ in router._proved} == {"stays", "new"}
-    assert {holder for holder, *_ in router._proving} == {"stays", "new"}
+    assert {holder for holder, *_ in router.proofs} == {"stays", "new"}
+
+
+def test_a_worker_that_leaves_while_it_is_met_is_forgotten(router, ipc):
+    ipc.probe = lambda holder, kind: router.on_worker_left(holder)
+    routes(router, ("gone",))
+    assert not router.proofs
 
 
 def test_threads_that_need_a_way_at_once_prove_it_once(router, ipc):

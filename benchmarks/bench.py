@@ -1,0 +1,219 @@
+"""``python -m benchmarks``: transposes measured and checked, beside Dask's own ways and others.
+
+It prints what the program in chapter 4 of *CUDA Fortran for Scientists and Engineers* (Ruetsch and
+Fatica) prints: devices, sizes, tiles, mode, and the bandwidth of a result that was checked. Its two
+modes::
+
+    sync     reader 0  [tile][T][tile][T]
+             reader 1                      [tile][T][tile][T]        one transfer at a time
+    async    reader 0  [tile][tile]
+                             [T]   [T]
+             reader 1  [tile][tile]                                  staged and overlapped
+                             [T]   [T]
+
+There one host thread waits for each copy of each device, so in its "sync" mode there is one
+transfer at a time in the whole machine. Here workers wait for themselves only (``p2p.mode: sync``),
+so they also take turns, and Dask's time between the turns is told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import click
+from dask.utils import parse_bytes
+
+from benchmarks.measure import Case, Measured, Row, Way
+from benchmarks.options import (
+    SHAPE,
+    axes_option,
+    choose_cluster,
+    commit_option,
+    json_option,
+)
+from benchmarks.report import Report, add_rivals, even_cases, hard_cases, ways_on
+from benchmarks.tables import (
+    OURS,
+    OURS_SYNC,
+    devices_text,
+    report_correctness,
+    show_ways,
+    summary,
+)
+from dask_p2p.cli._options import (
+    COUNT,
+    DTYPE,
+    cpu_option,
+    one_line_errors,
+    reader,
+    scheduler_option,
+    workers_option,
+)
+from dask_p2p.cli._tables import array_text, output, shapes_text
+from dask_p2p.geometry import box_shape
+from dask_p2p.plans import block_plans, redistribution, slab_chunks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["bench"]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option(
+    "--shape",
+    "shapes",
+    type=SHAPE,
+    multiple=True,
+    metavar="AxB[xC...]",
+    help="Of the array; repeatable.  [default: 6000x6000, on GPUs 32768x32768, or what fits]",
+)
+@click.option(
+    "--size",
+    "sizes",
+    type=COUNT,
+    multiple=True,
+    metavar="N",
+    help="Rows and columns of a square matrix, in place of its shape; repeatable.",
+)
+@click.option(
+    "--bytes",
+    "all_bytes",
+    type=reader(parse_bytes, "a size such as 500MB or 2GiB", lambda size: size > 0),
+    multiple=True,
+    metavar="BYTES",
+    help="Of a square matrix, such as 64GiB, in place of its shape; repeatable.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=DTYPE,
+    multiple=True,
+    default=["float32"],
+    metavar="NAME",
+    help="Repeatable.",
+)
+@axes_option
+@scheduler_option
+@workers_option
+@cpu_option
+@click.option(
+    "--mode",
+    type=click.Choice(["async", "sync", "both"]),
+    default="async",
+    help="Transfers staged and overlapped, or blocking ones one after another in the whole "
+    "cluster, or both in turn.",
+)
+@click.option("--repeats", type=COUNT, default=5, help="Timed runs of each way, after a first one.")
+@click.option(
+    "--rivals/--no-rivals",
+    default=False,
+    help="Measure Dask's own ways too, and those without Dask that are installed.",
+)
+@click.option(
+    "--rival-timeout", "timeout_s", type=COUNT, default=120, help="Of each one without Dask, s."
+)
+@click.option(
+    "--cases", "with_cases", is_flag=True, help="Several and uneven blocks and boxes too."
+)
+@click.option("--variants", is_flag=True, help="This package with other options too.")
+@commit_option
+@json_option
+def bench(
+    shapes: Sequence[tuple[int, ...]],
+    sizes: Sequence[int],
+    all_bytes: Sequence[int],
+    dtypes: Sequence[Any],
+    axes: tuple[int, ...] | None,
+    scheduler: str | None,
+    workers: int | None,
+    cpu: bool,
+    mode: str,
+    repeats: int,
+    rivals: bool,
+    timeout_s: int,
+    with_cases: bool,
+    variants: bool,
+    commit: str | None,
+    target: str | None,
+) -> None:
+    """Measure transposes of arrays that lie in slabs on the workers, and check them."""
+    console = output(to_stderr=target == "-")
+    with one_line_errors():
+        spec = choose_cluster(workers, cpu, scheduler)
+        shapes = [*shapes, *((size, size) for size in sizes)]
+        even = even_cases(spec, shapes, all_bytes, dtypes, axes)
+        extra = {case: hard_cases(spec, case) if with_cases else [] for case in even}
+        # Alternating from the slower to the quicker, as the article lists them.
+        modes = ("sync", "async") if mode == "both" else (mode,)
+        ways = ways_on(spec, modes, rivals, variants)
+        required = {name: way for name, way in ways.items() if way.required}
+        wanted: dict[Case, Mapping[str, Way]] = {}
+        for case in even:
+            wanted |= {case: ways, **dict.fromkeys(extra[case], required)}
+        report = Report(spec, repeats, commit, target)
+        report.measure(wanted, partial(_show_head, console, report, modes))
+        if rivals and (note := add_rivals(spec, report.measured, repeats, timeout_s)):
+            console.print(note)
+        compare_with_even(report.measured, extra)
+        _show(console, report.measured)
+        report.finish()
+        report_correctness(console, report.measured)
+
+
+def _show_head(console: Console, report: Report, modes: Sequence[str], _: Any) -> None:
+    """Print what will be measured on which devices."""
+    if report.spec.note:
+        console.print(report.spec.note)
+    head = [("devices", devices_text(report.spec, report.devices)), ("mode", " and ".join(modes))]
+    console.print(summary([*head, ("runs", f"{report.repeats} of each way after a first one")]))
+
+
+def compare_with_even(measured: Measured, extra: Mapping[Case, Sequence[Case]]) -> None:
+    """Add how long each of the other arrays takes, by the byte, over the one in even slabs."""
+    for one, others in extra.items():
+        even_of = {row["way"]: row for row in measured[one] if "span_s" in row}
+        for row in (row for case in others for row in measured[case]):
+            if "span_s" in row and (even := even_of.get(row["way"])):
+                bytes_ratio = even["matrix_bytes"] / row["matrix_bytes"]
+                row["median_to_even"] = row["median_s"] / even["median_s"] * bytes_ratio
+                # From the first task's start to the last one's end: a worker may have several.
+                row["span_to_even"] = median(row["span_s"]) / median(even["span_s"]) * bytes_ratio
+
+
+def _show(console: Console, measured: Measured) -> None:
+    for case, rows in measured.items():
+        title = None
+        if len(measured) == 1:
+            console.print(summary(summary_rows(case)))
+        else:
+            title = f"{array_text(case.shape, case.dtype)}, {case.name}"
+        show_ways(console, rows, title)
+        ways = {row["way"]: row for row in rows}
+        if OURS in ways and OURS_SYNC in ways:
+            console.print(_modes_text(ways[OURS_SYNC], ways[OURS]))
+
+
+def _modes_text(sync: Row, async_: Row) -> str:
+    text = f"async is {sync['median_s'] / async_['median_s']:.2f} times as fast as sync"
+    if "tasks_s" in sync and "span_s" in async_:
+        ratio = median(sync["tasks_s"]) / median(async_["span_s"])
+        text += f", and {ratio:.2f} times without the time between tasks"
+    return text + " (medians)."
+
+
+def summary_rows(case: Case) -> list[tuple[str, str]]:
+    """Return the fields that the article's program prints before its result."""
+    plan = redistribution(case.chunks, case.axes, slab_chunks(case.chunks, case.axes))
+    tiles = (box_shape(piece.src) for _, block in block_plans(plan) for piece in block.pieces)
+    axes = ", ".join(map(str, case.axes))
+    return [
+        ("array", f"{array_text(case.shape, case.dtype)}, axes {axes}"),
+        ("local input slab", shapes_text(product(*case.chunks))),
+        ("local output slab", shapes_text(product(*plan.chunks))),
+        ("tile", shapes_text(tiles)),
+    ]

@@ -1,0 +1,82 @@
+"""What a checkpoint inside a section takes, beside a copy of as many bytes.
+
+    python -m benchmarks.checkpoints --mib 256 --mib 1024 --json FILE
+
+Two workers with one thread each, of one host, with an array of so many MiB each. Both copy at the
+same time. The first checkpoints make the memory that later ones use again, and are told apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import dask.array as da
+import numpy as np
+
+import dask_p2p
+from benchmarks.environment import environment
+from benchmarks.growth import write
+
+__all__ = ["main"]
+
+_WORKERS, _FIRST, _COLUMNS = 2, 2, 4096
+COPY, FIRST, LATER = "a copy, to memory that is there", "first checkpoints", "checkpoints"
+
+
+def timed(ctx: Any, x: Any, repeats: int) -> Any:
+    """Return the seconds of copies, then of checkpoints: one row a member."""
+    to = np.zeros_like(x)
+
+    def seconds(what: Any, *args: Any) -> float:
+        ctx.barrier()
+        start_s = time.perf_counter()
+        what(*args)
+        ctx.barrier()
+        return time.perf_counter() - start_s
+
+    copies = [seconds(np.copyto, to, x) for _ in range(repeats + 1)][1:]
+    checkpoints = [seconds(ctx.checkpoint, n + 1, x) for n in range(_FIRST + repeats)]
+    x[0, : 2 * repeats + _FIRST] = copies + checkpoints
+    return x
+
+
+def measured(mib: int, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each, the slower member's."""
+    rows = max(1, mib * 2**20 // 8 // _COLUMNS)
+    x = da.ones((_WORKERS * rows, _COLUMNS), chunks=(rows, _COLUMNS))
+    y: Any = dask_p2p.spmd(timed, x, members=_WORKERS, repeats=repeats)
+    slower = y[::rows, : 2 * repeats + _FIRST].compute().max(axis=0).tolist()
+    first = slower[repeats : repeats + _FIRST]
+    return {COPY: slower[:repeats], FIRST: first, LATER: slower[repeats + _FIRST :]}
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--mib", "sizes", multiple=True, type=int, default=(256,), help="A member's state.")
+@click.option("--repeats", default=5, help="Of each.")
+@click.option("--json", "path", type=click.Path(path_type=Path))
+def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
+    """Time checkpoints inside a section, beside copies of as many bytes."""
+    from distributed import Client, LocalCluster
+
+    rows = []
+    with (
+        LocalCluster(n_workers=_WORKERS, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster),
+    ):
+        for mib in sizes:
+            times = measured(mib, repeats)
+            for name, each in times.items():
+                print(f"{mib:>5} MiB {name:>32}: median {median(each) * 1e3:9.3f} ms", flush=True)
+            ratio = median(times[LATER]) / median(times[COPY])
+            print(f"{mib:>5} MiB {'checkpoint / copy':>32}: {ratio:8.2f}", flush=True)
+            rows.append({"state_mib": mib, "seconds": times, "checkpoint / copy": ratio})
+    write(path, {**environment(), "workers": _WORKERS, "repeats": repeats, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What a measurement was made on: hardware, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from typing import Any
+
+import dask_p2p
+from dask_p2p.backends.hardware import cpu_name, versions
+
+__all__ = ["commit", "environment"]
+
+
+def environment() -> dict[str, Any]:
+    """Describe this machine and what is installed on it.
+
+    Returns
+    -------
+    dict
+        ``versions`` (see `versions`), ``commit`` (see `commit`) and ``hardware``: ``cpu``,
+        ``cpu_count`` (cores that can be used), ``gpus`` (names), ``driver`` (None without one)
+        and ``platform``.
+    """
+    gpus, driver = _gpus()
+    return {
+        "versions": versions(),
+        "commit": commit(),
+        "hardware": {
+            "cpu": cpu_name(),
+            "cpu_count": len(os.sched_getaffinity(0)),
+            "gpus": gpus,
+            "driver": driver,
+            "platform": f"{platform.system()} {platform.machine()}",
+        },
+    }
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout that the package lies in, "-dirty" if it was changed.
+
+    None if it is installed elsewhere, even into somebody else's checkout, or there is no git.
+    """
+    folder, file = os.path.split(os.path.abspath(dask_p2p.__file__))
+    tracked = _git(folder, "ls-files", "--error-unmatch", file)
+    return tracked and _git(folder, "describe", "--always", "--abbrev=40", "--dirty")
+
+
+def _git(folder: str, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _gpus() -> tuple[list[str], str | None]:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        names = [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        return names, str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # pynvml is not there, or one of its many errors
+        return [], None

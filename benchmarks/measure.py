@@ -1,0 +1,348 @@
+"""Runs several ways to transpose, times and checks them, and collects the workers' records."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from statistics import median
+from typing import Any
+
+import dask
+from dask.core import flatten
+from distributed import wait
+
+from benchmarks.moved import collect, least_bytes
+from dask_p2p.monitoring.runs import Run
+from dask_p2p.ops.transpose import transpose
+from dask_p2p.plans import Plan, redistribution, slab_chunks
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.tools.indexed import count_wrong, indexed_array
+from dask_p2p.types import DaskArray, DType, Kind
+
+__all__ = [
+    "EVEN",
+    "Case",
+    "Measured",
+    "Row",
+    "Way",
+    "compare",
+    "dask_rechunk",
+    "no_op",
+    "p2p_with",
+    "place_blocks",
+    "wait_for_blocks",
+]
+
+#: What was measured of one way with one array; benchmarks/README.md says what the fields mean.
+Row = dict[str, Any]
+
+#: Takes a Dask array and the axes, returns the lazy result.
+Transpose = Callable[[Any, tuple[int, ...]], Any]
+
+EVEN = "even slabs"
+
+_SETTLE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An array to transpose, whose elements say where they belong."""
+
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    axes: tuple[int, ...]
+    dtype: DType  # a NumPy dtype
+    kind: Kind = "numpy"  # of its blocks, or "cupy"
+    name: str = EVEN
+    #: Whether neighbouring blocks lie on different workers.
+    scattered: bool = field(default=False, kw_only=True)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole array."""
+        return prod(self.shape) * int(self.dtype.itemsize)
+
+    def make(self) -> Any:
+        """Return the lazy array."""
+        return indexed_array(self.shape, self.chunks, self.dtype, self.kind)
+
+    def plan(self, y: DaskArray) -> Plan:
+        """Return how a result is assembled from the array."""
+        return redistribution(self.chunks, self.axes, y.chunks)
+
+    def wrong(self, y: DaskArray) -> int:
+        """Count the elements of a result that are not where they belong."""
+        return int(count_wrong(y, self.shape, self.axes, self.kind, self.dtype).compute())
+
+
+#: What was measured of each array.
+Measured = dict[Case, list[Row]]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to transpose, and on what cluster."""
+
+    transpose: Transpose  # what needs no cluster runs at once, and returns its seconds
+    apart: bool = False  # on an array of its own: it may leave copies of blocks on other workers
+    checked: bool = True  # its result is the transpose, and is compared with it
+    required: bool = False  # its failure ends the measurement; that of others becomes a row
+    one_by_one: bool = False  # blocks one after the other: one transfer at a time in the cluster
+    protocol: str | None = None  # of its cluster, if not the usual one
+    low_latency: bool = False  # of its cluster
+
+    @property
+    def cluster(self) -> tuple[str | None, bool]:
+        """What its cluster differs in from others."""
+        return self.protocol, self.low_latency
+
+
+def place_blocks(client: Any, make: Callable[[], Any], scattered: bool = False) -> Any:
+    """Persist a new array with as many blocks on each worker: neighbours in C order, or scattered.
+
+    Parameters
+    ----------
+    client : distributed.Client
+    make : callable
+        Returns the lazy array, with the same keys each time.
+    scattered : bool, optional
+        Whether each block is on another worker than the one before it, as where Dask makes many
+        blocks and gives them to whichever worker is free.
+    """
+    addresses = sorted(workers_of(client))
+    numblocks = make().numblocks
+    workers, blocks = len(addresses), prod(numblocks)
+
+    def place(key: tuple[Any, ...]) -> str:  # sent to the scheduler, with all that it uses
+        number = 0
+        for index, count in zip(key[1:], numblocks, strict=True):
+            number = number * count + index
+        # Dask asks for keys of other layers too, whose numbers may lie beyond the last block.
+        worker = number % workers if scattered else min(number * workers // blocks, workers - 1)
+        return str(addresses[worker])
+
+    with dask.annotate(workers=place, allow_other_workers=True):
+        x = make()
+    x = client.persist(x, optimize_graph=False)  # optimizing forgets where blocks should be
+    wait_for_blocks(x)
+    return x
+
+
+def p2p_with(changes: Mapping[str, Any]) -> Transpose:
+    """Return this package's way, to slabs, with some of its options changed."""
+
+    def way(x: DaskArray, axes: tuple[int, ...]) -> Any:
+        with dask.config.set(changes):
+            return transpose(x, axes)
+
+    return way
+
+
+def dask_rechunk(method: str) -> Transpose:
+    """Return Dask's own way to the same result, with a named rechunk method."""
+
+    def way(x: DaskArray, axes: tuple[int, ...]) -> Any:
+        chunks = slab_chunks(x.chunks, axes)
+        return x.transpose(axes).rechunk(chunks, method=method)
+
+    return way
+
+
+def no_op(x: DaskArray, axes: tuple[int, ...]) -> Any:
+    """Return one layer that does nothing: what Dask itself takes."""
+    chunks = tuple((1,) * count for count in x.numblocks)
+    return x.map_blocks(lambda block: block[(slice(1),) * block.ndim], meta=x._meta, chunks=chunks)
+
+
+def compare(
+    client: Any,
+    ways: Mapping[str, Way],
+    case: Case,
+    repeats: int,
+    progress: Callable[[], None] = lambda: None,
+    *,
+    anew: bool = False,
+) -> list[Row]:
+    """Time ways to transpose one array, in turn; some ways get an array of their own.
+
+    What else goes on on the machine disturbs all those alike that are run in turn.
+
+    Parameters
+    ----------
+    client : distributed.Client
+    ways : mapping of str to Way
+    case : Case
+    repeats : int
+        Timed runs of each way after its first. The result of the last one is checked.
+    progress : callable, optional
+        Called after each run.
+    anew : bool, optional
+        Whether to make the array anew for each run. Then all ways take turns, and the CPU time of
+        all processes is noted too.
+
+    Returns
+    -------
+    list of dict
+        A row for each way. One that failed says why in ``failed``, and has no times.
+
+    Raises
+    ------
+    Exception
+        Whatever a task of a required way raises.
+    """
+    together = {name: way for name, way in ways.items() if anew or not way.apart}
+    groups = [together, *({name: way} for name, way in ways.items() if name not in together)]
+    return [
+        row
+        for group in groups
+        if group
+        for row in _in_turn(client, group, case, repeats, progress, anew)
+    ]
+
+
+def _in_turn(
+    client: Any,
+    ways: Mapping[str, Way],
+    case: Case,
+    repeats: int,
+    progress: Callable[[], None],
+    anew: bool,
+) -> list[Row]:
+    x = place_blocks(client, case.make, case.scattered)
+    measured: dict[str, Row] = {name: {} for name in ways}
+    for number in range(repeats + 1):
+        for name, way in ways.items():
+            try:
+                if "failed" not in measured[name]:
+                    if anew:
+                        x = None
+                        time.sleep(_SETTLE_S)  # the keys are the same: all blocks must go first
+                        x = place_blocks(client, case.make, case.scattered)
+                    last = number == repeats
+                    _run_once(client, measured[name], way, x, case, last=last, with_cpu=anew)
+            except Exception as exc:
+                if way.required:
+                    raise
+                measured[name] = {"failed": _short_reason(exc)}
+            progress()
+    array = {
+        "case": case.name,
+        "shape": list(case.shape),
+        "axes": list(case.axes),
+        "blocks": [len(lengths) for lengths in case.chunks],
+        "size": case.shape[0],
+        "dtype": str(case.dtype),
+        "matrix_bytes": case.size_bytes,
+    }
+    return [{"way": name, **array, **_summary(row, case)} for name, row in measured.items()]
+
+
+def _summary(row: Row, case: Case) -> Row:
+    """Add the figures that people compare."""
+    if "failed" in row:
+        return row
+    rates_gbs = row.pop("rates_gbs", None)
+    median_s = median(row["times_s"])
+    # Each byte of the array is read once and written once.
+    bandwidth_gbs = 2 * case.size_bytes / median_s / 1e9
+    link_gbs = median(rates_gbs) if rates_gbs else 0.0
+    return {"median_s": median_s, "bandwidth_gbs": bandwidth_gbs, "link_gbs": link_gbs, **row}
+
+
+def _short_reason(error: BaseException) -> str:
+    """Return the first line of what is at the bottom of an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
+
+
+def _run_once(
+    client: Any, row: Row, way: Way, x: DaskArray, case: Case, last: bool, with_cpu: bool
+) -> None:
+    """Run one way once, and note it."""
+    cpu_s = _cpu_s(client) if with_cpu else 0.0
+    since_s, start_s = time.time(), time.perf_counter()
+    y = way.transpose(x, case.axes)
+    if isinstance(y, float):
+        _add_time(row, way, y)
+        return
+    kept = _made_one_by_one(client, y) if way.one_by_one else None
+    if kept is None:
+        y = client.persist(y)
+        wait_for_blocks(y)
+    stop_s, until_s = time.perf_counter(), time.time()
+    if kept is not None:  # persisting only gives `y` what was made
+        y = client.persist(y)
+        wait_for_blocks(y)
+        del kept
+    if not _add_time(row, way, stop_s - start_s):
+        if with_cpu:
+            row.setdefault("cpu_s", []).append(_cpu_s(client) - cpu_s)
+        if (run := collect(client, y.name, since_s)) is not None:
+            _note(row, run, since_s, until_s)
+            plan = case.plan(y)
+            row["least_bytes"] = least_bytes(client, x, plan, y)
+            row["least_anywhere_bytes"] = least_bytes(client, x, plan)
+    if last and way.checked:
+        row["wrong"] = case.wrong(y)
+    del y  # the next run must neither find this one's result nor share memory with it
+    time.sleep(_SETTLE_S)
+
+
+def _add_time(row: Row, way: Way, time_s: float) -> bool:
+    """Note the time of a run; return whether it is the first one."""
+    if "first_s" not in row:
+        row |= {"one_by_one": way.one_by_one, "first_s": time_s, "times_s": [], "wrong": None}
+        return True
+    row["times_s"].append(time_s)
+    return False
+
+
+def _cpu_s(client: Any) -> float:
+    """Return the CPU time of all processes of a cluster and its client so far."""
+
+    def spent() -> tuple[int, float]:
+        return os.getpid(), time.process_time()
+
+    everywhere = [*client.run(spent).values(), client.run_on_scheduler(spent), spent()]
+    return sum(dict(everywhere).values())  # client and scheduler may be one process
+
+
+def _note(row: Row, run: Run, since_s: float, until_s: float) -> None:
+    """Note the parts of a run, by the clocks of client and workers, which are one on one host."""
+    parts_s = {
+        "before_s": run.start_s - since_s,
+        "exchange_s": run.exchange_s,
+        "span_s": run.wall_s,
+        "tasks_s": sum(record.stop_s - record.start_s for record in run.made),
+        "after_s": until_s - run.stop_s,
+    }
+    for part, time_s in parts_s.items():
+        row.setdefault(part, []).append(time_s)
+    row.setdefault("rates_gbs", []).extend(sorted(run.link_gbs)[:1])  # the slowest reader's
+    row["moved_bytes"] = run.moved_bytes
+    row["pairs"] = [
+        {"reader": reader, "holder": holder, "transport": transport, "bytes": nbytes}
+        for (reader, holder, transport), nbytes in sorted(run.pairs.items())
+    ]
+
+
+def _made_one_by_one(client: Any, y: DaskArray) -> list[Any]:
+    """Make the blocks of `y` one after the other; return futures that keep them."""
+    futures = []
+    for key in flatten(y.__dask_keys__()):
+        future = client.get(y.dask, key, sync=False)
+        wait_for_blocks(future)
+        futures.append(future)
+    return futures
+
+
+def wait_for_blocks(blocks: Any) -> None:
+    """Wait until all blocks are there; `distributed.wait` alone is content with failed ones."""
+    for future in wait(blocks).done:
+        if future.status != "finished":
+            future.result()

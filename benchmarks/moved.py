@@ -1,0 +1,53 @@
+"""What moved between workers, by what they noted of it, and what had to move."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from dask_p2p.geometry import box_size
+from dask_p2p.monitoring.runs import Run, fetch_records
+from dask_p2p.plans import Plan, block_plans
+from dask_p2p.types import DaskArray
+
+__all__ = ["collect", "least_bytes"]
+
+
+def least_bytes(client: Any, x: DaskArray, plan: Plan, y: DaskArray = None) -> int:
+    """Count the bytes that have to move for the output of a plan, given where the blocks lie.
+
+    Those are the elements that a block of the output reads, and that its worker does not hold.
+
+    Parameters
+    ----------
+    client : distributed.Client
+    x : dask.array.Array
+        The input, persisted.
+    plan : Plan
+        How the output is assembled from it.
+    y : dask.array.Array, optional
+        The output, persisted. Without, each of its blocks may be made where the least has to move.
+    """
+    holders = client.who_has(x)
+    readers = None if y is None else client.who_has(y)
+    elements = 0
+    for index, block in block_plans(plan):
+        held: Counter[str] = Counter()
+        for piece in block.pieces:
+            size = box_size(piece.src)
+            elements += size
+            held.update(dict.fromkeys(holders[x.name, *block.sources[piece.source].block], size))
+        makers = held if readers is None else readers[y.name, *index]
+        elements -= max((held[worker] for worker in makers), default=0)
+    return elements * int(x.dtype.itemsize)
+
+
+def collect(client: Any, name: str, since_s: float = 0.0) -> Run | None:
+    """Collect the records of the array with this name, as one run; None if there are none.
+
+    The same array may have been computed before: `since_s` (seconds since the epoch) says from
+    when on it is meant. Where its blocks are computed one by one, each is a run to `last_runs`.
+    """
+    found = client.sync(fetch_records, client)
+    records = [record for record in found if record.name == name and record.start_s >= since_s]
+    return Run(tuple(sorted(records, key=lambda record: record.start_s))) if records else None

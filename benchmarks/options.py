@@ -1,0 +1,122 @@
+"""Options of programs that measure, and the cluster that they ask for, started here or running."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dask_p2p.backends.hardware import on_gpu
+from dask_p2p.cli import _options
+from dask_p2p.cli._options import ClusterSpec, connect, numbers, own_cluster, reader
+from dask_p2p.geometry import normal_axes
+from dask_p2p.plugins.registration import workers_of
+
+_WORKERS_WAIT_S = 10
+
+SHAPE = reader(
+    lambda value: numbers(value.lower(), "x"),
+    "lengths of at least 1 with an x between",
+    lambda shape: min(shape) > 0,
+)
+AXES = reader(numbers, "whole numbers with commas between", bool)
+
+axes_option = click.option(
+    "--axes",
+    type=AXES,
+    metavar="1,0",
+    help="Input axis that each output axis comes from.  [default: reversed]",
+)
+commit_option = click.option(
+    "--commit", help="Of the code, where git cannot be asked.", metavar="HASH"
+)
+
+
+def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Find out before the measuring, not after, that a file cannot be written."""
+    if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
+        raise click.BadParameter(f"{value!r}: the folder does not exist", ctx, param)
+    return value
+
+
+json_option = click.option(
+    "--json",
+    "target",
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+    callback=_target,
+    metavar="FILE",
+    help="Write all that was measured to this file; - is standard output, with nothing else on it.",
+)
+
+
+def order_of_axes(axes: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the permutation that ``--axes`` asks for, without negative numbers."""
+    ndim = len(shape)
+    order = normal_axes(axes, ndim)
+    if order is None:
+        raise click.BadParameter(
+            f"give the {ndim} axes of the shape, {','.join(map(str, range(ndim)))}, in any order",
+            param_hint="--axes",
+        )
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class AnyClusterSpec(ClusterSpec):
+    """Where a program is to run: on a cluster of its own, or on one that is there."""
+
+    scheduler: str | None = None  # address of a cluster that is there
+
+
+def choose_cluster(workers: int | None, cpu: bool, scheduler: str | None = None) -> AnyClusterSpec:
+    """Choose the cluster that is there, or GPUs where there is more than one, or CPU workers."""
+    if scheduler is None:
+        spec = _options.choose_cluster(workers, cpu)
+        return AnyClusterSpec(spec.workers, spec.gpus, spec.note, spec.memory_bytes)
+    if workers or cpu:
+        raise click.UsageError("--workers and --cpu are for a cluster that is started here")
+    with connect(scheduler) as client:
+        client.wait_for_workers(1, timeout=_WORKERS_WAIT_S)
+        on_gpus = client.run(on_gpu)
+        gpus = (*on_gpus,) if all(on_gpus.values()) else ()
+        return AnyClusterSpec(len(on_gpus), gpus, None, _free_bytes(client, bool(gpus)), scheduler)
+
+
+def _free_bytes(client: Any, on_gpus: bool) -> int:
+    """Return the memory that is free on all workers of a cluster together."""
+
+    def of_device() -> int:  # these two travel as they are: workers lack this folder
+        import cupy
+
+        return int(cupy.cuda.runtime.memGetInfo()[0])
+
+    def of_host() -> int:
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+
+    if on_gpus:
+        free_bytes = client.run(of_device)
+        return len(free_bytes) * int(min(free_bytes.values()))
+    workers = workers_of(client)
+    one_of = {worker["host"]: address for address, worker in workers.items()}
+    free = int(sum(client.run(of_host, workers=[*one_of.values()]).values()))
+    return min(free, sum(worker["memory_limit"] or free for worker in workers.values()))
+
+
+@contextlib.contextmanager
+def start(spec: AnyClusterSpec, **options: Any) -> Iterator[Any]:
+    """Start the cluster, with options of `local_cluster`, or connect to the one that is there.
+
+    Gives a client of it. What was started ends with the block.
+    """
+    if spec.scheduler is not None:
+        cluster = connect(spec.scheduler)
+    else:
+        cluster = own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
+    with cluster as client, client.as_current():
+        yield client

@@ -1,0 +1,95 @@
+"""A five-point stencil by mpi4py: persistent requests, and the kernel of `benchmarks.sections`.
+
+`seconds` starts `mpiexec` for one run, so that it can take turns with other ways: processes of MPI
+that wait keep a core busy.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.rivals.mpi_fft import run_once
+
+__all__ = ["five_points", "seconds"]
+
+
+def five_points(u: Any, out: Any) -> None:
+    """Fill `out` with the mean of the four neighbours of each element."""
+    np.add(u[:-2, 1:-1], u[2:, 1:-1], out=out)
+    out += u[1:-1, :-2]
+    out += u[1:-1, 2:]
+    out *= 0.25
+
+
+def seconds(side: int, processes: int, steps: int, exchanges: bool = True) -> float:
+    """Return how long a step takes on squares of this side, one for each process.
+
+    Parameters
+    ----------
+    side, processes, steps
+        Of the squares, which are stacked; how many processes and steps there are.
+    exchanges
+        Whether they exchange rims; without, it is what the kernel takes alone.
+    """
+    said = run_once(__name__, processes, side, steps, int(exchanges))
+    if said["wrong"]:
+        raise AssertionError("the rims are wrong")
+    return float(said["seconds"])
+
+
+def measure(side: int, steps: int, exchanges: bool, world: Any) -> dict[str, Any]:
+    """Make so many steps, and as many once more for the time."""
+    from mpi4py import MPI
+
+    up, down = ((world.rank + by) % world.size for by in (-1, 1))
+    row = MPI.DOUBLE.Create_contiguous(side).Commit()
+
+    def requests(u: Any) -> list[Any]:
+        flat, width = u.reshape(-1), side + 2
+
+        def at(line: int) -> list[Any]:
+            return [flat[line * width + 1 :], 1, row]
+
+        return [
+            world.Send_init(at(1), up, 1),
+            world.Recv_init(at(side + 1), down, 1),
+            world.Send_init(at(side), down, 2),
+            world.Recv_init(at(0), up, 2),
+        ]
+
+    arrays = [np.full((side + 2, side + 2), float(world.rank)) for _ in range(2)]
+    prepared = [requests(u) for u in arrays]
+
+    def fill(which: int) -> None:
+        u = arrays[which]
+        if exchanges:
+            MPI.Prequest.Startall(prepared[which])
+        u[1:-1, 0], u[1:-1, -1] = u[1:-1, -2], u[1:-1, 1]  # periodic, and not cut
+        if exchanges:
+            MPI.Prequest.Waitall(prepared[which])
+
+    fill(0)
+    wrong = exchanges and not (arrays[0][0, 1:-1] == up).all()
+    elapsed_s = 0.0
+    for _ in range(2):
+        world.Barrier()
+        start_s = time.perf_counter()
+        for step in range(steps):
+            five_points(arrays[step % 2], arrays[1 - step % 2][1:-1, 1:-1])
+            fill(1 - step % 2)
+        elapsed_s = world.allreduce(time.perf_counter() - start_s, MPI.MAX)
+    return {"seconds": elapsed_s / steps, "wrong": world.allreduce(int(wrong))}
+
+
+if __name__ == "__main__":
+    from mpi4py import MPI
+
+    side, steps, exchanges = map(int, sys.argv[1:])
+    made = measure(side, steps, bool(exchanges), MPI.COMM_WORLD)
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(made))

@@ -1,0 +1,157 @@
+"""A step of a five-point stencil by `iterate`, beside mpi4py and layers of `map_overlap`.
+
+    python -m benchmarks.sections --side 512 --side 1024 --json FILE
+
+Two workers with one thread each have a square of float64 each. In each round all ways take their
+turns. What a way takes for a step is the difference between many steps and one, over the number of
+steps, where all steps are one layer. Results are checked against NumPy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import dask.array as da
+import numpy as np
+
+import dask_p2p
+from benchmarks.environment import environment
+from benchmarks.growth import write
+from benchmarks.rivals import mpi_stencil
+from benchmarks.rivals.mpi_stencil import five_points
+
+__all__ = ["main"]
+
+_WORKERS = 2
+OURS, KERNEL, MPI = "dask_p2p.iterate", "the kernel alone", "mpi4py"
+OUR_LAYERS, DASK_LAYERS = "dask_p2p.map_overlap", "dask.array.map_overlap"
+FIXED, OUR_LAYER = "dask_p2p.iterate, one step", "dask_p2p.map_overlap, one layer"
+
+
+def with_rims(u: Any) -> Any:
+    """Do the same for `map_overlap`, which cuts the rims off."""
+    out = u.copy()
+    five_points(u, out[1:-1, 1:-1])
+    return out
+
+
+def iterated(x: Any, steps: int) -> Any:
+    """Return the lazy result of so many steps in one layer."""
+    return dask_p2p.iterate(five_points, x, 1, steps, boundary="periodic")
+
+
+def layers(map_overlap: Callable[..., Any], x: Any, steps: int) -> Any:
+    """Return the lazy result of so many layers."""
+    for _ in range(steps):
+        x = map_overlap(with_rims, x, depth=1, boundary="periodic")
+    return x
+
+
+def seconds(make: Callable[[Any, int], Any], x: Any, steps: int) -> float:
+    """Return how long it takes to compute what `make` makes, wherever that stays."""
+    from distributed import wait
+
+    start_s = time.perf_counter()
+    y = make(x, steps).persist()
+    wait(y)
+    elapsed_s = time.perf_counter() - start_s
+    y.map_blocks(_failure).sum().compute()  # which raises if it has failed
+    return elapsed_s
+
+
+def _failure(block: Any) -> Any:
+    return block[:0]
+
+
+def counts(side: int) -> tuple[int, int]:
+    """Return how many steps, and how many layers, are timed at once: about a second."""
+    return min(6400, max(20, 400 * 512**2 // side**2)), min(40, max(2, 10 * 512 // side))
+
+
+def ways(side: int, x: Any) -> dict[str, Callable[[], float]]:
+    """Return what measures each way: the seconds of a step."""
+    steps, few = counts(side)
+
+    def of_many(make: Callable[[Any, int], Any], many: int) -> float:
+        return (seconds(make, x, many + 1) - seconds(make, x, 1)) / many
+
+    def of_layers(map_overlap: Callable[..., Any]) -> float:
+        return seconds(partial(layers, map_overlap), x, few) / few
+
+    found: dict[str, Callable[[], float]] = {
+        OURS: partial(of_many, iterated, steps),
+        FIXED: partial(seconds, iterated, x, 1),
+        OUR_LAYER: partial(seconds, partial(layers, dask_p2p.map_overlap), x, 1),
+        OUR_LAYERS: partial(of_layers, dask_p2p.map_overlap),
+        DASK_LAYERS: partial(of_layers, da.map_overlap),
+    }
+    if find_spec("mpi4py") is not None:
+        run = partial(mpi_stencil.seconds, side, _WORKERS, steps)
+        found |= {MPI: run, KERNEL: partial(run, exchanges=False)}
+    return found
+
+
+def wrong(x: Any) -> int:
+    """Count the elements that differ from what NumPy makes of the whole array."""
+    whole = x.compute()
+    for _ in range(3):
+        padded = np.pad(whole, 1, "wrap")
+        five_points(padded, whole)
+    return int((iterated(x, 3).compute() != whole).sum())
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, float]:
+    """Return how ours compares, of the medians."""
+    of = {way: median(each) for way, each in times.items()}
+    found = {f"{way} / ours": of[way] / of[OURS] for way in (OUR_LAYERS, DASK_LAYERS)}
+    found |= {f"ours / {way}": of[OURS] / of[way] for way in (MPI, KERNEL) if way in of}
+    return found | {"one step / one layer": of[FIXED] / of[OUR_LAYER]}
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--side", "sides", multiple=True, type=int, default=(512, 1024), help="Of a square.")
+@click.option("--repeats", default=5, help="Rounds after a first one.")
+@click.option("--json", "path", type=click.Path(path_type=Path))
+def main(sides: Sequence[int], repeats: int, path: Path | None) -> None:
+    """Time a step of a stencil by one layer for all steps, beside other ways."""
+    from distributed import Client, LocalCluster
+
+    rows = []
+    with (
+        LocalCluster(n_workers=_WORKERS, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        for side in sides:
+            shape, rng = (side * _WORKERS, side), da.random.default_rng(0)
+            x = client.persist(rng.random(shape, chunks=(side, side)))
+            if count := wrong(x):
+                raise click.ClickException(f"{count} elements are wrong")
+            measured = ways(side, x)
+            times: dict[str, list[float]] = {way: [] for way in measured}
+            for repeat in range(repeats + 1):
+                for way, measure in measured.items():
+                    step_s = measure()
+                    if repeat:
+                        times[way].append(step_s)
+            for way, each in times.items():
+                print(
+                    f"{side:>5} {way:>32}: median {median(each) * 1e3:9.3f} ms, "
+                    f"least {min(each) * 1e3:9.3f} ms",
+                    flush=True,
+                )
+            rows.append({"side": side, "step_s": times, "ratios": ratios(times)})
+            for name, ratio in rows[-1]["ratios"].items():  # type: ignore[attr-defined]
+                print(f"{side:>5} {name:>42}: {ratio:8.2f}", flush=True)
+    write(path, {**environment(), "workers": _WORKERS, "repeats": repeats, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

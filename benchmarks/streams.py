@@ -1,0 +1,203 @@
+"""An array in host memory through one GPU: one after the other, in parts, and by `map_on_gpu`.
+
+    python -m benchmarks.streams --megabytes 16 --megabytes 4096 --json FILE
+
+The first three ways are those of M. Harris, "How to Overlap Data Transfers in CUDA C/C++", and of
+G. Ruetsch and M. Fatica for CUDA Fortran: an array of pinned memory goes to the GPU as a whole,
+through a function and back; or in four parts on four streams, given to them part by part, or kind
+by kind. The others are Dask arrays on one worker. All results are checked. It needs a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import dask
+import dask.array as da
+import numpy as np
+from distributed import Client, wait
+
+import dask_p2p
+from benchmarks.environment import environment
+from benchmarks.growth import write
+from dask_p2p.backends.device import gpu_obstacle
+from dask_p2p.backends.pinned import Pinned
+
+__all__ = ["by_kind", "by_part", "main"]
+
+_STREAMS = 4  # of the article
+_BLOCKS = 4
+SEQUENTIAL, BY_PART, BY_KIND = "one after the other", "parts, part by part", "parts, kind by kind"
+PINNED, PAGEABLE = "map_on_gpu, pinned", "map_on_gpu, pageable"
+REGISTERED, USERS = "map_on_gpu, pinned where it lies", "asarray, function, asnumpy"
+_NEVER = "1 PiB"
+
+Issued = Iterator[tuple[str, int]]
+
+
+def function(a: Any) -> Any:
+    """Return what the array goes through for."""
+    return a * 2 + 1
+
+
+def by_part(count: int) -> Issued:
+    """Yield what is given to streams: all that is done with a part, then the next part.
+
+    >>> list(by_part(2))
+    [('up', 0), ('run', 0), ('down', 0), ('up', 1), ('run', 1), ('down', 1)]
+    """
+    for part in range(count):
+        for what in ("up", "run", "down"):
+            yield what, part
+
+
+def by_kind(count: int) -> Issued:
+    """Yield the same, all copies up first: better where a device has one copy engine for both.
+
+    >>> list(by_kind(2))
+    [('up', 0), ('up', 1), ('run', 0), ('run', 1), ('down', 0), ('down', 1)]
+    """
+    for what in ("up", "run", "down"):
+        for part in range(count):
+            yield what, part
+
+
+class Issuer:
+    """Gives copies and the function to streams, one for each part.
+
+    Parameters
+    ----------
+    source, out : numpy.ndarray
+        One-dimensional, in pinned memory.
+    work : callable
+        Of an array of the device.
+    """
+
+    def __init__(self, source: Any, out: Any, work: Callable[[Any], Any]) -> None:
+        import cupy
+
+        self._cupy, self._source, self._out, self._work = cupy, source, out, work
+        self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(_STREAMS)]
+        self._memory = cupy.empty(source.shape, source.dtype)
+        cupy.cuda.Stream.null.synchronize()
+
+    def run(self, issued: Issued, count: int) -> None:
+        """Do it in so many parts; return when all is done."""
+        copy = self._cupy.cuda.runtime.memcpyAsync
+        size = -(-self._source.size // count)
+        results: dict[int, Any] = {}
+        for what, number in issued:
+            part, stream = slice(number * size, (number + 1) * size), self._streams[number]
+            host, memory = self._source[part], self._memory[part]
+            with stream:
+                if what == "up":
+                    copy(memory.data.ptr, host.ctypes.data, host.nbytes, 4, stream.ptr)
+                elif what == "run":
+                    results[number] = self._work(memory)
+                else:
+                    made, to = results[number], self._out[part]
+                    copy(to.ctypes.data, made.data.ptr, made.nbytes, 4, stream.ptr)
+        for stream in self._streams:
+            stream.synchronize()
+
+
+def pinned(values: Any) -> Any:
+    """Return a copy in pinned memory."""
+    memory = np.asarray(Pinned(values.nbytes))[: values.nbytes].view(values.dtype)
+    memory[...] = values
+    return memory
+
+
+def issuing(size: int) -> dict[str, Callable[[], float]]:
+    """Return what measures each way without Dask: seconds for so many float32 in pinned memory."""
+    values = np.arange(size, dtype="f4")
+    source, out = pinned(values), pinned(np.zeros_like(values))
+    issuer = Issuer(source, out, function)
+
+    def measure(order: Callable[[int], Issued], count: int) -> float:
+        out[...] = 0
+        start_s = time.perf_counter()
+        issuer.run(order(count), count)
+        elapsed_s = time.perf_counter() - start_s
+        if (out != function(values)).any():
+            raise click.ClickException(f"{order.__name__} in {count}: values are wrong")
+        return elapsed_s
+
+    return {
+        SEQUENTIAL: partial(measure, by_kind, 1),
+        BY_PART: partial(measure, by_part, _STREAMS),
+        BY_KIND: partial(measure, by_kind, _STREAMS),
+    }
+
+
+def mapping(client: Any, size: int, fallback: str | None = None) -> dict[str, Callable[[], float]]:
+    """Return what measures each way of Dask's: from `persist` to `wait`, of blocks in memory."""
+    x = client.persist(da.arange(size, dtype="f4", chunks=-(-size // _BLOCKS)))
+
+    def on_gpu(of: Any, register_from: str = _NEVER) -> Any:
+        with dask.config.set({"p2p.map-on-gpu.register-from": register_from}):
+            return dask_p2p.map_on_gpu(function, of, dtype="f4", fallback=fallback)
+
+    def by_users() -> Any:
+        import cupy
+
+        return x.map_blocks(cupy.asarray).map_blocks(function).map_blocks(cupy.asnumpy)
+
+    once = client.persist(on_gpu(x))  # whose blocks lie in pinned memory
+
+    def measure(make: Callable[[], Any], wanted: Any) -> float:
+        start_s = time.perf_counter()
+        y = client.persist(make())
+        wait(y)
+        elapsed_s = time.perf_counter() - start_s
+        if (y != wanted).any().compute():
+            raise click.ClickException("values are wrong")
+        return elapsed_s
+
+    return {
+        PINNED: partial(measure, lambda: on_gpu(once), function(function(x))),
+        PAGEABLE: partial(measure, lambda: on_gpu(x), function(x)),
+        REGISTERED: partial(measure, lambda: on_gpu(x, "1 B"), function(x)),
+        USERS: partial(measure, by_users, function(x)),
+    }
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--megabytes", "sizes", multiple=True, type=int, default=(16, 1024), help="In, MiB.")
+@click.option("--repeats", default=7, help="Rounds after a first one.")
+@click.option("--json", "path", type=click.Path(path_type=Path))
+def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
+    """Time an array of float32 in host memory on its way through a GPU and back."""
+    if (obstacle := gpu_obstacle()) is not None:
+        raise click.ClickException(
+            f"this benchmark needs a GPU, and there is none: {obstacle}. Nothing else is worth "
+            f"timing."
+        )
+    rows = []
+    with dask_p2p.local_cluster(1, gpus=True) as cluster, Client(cluster) as client:
+        for megabytes in sizes:
+            size = megabytes * 2**18
+            measured = issuing(size) | mapping(client, size)
+            times: dict[str, list[float]] = {way: [] for way in measured}
+            for repeat in range(repeats + 1):
+                for way, measure in measured.items():
+                    elapsed_s = measure()
+                    if repeat:
+                        times[way].append(elapsed_s)
+            for way, each in times.items():
+                gbs = 8 * size / median(each) / 1e9
+                ratio = median(times[SEQUENTIAL]) / median(each)
+                print(f"{megabytes:>6} MiB {way:>33}: {median(each) * 1e3:9.3f} ms, ", end="")
+                print(f"{gbs:6.1f} GB/s both ways, {ratio:5.2f} x", flush=True)
+            rows.append({"megabytes": megabytes, "times_s": times})
+    write(path, {**environment(), "repeats": repeats, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What programs that measure show: tables of ways, and a bar of progress."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from math import prod
+from statistics import median
+
+import click
+from dask.utils import format_bytes
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.measure import Measured, Row
+from benchmarks.options import AnyClusterSpec
+from dask_p2p.cli import _tables
+from dask_p2p.cli._tables import pluralize, table
+
+#: Names of ways that others are compared with.
+OURS = "dask_p2p"
+OURS_SYNC = "dask_p2p, sync"
+#: Of `benchmarks.rivals`: nothing that transposes on these links can be quicker.
+LIMIT = "copy engines (limit)"
+
+_WIDE_COLUMNS = 110
+
+
+def devices_text(spec: AnyClusterSpec, names: Sequence[str]) -> str:
+    """Write which workers there are, and on what, by the names of GPUs or processors."""
+    if spec.scheduler is None:
+        return _tables.devices_text(spec, names)
+    listed = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+    return f"{pluralize(spec.workers, 'worker')} of {spec.scheduler}: {listed}"
+
+
+def summary(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a borderless table of names and what they are."""
+    result = Table.grid(padding=(0, 2))
+    result.add_column(no_wrap=True, style="bold")
+    result.add_column(overflow="fold")
+    for name, value in rows:
+        result.add_row(name, value)
+    return result
+
+
+def ways_table(rows: Sequence[Row], columns: int, title: str | None = None) -> Table:
+    """Return what was measured with one array: a line for each way that did not fail.
+
+    Narrow consoles, of few `columns`, get the most important figures only.
+    """
+    measured = [row for row in rows if "failed" not in row]
+    medians_s = {row["way"]: row["median_s"] for row in measured}
+    ours_s, limit_s = medians_s.get(OURS), medians_s.get(LIMIT)
+    figures: dict[str, Callable[[Row], str]] = {
+        "first": lambda row: _ms(row["first_s"]),
+        "median": lambda row: _ms(row["median_s"]),
+        "best": lambda row: _ms(min(row["times_s"])),
+        "before": lambda row: _ms(*row.get("before_s", ())),
+        "exchange": lambda row: _ms(*row.get("exchange_s", ())),
+        "after": lambda row: _ms(*row.get("after_s", ())),
+        "GB/s": lambda row: _gbs(row["bandwidth_gbs"]) if row["wrong"] is not None else "",
+        "link\nGB/s": lambda row: _gbs(row["link_gbs"]) if row["link_gbs"] else "",
+        "wrong": lambda row: "" if row["wrong"] is None else str(row["wrong"]),
+        "faster\nby": lambda row: f"{row['median_s'] / ours_s:.2f}" if ours_s else "",
+        "of\nlimit": lambda row: f"{limit_s / row['median_s']:.1%}" if limit_s else "",
+        "to\neven": lambda row: f"{row['median_to_even']:.2f}" if "median_to_even" in row else "",
+    }
+    cells = {name: [text(row) for row in measured] for name, text in figures.items()}
+    dropped = ("best", "before", "after") if columns < _WIDE_COLUMNS else ()
+    cells = {name: texts for name, texts in cells.items() if any(texts) and name not in dropped}
+    result = table("times in ms", *cells, title=title)
+    result.box, result.collapse_padding = SIMPLE_HEAD, True
+    for column in result.columns[1:]:
+        column.no_wrap = True  # a figure in two lines is read as two
+    for place, row in enumerate(measured):
+        result.add_row(row["way"], *(texts[place] for texts in cells.values()))
+    return result
+
+
+def _gbs(rate_gbs: float) -> str:
+    return f"{rate_gbs:.3g}" if rate_gbs < 1000 else f"{rate_gbs:.0f}"
+
+
+def _ms(*times_s: float) -> str:
+    return f"{median(times_s) * 1e3:.2f}" if times_s else ""
+
+
+def moved_lines(rows: Sequence[Row]) -> list[str]:
+    """Say of each way of this package what it moved, and how many pairs used which transport."""
+    lines = []
+    for row in rows:
+        if "pairs" in row:
+            moved, least = format_bytes(row["moved_bytes"]), format_bytes(row["least_bytes"])
+            used = Counter(pair["transport"] for pair in row["pairs"]).most_common()
+            by = "; ".join(f"{name} for {pluralize(count, 'pair')}" for name, count in used)
+            lines.append(f"{row['way']}: moved {moved}, least possible {least}; {by or 'no pair'}")
+    return lines
+
+
+def show_ways(console: Console, rows: Sequence[Row], title: str | None = None) -> None:
+    """Print what was measured with one array, and what moved."""
+    for part in (ways_table(rows, console.width, title), *moved_lines(rows)):
+        console.print(part)
+
+
+def report_correctness(console: Console, measured: Measured) -> None:
+    """Say which ways failed, and whether all elements are right.
+
+    Raises
+    ------
+    click.ClickException
+        If some are wrong: exit status 1.
+    """
+    wrong = []
+    for case, rows in measured.items():
+        for row in rows:
+            if "failed" in row:
+                console.print(f"{row['way']} failed: {row['failed']}")
+            elif row["wrong"]:
+                wrong.append(f"{row['wrong']} of {prod(case.shape)} of {row['way']}")
+    if wrong:
+        raise click.ClickException(f"some elements are wrong: {', '.join(wrong)}")
+    count = sum(prod(case.shape) for case in measured)
+    console.print(f"All {count} elements are where they belong.")
+
+
+@contextlib.contextmanager
+def progress(total: int, doing: str) -> Iterator[Callable[[], None]]:
+    """Show a bar on a terminal, and nothing elsewhere; gives what is to be called at each step."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        redirect_stdout=False,  # the bar is on standard error: results stay where they belong
+        transient=True,
+    ) as bar:
+        task = bar.add_task(doing, total=total)
+        yield partial(bar.advance, task)

@@ -1,0 +1,56 @@
+"""The first touch of new host memory, in pages of the size that is quicker at the moment.
+
+The system finds and clears each page when it is touched first. NumPy asks for huge pages, of 2 MiB:
+200 MB take 30 ms where the system has them at hand. On virtual machines whose host has to provide
+the memory they took 400 to 1,500 ms, and 110 to 200 ms in pages of 4 KiB, which are found among
+those that were used before (two Xeon cores under KVM, Linux 6.18).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+__all__ = ["first_touch"]
+
+_LEAST_BYTES = 2**22  # NumPy asks for huge pages from here on
+_PAGE_BYTES = 2**12
+_STEP_BYTES = 2**22
+_SLOW_S = 4e-3  # for a step: 0.5 to 1 ms with huge pages at hand, 8 to 30 ms without, 2 with small
+_NO_HUGE_PAGES = 15  # MADV_NOHUGEPAGE
+_POPULATE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+
+
+def first_touch(array: np.ndarray[Any, Any]) -> None:
+    """Have the system provide the pages of a C-ordered array whose values are undefined."""
+    if array.nbytes < _LEAST_BYTES:
+        return
+    start = -(-array.ctypes.data // _PAGE_BYTES) * _PAGE_BYTES
+    stop = (array.ctypes.data + array.nbytes) // _PAGE_BYTES * _PAGE_BYTES
+    begun_s = perf_counter()
+    while start < stop:
+        step_bytes = min(_STEP_BYTES, stop - start)
+        if _advise(start, step_bytes, _POPULATE):
+            return  # an older system, which does so when the array is written
+        start += step_bytes
+        now_s = perf_counter()
+        if now_s - begun_s > _SLOW_S:
+            _advise(start, stop - start, _NO_HUGE_PAGES)
+            _advise(start, stop - start, _POPULATE)
+            return
+        begun_s = now_s
+
+
+def _advise(start: int, size_bytes: int, advice: int) -> int:
+    """Tell the system what memory is for; return 0 if it follows. Without Python's lock."""
+    done: int = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), advice)
+    return done
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)

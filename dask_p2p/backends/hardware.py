@@ -1,0 +1,97 @@
+"""What this process runs on: host, processor, GPU, links, versions of what speeds depend on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from functools import cache
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from uuid import UUID
+
+__all__ = ["cpu_name", "kernel_and_namespace", "link_gbs", "on_gpu", "versions"]
+
+# The names of the last four's distributions end in CUDA's version.
+_PACKAGES = [
+    "dask-p2p",
+    "dask",
+    "distributed",
+    "numpy",
+    "dask-cuda",
+    "cupy",
+    "ucxx",
+    "libucx",
+    "rmm",
+]
+
+
+@cache
+def kernel_and_namespace() -> tuple[str, str]:
+    """Return which run of which kernel this is, and the process' PID namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip(), os.readlink("/proc/self/ns/pid")
+
+
+def on_gpu() -> bool:
+    """Return whether this process is a worker that computes on a GPU, without loading anything.
+
+    It has loaded CuPy, or dask-cuda made it; the latter may load CuPy with the first block only.
+    """
+    if "cupy" in sys.modules:
+        return True
+    return "dask_cuda" in sys.modules and find_spec("cupy") is not None
+
+
+def link_gbs(uuid: bytes) -> float | None:
+    """Return what all NVLinks of a GPU together should carry one way, GB (1e9 bytes) a second.
+
+    Parameters
+    ----------
+    uuid : bytes
+        Of the GPU, 16 of them.
+
+    Returns
+    -------
+    float or None
+        None without a driver, or without NVLinks.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        text = f"GPU-{UUID(bytes=uuid)}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(text)
+        fields = [pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]
+        count, speed_mbs = (
+            value.value.uiVal for value in pynvml.nvmlDeviceGetFieldValues(handle, fields)
+        )
+    except Exception:  # pynvml has an error class for each cause
+        return None
+    return count * speed_mbs / 1e3 or None
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of what figures depend on; None for what is not installed."""
+    installed = [
+        ((d.metadata["Name"] or "").lower().replace("_", "-"), d.version) for d in distributions()
+    ]
+    result: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        pattern = re.compile(rf"{name}(-cu(da)?\d+x?)?")
+        result[name] = next((v for n, v in installed if pattern.fullmatch(n)), None)
+    return result
+
+
+def cpu_name() -> str:
+    """Model of this machine's processor."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                label, _, value = line.partition(":")
+                if label.strip() == "model name":
+                    return value.strip()
+    except OSError:  # no Linux
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,162 @@
+"""Dimensions by their names, as xarray has them: what is given by name, errors, and `iterate`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import xarray as xr
+
+from dask_p2p.errors import InputError
+from dask_p2p.ops.arguments import CHUNKS_REMEDY, is_dask_array
+from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.sections.iterate import iterate
+
+__all__ = ["by_dimension", "iterated", "named_in_errors"]
+
+
+def by_dimension(
+    dims: Sequence[Hashable], what: str, given: Any, error: type[InputError] = InputError
+) -> Mapping[Any, Any]:
+    """Return what is given by dimension, or once for all of them."""
+    if not isinstance(given, (Mapping, tuple, list)):
+        return dict.fromkeys(dims, given)
+    if not isinstance(given, Mapping) or any(name not in dims for name in given):
+        raise error(
+            f"expected {what} of the dimensions {tuple(dims)}, got {given!r}. Give them by the "
+            f"names of dimensions, like {{{next(iter(dims), 'x')!r}: ...}}."
+        )
+    return given
+
+
+@contextmanager
+def named_in_errors(dims: Sequence[Hashable], *given: Mapping[int, Any]) -> Iterator[None]:
+    """Have errors speak of dimensions by their names, in the place of numbers of axes."""
+    try:
+        yield
+    except InputError as exc:
+        text = str(exc).replace(CHUNKS_REMEDY, "Give sizes that fit, by dimension.")
+        for by_axis in given:
+            text = text.replace(repr(by_axis), repr({dims[i]: of for i, of in by_axis.items()}))
+        text = re.sub(r"axis (\d+)", lambda found: f"dimension {dims[int(found[1])]!r}", text)
+        raise type(exc)(text) from exc.__cause__
+
+
+def iterated(
+    given: Any,
+    func: Callable[..., Any],
+    depth: Any,
+    steps: int,
+    fields: Any,
+    boundary: Any,
+    constants: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """See `dask_p2p.xarray.P2PAccessor.iterate`."""
+    levels = _levels(given, fields)
+    first = levels[0]
+    dims = first.dims
+    arrays = [_as_dask(first)]
+    for level in levels[1:]:
+        if set(level.dims) != set(dims):
+            raise InputError(
+                f"fields: expected the dimensions of the newest, {dims}, for all, got {level.dims}."
+            )
+        _check_coordinates(first, level, "fields")
+        data = _as_dask(level.transpose(*dims))
+        arrays.append(data if data.chunks == arrays[0].chunks else rechunk(data, arrays[0].chunks))
+    read = [_constant(given, each, first, arrays[0]) for each in _listed(constants)]
+    each = depth if isinstance(depth, list) else [depth]
+    widths: Any = [_by_axis(dims, "depth", of) for of in each]
+    beyond = _by_axis(dims, "boundary", boundary)
+    with named_in_errors(dims, *widths, beyond):
+        made = iterate(
+            func,
+            arrays,
+            widths if isinstance(depth, list) else widths[0],
+            steps,
+            boundary=beyond,
+            constants=read,
+            **kwargs,
+        )
+    changed = []
+    for level, data in zip(levels, made, strict=True):
+        result = level.transpose(*dims).copy(deep=False, data=data)
+        result.encoding = {}  # of other values
+        changed.append(result)
+    if isinstance(given, xr.Dataset):
+        return given.assign(dict(zip(_listed(fields), changed, strict=True)))
+    return changed[0] if fields is None else tuple(changed)
+
+
+def _levels(given: Any, fields: Any) -> list[Any]:
+    """Return the levels of time, the newest first, as arrays of xarray."""
+    if isinstance(given, xr.Dataset):
+        names = [] if fields is None else _listed(fields)
+        if not names or not all(isinstance(n, Hashable) and n in given.data_vars for n in names):
+            raise InputError(
+                f"fields: expected names of the dataset's arrays, {tuple(given.data_vars)}, the "
+                f"newest level of time first, got {fields!r}."
+            )
+        return [given[name] for name in names]
+    others = [] if fields is None else _listed(fields)
+    for other in others:
+        if not isinstance(other, xr.DataArray):
+            raise InputError(
+                f"fields: expected DataArrays, the levels of time before this array, got "
+                f"{type(other).__name__}. Names are for those of a dataset."
+            )
+    return [given, *others]
+
+
+def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
+    """Return what the function reads beside the fields: along the field's dimensions, or as is."""
+    if isinstance(constant, str):
+        known = given.variables if isinstance(given, xr.Dataset) else given.coords
+        if constant not in known:
+            raise InputError(
+                f"constants: expected the name of one of {tuple(known)}, a DataArray or a value, "
+                f"got {constant!r}."
+            )
+        constant = given[constant]
+    if not isinstance(constant, xr.DataArray):
+        return constant
+    if not constant.ndim and constant.chunks is None:
+        return constant.values[()]
+    if not set(constant.dims) <= set(field.dims):
+        raise InputError(
+            f"constants: expected dimensions out of those of the fields, {field.dims}, got one "
+            f"with {constant.dims}. Give constant.values, if all members are to have the whole."
+        )
+    _check_coordinates(field, constant, "constants")
+    along = constant.variable.chunk() if constant.chunks is None else constant.variable
+    # Cut before it is repeated along the other dimensions.
+    sizes = {dim: n for dim, n in zip(field.dims, data.chunks, strict=True) if dim in along.dims}
+    whole = along.chunk(sizes).set_dims(dict(field.sizes)).transpose(*field.dims)
+    return whole.data
+
+
+def _check_coordinates(field: Any, other: Any, what: str) -> None:
+    """Refuse arrays whose labels differ: elements of the same place would not belong together."""
+    try:
+        xr.align(field, other, join="exact", copy=False)
+    except ValueError as exc:
+        raise InputError(
+            f"{what}: expected the sizes and labels of the newest field along its dimensions: "
+            f"{str(exc).partition(chr(10))[0]}. Align them first: xarray.align."
+        ) from exc
+
+
+def _by_axis(dims: Sequence[Hashable], what: str, given: Any) -> dict[int, Any]:
+    named = by_dimension(dims, what, given)
+    return {axis: named[dim] for axis, dim in enumerate(dims) if dim in named}
+
+
+def _as_dask(a: Any) -> Any:
+    return a.data if is_dask_array(a.data) else a.chunk().data
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]

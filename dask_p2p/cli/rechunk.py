@@ -1,0 +1,3 @@
+"""``dask p2p rechunk``."""
+
+from dask_p2p.cli.transpose import rechunk as rechunk

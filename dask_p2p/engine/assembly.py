@@ -1,0 +1,349 @@
+"""One worker's work for one output block: in which order it is done, and what overlaps.
+
+::
+
+      stage 0           stage 1           stage 2
+      own pieces        holder (r+1)%n    holder (r+2)%n   ...
+    --[permute]---------[permute]---------[permute]------->  queue of kernels
+         [~~~ region ~~~]  [~~~ region ~~~]                  on the wire, or on the link
+
+While the pieces of one stage are permuted into the output block, the regions of the next are on
+their way. On a thread scheduler, or on a worker without the package's plugin, there are no remote
+blocks, and stage 0 is all there is.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from math import prod
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from dask_p2p.backends import SLOTS, Queue, Timer, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends.device import device_work
+from dask_p2p.config import Options
+from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.fetch import Fetch, RemoteSource
+from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
+from dask_p2p.engine.sources import RemoteSources
+from dask_p2p.errors import BlockMismatchError, P2PError, TransferError
+from dask_p2p.geometry import Chunks, Index, box_size, box_slices
+from dask_p2p.monitoring.ranges import Ranges
+from dask_p2p.plans import BlockPlan, Source
+from dask_p2p.transports.footprint import staging_bytes
+from dask_p2p.transports.reading import Region
+from dask_p2p.transports.replies import checked_block
+from dask_p2p.transports.router import BlockRef
+from dask_p2p.types import DType, Kind
+from dask_p2p.versioned import versioned
+
+__all__ = ["Assembly", "OutputSpec"]
+
+_Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # that are on their way, in their order
+
+
+@versioned()
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """What all blocks of one output have in common."""
+
+    arrays: tuple[str, ...]  # names of the inputs: their blocks' keys are (name, *index)
+    dtype: DType  # numpy.dtype of the inputs, and of what is assembled
+    kind: Kind  # "numpy" or "cupy", by the array's meta
+    options: Options
+    #: Makes the output block of the assembled one, which it may overwrite, and its index. By
+    #: default that is it. One that knows how much memory it takes beside the assembled block has a
+    #: method `extra_bytes`, which is given the block's shape and dtype.
+    post: Callable[[Any, Index], Any] | None = None
+    chunks: Chunks | None = None  # of what that returns, which records tell
+
+    def key(self, source: Source) -> tuple[Any, ...]:
+        """Return the Dask key of an input block."""
+        return (self.arrays[source.array], *source.block)
+
+
+class Assembly:
+    """The assembly of one output block.
+
+    Parameters
+    ----------
+    plan
+        Its pieces.
+    output
+        What all blocks of the output have in common.
+    blocks
+        For each of the plan's sources an array of this worker, or a reference to a remote one.
+    context
+        The worker's; needed where there are references.
+    start_s
+        When the task started, by the performance counter; by default now.
+
+    Attributes
+    ----------
+    local : dict
+        This worker's own blocks, by their number among the plan's sources.
+    sources : RemoteSources
+        What is read from others, and how that goes.
+    kernels : Timer
+        Of kernels for what this worker holds itself: stage 0.
+    """
+
+    def __init__(
+        self,
+        plan: BlockPlan,
+        output: OutputSpec,
+        blocks: Sequence[Any],
+        context: TaskContext | None = None,
+        start_s: float | None = None,
+    ) -> None:
+        self.plan = plan
+        self.output = output
+        self.options = output.options
+        self._in_sync = output.options.mode == "sync"
+        self.context = context
+        self._where = "this process" if context is None else f"worker {context.address}"
+        self.ranges = Ranges(output.options.nvtx)
+        self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
+        self.local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
+        start_s = perf_counter() if start_s is None else start_s
+        self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
+        self.kernels = Timer()
+        self._post = Timer()
+        self._local_queued = False
+        self._out: Any = None
+
+    @property
+    def post_s(self) -> float:
+        """Seconds until what makes the output of the assembled block returned."""
+        return self._post.seconds
+
+    def key(self, source_number: int) -> tuple[Any, ...]:
+        """Dask key of a source."""
+        return self.output.key(self.plan.sources[source_number])
+
+    def run(self) -> Any:
+        """Return the output block.
+
+        Raises
+        ------
+        BlockMismatchError, UnsupportedArrayError
+            If an input block is not what its Dask array declares.
+        TransferError
+            If a remote block cannot be had by any route. It may be had later, or elsewhere.
+        MemoryLimitError
+            If it can never fit into the worker's memory, or an allocation fails.
+        DeviceLostError
+            If the worker's GPU no longer works.
+        """
+        try:
+            with device_work(), device_of(*self.local.values()):
+                return self._run()
+        except Exception as exc:
+            if not is_out_of_memory(exc) or isinstance(exc, P2PError):
+                raise
+            message = f"{type(exc).__name__}: {exc}"
+            # What the frames below hold, half an output perhaps, goes with them, not with `exc`.
+            traceback.clear_frames(exc.__traceback__)
+            self._out = None
+        raise self._need(self.output.kind).error(message, self._where)
+
+    def finish(self, block: Any, index: Index) -> Any:
+        """Return what `OutputSpec.post` makes of the block that `run` has returned."""
+        if self.output.post is None:
+            return block
+        with device_work(), device_of(block), self._post:
+            # A view: the block itself is known to be written, which is no longer true of one that
+            # a function overwrites on a stream, and returns.
+            return self.output.post(block[...], index)
+
+    def _run(self) -> Any:
+        for number, block in self.local.items():
+            shape = self.plan.source_shapes[number]
+            self.local[number] = checked_block(block, self.key(number), shape, self.output.dtype)
+        kind = self._kind()
+        if self.context is not None:
+            need = self._need(kind)
+            if (limit_bytes := self.context.memory_below(need.total_bytes, kind)) is not None:
+                raise need.too_large(limit_bytes, self._where)
+        if self.plan.is_copy and self.local and self.output.post is None:
+            return self.local[0]
+        if self._remote and self.context is not None:
+            # As these need blocks of others, the others need blocks from here.
+            local = {self.key(number): block for number, block in self.local.items()}
+            self.context.publish(local, kind, self.options)
+        queue = backend_named(kind).queue(beside_copies=bool(self._remote))
+        try:
+            if self._in_sync:
+                self._queue_local(queue)
+                queue.synchronize()
+            wanted = self.sources.in_stage_order(self._remote, kind, has_local=bool(self.local))
+            while True:
+                while wanted:  # each by the best route that works
+                    self._read_once(wanted, queue)
+                    wanted = self.sources.given_up(wanted)
+                self._queue_local(queue)
+                queue.synchronize()
+                if not (wanted := self.sources.unconfirmed()):
+                    break
+        finally:
+            self._finish(queue)
+        return self._out
+
+    def _kind(self) -> Kind:
+        """Return the kind of the local blocks, which may differ from what their array declares."""
+        of_kind = {backend_for(block).name: number for number, block in self.local.items()}
+        if len(of_kind) > 1:
+            kinds = " and ".join(f"block {self.key(n)!r} of {kind}" for kind, n in of_kind.items())
+            raise BlockMismatchError(
+                f"expected blocks of one array library, got {kinds}. Convert the array's blocks "
+                f"where it is made, such as by map_blocks(cupy.asarray)."
+            )
+        return next(iter(of_kind), self.output.kind)
+
+    def _target(self, queue: Queue) -> Any:
+        """Return the output. It is allocated late, while the first parts are on their way."""
+        if self._out is None:
+            shape, dtype = self.plan.shape, self.output.dtype
+            if self.context is None:
+                self._out = queue.empty(shape, dtype)
+            else:
+                self._out = self.context.empty_output(shape, dtype, queue)
+        return self._out
+
+    def _need(self, kind: Kind) -> Need:
+        itemsize = self.output.dtype.itemsize
+        sizes = [box_size(p.src) * itemsize for p in self.plan.pieces if p.source in self._remote]
+        extra_bytes = getattr(self.output.post, "extra_bytes", lambda *_: 0)
+        return Need(
+            output_bytes=prod(self.plan.shape) * itemsize,
+            staging_bytes=staging_bytes(
+                self.options, kind, max(sizes, default=0), sum(sizes), itemsize
+            ),
+            input_bytes=sum(map(in_memory_bytes, self.local.values())),
+            staging_limit_bytes=self.options.staging_limit_bytes,
+            post_bytes=extra_bytes(self.plan.shape, self.output.dtype),
+        )
+
+    def _finish(self, queue: Queue) -> None:
+        """Wait for all kernels, and only then end the leases: also where something failed."""
+        try:
+            queue.synchronize()
+        finally:
+            self.sources.close()
+
+    def _queue_local(self, queue: Queue) -> None:
+        """Queue stage 0, once: in async mode when the first regions are on their way."""
+        if self._local_queued:
+            return
+        self._local_queued = True
+        out = self._target(queue)
+        queue.wait_until_written(self.local.values(), any_stream=self.options.any_producer_stream)
+        axes = self.plan.axes
+        with self.ranges("own blocks"), queue.timing(self.kernels):
+            for piece in self.plan.pieces:
+                if piece.source in self.local:
+                    region = self.local[piece.source][box_slices(piece.src)]
+                    queue.permute(out[box_slices(piece.dst)], region, axes, concurrent=True)
+            for fill in self.plan.fills:
+                queue.fill(out[box_slices(fill.dst)], np.full((), fill.value, self.output.dtype))
+
+    def _read_once(self, sources: list[RemoteSource], queue: Queue) -> None:
+        """Try one route for each source. What fails is read again whole.
+
+        There are two lanes. While a region of other hosts is waited for, the lane of this host,
+        whose memory this thread or its GPU reads itself, goes on step by step::
+
+            remote lane       ask ~~~~~~~~~~~~~~~~~~ place  ask ~~~~~~~~~~~ place
+            same-host lane        read place  read place        read place        read place ...
+        """
+        local, remote = list[RemoteSource](), list[RemoteSource]()
+        for source in sources:
+            (local if self._in_sync or source.route.transport.within_host else remote).append(
+                source
+            )
+        same_host_lane = self._lane(local, queue, iter(()))
+        for _ in chain(self._lane(remote, queue, same_host_lane), same_host_lane):
+            pass
+
+    def _lane(
+        self, sources: list[RemoteSource], queue: Queue, same_host_lane: Iterator[bool]
+    ) -> Iterator[bool]:
+        """Read sources one after another; rather than wait, take steps in the other lane.
+
+        Yields True when a region is in place.
+        """
+        ahead: _Ahead = deque()
+        for route, group in groupby(sources, key=lambda source: source.route):
+            with self.ranges("ask", route):
+                fetch = self.sources.begin(list(group), queue.kind)
+            if fetch is None:  # each is read by its next route
+                continue
+            while ahead and ahead[-1][0].route.transport is not route.transport:
+                # Each may fill all that there is for staging.
+                yield self._place_first(ahead, queue, same_host_lane)
+            for region in fetch.regions():
+                if fetch.in_place and not self._prefetch(fetch, region, queue):
+                    continue
+                ahead.append((fetch, region))
+                del region  # which may be placed already: the next one takes its room
+                while len(ahead) > self._ahead(fetch):
+                    yield self._place_first(ahead, queue, same_host_lane)
+        while ahead:
+            yield self._place_first(ahead, queue, same_host_lane)
+
+    def _prefetch(self, fetch: Fetch, region: Region, queue: Queue) -> bool:
+        """Have a copy engine bring a region; return whether that goes well."""
+        try:
+            array = fetch.wait_for(region)
+            with self.ranges("copy", fetch.route), queue.timing(fetch.copies):
+                region.prefetched = queue.prefetch(array, fetch.slot_bytes)
+        except TransferError as exc:
+            fetch.give_up(region, exc)
+            return False
+        return True
+
+    def _place_first(self, ahead: _Ahead, queue: Queue, same_host_lane: Iterator[bool]) -> bool:
+        """Put the first region into place when it is here; until then take steps in the lane."""
+        while not ahead[0][1].is_here() and next(same_host_lane, False):
+            pass
+        self.place_region(*ahead.popleft(), queue)
+        return True
+
+    def _ahead(self, fetch: Fetch) -> int:
+        if fetch.in_place:  # copies that are queued, each into a slot
+            return 0 if self._in_sync else SLOTS - 1
+        return fetch.reading.ahead
+
+    def place_region(self, fetch: Fetch, region: Region, queue: Queue) -> None:
+        """Wait for a region and put it where it belongs."""
+        source = fetch.sources[region.request]
+        if source.error is not None:
+            return
+        place = box_slices(self.plan.destination(source.pieces[region.piece], region.box))
+        if region.prefetched is not None:
+            out = self._target(queue)[place]
+            with self.ranges("place", fetch.route), queue.timing(fetch.kernels):
+                queue.permute_prefetched(out, region.prefetched, self.plan.axes)
+            self._queue_local(queue)  # now that the first parts are on their way
+        else:
+            self._queue_local(queue)  # while the first part is on its way
+            out = self._target(queue)[place]
+            is_straight = self.plan.axes == tuple(range(out.ndim))
+            try:
+                with self.ranges("wait", fetch.route):
+                    array = fetch.wait_for(region, out if is_straight else None)
+            except TransferError as exc:
+                fetch.give_up(region, exc)
+                return
+            with self.ranges("place", fetch.route), queue.timing(fetch.kernels):
+                if array is not out:
+                    queue.permute_and_drop(out, array, self.plan.axes)
+        fetch.note_placed(region)
+        if self._in_sync:
+            queue.synchronize()

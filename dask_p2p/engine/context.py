@@ -1,0 +1,54 @@
+"""What tasks need of the worker that they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from dask_p2p.backends.base import Queue
+from dask_p2p.config import Options
+from dask_p2p.engine.attempts import Attempts
+from dask_p2p.errors import DeviceLostError
+from dask_p2p.monitoring.records import Record
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.types import Array, DType, Key, Kind
+
+__all__ = ["TaskContext"]
+
+
+class TaskContext(WorkerContext, Protocol):
+    """The worker of a task."""
+
+    running: dict[Any, Callable[[], Record]]  # what to say of tasks that run, by key
+
+    def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
+        """Note that other workers are about to read these blocks of this kind."""
+
+    def empty_output(
+        self, shape: Sequence[int], dtype: DType, queue: Queue, pinned: bool = False
+    ) -> Array:
+        """Return an array whose values are undefined, for what the queue will do.
+
+        Pinned: for what comes from a GPU, in memory that its copy engines reach if that can be had.
+        """
+
+    def warn(self, text: str) -> None:
+        """Warn the user, wherever they are."""
+
+    def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
+        """Return all memory for blocks of this kind if that is less than wanted; else None."""
+
+    def responds(self, holder: str) -> bool:
+        """Return whether a worker that was silent answers now; what is known of it then changes."""
+
+    def count_attempt(self, key: Key, cause: str) -> Attempts:
+        """See `AttemptLog`."""
+
+    def forget_attempts(self, key: Key) -> None:
+        """See `AttemptLog`."""
+
+    def record(self, record: Record) -> None:
+        """Note that an attempt at a task ended, well or not."""
+
+    def on_device_lost(self, error: DeviceLostError) -> bool:
+        """Have the worker leave because its GPU no longer works; return whether it does."""

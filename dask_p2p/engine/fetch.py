@@ -1,0 +1,223 @@
+"""What comes of one holder by one route: begun, waited for, confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, TypeVar
+
+from dask_p2p.backends import Timer
+from dask_p2p.config import Options
+from dask_p2p.errors import TransferError
+from dask_p2p.geometry import box_size
+from dask_p2p.monitoring.records import Stage
+from dask_p2p.plans import Piece
+from dask_p2p.transports.reading import Reading, Region
+from dask_p2p.transports.router import BlockRef, Route
+from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, SilenceLog
+from dask_p2p.types import Array
+
+__all__ = ["Fetch", "RemoteSource"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class RemoteSource:
+    """A remote block, its pieces, and the routes to it that are left."""
+
+    source_number: int  # among the plan's sources
+    ref: BlockRef
+    pieces: list[Piece]
+    routes: list[Route]
+    causes: list[str] = field(default_factory=list)  # of the routes that failed
+    error: TransferError | None = None  # of the current route
+    fetch: Fetch | None = None  # that brings it, and has not failed
+    missing: int = 0  # elements that have not been put into place, once it is fetched
+    wasted: int = 0  # elements that came, and have to be read again
+
+    @property
+    def route(self) -> Route:
+        """The current one."""
+        return self.routes[0]
+
+    @property
+    def size(self) -> int:
+        """Elements that are read of it."""
+        return sum(box_size(piece.src) for piece in self.pieces)
+
+    def give_up(self, error: TransferError) -> None:
+        """Note that it does not come by the current route."""
+        if self.fetch is not None:
+            self.wasted += self.size - self.missing
+        self.error, self.fetch = error, None
+
+    def leave_route(self) -> None:
+        """Go on to the next route that may help after what failed; there may be none left."""
+        assert self.error is not None
+        route, error = self.routes.pop(0), self.error
+        message, name = str(error), route.transport.name
+        self.causes.append(message if message.startswith(f"{name}: ") else f"{name}: {message}")
+        if error.scope in ("block", "holder"):  # no other transport would find it there
+            self.routes = [other for other in self.routes if other.holder != route.holder]
+        self.error = None
+
+
+class Fetch:
+    """What comes of one holder by one route.
+
+    Parameters
+    ----------
+    sources
+        The blocks, in the order of the reading's requests. They have their route in common.
+    reading
+        Of the route's transport.
+    silences
+        Of the worker.
+    options
+        Of the task.
+    start_s
+        When the task started, by the performance counter.
+    begun_s
+        When the transport was asked.
+
+    Attributes
+    ----------
+    slot_bytes : int
+        Of the largest part, if it is to come through local memory.
+    kernels, copies : Timer
+        Of kernels that put its regions into place, and of copy engines that bring them.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RemoteSource],
+        reading: Reading,
+        silences: SilenceLog,
+        options: Options,
+        start_s: float,
+        begun_s: float,
+    ) -> None:
+        self.route = sources[0].route
+        self.sources = sources
+        self.reading = reading
+        self.kernels = Timer()
+        self.copies = Timer()
+        self.begun_s = begun_s
+        self.last_s = begun_s  # when the thread last had something of it
+        self.waited_s = 0.0
+        self._silences = silences
+        self._options = options
+        self._start_s = start_s
+        self._itemsize = reading.requests[0].dtype.itemsize
+        largest = max(box_size(box) for request in reading.requests for box in request.boxes)
+        self.slot_bytes = min(reading.part_bytes or 0, largest * self._itemsize)
+        for source in sources:
+            source.missing = source.size
+            source.fetch = self
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its regions lie in the holder's memory."""
+        return self.route.transport.in_place
+
+    @property
+    def coming(self) -> list[RemoteSource]:
+        """The sources that it brings, or has brought: those that have not failed."""
+        return [source for source in self.sources if source.fetch is self]
+
+    def regions(self) -> Iterator[Region]:
+        """Ask for one region after another. None is kept here: the next one takes its room."""
+        regions = iter(self.reading)
+        try:
+            while True:
+                yield self._timed(next, regions)
+        except StopIteration:
+            return
+
+    def wait_for(self, region: Region, place: Array | None = None) -> Array:
+        """Return a region's array as soon as it has arrived.
+
+        That is the one given where the transport can bring the region straight there.
+
+        Raises
+        ------
+        TransferError
+            If it will not come.
+        """
+        holder, transport = self.route.holder, self.route.transport.name
+        if not region.is_here():
+            self._silences.check(holder, transport, self._start_s, self._options)
+        limit_s = self._options.request_timeout_s + EVENT_LOOP_GRACE_S
+        try:
+            if place is not None and (result_in := getattr(region.pending, "result_in", None)):
+                array = self._timed(result_in, place)
+            else:
+                array = self._timed(region.result, limit_s)
+        except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
+            raise TransferError(
+                f"no answer of {holder} in time, and the worker's event loop did not respond"
+            ) from None
+        self._silences.heard(holder, transport)
+        return array
+
+    def _timed(self, wait: Callable[..., _T], *args: Any) -> _T:
+        """Call a function that waits for the holder."""
+        start_s = perf_counter()
+        try:
+            return wait(*args)
+        finally:
+            self.last_s = perf_counter()
+            self.waited_s += self.last_s - start_s
+
+    def note_placed(self, region: Region) -> None:
+        """Note that a region is in the output, or will be when all kernels are synchronised."""
+        self.sources[region.request].missing -= box_size(region.box)
+
+    def give_up(self, region: Region, error: TransferError) -> None:
+        """Give up the source of a region that does not come, to be read again by its next route.
+
+        If the holder is silent, all that is missing is given up.
+        """
+        given_up = range(len(self.sources)) if error.is_silence else [region.request]
+        for number in given_up:
+            self.reading.drop(number)
+            if number == region.request or self.sources[number].missing:
+                self.sources[number].give_up(error)
+        holder, transport = self.route.holder, self.route.transport.name
+        self._silences.note(holder, transport, error, self._start_s, self._options)
+        # Kernels that are queued may read in place still.
+        if not self.in_place and all(source.error is not None for source in self.sources):
+            self.reading.close()
+
+    def confirm(self) -> None:
+        """Raise `TransferError` if what came may be wrong, or is not all."""
+        coming = self.coming
+        if coming:
+            self.reading.confirm()
+        for source in coming:
+            if source.missing:
+                name = self.route.transport.name
+                raise TransferError(f"{name}: {source.ref.key!r} arrived incomplete")
+
+    def progress(self) -> Stage:
+        """Return what would be recorded of it by now; any thread may ask."""
+        is_coming = any(source.missing for source in self.coming)
+        return self._stage((perf_counter() if is_coming else self.last_s) - self.begun_s)
+
+    def stage(self) -> Stage:
+        """Return what is recorded of it, once all is done."""
+        copied_s = self.copies.seconds or None
+        return self._stage(copied_s if self.in_place else self.last_s - self.begun_s)
+
+    def _stage(self, wire_s: float | None) -> Stage:
+        return Stage(
+            holder=self.route.holder,
+            transport=self.route.transport.name,
+            nbytes=sum(source.size - source.missing for source in self.coming) * self._itemsize,
+            waited_s=self.waited_s,
+            wire_s=wire_s,
+            begun_s=self.begun_s - self._start_s,
+            kernel_s=self.kernels.seconds,
+        )

@@ -1,0 +1,316 @@
+"""One block's work of `map_on_gpu`: a user's function, called part by part."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from dask.utils import funcname
+
+from dask_p2p.backends import SLOTS, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_written
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.backends.part_streams import Copied, PartStreams
+from dask_p2p.backends.pinned import warn_once
+from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.memory import is_out_of_memory
+from dask_p2p.engine.parts import OPERATION, Mapped, is_of_parts, run_name
+from dask_p2p.engine.task import current_worker, go_elsewhere
+from dask_p2p.errors import (
+    BlockMismatchError,
+    DeviceLostError,
+    MemoryLimitError,
+    NoDeviceError,
+    P2PWarning,
+)
+from dask_p2p.geometry import Index, block_shape
+from dask_p2p.monitoring.ranges import Ranges
+from dask_p2p.monitoring.records import REASON_CHARS, Record
+from dask_p2p.plans.parts import Part
+from dask_p2p.transports.replies import checked_block
+from dask_p2p.types import Array, Key, Kind
+from dask_p2p.versioned import check_readable, versioned
+
+__all__ = ["PartsFunction", "Work"]
+
+
+@versioned()
+@dataclass(frozen=True)
+class PartsFunction:
+    """What tasks call: calls a function on parts of blocks, and puts the results together.
+
+    Parameters
+    ----------
+    mapped : Mapped
+        The function, and what all blocks have in common.
+    """
+
+    mapped: Mapped
+
+    def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
+        """Do the work of a task, which makes the block of this index."""
+        of = self.mapped
+        check_readable(self, of, *of.arguments)
+        arrays = [
+            checked_block(as_array(block), each.place(block_id), each.shape(block_id), each.dtype)
+            for block, each in zip(blocks, of.arguments, strict=True)
+        ]
+        kinds = {backend_for(array).name for array in arrays}
+        if len(kinds) > 1:
+            raise BlockMismatchError(
+                f"expected blocks of one array library, got {' and '.join(sorted(kinds))} ones "
+                f"for block {block_id}. Convert them where they are made, such as by "
+                f"map_blocks(cupy.asarray)."
+            )
+        told = {**keywords, **({"block_id": block_id} if of.has_block_id else {})}
+        worker, context = current_worker()
+        where = "this process" if worker is None else f"worker {worker.address}"
+        (kind,) = kinds
+        if backend_named(kind).on_device:  # handed through as it is
+            work = Work(of, arrays, block_id, told, kind, sys.maxsize)
+            run: Callable[[], Any] = partial(work.run, context)
+        elif (obstacle := gpu_obstacle()) is None:
+            work = Work(of, arrays, block_id, told, CUPY.name)
+            run = partial(work.through_gpu, context, where)
+        elif of.fallback is not None:
+            work = Work(of, arrays, block_id, told, kind)
+            run = partial(work.run, context)
+        else:
+            raise NoDeviceError(
+                f"expected a GPU for map_on_gpu({funcname(of.function)}, ...), got none: on "
+                f"{where} {obstacle}. Compute on workers with GPUs, such as those of "
+                f"dask_p2p.local_cluster(gpus=True), or give fallback='numpy' to have the function "
+                f"called on NumPy arrays."
+            )
+        try:
+            with _recorded(worker, context, work), device_work(), device_of(*arrays):
+                return run()
+        except DeviceLostError as exc:
+            go_elsewhere(context, exc)
+
+
+@contextmanager
+def _recorded(worker: Any, context: TaskContext | None, work: Work) -> Iterator[None]:
+    """Have a worker with the plugin note what is done in the block, while it is and after."""
+    if context is None:
+        yield
+        return
+    start_s = time.time()
+    task = worker.get_current_task()
+    name = run_name(task)
+    if not is_of_parts(task):  # fused with what comes after it
+        name = f"{OPERATION}-{str(name).rpartition('-')[2]}"
+    key = (name, *work.index)
+    run = getattr(worker.state.tasks.get(task), "run_id", 0)
+
+    def record(**others: Any) -> Record:
+        return work.record(key, start_s, context.address, run=run, **others)
+
+    context.running[key] = partial(record, wanted_bytes=0)
+    try:
+        with work.ranges(key):
+            yield
+    except Exception as exc:
+        context.record(record(error=f"{type(exc).__name__}: {exc}"[:REASON_CHARS]))
+        raise
+    else:
+        context.record(record())
+    finally:
+        context.running.pop(key, None)
+
+
+class Work:
+    """One block, of which the function is called on copies of parts: a `PartWork`."""
+
+    def __init__(
+        self,
+        of: Mapped,
+        arrays: Sequence[Array],
+        index: Index,
+        keywords: Mapping[str, Any],
+        kind: Kind,
+        part_bytes: int | None = None,
+    ) -> None:
+        self.of, self.arrays, self.index, self.keywords = of, arrays, index, keywords
+        self.kind = kind  # of what the function gets, and returns
+        self.is_reduced = of.reduce is not None
+        self.plan = of.plan(index, part_bytes)
+        self.copied = Copied()
+        self.ranges = Ranges(of.options.nvtx)
+
+    def run(self, context: TaskContext | None) -> Any:
+        """Return the block of the output, where the inputs are."""
+        if backend_named(self.kind).on_device:
+            wait_until_written(self.arrays, any_stream=self.of.options.any_producer_stream)
+        is_empty = not prod(block_shape(self.of.chunks, self.index))
+        if not self.is_reduced and (is_empty or len(self.plan.parts) > 1):
+            out = self._output(context, self.kind)
+            for part in () if is_empty else self.plan.parts:
+                out[self.place(part)] = self._called(part)
+            return out
+        made = None
+        for part in self.plan.parts:
+            made = self.combined(part, made, self._called(part))
+        return made
+
+    def _called(self, part: Part) -> Any:
+        inputs = [view.copy() for view in self.views(part)]
+        with self.copied.run:
+            return self.call(part, inputs)
+
+    def through_gpu(self, context: TaskContext | None, where: str) -> Any:
+        """Return the block of the output, which comes back from a GPU.
+
+        Raises
+        ------
+        MemoryLimitError
+            If there is too little memory of the GPU even for the smallest parts.
+        """
+        out = self._output(context, NUMPY.name, pinned=True)
+        if not out.size and not self.is_reduced:
+            return out
+        tell = partial(warn_once, _warn if context is None else context.warn, where)
+        while True:
+            streams = PartStreams(self.of.options.register_from_bytes, tell, self.ranges)
+            self.copied = streams.copied
+            try:
+                streams.run(self, out)
+                return out
+            except Exception as exc:
+                if not is_out_of_memory(exc):
+                    raise
+                cause = f"{type(exc).__name__}: {exc}"
+                traceback.clear_frames(exc.__traceback__)  # of what the function had made
+                PartStreams.drop_slots()
+            self._shrink(cause, where)
+            tell("out of memory of its GPU", cause, "Parts are made smaller. Give part_bytes=.")
+
+    def _shrink(self, cause: str, where: str) -> None:
+        """Go on with parts of half the size."""
+        needed_bytes = sum(self.plan.device_bytes(SLOTS))
+        smaller = self.of.plan(self.index, self.plan.slot_bytes // 2)
+        if len(smaller.parts) == len(self.plan.parts):
+            raise MemoryLimitError(
+                f"out of memory of the GPU of {where} ({cause}) with parts of one element along "
+                f"axis {self.of.axis}: slots take {needed_bytes} bytes, and the function what it "
+                f"works in. Cut along another axis, or make the chunks along the others smaller.",
+                needed_bytes,
+            )
+        self.plan = smaller
+
+    def _output(self, context: TaskContext | None, kind: Kind, pinned: bool = False) -> Any:
+        """Return memory for the block of the output, in that of outputs that are gone."""
+        queue = backend_named(kind).queue()
+        shape = block_shape(self.of.chunks, self.index)
+        if context is None:
+            return queue.empty(shape, self.of.dtype)
+        return context.empty_output(shape, self.of.dtype, queue, pinned=pinned)
+
+    def record(self, key: Key, start_s: float, worker: str, **others: Any) -> Record:
+        """Return what is known of it now, and others of a record's fields."""
+        chunks, copied = self.of.chunks, self.copied
+        shape = block_shape(chunks, self.index)
+        return Record(
+            key=key,
+            start_s=start_s,
+            stop_s=time.time(),
+            worker=worker,
+            shape=shape,
+            dtype=str(self.of.dtype),
+            nbytes=prod(shape) * self.of.dtype.itemsize,
+            array_shape=tuple(map(sum, chunks)),
+            blocks=tuple(map(len, chunks)),
+            axes=tuple(range(len(chunks))),
+            parts=len(self.plan.parts),
+            up_bytes=copied.up_bytes,
+            down_bytes=copied.down_bytes,
+            up_s=copied.up.seconds,
+            function_s=copied.run.seconds,
+            down_s=copied.down.seconds,
+            **others,
+        )
+
+    def views(self, part: Part) -> Iterator[Array]:
+        """Yield what a part reads of each array."""
+        for array, each, read in zip(self.arrays, self.plan.inputs, part.reads, strict=True):
+            if read is None or each.axis is None:
+                yield array
+            else:
+                yield array[(slice(None),) * each.axis + (slice(*read),)]
+
+    def place(self, part: Part) -> Any:
+        """Return what selects a part's result from the block of the output."""
+        if self.is_reduced:
+            return ()
+        return (slice(None),) * self.of.axis + (slice(*part.own),)
+
+    def call(self, part: Part, inputs: Sequence[Array]) -> Any:
+        """Return what the function makes of a part, without rims.
+
+        Raises
+        ------
+        BlockMismatchError
+            If that is of another type, shape or dtype than it should be.
+        """
+        with self._named(part):
+            result = as_array(self.of.function(*inputs, **self.keywords))
+            self._check(result, self.of.result_shape(self.index, part.result_length))
+        if self.of.reduce is not None:
+            return result
+        rims = [self.of.rims(axis, self.index) for axis in range(result.ndim)]
+        rims[self.of.axis] = part.result_rims
+        sides = zip(rims, result.shape, strict=True)
+        return result[tuple(slice(before, n - after) for (before, after), n in sides)]
+
+    def combined(self, part: Part, made: Array | None, result: Array) -> Any:
+        """Return what the results of all parts so far make together."""
+        if made is None or self.of.reduce is None:
+            return result
+        with self._named(part):
+            both = as_array(self.of.reduce(made, result))
+            self._check(both, self.of.result_shape(self.index, 0))
+        return both
+
+    def _check(self, result: Any, shape: tuple[int, ...]) -> None:
+        module = backend_named(self.kind).module
+        if (
+            isinstance(result, module.ndarray)
+            and result.shape == shape
+            and result.dtype == self.of.dtype
+        ):
+            return
+        got = f"{type(result).__module__}.{type(result).__qualname__}"
+        if hasattr(result, "shape") and hasattr(result, "dtype"):
+            got += f" of {result.dtype} {tuple(result.shape)}"
+        raise BlockMismatchError(
+            f"expected a {module.__name__}.ndarray of {self.of.dtype} {shape} from "
+            f"{funcname(self.of.function)}{'' if self.of.reduce is None else ' and reduce'}, got "
+            f"{got}. Give dtype= and chunks= of what it returns, with as many axes as the array."
+        )
+
+    @contextmanager
+    def _named(self, part: Part) -> Iterator[None]:
+        """Have an error say where it was raised."""
+        try:
+            yield
+        except Exception as exc:
+            number, (start, stop) = self.plan.parts.index(part) + 1, part.own
+            exc.add_note(
+                f"In map_on_gpu({funcname(self.of.function)}, ...): block {self.index}, part "
+                f"{number} of {len(self.plan.parts)}, which is {start} to {stop} of the block "
+                f"along axis {self.of.axis}."
+            )
+            raise
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, P2PWarning, stacklevel=2)

@@ -1,0 +1,320 @@
+"""The task that assembles one output block, as Dask's schedulers and workers see it.
+
+Its dependencies are, truthfully, all input blocks of which it needs a region: lineage, culling,
+memory release and recovery are Dask's own. What a worker with the plugin changes is only how the
+blocks that it does not hold are given: as references (`AssembleTask.with_references`) instead of
+as copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+from dask.base import tokenize
+from dask.task_spec import GraphNode, Task
+
+from dask_p2p.config import Options
+from dask_p2p.engine.assembly import Assembly, OutputSpec
+from dask_p2p.engine.attempts import AttemptLog, pause_s
+from dask_p2p.engine.context import TaskContext
+from dask_p2p.errors import DeviceLostError, TransferError
+from dask_p2p.geometry import Index
+from dask_p2p.monitoring.records import REASON_CHARS, Record
+from dask_p2p.plans import Plan
+from dask_p2p.transports.router import BlockRef
+from dask_p2p.transports.silence import is_given_up
+from dask_p2p.types import Array, Key
+from dask_p2p.versioned import Unreadable, check_readable
+
+__all__ = [
+    "PLUGIN_NAME",
+    "AssembleTask",
+    "Blocks",
+    "MemberTask",
+    "current_worker",
+    "go_elsewhere",
+    "plugin_context",
+    "try_again",
+]
+
+logger = logging.getLogger(__name__)
+
+#: Name under which the worker plugin is registered.
+PLUGIN_NAME = "dask-p2p"
+
+_TAKEN_OFF = "the worker's plugin was taken off while the task waited"
+_name_of = lru_cache(maxsize=256)(str)  # of a dtype, which NumPy takes 20 µs to tell
+_unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers that lost it
+
+
+class Blocks(GraphNode):  # type: ignore[misc]
+    """The input blocks of a task, in its plan's order. All tasks that read the same share one.
+
+    So an edge of the graph takes no memory of its own on the client, and does not travel.
+
+    Parameters
+    ----------
+    *items
+        Of each block its Dask key, or a `BlockRef`.
+    """
+
+    __slots__ = ("_token", "items")
+    key: Any
+    _dependencies: frozenset[Any]
+
+    def __init__(self, *items: Any) -> None:
+        self.key = None
+        self.items = items
+        self._token: str | None = None
+        keys = frozenset(item for item in items if not isinstance(item, BlockRef))
+        self._dependencies = keys  # type: ignore[misc]  # Dask's class has slots, and no types
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Blocks, self.items
+
+    def __call__(self, values: Mapping[Any, Any] = {}) -> list[Any]:  # of Dask
+        self._verify_values(values)
+        return [i if isinstance(i, BlockRef) else values[i] for i in self.items]
+
+    def __dask_tokenize__(self) -> Any:
+        if self._token is None:
+            self._token = tokenize(self.items)
+        return type(self).__name__, self._token
+
+    def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> Blocks:
+        """Return the same with other keys, or references, in the place of some keys."""
+        others = {known: subs[known] for known in self.dependencies & subs.keys()}
+        if not others:
+            return self
+        return Blocks(*(others.get(i, i) if not isinstance(i, BlockRef) else i for i in self.items))
+
+
+class AssembleTask(Task):  # type: ignore[misc]
+    """Assembles one output block.
+
+    Parameters
+    ----------
+    key
+        Dask key of the output block.
+    plan : Plan
+        Of the whole output. A worker makes the pieces of its own block from it: there are as many
+        pieces as blocks squared, too many for one client to make and to send.
+    index : tuple of int
+        Of the output block.
+    output : OutputSpec
+        What all blocks of the output have in common.
+    blocks : Blocks
+        The input blocks, in the plan's order.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, key: Key, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        super().__init__(key, func, *args, **kwargs)
+        if args and isinstance(args[-1], Blocks):
+            # The same object for all tasks that read the same, and so pickled once.
+            self._dependencies = args[-1].dependencies  # type: ignore[misc]
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether this version of the package can read all of it; if not, it ends in an error."""
+        return not any(isinstance(arg, Unreadable) for arg in self.args)
+
+    @property
+    def plan(self) -> Plan:
+        """Of the whole output."""
+        plan: Plan = self.args[1]
+        return plan
+
+    @property
+    def index(self) -> Index:
+        """Of the output block."""
+        index: Index = self.args[2]
+        return index
+
+    @property
+    def output(self) -> OutputSpec:
+        """What all blocks of the output have in common."""
+        output: OutputSpec = self.args[3]
+        return output
+
+    @property
+    def blocks(self) -> Blocks:
+        """The input blocks."""
+        blocks: Blocks = self.args[4]
+        return blocks
+
+    @property
+    def block_fusion(self) -> bool:
+        """Fusing would rename the task, and hide its class from the plugin."""
+        return True
+
+    @classmethod
+    def of(
+        cls,
+        key: Key,
+        plan: Plan,
+        index: Index,
+        output: OutputSpec,
+        blocks: Blocks,
+        function: Callable[..., Any] | None = None,
+    ) -> AssembleTask:
+        """Make the task; by default `assemble_block` does its work."""
+        return cls(key, function or assemble_block, key, plan, index, output, blocks)
+
+    def with_references(self, references: Mapping[Any, BlockRef]) -> AssembleTask:
+        """Return the task with these dependencies replaced by references."""
+        *others, blocks = self.args
+        return type(self)(self.key, self.func, *others, blocks.substitute(references))
+
+
+class MemberTask(Task):  # type: ignore[misc]
+    """Runs one member of a gang: it has the key ``(gang, rank)``. See `dask_p2p.sections`."""
+
+    __slots__ = ()
+
+    @property
+    def body(self) -> Any:
+        """What it calls: one for all members."""
+        return self.args[3]
+
+    @property
+    def block_fusion(self) -> bool:
+        """Fusing would rename the task, and the scheduler knows it by its name."""
+        return True
+
+
+def assemble_block(
+    key: Key, plan: Plan, index: Index, output: OutputSpec, blocks: Sequence[Any]
+) -> Any:
+    """Do a task's work, on any scheduler."""
+    check_readable(plan, output)
+    start_s, counted_s = time.time(), time.perf_counter()
+    worker, context = current_worker()
+    if context is not None:
+        assembly = Assembly(plan.block(index), output, blocks, context, counted_s)
+        return _Attempt(key, start_s, plan, assembly, context).run(index)
+    if any(isinstance(block, BlockRef) for block in blocks):
+        log = _unplugged.setdefault(worker, AttemptLog(worker.address))
+        try_again(key, TransferError(_TAKEN_OFF), log, output.options)
+    assembly = Assembly(plan.block(index), output, blocks)
+    return assembly.finish(assembly.run(), index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One attempt at a task, on a worker with the plugin."""
+
+    key: Key
+    start_s: float  # since the epoch
+    plan: Plan
+    assembly: Assembly
+    context: TaskContext
+
+    def run(self, index: Index) -> Any:
+        """Return the output block; while it is made, and after, the worker has a record of it."""
+        self.context.running[self.key] = self._progress
+        try:
+            with self.assembly.ranges(self.key):
+                block = self.assembly.run()
+        except TransferError as exc:
+            self.context.record(self._ended(error=str(exc)))
+            try_again(self.key, exc, self.context, self.assembly.options)
+        except DeviceLostError as exc:
+            go_elsewhere(self.context, exc)
+        else:
+            result = self.assembly.finish(block, index)
+            del block
+            self.context.record(self._ended(result))
+            return result
+        finally:
+            self.context.running.pop(self.key, None)
+
+    def _ended(self, block: Array | None = None, error: str = "") -> Record:
+        return self._record(
+            stages=tuple(self.assembly.sources.stages),
+            shape=tuple(getattr(block, "shape", ())),
+            dtype=_name_of(getattr(block, "dtype", "")),
+            nbytes=int(getattr(block, "nbytes", 0)),
+            fallbacks=self.assembly.sources.fallbacks,
+            error=error[:REASON_CHARS],
+        )
+
+    def _progress(self) -> Record:
+        """Tell of it while it runs; any thread may ask."""
+        sources = self.assembly.sources
+        return self._record(stages=sources.progress(), wanted_bytes=sources.wanted_bytes)
+
+    def _record(self, **others: Any) -> Record:
+        """Note what is known of it at any time, and others of a record's fields."""
+        assembly = self.assembly
+        chunks = assembly.output.chunks or self.plan.chunks
+        return Record(
+            key=self.key,
+            start_s=self.start_s,
+            stop_s=time.time(),
+            worker=self.context.address,
+            array_shape=tuple(map(sum, chunks)),
+            blocks=tuple(map(len, chunks)),
+            axes=assembly.plan.axes,
+            wasted_bytes=assembly.sources.wasted_bytes,
+            kernel_s=assembly.kernels.seconds,
+            post_s=assembly.post_s,
+            **others,
+        )
+
+
+def try_again(
+    key: Key, error: TransferError, log: TaskContext | AttemptLog, options: Options
+) -> NoReturn:
+    """Return the task to the scheduler, which knows by now which workers left and what moved.
+
+    `Reschedule` itself is neither counted nor bounded in Dask: the count is kept here.
+    """
+    from distributed import Reschedule
+
+    attempts = log.count_attempt(key, str(error))
+    given_up = error.silent_s > 0 and is_given_up(options, error.silent_s)
+    if attempts.count >= options.attempts or given_up:
+        log.forget_attempts(key)
+        times = f"{attempts.count} time{'s' if attempts.count > 1 else ''}"
+        silence = f" Its holder has been silent for {error.silent_s:.0f} s." if given_up else ""
+        raise TransferError(
+            f"task {key!r} failed {times} on {log.address}: {attempts}.{silence} "
+            f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "
+            f"set how long to try."
+        ) from error
+    logger.info("attempt %d at %r failed, rescheduling: %s", attempts.count, key, str(error))
+    time.sleep(pause_s(options, attempts.count))
+    raise Reschedule() from error
+
+
+def go_elsewhere(context: TaskContext | None, error: DeviceLostError) -> NoReturn:
+    """Return the task to the scheduler, for another worker: this one leaves, if it does."""
+    from distributed import Reschedule
+
+    if context is None or not context.on_device_lost(error):
+        raise error
+    raise Reschedule() from error
+
+
+def current_worker() -> tuple[Any, TaskContext | None]:
+    """Return the worker that this thread works for, and its plugin; None where there is none."""
+    try:
+        from distributed import get_worker
+
+        worker = get_worker()
+    except (ImportError, ValueError):
+        return None, None
+    return worker, plugin_context(worker)
+
+
+def plugin_context(worker: Any) -> TaskContext | None:
+    """Return what a worker's plugin offers to tasks; None without one that is set up."""
+    return getattr(worker.plugins.get(PLUGIN_NAME), "context", None)

@@ -1,0 +1,1 @@
+"""A plan as a lazy Dask array: one layer, one task an output block."""

@@ -1,0 +1,60 @@
+"""The lazy array of a plan as an expression of array-expr, Dask's query planning for arrays.
+
+Dask decides when `dask.array` is imported whether arrays are expressions. This module imports
+parts of Dask that are private as yet, so it is itself imported only where they are.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from dask.array._array_expr._blockwise import Elemwise
+from dask.array._array_expr._expr import ArrayExpr, unify_chunks_expr
+from dask.array.utils import meta_from_array
+
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.geometry import Chunks
+from dask_p2p.graph.layer import assemble_tasks, output_spec
+
+__all__ = ["PlannedExpr"]
+
+
+class PlannedExpr(ArrayExpr):  # type: ignore[misc]
+    """Array whose blocks are assembled from those of other arrays.
+
+    The operands are a `Plan`, `Options`, the prefix of the name, a `Post` or None, and then the
+    expressions of the other arrays. Tasks are made when Dask asks for its graph: planning may have
+    replaced the other arrays by equal ones of another name by then.
+    """
+
+    _parameters: tuple[str, ...] = ("plan", "options", "prefix", "post")
+
+    @cached_property
+    def _name(self) -> str:
+        return f"{self.prefix}-{self.deterministic_token}"
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        chunks: Chunks = self.plan.chunks if self.post is None else self.post.chunks
+        return chunks
+
+    @cached_property
+    def _meta(self) -> Any:
+        meta = self.dependencies()[0]._meta if self.post is None else self.post.meta
+        return meta_from_array(meta, len(self.chunks), meta.dtype)
+
+    def _simplify_up(self, parent: Any, dependents: Any) -> Any:
+        # Dask would align the chunks of `x.T + y` itself, but gives up there: it counts the indices
+        # of the axes among the operands (2026.7.1).
+        if not isinstance(parent, Elemwise):
+            return None
+        _, operands, changed = unify_chunks_expr(*parent.args)
+        options = parent.operands[: len(parent._parameters)]
+        return Elemwise(*options, *operands) if changed else None
+
+    def _layer(self) -> dict[Any, AssembleTask]:
+        arrays = self.dependencies()
+        names = tuple(array._name for array in arrays)
+        output = output_spec(names, arrays[0], self.options, self.post)
+        return assemble_tasks(self._name, self.plan, output)

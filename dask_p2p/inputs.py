@@ -1,0 +1,51 @@
+"""Checks of clients and numbers that users give."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+from dask_p2p.errors import InputError
+
+__all__ = ["checked_client", "checked_count"]
+
+
+def checked_client(client: Any) -> Any:
+    """Return a client that is open; by default the current one.
+
+    Raises
+    ------
+    ValueError
+        If there is no client.
+    InputError
+        If the client is closed, or something else was given.
+    """
+    from distributed import Client, default_client
+
+    client = default_client(client)
+    if not isinstance(client, Client):
+        raise InputError(
+            f"expected a distributed.Client, got {client!r}. Make one of a cluster, or of the "
+            f"address of its scheduler: Client(cluster)."
+        )
+    if client.status in ("closing", "closed"):
+        raise InputError("expected an open client: the client is closed. Make another one.")
+    return client
+
+
+def checked_count(of: str, **given: Any) -> int:
+    """Return a number of at least 1, given by the name of its parameter.
+
+    Raises
+    ------
+    InputError
+        If it is none.
+    """
+    ((name, value),) = given.items()
+    try:
+        count = 0 if isinstance(value, bool) else index(value)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise InputError(f"expected a number of {of}, at least 1, got {name}={value!r}.")
+    return count

@@ -1,0 +1,200 @@
+"""`dask_p2p.fft.estimate`: what the exchanges of a transform move and hold, before they run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from math import prod
+from typing import Any
+
+from dask.utils import format_bytes
+
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.geometry import Chunks, block_indices, block_shape
+from dask_p2p.inputs import checked_count
+from dask_p2p.ops.arguments import check_array
+from dask_p2p.ops.estimate import even_share
+from dask_p2p.plugins.registration import cluster_size
+from dask_p2p.transports.footprint import staging_bytes
+from dask_p2p.types import DaskArray
+
+__all__ = ["Exchange", "TransformEstimate", "estimate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One exchange between workers, of an array that is assembled in other blocks.
+
+    Attributes
+    ----------
+    operation : str
+        What Dask's dashboard calls its tasks, such as ``p2p-fft``.
+    before, after : tuple of tuple of int
+        Chunks that are read, and of the blocks that are assembled.
+    size_bytes : int
+        Of all that is assembled.
+    moved_bytes : int
+        Of that, what comes from other workers, if blocks are spread evenly.
+    task_bytes : int
+        What one task has in memory at most beside its worker's blocks of the input: its block,
+        and regions on their way, or what the transform of the block takes.
+    worker_bytes : int
+        What a worker holds at most: its blocks of the input and the output, and what is beside
+        the blocks of its tasks.
+    """
+
+    operation: str
+    before: Chunks
+    after: Chunks
+    size_bytes: int
+    moved_bytes: int
+    task_bytes: int
+    worker_bytes: int
+
+    def __str__(self) -> str:
+        grids = (" x ".join(str(len(sizes)) for sizes in c) for c in (self.before, self.after))
+        moved, size, task, worker = map(
+            format_bytes, (self.moved_bytes, self.size_bytes, self.task_bytes, self.worker_bytes)
+        )
+        return (
+            f"{self.operation}: {' -> '.join(grids)} blocks; {moved} of {size} move; a task takes "
+            f"{task}, a worker holds {worker}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TransformEstimate:
+    """What a lazy array's exchanges will move and hold. As a string it is a line for each of them.
+
+    Attributes
+    ----------
+    workers : int
+        Number of workers that it is for.
+    exchanges : tuple of Exchange
+        In their order.
+    """
+
+    workers: int
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def moved_bytes(self) -> int:
+        """What all exchanges move between workers."""
+        return sum(exchange.moved_bytes for exchange in self.exchanges)
+
+    @property
+    def worker_bytes(self) -> int:
+        """What a worker holds at most."""
+        return max((exchange.worker_bytes for exchange in self.exchanges), default=0)
+
+    def __str__(self) -> str:
+        n = len(self.exchanges)
+        head = (
+            f"{n} exchange{'' if n == 1 else 's'} between {self.workers} workers; "
+            f"{format_bytes(self.moved_bytes)} move; a worker holds at most "
+            f"{format_bytes(self.worker_bytes)}"
+        )
+        return "\n".join([head, *(f"  {exchange}" for exchange in self.exchanges)])
+
+
+def estimate(y: DaskArray, *, workers: int | None = None) -> TransformEstimate:
+    """Tell what the exchanges of a lazy array will move, how often, and what memory they take.
+
+    Nothing is computed. Blocks are assumed to be spread evenly over the workers, neighbours on the
+    same one. What Dask's own tasks of the graph take, and the libraries of transforms to work in,
+    is not counted.
+
+    Parameters
+    ----------
+    y : dask.array.Array
+        What a function of `dask_p2p.fft` returned, or what is computed from that.
+    workers : int, optional
+        Number of workers, of one thread each. By default those of the current client, if there is
+        a synchronous one, with their threads. Else as many as the first exchange reads blocks.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        If it is no Dask array.
+    InputError
+        If `workers` is no positive whole number.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_p2p import fft
+    >>> x = da.ones((256, 256, 256), chunks=(64, -1, -1)).astype(complex)
+    >>> print(fft.estimate(fft.fftn(x), workers=4))
+    1 exchange between 4 workers; 192.00 MiB move; a worker holds at most 177.00 MiB
+      p2p-fft: 4 x 1 x 1 -> 1 x 4 x 1 blocks; 192.00 MiB of 256.00 MiB move; a task takes \
+113.00 MiB, a worker holds 177.00 MiB
+    """
+    check_array(y)
+    assembled: defaultdict[str, list[AssembleTask]] = defaultdict(list)
+    above: defaultdict[str, set[str]] = defaultdict(set)
+    for key, task in _tasks(y).items():
+        name = key[0] if isinstance(key, tuple) else key
+        read = getattr(task, "dependencies", ())
+        above[name] |= {k[0] if isinstance(k, tuple) else k for k in read} - {name}
+        if isinstance(task, AssembleTask):
+            assembled[name].append(task)
+    ordered = [name for name in TopologicalSorter(above).static_order() if name in assembled]
+    cluster = cluster_size() if workers is None else (workers, 1)
+    if cluster is None:
+        cluster = (prod(map(len, _read(assembled[ordered[0]][0]))) if ordered else 1, 1)
+    checked_count("workers", workers=cluster[0])
+    exchanges = (_exchange(name, assembled[name], *cluster) for name in ordered)
+    return TransformEstimate(cluster[0], tuple(exchanges))
+
+
+def _tasks(y: DaskArray) -> Mapping[Any, Any]:
+    return dict(y.__dask_graph__())
+
+
+def _read(task: AssembleTask) -> Chunks:
+    """Return the chunks of what is read."""
+    plan: Any = task.plan
+    chunks: Chunks = getattr(plan, "plan", plan).src_chunks
+    return chunks
+
+
+def _exchange(name: str, tasks: Iterable[AssembleTask], workers: int, threads: int) -> Exchange:
+    task, *_ = tasks
+    plan, output, before = task.plan, task.output, _read(task)
+    item_bytes = output.dtype.itemsize
+    largest_shape = max((block_shape(plan.chunks, i) for i in block_indices(plan.chunks)), key=prod)
+    largest_bytes = prod(largest_shape) * item_bytes
+    staged_bytes = staging_bytes(
+        output.options, output.kind, plan.largest_piece * item_bytes, largest_bytes, item_bytes
+    )
+    extra_bytes = getattr(output.post, "extra_bytes", lambda *_: 0)(largest_shape, output.dtype)
+    beside_bytes = max(staged_bytes if workers > 1 else 0, extra_bytes)
+    input_bytes, _ = even_share(before, workers, item_bytes)
+    output_bytes, blocks = even_share(plan.chunks, workers, item_bytes)
+    return Exchange(
+        operation=name.rpartition("-")[0],
+        before=before,
+        after=plan.chunks,
+        size_bytes=prod(map(sum, plan.chunks)) * item_bytes,
+        moved_bytes=_moved_elements(tasks, before, workers) * item_bytes,
+        task_bytes=largest_bytes + beside_bytes,
+        worker_bytes=input_bytes + output_bytes + min(threads, blocks) * beside_bytes,
+    )
+
+
+def _moved_elements(tasks: Iterable[AssembleTask], before: Chunks, workers: int) -> int:
+    """Return how many elements come from other workers than that which holds most of a block's."""
+    holders = {
+        index: number * workers // prod(map(len, before))
+        for number, index in enumerate(block_indices(before))
+    }
+    moved = 0
+    for task in tasks:
+        held: defaultdict[int, int] = defaultdict(int)
+        sources, elements = task.plan.sources(task.index), task.plan.source_elements(task.index)
+        for source, count in zip(sources, elements, strict=True):
+            held[holders[source.block]] += count
+        moved += sum(held.values()) - max(held.values(), default=0)
+    return moved

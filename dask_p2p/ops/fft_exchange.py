@@ -1,0 +1,61 @@
+"""One exchange of a transform: blocks assembled with their axes in an order, and transformed."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dask_p2p.config import checked_options
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.geometry import Chunks
+from dask_p2p.graph.arrays import planned_array
+from dask_p2p.graph.layer import Post
+from dask_p2p.ops.rechunk import planned
+from dask_p2p.ops.unknown_chunks import rechunk_by_tasks
+from dask_p2p.plans.reordered import ReorderedPlan
+from dask_p2p.plugins.registration import register_if_possible
+from dask_p2p.types import DaskArray
+
+__all__ = ["PREFIX", "assembled", "chunks_before"]
+
+PREFIX = "p2p-fft"
+
+
+def assembled(x: DaskArray, grid: Chunks, order: tuple[int, ...], post: Post) -> DaskArray:
+    """Assemble blocks whose axes lie in this order in memory, and transform them."""
+    register_if_possible()
+    options = checked_options()
+    in_memory = tuple(grid[axis] for axis in order)
+    *passes, (plan, _) = planned(x.chunks, order, in_memory, options)
+    for first, between in passes:
+        x = rechunk_by_tasks(planned_array(PREFIX, x, first, options), between)
+    reordered = ReorderedPlan(plan, order)
+    together = tuple(
+        sizes if larger == before else larger
+        for sizes, larger, before in zip(post.chunks, reordered.chunks, grid, strict=True)
+    )
+    x = planned_array(PREFIX, x, reordered, options, Post(post.function, together, post.meta))
+    return rechunk_by_tasks(x, post.chunks)  # of larger blocks, if there are very many: views
+
+
+def chunks_before(x: DaskArray) -> Chunks | None:
+    """Return the chunks of what was transformed to make this array, if that can be seen.
+
+    What is done to each block of a spectrum lies in between.
+    """
+    layers = getattr(x.dask, "layers", {})
+    waiting = deque([x.name])
+    seen = {x.name}
+    while waiting:
+        name = waiting.popleft()
+        found = None
+        while name.startswith(PREFIX) and name in layers:
+            task = next(iter(layers[name].values()))
+            if not isinstance(task, AssembleTask) or not isinstance(task.plan, ReorderedPlan):
+                break
+            found, (name,) = task.plan.plan.src_chunks, task.output.arrays
+        if found is not None:
+            return found
+        new = x.dask.dependencies.get(name, set()) - seen if layers else set()
+        seen |= new
+        waiting += sorted(new)
+    return None

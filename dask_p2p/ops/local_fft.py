@@ -1,0 +1,157 @@
+"""What the tasks of `dask_p2p.fft` call: transforms of one block along axes that are whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from dask_p2p.backends import backend_for
+from dask_p2p.engine.memory import Need, in_memory_bytes
+from dask_p2p.engine.task import current_worker
+from dask_p2p.geometry import Index
+from dask_p2p.types import Array, DType
+from dask_p2p.versioned import versioned
+
+__all__ = ["INVERSE", "TO_COMPLEX", "TO_REAL", "LocalTransform", "Step", "whole_of"]
+
+TO_COMPLEX = ("rfft", "ihfft")  # of real numbers, along the axis that comes first
+TO_REAL = ("irfft", "hfft")  # along the axis that comes last
+INVERSE = ("ifft", "irfft", "ihfft")
+
+#: Name of a function, axes, and lengths of the transform along these.
+Step: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+@versioned()
+@dataclass(frozen=True)
+class LocalTransform:
+    """Transforms a block, step by step.
+
+    Parameters
+    ----------
+    steps : tuple of Step
+        In their order, by the axes of the result.
+    norm : str
+        As NumPy takes it.
+    order : tuple of int, optional
+        Axis ``i`` of the block is axis ``order[i]`` of the result; the block is its own then, to
+        be overwritten. By default the axes have their order, and the block is another's.
+    """
+
+    steps: tuple[Step, ...]
+    norm: str
+    order: tuple[int, ...] | None = None
+
+    @property
+    def __name__(self) -> str:
+        return "fft"
+
+    def extra_bytes(self, shape: tuple[int, ...], dtype: DType) -> int:
+        """Return what it takes at most beside a block that it may overwrite.
+
+        What the libraries take to work in, and give back, is not known here.
+        """
+        most = current = 0
+        for name, axes, lengths in self.steps:
+            before, shape = shape, self._shape(shape, name, axes, lengths)
+            is_complex = dtype.kind == "c"
+            real = np.result_type(np.float64 if dtype.kind in "biu" else dtype, np.float32)
+            dtype = np.result_type(real, np.complex64)
+            if name in TO_REAL:
+                dtype = np.empty(0, dtype).real.dtype
+            elif is_complex and shape == before:
+                continue  # in its place
+            new = prod(shape) * dtype.itemsize
+            most, current = max(most, current + new), new
+        return most
+
+    def _shape(
+        self, shape: tuple[int, ...], name: str, axes: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Return the shape that a step makes of this one."""
+        places = self._places(axes, len(shape))
+        made = list(shape)
+        for place, length in zip(places, lengths, strict=True):
+            made[place] = length // 2 + 1 if name in TO_COMPLEX else length
+        return tuple(made)
+
+    def _places(self, axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+        """Return which axes of the block are these of the result."""
+        return tuple((self.order or range(ndim)).index(axis) for axis in axes)
+
+    def __call__(self, block: Array, index: Index = ()) -> Any:
+        backend = backend_for(block)
+        if not block.size:  # which cuFFT refuses
+            return backend.module.asarray(self.transformed(np.zeros(block.shape, block.dtype)))
+        if self.order is not None:
+            return self.transformed(whole_of(block), is_own=True)
+        own = self._own(block)
+        return self.transformed(block if own is None else own, is_own=own is not None)
+
+    def _own(self, block: Any) -> Any:
+        """Return a copy of another's block to overwrite, if it can be overwritten, else None.
+
+        It lies in memory of outputs that are gone, which the system need not provide.
+
+        Raises
+        ------
+        MemoryLimitError
+            If the transform can never fit into the worker's memory.
+        """
+        backend, (_, context) = backend_for(block), current_worker()
+        if context is None:
+            return None
+        is_copied = (
+            block.dtype.kind == "c" and self._shape(block.shape, *self.steps[0]) == block.shape
+        )
+        extra_bytes = self.extra_bytes(block.shape, block.dtype) + is_copied * block.nbytes
+        need = Need(extra_bytes, 0, in_memory_bytes(block), 0)
+        if (limit_bytes := context.memory_below(need.total_bytes, backend.name)) is not None:
+            raise need.too_large(limit_bytes, f"worker {context.address}")
+        if not is_copied or backend.on_device:
+            return None
+        queue = backend.queue()
+        own = context.empty_output(block.shape, block.dtype, queue)
+        queue.permute(own, block, range(block.ndim))
+        return own
+
+    def transformed(self, block: Any, is_own: bool = False) -> Any:
+        """Return the transform of a block that has elements; with `is_own` it may overwrite it."""
+        library = _fft_module(backend_for(block).fft_modules)
+        if block.dtype == np.float16:  # of which libraries make different things
+            block, is_own = block.astype(np.float32), True
+        for name, axes, lengths in self.steps:
+            options: dict[str, Any] = {"norm": self.norm}
+            if is_own and library.__name__ != "numpy.fft":
+                options["overwrite_x"] = True
+            places = self._places(axes, block.ndim)
+            if name in ("fftn", "ifftn"):
+                block = getattr(library, name)(block, lengths, places, **options)
+            else:
+                block = getattr(library, name)(block, *lengths, *places, **options)
+            is_own = True
+        return block.transpose(self._places(tuple(range(block.ndim)), block.ndim))
+
+
+def whole_of(view: Any) -> Any:
+    """Return the array of which a view shows all: CuPy copies views before it transforms them."""
+    base = view.base
+    shown = (view.shape, view.strides, view.dtype)
+    is_all = type(base) is type(view) and (base.shape, base.strides, base.dtype) == shown
+    return base if is_all else view
+
+
+@cache
+def _fft_module(names: tuple[str, ...]) -> Any:
+    *others, last = names
+    for name in others:
+        try:
+            return import_module(name)
+        except ImportError:
+            continue
+    return import_module(last)

@@ -1,0 +1,135 @@
+"""Checks of what users say of rims: how wide they are, and what lies beyond the array's ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import index as as_int
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.errors import InputError
+from dask_p2p.plans.halo import BOUNDARIES
+from dask_p2p.types import DType
+
+__all__ = ["checked_boundaries", "checked_depths"]
+
+#: What NumPy calls boundaries, in `numpy.pad`.
+_OF_NUMPY = {"wrap": "periodic", "symmetric": "reflect", "edge": "nearest"}
+
+
+def checked_depths(
+    depth: Any, shapes: Sequence[tuple[int, ...]]
+) -> list[tuple[tuple[int, int], ...]]:
+    """Return for each array the widths of the rims before and after a block, for each axis.
+
+    Raises
+    ------
+    InputError
+        If they are no widths, or wider than the array.
+    """
+    each = []
+    for shape, given in _each_array("depth", depth, shapes, 0):
+        widths = tuple(map(_width, given))
+        for axis, (width, length) in enumerate(zip(widths, shape, strict=True)):
+            if max(width) > length:
+                raise InputError(
+                    f"expected rims that are no wider than the array, got depth={depth!r} for an "
+                    f"axis of length {length} (axis {axis}). Make them narrower."
+                )
+        each.append(widths)
+    return each
+
+
+def _width(width: Any) -> tuple[int, int]:
+    sides = width if isinstance(width, tuple) else (width, width)
+    try:
+        before, after = map(as_int, sides)
+    except (TypeError, ValueError):
+        before = after = -1
+    if min(before, after) < 0:
+        raise InputError(
+            f"expected a width of rims, got {width!r}. Give a number of elements, at least 0, or a "
+            f"pair (before, after)."
+        )
+    return before, after
+
+
+def checked_boundaries(
+    boundary: Any, shapes: Sequence[tuple[int, ...]], dtype: DType | None = None
+) -> list[tuple[Any, ...]]:
+    """Return for each array, and each of its axes, what lies beyond its ends.
+
+    Raises
+    ------
+    InputError
+        If that is no boundary, or a number that the dtype cannot hold, if that is given.
+    """
+    given = _each_array("boundary", boundary, shapes, "none")
+    found = [tuple(map(_boundary, kinds)) for _, kinds in given]
+    for value in (each for kinds in found for each in kinds if not isinstance(each, str)):
+        if dtype is not None and not _holds(dtype, value):
+            raise InputError(
+                f"expected a boundary that {dtype} can hold, got {value!r}. Give another one, or "
+                f"convert the array, x.astype(...)."
+            )
+    return found
+
+
+def _holds(dtype: DType, value: Any) -> bool:
+    """Return whether a number stays what it is; other things are for NumPy to convert."""
+    own = np.asarray(value)
+    if dtype.kind in "biu" and own.dtype.kind in "biuf":
+        with np.errstate(all="ignore"):
+            return bool(own.astype(dtype) == own)
+    return dtype.kind not in "biufc" or bool(np.can_cast(own.dtype, dtype, "same_kind"))
+
+
+def _boundary(kind: Any) -> Any:
+    known = _OF_NUMPY.get(kind, kind) if isinstance(kind, str) else kind
+    if known not in BOUNDARIES if isinstance(known, str) else not np.isscalar(known):
+        also = ", ".join(f"{theirs} for {ours}" for theirs, ours in _OF_NUMPY.items())
+        raise InputError(
+            f"expected a boundary out of {', '.join(BOUNDARIES)} (NumPy's names do too: {also}), "
+            f"or a number, got {kind!r}."
+        )
+    return known
+
+
+def _each_array(
+    name: str, value: Any, shapes: Sequence[tuple[int, ...]], default: Any
+) -> list[tuple[tuple[int, ...], tuple[Any, ...]]]:
+    """Return for each array its shape, and the value of each of its axes.
+
+    A list has a value for each array. Anything else is meant for all: they have their first axes
+    in common, as Dask has it.
+    """
+    if isinstance(value, list):
+        if len(value) != len(shapes):
+            raise InputError(
+                f"expected a list with one {name} for each of {len(shapes)} arrays, got "
+                f"{name}={value!r}."
+            )
+        return [
+            (shape, _by_axis(name, each, len(shape), default))
+            for shape, each in zip(shapes, value, strict=True)
+        ]
+    by_axis = _by_axis(name, value, max(map(len, shapes)), default)
+    return [(shape, by_axis[: len(shape)]) for shape in shapes]
+
+
+def _by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any, ...]:
+    """Return the value of each axis, given for all, for each or for some."""
+    if isinstance(value, Mapping):
+        axes = {axis: value[axis] for axis in value if axis in range(-ndim, ndim)}
+        given = {axis % ndim: default if of is None else of for axis, of in axes.items()}
+        if len(given) == len(value):
+            return tuple(given.get(axis, default) for axis in range(ndim))
+    elif not isinstance(value, (tuple, list)):
+        return (default if value is None else value,) * ndim
+    elif len(value) == ndim:
+        return tuple(default if of is None else of for of in value)
+    raise InputError(
+        f"expected one {name} for all of {ndim} axes, a tuple with one for each, or a dict by "
+        f"axis, got {name}={value!r}."
+    )

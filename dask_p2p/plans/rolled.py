@@ -1,0 +1,62 @@
+"""Axes whose elements move on, and come in again at the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from dask_p2p.geometry import block_bounds
+from dask_p2p.plans.grid import Segment, segments_of_range
+from dask_p2p.versioned import versioned
+
+__all__ = ["Rolled"]
+
+
+@versioned()
+@dataclass(frozen=True)
+class Rolled:
+    """An axis whose elements move on; those that leave at its end come in at its start.
+
+    Parameters
+    ----------
+    src_sizes, sizes : tuple of int
+        Of the blocks before and after. Both cut the same length.
+    shift : int
+        By how many elements.
+
+    Examples
+    --------
+    >>> [(part.block, part.src, part.dst) for part in Rolled((3, 2), (3, 2), 1).segments(0)]
+    [(1, (1, 2), (0, 1)), (0, (0, 2), (1, 3))]
+    """
+
+    src_sizes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shift: int
+
+    @cached_property
+    def _src_bounds(self) -> tuple[int, ...]:
+        return block_bounds(self.src_sizes)
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return block_bounds(self.sizes)
+
+    @property
+    def largest_segment(self) -> int:
+        return min(max(self.src_sizes, default=0), max(self.sizes, default=0))
+
+    def blocks(self, number: int) -> tuple[int, ...]:
+        read = dict.fromkeys(segment.block for segment in self.segments(number))
+        return tuple(block for block in read if block is not None)
+
+    def segments(self, number: int) -> list[Segment]:
+        length = self._bounds[-1]
+        start = (self._bounds[number] - self.shift) % max(1, length)
+        stop = start + self.sizes[number]
+        upto = min(stop, length)
+        # What comes round the end may lie in the same block as the rest: it is a rim.
+        return [
+            *segments_of_range(self._src_bounds, start, upto, 0),
+            *segments_of_range(self._src_bounds, 0, stop - upto, upto - start, is_rim=True),
+        ]

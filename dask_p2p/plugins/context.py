@@ -1,0 +1,354 @@
+"""What transports and tasks need of the worker that they are on: blocks, calls, threads, routes.
+
+Its coroutines run on the worker's event loop, the rest in any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from asyncio import AbstractEventLoop
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+from distributed import Status, Worker
+
+from dask_p2p.backends import as_array, backend_for, backend_named
+from dask_p2p.backends.base import Queue
+from dask_p2p.backends.device import device_work
+from dask_p2p.config import Options
+from dask_p2p.engine.attempts import AttemptLog
+from dask_p2p.errors import (
+    DeviceLostError,
+    Obstacle,
+    P2PWarning,
+    TransferError,
+    UnsupportedArrayError,
+)
+from dask_p2p.monitoring.counters import Counters
+from dask_p2p.monitoring.fine import meter, note_transfer
+from dask_p2p.monitoring.records import Record, RecordLog, packed
+from dask_p2p.plugins.notices import warn_client
+from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
+from dask_p2p.plugins.spilling import find_in_memory, is_spilled, read_spilled
+from dask_p2p.transports.probe import Probes, is_probe, probe_key
+from dask_p2p.transports.replies import answering, ask_and_wait
+from dask_p2p.transports.requests import checked_integer
+from dask_p2p.transports.router import BlockRef, Router
+from dask_p2p.types import Array, DType, Key, Kind
+
+__all__ = ["FALLBACK_TOPIC", "DaskWorkerContext"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: Of Dask's events: a transport was given up for a holder.
+FALLBACK_TOPIC = "p2p-fallback"
+
+_RECORDS = 10_000  # of attempts that are kept, and their stages
+_MOST_RECORDS = 2**62  # that there ever are
+_SERVING_THREADS = 2  # that pack regions for other workers
+_LOOKS = 10  # for a block that is being spilled, or brought back
+_KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them was read
+_ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
+_PUBLISHED_ARRAYS = 1000  # of which it is known that their blocks have been published
+_MOST_AHEAD = 1000  # blocks of one array that are published before they are asked for
+_POLL_S = 0.01
+_PING_S = 0.2  # for a worker that was given up to say that it is there
+_TELL_S = 1.0  # that tasks have to tell of the GPU that they lost
+_LEAVE_S = 1.0  # from then on until a worker's process ends
+
+
+class DaskWorkerContext(AttemptLog):
+    """What transports and tasks need of the Dask worker that they are on: a `WorkerContext`.
+
+    Parameters
+    ----------
+    worker
+        Dask's.
+    options
+        The worker's own.
+    """
+
+    def __init__(self, worker: Worker, options: Options) -> None:
+        super().__init__(worker.address)
+        self.router = Router({}, self.warn, worker.address, self.note_fallback)
+        self.records = RecordLog(_RECORDS)
+        self.running: dict[Any, Callable[[], Record]] = {}
+        self.counters = Counters()
+        self._options = options
+        self.loop: AbstractEventLoop = worker.loop.asyncio_loop
+        self.folder: str = worker.local_directory
+        # Credentials from a configuration file do not make Dask require what they are used for.
+        self.encrypted_only: bool = bool(worker.security.require_encryption) or (
+            worker.address.startswith(_ENCRYPTED)
+        )
+        self.probes = Probes()
+        self.outputs = OutputMemory(worker, options.retain_outputs_s)
+        self.pinned = PinnedOutputs(worker, options.retain_outputs_s, self.warn)
+        self._worker = worker
+        self._gone: set[str] = set()
+        # Names of arrays, the oldest first, and how many of their blocks are still there.
+        self._published: dict[Any, int] = {}
+        self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
+        self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
+        self._from_disk: dict[Any, Any] = {}  # blocks by key, the oldest first
+        self._forgetting: asyncio.TimerHandle | None = None
+        self._leaving: asyncio.Future[None] | None = None
+
+    def block(self, key: Key) -> Any:
+        """Return a block; one that is spilled is read, and left where it is."""
+        if is_probe(key):
+            return self.probes.block(key, self._worker.memory_manager.memory_limit or None)
+        data = self._worker.data
+        for _ in range(_LOOKS):
+            with suppress(KeyError):
+                return find_in_memory(data, key)
+            with suppress(KeyError):
+                return self._from_disk[key]
+            with suppress(KeyError):
+                return self._keep_a_while(key, read_spilled(data, key))
+        raise KeyError(key)
+
+    def is_on_disk(self, key: Key) -> bool:
+        """Return whether a block is spilled, so that `block` would have to read it."""
+        return is_spilled(self._worker.data, key)
+
+    def _keep_a_while(self, key: Key, block: Array) -> Any:
+        """Keep a block that was read for a while: its other regions will be asked for soon."""
+        self._from_disk[key] = block
+        while len(self._from_disk) > _SERVING_THREADS:
+            with suppress(KeyError, StopIteration):  # another thread was quicker
+                del self._from_disk[next(iter(self._from_disk))]
+        self.loop.call_soon_threadsafe(self._forget_later)
+        return block
+
+    def _forget_later(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = self.loop.call_later(_KEEP_S, self._from_disk.clear)
+
+    def usage(self) -> dict[str, int]:
+        """Count what transfers hold on this worker, by transport and kind.
+
+        When no task runs, and all that readers asked for is sent, everything is zero, except for
+        what is kept a while on purpose: mappings of `ipc`, published blocks, blocks read from disk.
+        """
+        calls = sum(len(calls) for calls in list(self._calls.values()))
+        held = {"calls": calls, "from disk": len(self._from_disk)}
+        for name, transport in self.router.transports.items():
+            held |= {f"{name}.{what}": count for what, count in transport.usage().items()}
+        return held
+
+    async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
+        if address in self._gone:
+            raise ConnectionAbortedError("it has left the cluster")
+        call = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**kwargs))
+        self._calls[address].add(call)
+        try:
+            reply: dict[str, Any] = await call
+            self.router.silences.heard(address)
+        except asyncio.CancelledError:
+            if address in self._gone:
+                raise ConnectionAbortedError("it has left the cluster") from None
+            raise
+        finally:
+            self._calls[address].discard(call)
+            if not self._calls[address]:
+                del self._calls[address]
+        return reply
+
+    def on_worker_left(self, address: str) -> None:
+        """Cancel calls to a worker that has left: it would take long until connecting fails."""
+        self._gone.add(address)
+        for call in self._calls.pop(address, ()):
+            call.cancel()
+
+    def on_workers_named(self, addresses: Iterable[str]) -> None:
+        """Note that these workers are in the cluster: the scheduler names them as holders."""
+        self._gone.difference_update(addresses)
+
+    # --- for tasks ---
+
+    def warn(self, text: str) -> None:
+        """Warn the user, wherever they are."""
+        warn_client(self._worker, text, P2PWarning)
+
+    def note_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
+        """Tell the scheduler that a transport is given up for a holder: `client.get_events`."""
+        event = {
+            "worker": self.address,
+            "holder": holder,
+            "transport": transport,
+            "reason": obstacle.text,
+            "remedy": obstacle.remedy,
+        }
+        self._worker.log_event(FALLBACK_TOPIC, event)
+
+    def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
+        blocks = {**self._held_beside(blocks), **blocks}
+        for name in options.order(kind):
+            self.router.transports[name].publish(blocks)
+
+    def _held_beside(self, blocks: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return other blocks of the same arrays, once for each array.
+
+        Tasks on other workers are about to read those: each holder that they have to ask first
+        takes them as long as reading fifty blocks.
+        """
+        names = {key[0] for key in blocks} - self._published.keys()
+        if not names:
+            return {}
+        self._published |= dict.fromkeys(names, 0)
+        while len(self._published) > _PUBLISHED_ARRAYS:
+            with suppress(KeyError, StopIteration):  # another thread was quicker
+                del self._published[next(iter(self._published))]
+        held, data = {}, self._worker.data
+        with suppress(RuntimeError):  # it changes just now: then they are asked for
+            keys = [key for key in list(data) if isinstance(key, tuple) and key[0] in names]
+            self._published |= Counter(key[0] for key in keys)
+            for key in keys[:_MOST_AHEAD]:
+                with suppress(KeyError, UnsupportedArrayError):
+                    block = as_array(find_in_memory(data, key))
+                    backend_for(block)  # which refuses whatever cannot be published
+                    held[key] = block
+        return held
+
+    def on_released(self, key: Key) -> None:
+        """Note that the worker no longer holds a block: one of this name may be made again."""
+        name = key[0] if isinstance(key, tuple) else key
+        left = self._published.get(name)
+        if left is not None and left > 1:
+            self._published[name] = left - 1
+        else:
+            self._published.pop(name, None)
+
+    def empty_output(
+        self, shape: Sequence[int], dtype: DType, queue: Queue, pinned: bool = False
+    ) -> Array:
+        return (self.pinned if pinned else self.outputs).empty(shape, dtype, queue)
+
+    def responds(self, holder: str) -> bool:
+        try:
+            ask_and_wait("p2p", self, holder, "identity", _PING_S, "whether it is there")
+        except TransferError:
+            return False
+        return True
+
+    def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
+        limit_bytes = self._worker.memory_manager.memory_limit
+        return backend_named(kind).memory_below(wanted_bytes, limit_bytes)
+
+    def probe_peers(self, holders: Iterable[str], kind: Kind) -> None:
+        """Prove the route that blocks of this kind will take from each of these workers."""
+        with device_work():
+            for holder in holders:
+                if holder != self.address:
+                    ref = BlockRef(probe_key(kind), (holder,))
+                    self.router.routes(ref, kind, np.dtype("u1"), self._options.order(kind))
+
+    def record(self, record: Record) -> None:
+        if not record.error:
+            self.forget_attempts(record.key)
+            note_transfer(self._worker, record)
+        self.running.pop(record.key, None)  # before it is among the records: it is told of once
+        self.records.append(self._numbered(record))
+        self.counters.add(record)
+        meter(record)
+
+    def under_way(self) -> list[Record]:
+        """Return what is known of tasks that run."""
+        return [look() for look in tuple(self.running.values())]
+
+    def _numbered(self, record: Record) -> Record:
+        """Return the record of a task that runs, with Dask's number of this run of it."""
+        task = self._worker.state.tasks.get(record.key)
+        return record._replace(run=task.run_id) if task is not None else record
+
+    @answering
+    async def new_records(self, since: Any = 0) -> dict[str, Any]:
+        """Answer the scheduler, which has all records before this number.
+
+        Returns
+        -------
+        dict
+            ``first`` and ``records``: as of `RecordLog.since`; ``under_way``: of tasks that run.
+        """
+        first, records = self.records.since(checked_integer("since", since, 0, _MOST_RECORDS))
+        running = map(self._numbered, self.under_way())
+        return {"first": first, "records": packed(records), "under_way": packed(running)}
+
+    # --- threads, and the end ---
+
+    async def offload(
+        self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
+    ) -> _T:
+        try:
+            return await self.loop.run_in_executor(
+                threads or self._threads, _with_device, function, *args
+            )
+        except DeviceLostError as exc:
+            self.on_device_lost(exc)
+            raise
+
+    def on_device_lost(self, error: DeviceLostError) -> bool:
+        """Make the worker leave, so that Dask does its work elsewhere; return whether it will.
+
+        A worker that shares its process with others, perhaps with the user's own code, does not
+        leave. A nanny starts a new process, which can use the GPU again. Any thread may call this.
+        """
+        if self._worker.address.startswith("inproc"):
+            return False
+        self.loop.call_soon_threadsafe(self._leave, str(error))
+        return True
+
+    def _leave(self, reason: str) -> None:
+        if self._leaving is None:
+            logger.critical("Worker %s leaves the cluster: %s", self.address, reason)
+            warn_client(self._worker, f"dask_p2p: worker {self.address} left: {reason}", P2PWarning)
+            self._leaving = asyncio.ensure_future(_end_process(self._worker))
+
+    def close(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._from_disk.clear()
+        self.outputs.close()
+        self.pinned.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _with_device(function: Callable[..., _T], *args: Any) -> _T:
+    with device_work():
+        return function(*args)
+
+
+async def _until_told(worker: Worker) -> None:
+    """Wait, not long, until one of the tasks that run here has failed: it says what was wrong.
+
+    All other tasks are done again elsewhere, and must not fail with the GPU as well.
+    """
+    worker.status = Status.closing_gracefully  # no other task begins
+    running = set(worker.state.executing)
+    deadline_s = time.monotonic() + _TELL_S
+    while running and time.monotonic() < deadline_s:
+        await asyncio.sleep(_POLL_S)
+        if any(task.state == "error" for task in running):
+            break
+        running &= worker.state.executing
+
+
+async def _end_process(worker: Worker) -> None:
+    """Close a worker, and end its process soon: closing often hangs or fails with a lost GPU."""
+    try:
+        await _until_told(worker)
+        closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")
+        await asyncio.wait_for(closing, _LEAVE_S)
+    finally:
+        os._exit(1)

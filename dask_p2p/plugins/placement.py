@@ -1,0 +1,212 @@
+"""How Dask's scheduler treats this package's tasks differently.
+
+Memory
+    Dask refuses a task whose whole dependencies are larger than the memory of its worker. For this
+    package's tasks only regions move, and each task checks on its worker that they fit
+    (`dask_p2p.engine.memory`).
+Place
+    Dask places a task by the bytes of its whole dependencies, and weighs them against the time that
+    other tasks take. A block with rims would often go where only a rim is. Here the worker that
+    holds most of the *regions* comes first, then the one that has least to do. In a transpose all
+    workers hold about as much, so only the latter counts, and tasks are spread evenly.
+
+    The members of a gang go to as many workers as there are: each to that which has the fewest
+    others of its gang, and of these the one with most of its blocks.
+
+These are private methods of Dask's scheduler, which `tests/plugins/test_canary.py` watches. An
+`Overlay` takes the place of each, and passes on everything that it does not decide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, MemberTask
+
+__all__ = ["Overlay", "held_elements", "overlay_memory_check", "overlay_placement"]
+
+#: Method of Dask's scheduler that refuses tasks.
+MEMORY_CHECK = "_add_to_processing"
+_PLACE = "decide_worker_non_rootish"
+_ROOTISH = "is_rootish"
+# A worker counts as good as the best one if it holds less by at most this share of what is read.
+# Slabs differ by a row, and a transpose must not send all tasks to the holder of the longest one.
+_TOLERANCE = 0.1
+_MOST_SOURCES = 4096  # of a task that is ranked; one that reads from more reads from everywhere
+
+
+class Overlay:
+    """Takes the place of one method of a scheduler, until it is no longer wanted.
+
+    Parameters
+    ----------
+    scheduler : distributed.Scheduler
+    method : str
+        Name of its method.
+    decide : callable
+        Called with Dask's own method and the arguments.
+    is_wanted : callable
+        Asked at each call: once it says no, the overlay goes.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        method: str,
+        decide: Callable[..., Any],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        current = getattr(scheduler, method)
+        # One that is there is not wanted any more, and has not been called since.
+        self.original: Callable[..., Any] = (
+            current.original if isinstance(current, Overlay) else current
+        )
+        self._scheduler, self._method = scheduler, method
+        self._decide, self._is_wanted = decide, is_wanted
+        setattr(scheduler, method, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_wanted():
+            return self._decide(self.original, *args, **kwargs)
+        self.remove()
+        return self.original(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the method back, unless other code has replaced it since."""
+        if vars(self._scheduler).get(self._method) is self:
+            delattr(self._scheduler, self._method)
+            if getattr(self._scheduler, self._method) != self.original:  # other code's
+                setattr(self._scheduler, self._method, self.original)
+
+
+def overlay_memory_check(
+    scheduler: Any,
+    is_wanted: Callable[[], bool],
+    obstacle: Callable[[str], Exception | None],
+) -> None:
+    """Leave Dask's check of whole dependencies out for this package's tasks.
+
+    Parameters
+    ----------
+    scheduler : distributed.Scheduler
+    is_wanted : callable
+        See `Overlay`.
+    obstacle : callable
+        Returns why a worker, by address, cannot be sent such a task; None if it can.
+    """
+
+    def decide(original: Any, ts: Any, ws: Any, stimulus_id: str) -> Any:
+        if not isinstance(ts.run_spec, AssembleTask) or PLUGIN_NAME not in scheduler.worker_plugins:
+            return original(ts, ws, stimulus_id=stimulus_id)
+        limit_bytes, ws.memory_limit = ws.memory_limit, 0  # that is, none
+        try:
+            processing = original(ts, ws, stimulus_id=stimulus_id)
+        finally:
+            ws.memory_limit = limit_bytes
+        error = obstacle(ws.address)
+        return processing if error is None else _fail(scheduler, ts, ws, error, stimulus_id)
+
+    Overlay(scheduler, MEMORY_CHECK, decide, is_wanted)
+
+
+def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
+    """Place this package's tasks by the regions that they read.
+
+    Dask's own choice among the workers stands: those that hold something, within restrictions and
+    resources. Only their order changes. Stealing goes on as it does for other tasks.
+
+    Parameters
+    ----------
+    scheduler : distributed.Scheduler
+    is_wanted : callable
+        See `Overlay`.
+    """
+
+    def is_placed_here(ts: Any) -> bool:
+        task = ts.run_spec
+        is_ours = isinstance(task, AssembleTask) and task.is_readable
+        return is_ours and PLUGIN_NAME in scheduler.worker_plugins
+
+    def is_rootish(original: Any, ts: Any) -> bool:
+        if isinstance(ts.run_spec, MemberTask):
+            return False
+        # Few blocks that become many: Dask would take them for tasks that read nothing.
+        reads = bool(ts.dependencies) and is_placed_here(ts)
+        return not reads and bool(original(ts))
+
+    def place(original: Any, ts: Any) -> Any:
+        if isinstance(ts.run_spec, MemberTask):
+            return _place_member(scheduler, ts)
+        if not is_placed_here(ts) or not 0 < len(ts.dependencies) <= _MOST_SOURCES:
+            return original(ts)
+        held = held_elements(ts.run_spec, {dep.key: dep.who_has or () for dep in ts.dependencies})
+        enough = max(held.values(), default=0) - _TOLERANCE * sum(held.values())
+
+        def objective(ts: Any, ws: Any) -> tuple[Any, ...]:
+            return (held[ws] < enough, ws.occupancy / ws.nthreads, ws.nbytes)
+
+        before = vars(scheduler).get("worker_objective")
+        scheduler.worker_objective = objective
+        try:
+            return original(ts)
+        finally:
+            if before is None:
+                del scheduler.worker_objective
+            else:
+                scheduler.worker_objective = before
+
+    Overlay(scheduler, _ROOTISH, is_rootish, is_wanted)
+    Overlay(scheduler, _PLACE, place, is_wanted)
+
+
+def _place_member(scheduler: Any, ts: Any) -> Any:
+    """Return the worker for a member of a gang; None if none can take it."""
+    valid = scheduler.valid_workers(ts)
+    workers = scheduler.running if valid is None else scheduler.running & valid
+    # The task that depends on all members knows the others.
+    commits = [each for each in ts.dependents if isinstance(each.run_spec, AssembleTask)]
+    siblings = set().union(*(commit.dependencies for commit in commits)) - {ts}
+    taken = Counter(sibling.processing_on for sibling in siblings)
+    held_bytes: Counter[Any] = Counter()
+    for block in ts.dependencies:
+        for ws in block.who_has or ():
+            held_bytes[ws] += block.get_nbytes()
+
+    def preference(ws: Any) -> tuple[Any, ...]:
+        return taken[ws], -held_bytes[ws], ws.occupancy / ws.nthreads, ws.address
+
+    return min(workers, key=preference, default=None)
+
+
+def held_elements(task: AssembleTask, who_has: dict[Any, Any]) -> Counter[Any]:
+    """Return how much of what a task reads each worker holds, in elements.
+
+    Parameters
+    ----------
+    task
+        Whose input blocks are to be read.
+    who_has
+        For each of their keys the workers that hold it.
+    """
+    held: Counter[Any] = Counter()
+    plan, index, blocks = task.plan, task.index, task.blocks
+    for key, elements in zip(blocks.items, plan.source_elements(index), strict=True):
+        for worker in who_has[key]:
+            held[worker] += elements
+    return held
+
+
+def _fail(scheduler: Any, ts: Any, ws: Any, error: Exception, stimulus_id: str) -> Any:
+    """Fail a task that has just been placed, as Dask's own check does."""
+    from distributed.protocol.pickle import dumps
+
+    return scheduler._transition(
+        ts.key,
+        "erred",
+        exception=dumps(error),
+        cause=ts.key,
+        stimulus_id=stimulus_id,
+        worker=ws.address,
+    )

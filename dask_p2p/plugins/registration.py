@@ -1,0 +1,270 @@
+"""How the plugins get onto a cluster.
+
+The client, or a worker that lacks them, gives the scheduler its plugin
+(`dask_p2p.plugins.scheduler`); that sees to the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import warnings
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import Any, overload
+from weakref import WeakSet, proxy
+
+from dask_p2p.config import options
+from dask_p2p.engine.assembly import OutputSpec
+from dask_p2p.engine.task import assemble_block, current_worker
+from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
+from dask_p2p.geometry import Index
+from dask_p2p.inputs import checked_client
+from dask_p2p.plans import Plan
+from dask_p2p.plugins.notices import warn_of_whole_blocks
+from dask_p2p.types import AsynchronousClient, Client, Key
+from dask_p2p.versioned import check_dask, this_version
+
+__all__ = [
+    "ask_later",
+    "assemble",
+    "cluster_size",
+    "current_client",
+    "register",
+    "register_if_possible",
+    "workers_of",
+]
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+_MOST_NAMED = 4  # workers in a warning
+_LIBRARIES = ("dask_p2p", "dask", "distributed", "xarray")  # whose lines no warning is about
+_registered: WeakSet[Any] = WeakSet()  # clients whose cluster has the plugins
+askers: WeakSet[Any] = WeakSet()  # workers that lack the plugin, and have asked for it
+
+
+@overload
+def register(client: Client | None = None) -> None: ...
+
+
+@overload
+def register(client: AsynchronousClient) -> Awaitable[None]: ...
+
+
+def register(client: Any = None) -> Any:
+    """Put the plugins on a cluster: on its scheduler, its workers, and those that join later.
+
+    Calling it again changes nothing. `dask_p2p.transpose` calls it by itself where it finds a
+    client; an asynchronous one registers while `transpose` goes on. A worker that does not answer
+    for ten seconds is named in a warning, and gets the plugin when it goes on.
+
+    Parameters
+    ----------
+    client : distributed.Client, optional
+        By default the current one.
+
+    Returns
+    -------
+    None or awaitable
+        Something to await if the client is asynchronous.
+
+    Raises
+    ------
+    ValueError
+        If there is no client.
+    InputError
+        If the client is closed.
+    RegistrationError
+        If the scheduler or a worker cannot take part, since it lacks the package, has another
+        version of it, or runs a release of Dask that this version does not work with.
+    """
+    client = checked_client(client)
+    if client.asynchronous:
+        return _register_async(client)
+    # A warning is issued in this thread, not on the event loop: so it has the user's line.
+    _conclude(client, client.sync(_prepare, client))
+    return None
+
+
+def current_client() -> Any:
+    """Return the current client, if there is one and it is connected."""
+    # Without distributed imported there cannot be a client, and importing it takes a while.
+    if "distributed" not in sys.modules:
+        return None
+    from distributed import default_client
+
+    try:
+        client = default_client()
+    except ValueError:
+        return None
+    return client if client.status == "running" else None
+
+
+def register_if_possible() -> None:
+    """Register with the current client, once with each, or within a task for its worker."""
+    if "distributed" not in sys.modules:
+        return
+    from distributed.utils import sync
+
+    worker, context = current_worker()
+    if worker is not None:
+        if context is None:
+            _report(sync(worker.loop, ask, worker.scheduler))
+        return
+    client = current_client()
+    if client is None or client in _registered:
+        return
+    if client.asynchronous:
+        _registered.add(client)
+        client.loop.add_callback(register_later, client)
+    else:
+        register(client)
+
+
+def assemble(key: Key, plan: Plan, index: Index, output: OutputSpec, blocks: Sequence[Any]) -> Any:
+    """Do a task's work; where the plugin is missing, ask for it, so that later tasks have it."""
+    worker, context = current_worker()
+    is_missing = worker is not None and context is None
+    if is_missing and worker not in askers:
+        askers.add(worker)
+        worker.loop.add_callback(ask_later, worker)
+    result = assemble_block(key, plan, index, output, blocks)
+    if is_missing:
+        warn_of_whole_blocks(worker, list(map(output.key, plan.sources(index))))
+    return result
+
+
+async def ask_later(worker: Any) -> None:
+    """Have the scheduler put the plugins on the cluster, as soon as it can be reached."""
+    from distributed.core import Status
+
+    while worker.status in (Status.init, Status.running, Status.paused):
+        try:
+            await _give_plugin(worker.scheduler)
+            return
+        except OSError:
+            await asyncio.sleep(_RETRY_S)
+        except Exception as exc:  # it works without, if slower
+            logger.warning("the scheduler did not take the plugin: %s", exc)
+            return
+
+
+async def _register_async(client: Any) -> None:
+    _conclude(client, await _prepare(client))
+
+
+async def _prepare(client: Any) -> dict[str, Any]:
+    """Have a client's cluster take part, as far as it does; return what `ask` does."""
+    check_dask()
+    client._get_versions = partial(_get_versions, proxy(client))
+    if options().low_latency:
+        from dask_p2p.plugins.low_latency import shorten
+
+        shorten(client.scheduler_comm)
+    return await ask(client.scheduler)
+
+
+def _conclude(client: Any, answer: dict[str, Any]) -> None:
+    _report(answer)
+    _registered.add(client)
+
+
+async def _get_versions(client: Any, check: bool = False, packages: Any = None) -> Any:
+    """Do what `Client.get_versions` does, with this package among the others.
+
+    A place in Dask's own list would not do. What is in there is compared whenever somebody
+    connects, and processes that have not loaded this package would seem to lack it.
+    """
+    from distributed import Client
+
+    return await Client._get_versions(client, check, [*(packages or ()), "dask-p2p"])
+
+
+async def register_later(client: Any) -> None:
+    """Register an asynchronous client; if that fails, warn its user."""
+    try:
+        await _register_async(client)
+    except (P2PError, OSError) as exc:
+        _registered.discard(client)
+        if client.status == "running":  # and has not been closed meanwhile
+            warnings.warn(f"dask_p2p: {exc}", P2PWarning, stacklevel=2)
+
+
+async def ask(scheduler: Any) -> dict[str, Any]:
+    """Ask a scheduler to have all workers take part; return which cannot, and which are silent."""
+    await _give_plugin(scheduler)
+    answer: dict[str, Any] = await scheduler.p2p_register()
+    if answer.get("status", "ok") != "ok":
+        raise RegistrationError(f"the scheduler could not reach its workers: {answer}")
+    return answer
+
+
+async def _give_plugin(scheduler: Any) -> None:
+    from distributed.protocol.pickle import dumps
+
+    from dask_p2p.plugins.scheduler import P2PSchedulerPlugin, installed_version
+
+    plugin = P2PSchedulerPlugin()
+    try:
+        await scheduler.register_scheduler_plugin(
+            plugin=dumps(plugin), name=plugin.name, idempotent=True
+        )
+    except (ImportError, AttributeError) as exc:  # it cannot read the plugin
+        remote = await installed_version(scheduler.run_function)
+        raise RegistrationError(
+            f"expected {this_version()} on the scheduler, got {remote} ({exc}). Install the same "
+            f"version on clients, scheduler and workers."
+        ) from exc
+
+
+def _report(answer: dict[str, Any]) -> None:
+    """Raise if workers cannot take part, and warn of those that do not answer."""
+    from dask_p2p.plugins.scheduler import ANSWER_S, cannot_take_part
+
+    if answer["failed"]:
+        raise RegistrationError(cannot_take_part(answer["failed"]))
+    if answer["silent"]:
+        silent = sorted(answer["silent"])
+        named = ", ".join(silent[:_MOST_NAMED]) + (", ..." if len(silent) > _MOST_NAMED else "")
+        text = (
+            f"{len(silent)} of {answer['workers']} workers have not answered the registration for "
+            f"{ANSWER_S:g} s: they are busy or suspended ({named}). Tasks sent there wait until "
+            f"they answer; close a worker that is dead."
+        )
+        warnings.warn(text, P2PWarning, stacklevel=_level_of_user())
+
+
+def _level_of_user() -> int:
+    """Return the `stacklevel` of the line that led here from outside: the user's, as a rule."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def workers_of(client: Any) -> dict[str, dict[str, Any]]:
+    """Return what the scheduler says of each worker, by address, to a synchronous client.
+
+    `Client.scheduler_info` asks for the same, but the client itself asks now and then, for no
+    workers, and may put its own answer in the place of this one.
+    """
+    workers: dict[str, dict[str, Any]] = client.sync(_workers_of, client)
+    return workers
+
+
+async def _workers_of(client: Any) -> dict[str, dict[str, Any]]:
+    workers: dict[str, dict[str, Any]] = (await client.scheduler.identity(n_workers=-1))["workers"]
+    return workers
+
+
+def cluster_size() -> tuple[int, int] | None:
+    """Return the workers of the current cluster, and the most threads of one; None without any."""
+    client = current_client()
+    if client is None or client.asynchronous:
+        return None
+    workers = workers_of(client)
+    if not workers:
+        return None
+    return len(workers), max(worker["nthreads"] for worker in workers.values())

@@ -1,0 +1,302 @@
+"""The scheduler plugin: makes every worker take part.
+
+It puts the worker plugin on all workers, and on those that join later. It waits for none of them: a
+worker that hangs gets the plugin as soon as it continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.protocol import deserialize
+from distributed.protocol.pickle import dumps
+
+from dask_p2p.config import options
+from dask_p2p.engine.parts import is_of_parts, run_name
+from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, MemberTask
+from dask_p2p.errors import RegistrationError
+from dask_p2p.monitoring import prometheus
+from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
+from dask_p2p.monitoring.page import add_pages
+from dask_p2p.monitoring.page.feed import Feed, Tasks
+from dask_p2p.monitoring.records import (
+    RECORDS_OP,
+    Record,
+    RecordStore,
+    RunStarts,
+    packed,
+    unpacked,
+)
+from dask_p2p.monitoring.runs import runs_of
+from dask_p2p.plugins.low_latency import shorten_scheduler
+from dask_p2p.plugins.placement import overlay_memory_check, overlay_placement
+from dask_p2p.plugins.worker import P2PPlugin, probe_peers, set_up
+from dask_p2p.transports.replies import answering
+from dask_p2p.transports.requests import checked_integer
+from dask_p2p.versioned import check_dask, this_version, versioned
+
+__all__ = ["ANSWER_S", "P2PSchedulerPlugin"]
+
+logger = logging.getLogger(__name__)
+
+#: How long a registration waits for a worker.
+ANSWER_S = 10.0
+_RETRY_S = 1.0
+_MOST_RUNS = 2**62
+_LEFT = ("waiting", "no-worker", "queued", "processing")  # states of tasks that have still to end
+_ENDED = ("memory", "erred", "forgotten")  # not "released", from where a task may go on
+
+
+@dataclass
+class _SetUp:
+    """The plugin on its way to one worker."""
+
+    since_s: float  # by the monotonic clock
+    task: asyncio.Task[None]
+
+
+@versioned(strict=True)
+class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
+    """Puts the worker plugin on all workers, and has Dask's scheduler let its tasks through."""
+
+    name = PLUGIN_NAME
+    idempotent = True
+
+    def __init__(self) -> None:
+        self._set_ups: dict[str, _SetUp] = {}  # by the worker's address
+        self._failed: dict[str, str] = {}  # why a worker cannot take part, by its address
+        self._background: set[asyncio.Future[None]] = set()
+        self._records = RecordStore()
+        self._starts = RunStarts()
+        self.feed = Feed(self._records, self.ready, self._fetch, self._tasks)
+        self._totals = Totals()
+        self._states: dict[str, Any] = {}  # of workers, by address, as Dask has them
+
+    async def start(self, scheduler: Any) -> None:
+        """Begin. Nothing is awaited here: a second client would begin once more in the meantime."""
+        check_dask()
+        self.scheduler = scheduler
+        scheduler.handlers["p2p_register"] = self.register
+        scheduler.handlers[RECORDS_OP] = self.records
+        prometheus.register(scheduler, "scheduler", self.figures)
+        self._low_latency = options().low_latency
+        self._shorten()
+        overlay_placement(scheduler, self._is_registered)
+        overlay_memory_check(scheduler, self._is_registered, self._obstacle)
+        self._set_up_all()
+        add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
+
+    async def close(self) -> None:
+        """End with the scheduler."""
+        self.feed.close()
+        prometheus.unregister(self.scheduler)
+        for task in [*self._background, *(each.task for each in self._set_ups.values())]:
+            task.cancel()
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        """See that a worker that joins has the plugin."""
+        self._shorten()
+        if PLUGIN_NAME in scheduler.worker_plugins:
+            self._begin_set_up(worker)
+
+    def add_client(self, scheduler: Any, client: str) -> None:
+        """Shorten the pauses towards a client that joins: its stream is made right after this."""
+        scheduler.loop.add_callback(self._shorten)
+
+    def _shorten(self) -> None:
+        if self._low_latency:
+            shorten_scheduler(self.scheduler)
+
+    def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
+        """Forget a worker that leaves."""
+        self._failed.pop(worker, None)
+        self._records.forget(worker)
+        self.feed.forget(worker)
+        if (state := self._states.pop(worker, None)) is not None:
+            self._note(worker, state)
+            self._totals.end(worker)
+        if set_up := self._set_ups.pop(worker, None):
+            set_up.task.cancel()
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """Note where runs begin and end."""
+        if finish == "processing":
+            task = self.scheduler.tasks[key]
+            if isinstance(task.run_spec, (AssembleTask, MemberTask)) or is_of_parts(key):
+                self._starts.sent(run_name(key), task.run_id)
+        elif finish in _ENDED and isinstance(key, tuple):
+            name = run_name(key)
+            if self._starts.is_open(name) and not self._tasks(key[0]).left:
+                self._starts.end(name)
+
+    @answering
+    async def register(self) -> dict[str, Any]:
+        """Put the plugin on all workers; answer when they have it, or `ANSWER_S` have passed.
+
+        Returns
+        -------
+        dict
+            ``failed``: why a worker cannot take part, by address; ``silent``: addresses of those
+            that have not answered; ``workers``: how many there are.
+        """
+        self._set_up_all()
+        now_s = time.monotonic()
+        waiting = [
+            asyncio.wait([each.task], timeout=max(0.0, each.since_s + ANSWER_S - now_s))
+            for each in self._set_ups.values()
+        ]
+        await asyncio.gather(*waiting)
+        silent = [worker for worker, each in self._set_ups.items() if not each.task.done()]
+        ready = set(self._set_ups) - {*silent, *self._failed}
+        probing = asyncio.ensure_future(self._probe_peers(sorted(ready)))
+        self._background.add(probing)  # the loop itself keeps only a weak reference
+        probing.add_done_callback(self._background.discard)
+        return {"failed": dict(self._failed), "silent": silent, "workers": len(self._set_ups)}
+
+    @answering
+    async def records(self, n: Any = None) -> dict[str, Any]:
+        """Ask the workers for what is new, and answer with the newest runs.
+
+        Parameters
+        ----------
+        n : int, optional
+            Runs, at most; by default all.
+
+        Returns
+        -------
+        dict
+            ``records``: what `packed` made of them; ``silent``: addresses of workers that did
+            not answer.
+        """
+        n = None if n is None else checked_integer("n", n, 1, _MOST_RUNS)
+        ready = self.ready()
+        answers = await asyncio.gather(*map(self._fetch, ready))
+        silent = [worker for worker, found in zip(ready, answers, strict=True) if found is None]
+        wanted = (
+            self._records
+            if n is None
+            else (r for run in runs_of(self._records)[:n] for r in run.records)
+        )
+        return {"records": packed(wanted), "silent": silent}
+
+    def ready(self) -> list[str]:
+        """Return the workers that have the plugin; none once this one was taken off."""
+        if not self._is_registered():
+            return []
+        return [
+            worker
+            for worker, each in self._set_ups.items()
+            if each.task.done() and worker not in self._failed
+        ]
+
+    def _tasks(self, name: str) -> Tasks:
+        """Return the tasks of an output array that the scheduler has."""
+        group = self.scheduler.task_groups.get(name)
+        states = group.states if group is not None else {}
+        left = sum(states.get(state, 0) for state in _LEFT)
+        return Tasks(sum(states.values()) - states.get("forgotten", 0), left)
+
+    async def _fetch(self, worker: str) -> list[Record] | None:
+        """Bring a worker's new records here; return those under way, None without an answer."""
+        call = getattr(self.scheduler.rpc(worker), RECORDS_OP)
+        try:
+            answer = await asyncio.wait_for(call(since=self._records.next(worker)), ANSWER_S)
+        except (OSError, TimeoutError):
+            # One that left has nothing to tell.
+            return None if worker in self.scheduler.workers else []
+        if answer is not None and answer.get("status", "ok") != "ok":
+            logger.warning("%s did not tell what it has done: %s", worker, answer)
+            return None
+        if answer is None:  # as of a worker whose plugin was taken off
+            return []
+        records, under_way = map(unpacked, (answer["records"], answer["under_way"]))
+        self._records.add(worker, answer["first"], self._starts.assigned(records))
+        return self._starts.assigned(under_way)
+
+    def figures(self) -> Values:
+        """Return what all workers have done so far, as their last heartbeats tell it.
+
+        Nothing once the plugin was taken off, of which Dask does not tell it.
+        """
+        if not self._is_registered():
+            return {}
+        gauges: Values = {family.name: Counter() for family in GAUGES}
+        for worker, state in self._states.items():
+            sum_into(gauges, self._note(worker, state))
+        return {**self._totals.values(), **gauges}
+
+    def _note(self, worker: str, state: Any) -> Values:
+        values: Values = state.metrics.get(COUNTERS_METRIC) or {}
+        self._totals.note(worker, values)
+        return values
+
+    def _is_registered(self) -> bool:
+        return self.scheduler.plugins.get(PLUGIN_NAME) is self
+
+    def _obstacle(self, worker: str) -> Exception | None:
+        if worker not in self._failed:
+            return None
+        return RegistrationError(cannot_take_part({worker: self._failed[worker]}))
+
+    def _set_up_all(self) -> None:
+        self.scheduler.worker_plugins[PLUGIN_NAME] = dumps(P2PPlugin())
+        for worker in self.scheduler.workers:
+            self._begin_set_up(worker)
+
+    def _begin_set_up(self, worker: str) -> None:
+        """Start to set a worker up, unless that has started and not ended."""
+        self._states[worker] = self.scheduler.workers[worker]
+        if worker not in self._set_ups or self._set_ups[worker].task.done():
+            task = asyncio.ensure_future(self._set_up(worker))
+            self._set_ups[worker] = _SetUp(time.monotonic(), task)
+
+    async def _set_up(self, worker: str) -> None:
+        """Put the plugin on a worker, however long it stands still."""
+        request = {"function": dumps(set_up), "args": dumps((P2PPlugin(),))}
+        while worker in self.scheduler.workers:
+            try:
+                reply = await self.scheduler.rpc(worker).run(**request)
+            except OSError:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            except Exception as exc:  # it cannot read the request
+                version = await installed_version(self.scheduler.rpc(worker).run)
+                self._failed[worker] = f"{version} ({exc})"
+                return
+            if reply["status"] == "OK":
+                self._failed.pop(worker, None)
+            else:
+                self._failed[worker] = reply["exception_text"]
+            return
+
+    async def _probe_peers(self, workers: list[str]) -> None:
+        request = {"op": "run", "function": dumps(probe_peers), "args": dumps((workers,))}
+        await self.scheduler.broadcast(msg=request, workers=workers, on_error="ignore")
+
+
+def cannot_take_part(failed: dict[str, str]) -> str:
+    """Say which workers cannot take part, and why."""
+    causes = "; ".join(f"worker {worker}: {cause}" for worker, cause in sorted(failed.items()))
+    return (
+        f"expected {this_version()} on every worker, got {causes}. "
+        f"Install the same version everywhere, or close the workers that do without."
+    )
+
+
+async def installed_version(run: Any) -> str:
+    """Ask a process of the cluster, by its ``run``, which version of the package it has."""
+    try:
+        reply = await run(function=dumps(metadata.version), args=dumps(("dask-p2p",)))
+        version = reply["result"]  # which a scheduler does not read by itself
+        if not isinstance(version, str):
+            version = deserialize(version.header, version.frames)
+        return f"dask_p2p {version}"
+    except Exception:
+        return "no dask_p2p"

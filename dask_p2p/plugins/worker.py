@@ -1,0 +1,247 @@
+"""The worker plugin: references in place of copies, and the holder's side of every transport.
+
+By default a Dask worker copies every dependency of a task to itself before the task runs. The
+plugin rewrites the scheduler's ``compute-task`` message for `AssembleTask` before the worker's
+state machine sees it: dependencies that this worker does not hold are taken out of ``who_has``
+and ``nbytes`` and replaced in the task by a `BlockRef`. The task then runs at once, and brings
+only the regions that it needs.
+
+Grouped by the thread that calls: `P2PPlugin` runs on the worker's event loop, `DaskWorkerContext`'s
+methods in task threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from distributed import Worker, WorkerPlugin
+
+from dask_p2p.backends import worker_backend
+from dask_p2p.backends.device import raise_if_lost
+from dask_p2p.config import Options, options
+from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, plugin_context
+from dask_p2p.monitoring import prometheus
+from dask_p2p.monitoring.counters import COUNTERS_METRIC, Values
+from dask_p2p.monitoring.records import RECORDS_OP
+from dask_p2p.plans import stage_order
+from dask_p2p.plugins.context import DaskWorkerContext
+from dask_p2p.plugins.low_latency import shorten_worker
+from dask_p2p.transports import make_transports
+from dask_p2p.transports.in_place.same_host import SameHostTransport
+from dask_p2p.transports.router import BlockRef
+from dask_p2p.types import Key
+from dask_p2p.versioned import check_dask, versioned
+
+__all__ = ["P2PPlugin", "by_reference", "probe_peers", "set_up"]
+
+logger = logging.getLogger(__name__)
+
+_LEASED_METRIC = "dask-p2p-leased-bytes"
+_REFUSAL = (
+    "dask_p2p: a worker's blocks cannot be read in place, and are sent by messages instead: "
+    "{0.full_text}."
+)
+
+
+@versioned(strict=True)
+class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
+    """Makes a worker take part in peer-to-peer transfers.
+
+    Parameters
+    ----------
+    options : Options, optional
+        The worker's own; tasks bring theirs with them. By default those configured on the worker.
+    """
+
+    name = PLUGIN_NAME
+    idempotent = True
+    context: DaskWorkerContext | None = None  # while it is not set up
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options
+        self._background: set[asyncio.Future[None]] = set()
+
+    def setup(self, worker: Worker) -> None:
+        """Take the place of the worker's handlers, and add the transports': all, or nothing."""
+        try:
+            check_dask()
+            self.options = own = self.options or options()
+            self._worker = worker
+            self._context = context = DaskWorkerContext(worker, own)
+            self._transports = context.router.transports = make_transports(context, own)
+        except BaseException:
+            worker.plugins.pop(self.name, None)  # Dask keeps what has failed
+            raise
+        if own.low_latency:
+            shorten_worker(worker)
+        for refusal in {transport.refusal for transport in self._in_place()} - {None}:
+            context.warn(_REFUSAL.format(refusal))
+        for transport in self._transports.values():
+            worker.handlers.update(transport.handlers())
+        worker.handlers[RECORDS_OP] = context.new_records
+        # In a new dict: a heartbeat that goes through the old one just now, and waits for a metric,
+        # would close the worker if that had changed in the meantime.
+        own_metrics = {
+            _LEASED_METRIC: lambda worker: self.leased_bytes,
+            COUNTERS_METRIC: lambda worker: self.figures(),
+        }
+        worker.metrics = {**worker.metrics, **own_metrics}
+        prometheus.register(worker, "worker", self.figures)
+        self._warming = asyncio.ensure_future(self._warm_up())
+        handlers = worker.stream_handlers
+        self._originals = {op: handlers[op] for op in ("compute-task", "remove-worker")}
+        handlers["compute-task"] = self._on_compute_task
+        handlers["remove-worker"] = self._on_remove_worker
+        self.context = context
+
+    async def _warm_up(self) -> None:
+        """Compile the kernels: once on a machine it takes seconds, for which no task need wait."""
+        backend = worker_backend()
+        if backend.on_device:
+            try:
+                await self._context.offload(backend.warm_up)
+            except Exception:  # the first task will fail in the same way, and say so
+                logger.debug("kernels could not be compiled ahead", exc_info=True)
+
+    def probe_peers(self, addresses: Iterable[str]) -> None:
+        """Find out how other workers are reached, in the background: this opens what is to be kept.
+
+        Blocks in host memory need nothing that would have to be opened.
+        """
+        backend = worker_backend()
+        if backend.on_device:
+            others = stage_order(addresses, self._context.address)
+            probing = asyncio.ensure_future(
+                asyncio.to_thread(self._context.probe_peers, others, backend.name)
+            )
+            self._background.add(probing)  # the loop itself keeps only a weak reference
+            probing.add_done_callback(self._background.discard)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of blocks that are kept because others read them, or may be about to."""
+        return sum(transport.leased_bytes for transport in self._in_place())
+
+    def _in_place(self) -> list[SameHostTransport]:
+        return [each for each in self._transports.values() if isinstance(each, SameHostTransport)]
+
+    def figures(self) -> Values:
+        """Return what the worker has done so far, and what transfers hold on it now."""
+        transports = self._transports.values()
+        packed = {id(transport.packed): transport.packed for transport in transports}
+        staging_bytes = {
+            "packed": sum(budget.reserved_bytes for budget in packed.values()),
+            "kept": sum(transport.kept_bytes for transport in transports)
+            + self._context.outputs.idle_bytes
+            + self._context.pinned.idle_bytes,
+        }
+        members = [each for each in self._context.under_way() if each.attempt]
+        gauges: Values = {
+            "leased_bytes": {"": self.leased_bytes},
+            "pinned_bytes": {"": self._context.pinned.pinned_bytes},
+            "staging_bytes": {**staging_bytes},
+            "members": {"": len(members)},
+            "members_steps_per_second": {"": sum(each.steps_per_s for each in members)},
+        }
+        return {**self._context.counters.values(), **gauges}
+
+    def clear_probes(self) -> None:
+        """Drop the blocks by which links were measured."""
+        for key in self._context.probes.clear():
+            for transport in self._transports.values():
+                transport.on_released(key)
+
+    async def teardown(self, worker: Worker) -> None:
+        """Give the handlers back and end all leases."""
+        worker.stream_handlers.update(self._originals)
+        prometheus.unregister(worker)
+        own_metrics = (_LEASED_METRIC, COUNTERS_METRIC)
+        worker.metrics = {k: metric for k, metric in worker.metrics.items() if k not in own_metrics}
+        async with AsyncExitStack() as ending:  # each, whatever becomes of the others
+            ending.callback(self._context.close)
+            ending.callback(worker.handlers.pop, RECORDS_OP, None)
+            for transport in self._transports.values():
+                for op in transport.handlers():
+                    ending.callback(worker.handlers.pop, op, None)
+                ending.push_async_callback(transport.close)
+
+    def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
+        """Tell the transports of blocks that the worker no longer holds."""
+        if finish == "error" and worker_backend().on_device:
+            self._look_after_device()
+        if start == "memory" and finish != "memory":
+            self._context.on_released(key)
+            for transport in self._transports.values():
+                transport.on_released(key)
+
+    def _look_after_device(self) -> None:
+        """Find out whether a task failed because the GPU is lost, for which the worker must go."""
+        looking = asyncio.ensure_future(self._context.offload(raise_if_lost))
+        self._background.add(looking)
+        looking.add_done_callback(self._done_looking)
+
+    def _done_looking(self, looking: asyncio.Future[None]) -> None:
+        self._background.discard(looking)
+        if not looking.cancelled():
+            looking.exception()  # the context has handled it
+
+    def _on_compute_task(self, **message: Any) -> None:
+        task = message.get("run_spec")
+        if isinstance(task, AssembleTask) and task.is_readable:
+            for holders in message["who_has"].values():
+                self._context.on_workers_named(holders)
+            message = by_reference(message, self._worker.data.__contains__, self._worker.address)
+        self._originals["compute-task"](**message)
+
+    def _on_remove_worker(self, **message: Any) -> None:
+        try:
+            self._context.on_worker_left(message["worker"])
+            self._context.router.on_worker_left(message["worker"])
+        finally:
+            self._originals["remove-worker"](**message)
+
+
+def by_reference(
+    message: dict[str, Any], is_here: Callable[[Any], bool], address: str
+) -> dict[str, Any]:
+    """Return a ``compute-task`` message with remote dependencies replaced by references.
+
+    Parameters
+    ----------
+    message
+        What the scheduler sent, without its ``op``.
+    is_here
+        Whether this worker holds a key in memory, or spilled.
+    address
+        This worker's.
+    """
+    references = {
+        key: BlockRef(key, tuple(sorted(set(holders) - {address})))
+        for key, holders in message["who_has"].items()
+        if not is_here(key) and set(holders) - {address}
+    }
+    if not references:
+        return message
+    return {
+        **message,
+        "who_has": {k: v for k, v in message["who_has"].items() if k not in references},
+        "nbytes": {k: v for k, v in message["nbytes"].items() if k not in references},
+        "run_spec": message["run_spec"].with_references(references),
+    }
+
+
+async def set_up(plugin: P2PPlugin, dask_worker: Worker) -> None:
+    """Put the plugin on a worker; one that is already there, and works, stays."""
+    if plugin_context(dask_worker) is None:
+        await dask_worker.plugin_add(plugin, catch_errors=False)
+
+
+def probe_peers(addresses: list[str], dask_worker: Worker) -> None:
+    """Have a worker find out how it reaches the others, before it needs to."""
+    plugin = dask_worker.plugins.get(PLUGIN_NAME)
+    if plugin is not None:
+        plugin.probe_peers(addresses)

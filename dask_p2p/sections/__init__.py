@@ -1,0 +1,5 @@
+"""Gangs of tasks that run at the same time and exchange data while they run."""
+
+from dask_p2p.sections.context import Context
+
+__all__ = ["Context"]

@@ -1,0 +1,107 @@
+"""Checks of what users give to `iterate` and `spmd`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index as as_int
+from typing import Any
+
+from dask.base import unpack_collections
+
+from dask_p2p.backends import backend_for
+from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.inputs import checked_count
+from dask_p2p.ops.arguments import check_array, check_chunks_are_known
+from dask_p2p.plans.members import Members
+from dask_p2p.plugins.registration import cluster_size
+from dask_p2p.types import DaskArray
+
+__all__ = ["check_computed", "check_function", "check_shares", "chosen_members"]
+
+
+def check_function(func: Any, of: str, name: str = "") -> None:
+    """Refuse what cannot be called.
+
+    Raises
+    ------
+    InputError
+        If it cannot.
+    """
+    if not callable(func):
+        where = f"{name}: " if name else ""
+        remedy = "" if name else " Give the function first."
+        raise InputError(f"{where}expected a function of {of}, got {func!r}.{remedy}")
+
+
+def check_computed(*given: Any) -> None:
+    """Refuse what functions are to be given as it is, if Dask has still to bring it.
+
+    Raises
+    ------
+    InputError
+        If that holds for anything in it.
+    """
+    lazy, _ = unpack_collections(given)
+    lazy += [value for value in given if type(value).__name__ == "Future"]  # of distributed
+    if lazy:
+        raise InputError(
+            f"expected constants and keywords that are computed, got {lazy[0]!r}. Compute it "
+            f"first; arrays of the fields' shape may be lazy, among constants= of iterate."
+        )
+
+
+def check_shares(arrays: Sequence[DaskArray]) -> None:
+    """Refuse arrays that cannot be divided between members.
+
+    Raises
+    ------
+    InputError
+        If there are none.
+    ChunksError
+        If chunk sizes are unknown, or differ.
+    UnsupportedArrayError
+        If they are no Dask arrays of NumPy blocks.
+    """
+    if not arrays:
+        raise InputError("expected at least one Dask array after the function, got none.")
+    for x in arrays:
+        check_array(x)
+        check_chunks_are_known(x)
+        if (kind := backend_for(x._meta).name) != "numpy":
+            raise UnsupportedArrayError(
+                f"expected NumPy blocks, got {kind}: members cannot exchange those yet. Convert "
+                f"them first, x.map_blocks(cupy.asnumpy), or use map_overlap for each step."
+            )
+        if x.shape != arrays[0].shape:
+            raise ChunksError(
+                f"expected the shape of the first array for all, {arrays[0].shape}, got {x.shape}."
+            )
+        if x.chunks != arrays[0].chunks:
+            raise ChunksError(
+                f"expected the chunks of the first array for all, {arrays[0].chunks}, got "
+                f"{x.chunks}. Call x.rechunk first."
+            )
+
+
+def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None) -> Members:
+    """Return how an array is divided between members.
+
+    Raises
+    ------
+    InputError
+        If the number of members is none.
+    AxesError
+        If there is no such axis.
+    """
+    if members is None:
+        members, _ = cluster_size() or (1, 1)
+    try:
+        axes = list(range(x.ndim) if cut is None else map(as_int, cut))
+    except TypeError:
+        axes = [x.ndim]
+    if not all(axis in range(-x.ndim, x.ndim) for axis in axes):
+        raise AxesError(
+            f"cut: expected a tuple of axes of an array of {x.ndim} dimensions, got {cut!r}."
+        )
+    divided = [axis % x.ndim for axis in axes]
+    return Members.at_most(x.chunks, checked_count("members", members=members), divided)

@@ -1,0 +1,143 @@
+"""Values that all members of a gang give each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.errors import InputError
+from dask_p2p.sections.links import Buffer, Links
+
+__all__ = ["Collectives"]
+
+_REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+class Collectives:
+    """One member among all, and what they do together with single values.
+
+    Parameters
+    ----------
+    rank, size : int
+        Which member this is, of how many.
+    links : Links or None
+        By which it exchanges; None if it is the only one.
+    """
+
+    def __init__(self, rank: int, size: int, links: Links | None) -> None:
+        self.rank, self.size, self._links = rank, size, links
+
+    def barrier(self) -> None:
+        """Wait until all members have come here."""
+        self._gather("barrier()", b"")
+
+    def allreduce(self, value: Any, op: str = "sum") -> Any:
+        """Combine values of all members, element by element, in the order of their ranks.
+
+        The result has the same bits on all members, and whenever the function runs again.
+
+        Parameters
+        ----------
+        value : number or array
+            Of one shape and one dtype on all members. It is not changed.
+        op : {"sum", "prod", "min", "max"}
+            How two values are combined.
+
+        Returns
+        -------
+        number or array
+            A NumPy scalar if `value` has no dimensions.
+
+        Raises
+        ------
+        InputError
+            If there is no such operation, or `value` holds no numbers.
+        SectionError
+            If the members made different calls, or gave values of different shapes or dtypes.
+        """
+        if op not in _REDUCTIONS:
+            raise InputError(f"op: expected one of {', '.join(_REDUCTIONS)}, got {op!r}.")
+        own = _numbers(value)
+        given = self._gather(f"allreduce({op!r}) of {own.dtype.str} {own.shape}", own.tobytes())
+        total, *others = (np.frombuffer(data, own.dtype).reshape(own.shape) for data in given)
+        total = total.copy()
+        for other in others:
+            _REDUCTIONS[op](total, other, out=total)
+        return total[()]
+
+    def allgather(self, value: Any) -> Any:
+        """Return the values of all members, by rank.
+
+        Parameters
+        ----------
+        value : number or array
+            Of one shape and one dtype on all members.
+
+        Returns
+        -------
+        numpy.ndarray
+            With one dimension more than `value`, in front.
+
+        Raises
+        ------
+        InputError
+            If `value` holds no numbers.
+        SectionError
+            As `allreduce` raises it.
+        """
+        own = _numbers(value)
+        given = self._gather(f"allgather() of {own.dtype.str} {own.shape}", own.tobytes())
+        return np.frombuffer(b"".join(given), own.dtype).reshape(self.size, *own.shape).copy()
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Return one member's value.
+
+        Parameters
+        ----------
+        value : number or array
+            Of one shape and one dtype on all members; only that of `root` counts.
+        root : int
+            Whose value it is.
+
+        Returns
+        -------
+        number or array
+            A NumPy scalar if `value` has no dimensions.
+
+        Raises
+        ------
+        InputError
+            If there is no such member, or `value` holds no numbers.
+        SectionError
+            As `allreduce` raises it.
+        """
+        if root not in range(self.size):
+            raise InputError(f"root: expected a rank below {self.size}, got {root!r}.")
+        own = np.array(_numbers(value))
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        call = f"broadcast(root={root}) of {own.dtype.str} {own.shape}"
+        if self.rank == root:
+            data = own.tobytes()
+            self._exchange(call, dict.fromkeys(others, data), {})
+        else:
+            found = self._exchange(call, {}, {root: bytearray(own.nbytes)})
+            own = np.frombuffer(found[root], own.dtype).reshape(own.shape)
+        return own[()]
+
+    def _gather(self, call: str, data: bytes) -> list[Buffer]:
+        """Give each member what each gives, by rank."""
+        return [data] if self._links is None else self._links.gather(call, data)
+
+    def _exchange(
+        self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
+    ) -> dict[int, memoryview]:
+        return {} if self._links is None else self._links.exchange(call, sends, receives)
+
+
+def _numbers(value: Any) -> Any:
+    own = np.asarray(value)
+    if own.dtype.kind not in "biufcmM":
+        raise InputError(f"value: expected numbers, got {type(value).__name__}.")
+    return own

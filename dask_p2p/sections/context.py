@@ -1,0 +1,289 @@
+"""What the function of a gang gets beside its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import Box
+from dask_p2p.ops.rims import checked_boundaries, checked_depths
+from dask_p2p.plans.members import Members
+from dask_p2p.plans.rims import rims
+from dask_p2p.sections.collectives import Collectives
+from dask_p2p.sections.halo import Exchange, Padded, Pending
+from dask_p2p.sections.links import Links
+from dask_p2p.sections.progress import Progress
+from dask_p2p.sections.recut import Redistribution
+from dask_p2p.sections.saved import Checkpoints, Period
+from dask_p2p.sections.staged import checked_order
+from dask_p2p.sections.transforms import Transforms
+from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
+
+__all__ = ["Context"]
+
+
+class Context(Collectives, Transforms):
+    """One member's place among the members that run a function at the same time.
+
+    All members must call the same methods in the same order. Where they do not, all raise a
+    `SectionError` that names both calls.
+
+    Attributes
+    ----------
+    rank, size : int
+        Which member this is, of how many.
+    grid : tuple of int
+        How many members there are along each axis.
+    box : tuple of tuple of int
+        Where in the whole array this member's share is: (start, stop) of each axis.
+
+    Parameters
+    ----------
+    members : Members
+        Which member has what of the array.
+    rank : int
+        Which member this is.
+    links : Links or None
+        By which it exchanges; None if it is the only one.
+    checkpoints : Checkpoints or None
+        What keeps its states.
+    reads_memory : bool
+        Whether it may read the memory of others on its host, and they read its own.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        rank: int = 0,
+        links: Links | None = None,
+        checkpoints: Checkpoints | None = None,
+        reads_memory: bool = True,
+    ) -> None:
+        super().__init__(rank, members.size, links)
+        self.grid = members.grid
+        self.box: Box = members.box(rank)
+        self._members, self._checkpoints = members, checkpoints
+        self.progress = Progress()
+        self._redistribution = Redistribution(members, rank, links, reads_memory)
+
+    def padded(
+        self,
+        share: Array | None = None,
+        depth: DepthLike = 1,
+        boundary: BoundaryLike = "none",
+        corners: bool = False,
+        dtype: DTypeLike | None = None,
+        exchange: str = "auto",
+    ) -> Padded:
+        """Return memory for this member's share with rims around it.
+
+        Parameters
+        ----------
+        share : array, optional
+            What is copied into it. By default it has zeros.
+        depth, boundary
+            Width of the rims, and what lies beyond the ends of the array: as
+            `dask_p2p.map_overlap` takes them.
+        corners : bool
+            Whether rims include what lies across corners. Stencils that are shaped like a star do
+            not read that: without, it is zero, and does not move.
+        dtype : dtype, optional
+            By default that of `share`, or float64.
+        exchange : {"auto", "diagonal", "left-right", "pairwise"}
+            In which order `halo` exchanges messages: see `redistribute`.
+
+        Returns
+        -------
+        Padded
+            ``data`` is the whole, ``inner`` the share in it. `halo` fills the rims.
+
+        Raises
+        ------
+        InputError
+            If depth, boundary or exchange is nothing of the kind, `share` has another shape, or
+            there are Python objects in it.
+        """
+        whole = [tuple(map(sum, self._members.chunks))]
+        kind = np.dtype(dtype if dtype is not None else getattr(share, "dtype", np.float64))
+        if kind.hasobject:
+            raise InputError(f"dtype: expected one without Python objects, got {kind}.")
+        (widths,) = checked_depths(depth, whole)
+        (beyond,) = checked_boundaries(boundary, whole, kind)
+        call = f"halo() of {kind.str}, depth {widths}, boundary {beyond}, corners {bool(corners)}"
+        own = rims(self._members, self.rank, widths, beyond, bool(corners))
+        padded = Padded(Exchange(own, kind, call, self._links, checked_order(exchange)))
+        if share is not None:
+            if np.shape(share) != padded.inner.shape:
+                raise InputError(
+                    f"share: expected an array of shape {padded.inner.shape}, got one of shape "
+                    f"{np.shape(share)}."
+                )
+            padded.inner[...] = share
+        return padded
+
+    def halo(self, padded: Padded) -> Array:
+        """Fill the rims, from the shares of all members; return the share with its rims.
+
+        Raises
+        ------
+        SectionError
+            If the members made different calls, or rims differ between them.
+        """
+        return padded.exchange.begin(padded.data, beside=False).wait()
+
+    def halo_begin(self, padded: Padded) -> Pending:
+        """Begin to fill the rims; ``wait()`` of what is returned ends that, as `halo` does.
+
+        The function may compute ``padded.interior`` meanwhile, and then ``padded.frames``. The next
+        call that exchanges anything waits for rims that are on their way.
+
+        Raises
+        ------
+        InputError
+            If rims of this memory are on their way already.
+        SectionError
+            If the members made different calls, or rims differ between them.
+        """
+        return padded.exchange.begin(padded.data)
+
+    def redistribute(
+        self,
+        a: Array,
+        cut: Sequence[int] | None = None,
+        from_cut: Sequence[int] | None = None,
+        *,
+        axes: Sequence[int] | None = None,
+        shape: Sequence[int] | None = None,
+        out: Array | None = None,
+        exchange: str = "auto",
+    ) -> Array:
+        """Divide an array between the members along other axes; return what this one has then.
+
+        All members give each other what they then have: a transpose of slabs, if `cut` is another
+        axis. What is kept for messages is used again by the next call.
+
+        Parameters
+        ----------
+        a : array
+            What this member has of the array, of any dtype without Python objects. It is not
+            changed.
+        cut : sequence of int, optional
+            Axes that may be divided afterwards, as `dask_p2p.spmd` takes them. By default those
+            of the section's arrays. An array of their shape is divided in the same places where
+            as many members come along an axis; otherwise evenly. What a member has may be empty.
+        from_cut : sequence of int, optional
+            The same of `a`, as it is.
+        axes : sequence of int, optional
+            A permutation: axis ``i`` afterwards is axis ``axes[i]`` of `a`, and `cut` are axes
+            afterwards. By default axes stay.
+        shape : sequence of int, optional
+            Of the whole array that is `a` at all members. By default that of the section's arrays,
+            before the axes are permuted; or after it if `from_cut` is given, and no `cut`.
+        out : array, optional
+            Memory for the result: a loop that gives it allocates nothing. Not that of `a`.
+        exchange : {"auto", "diagonal", "left-right", "pairwise"}
+            In which order. "auto": with all members at the same time. In the others each has one
+            partner at a time: those after it, in turn; the neighbours at the right and at the left,
+            then those behind them; or another one for both ways.
+
+        Returns
+        -------
+        numpy.ndarray
+            The caller's own: `out` if that is given.
+
+        Raises
+        ------
+        AxesError
+            If the array has no such axes.
+        InputError
+            If `a` or `out` has another shape, or cannot be exchanged, or there is no such order.
+        SectionError
+            If the members made different calls.
+        """
+        recut = self._redistribution.recut(cut, from_cut, axes, shape)
+        return recut(a, out, checked_order(exchange))
+
+    def box_of(self, cut: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Box:
+        """Return what `box` is for another cut: see `redistribute`."""
+        return self._redistribution.members(cut, shape).box(self.rank)
+
+    def steps(
+        self, count: int, save: Sequence[Array] = (), every: int | str | None = "30 s"
+    ) -> Iterator[int]:
+        """Count steps, and keep the state of the function now and then.
+
+        When the members run again, since a worker was lost, the steps go on where all states were
+        kept last. A function may have one such loop.
+
+        Parameters
+        ----------
+        count : int
+            How many steps there are.
+        save : sequence of array
+            All that a step needs of the steps before it. The arrays are filled with the state that
+            was kept before the first step, and must be the same ones in all steps.
+        every : int, str or None
+            After how many steps, or how much time, a state is kept: on the member's own worker,
+            and on another one. None for never.
+
+        Yields
+        ------
+        int
+            The number of the step, from 0; or from where the members go on.
+
+        Raises
+        ------
+        InputError
+            If `every` is nothing of the kind.
+        SectionError
+            If the members made different calls.
+        """
+        period, self.progress.steps = Period(every), count
+        for step in range(self.restore(*save), count):
+            yield step
+            self.progress.step = step + 1
+            if step + 1 < count and self.is_due(period, step + 1):
+                self.checkpoint(step + 1, *save)
+
+    def is_due(self, period: Period, step: int) -> bool:
+        """Return whether a checkpoint is due after so many steps: the same on all members."""
+        if self._checkpoints is None:
+            return False
+        return period.is_due(step, lambda values: self.allreduce(values, "max"))
+
+    def checkpoint(self, step: int, *arrays: Array) -> None:
+        """Keep copies of arrays: what is needed to go on after so many steps.
+
+        Parameters
+        ----------
+        step : int
+            How many steps there have been: more than at the last checkpoint.
+        *arrays
+            As many on all members. Copies are kept on this worker and on another one.
+
+        Raises
+        ------
+        SectionError
+            If the members made different calls.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.save(step, arrays)
+
+    def restore(self, *arrays: Array) -> int:
+        """Fill arrays with what was kept by the last checkpoint of all members, if there is one.
+
+        Returns
+        -------
+        int
+            After how many steps that was; 0 if there is none, and for a second call.
+
+        Raises
+        ------
+        SectionError
+            If the members made different calls.
+        """
+        step = 0 if self._checkpoints is None else self._checkpoints.restore(arrays)
+        self.progress.step = self.progress.first = step
+        return step

@@ -1,0 +1,326 @@
+"""Which gangs run: all members of a gang at the same time, or none of them.
+
+A *gang* is tasks that run at the same time and exchange data, its *members*. An *attempt* is one
+run of all members. Gangs start in the order in which they became whole, each when no worker of it
+runs another one; a gang that waits reserves its workers, so none is overtaken for ever. Any failure
+ends the attempt for all members, and all come again. Outputs count only once all members have
+returned: that *commits* the attempt.
+
+This is a state machine: no Dask, no asyncio, no clock. The scheduler's plugin tells it what happens
+(`dask_p2p.sections.scheduler`) and asks it what a member is to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+__all__ = ["COMMIT", "Coordinator", "Order", "Wait"]
+
+#: In the place of a rank, in the key of the task that depends on all members.
+COMMIT = "commit"
+
+State = Literal["waiting", "running", "returned", "committed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one run of a member is to do.
+
+    Parameters
+    ----------
+    state
+        Where it stands. "waiting" and "returned" are to be waited out; "running" starts the user's
+        function; "committed" hands the output on; "stopped" ends the run.
+    attempt
+        Number of the attempt, from 1; 0 before the first.
+    failures
+        Attempts that have ended early since the last one that committed.
+    peers
+        Of a member that runs: worker, ticket and endpoint of each member, by rank.
+    resume
+        Of a member that runs: the step at which the attempt begins; None if that is the first.
+    holders
+        By rank the member on whose worker the state of that step is.
+    error
+        Of a member that is stopped: the pickled exception that all members raise.
+    reason
+        Of a member that is stopped, and cannot come again: why, in words. A member without error
+        and reason comes again.
+    """
+
+    state: State
+    attempt: int = 0
+    failures: int = 0
+    peers: tuple[tuple[str, str, str], ...] = ()
+    resume: int | None = None
+    holders: tuple[int, ...] = ()
+    error: bytes | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a gang waits for: its own members, or if they are all there other gangs.
+
+    Parameters
+    ----------
+    size, attempt
+        How many members it has, and how often they have begun.
+    missing
+        Ranks of those that do not wait for it.
+    gangs
+        Those that have, or come before it to, workers which it needs.
+    """
+
+    size: int
+    attempt: int
+    missing: list[int]
+    gangs: list[str]
+
+
+@dataclass
+class _Member:
+    """The newest run of a member's task that has joined."""
+
+    ticket: str
+    worker: str
+    endpoint: str
+    saved: Mapping[int, Sequence[int]]
+    state: State = "waiting"
+    error: bytes | None = None
+    reason: str = ""
+
+    def stop(self, error: bytes | None = None, reason: str = "") -> None:
+        self.state, self.error, self.reason = "stopped", error, reason
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it belongs to an attempt that has not ended."""
+        return self.state in ("running", "returned")
+
+
+@dataclass
+class _Gang:
+    size: int
+    members: dict[int, _Member] = field(default_factory=dict)  # by rank
+    phase: Literal["gathering", "running", "committed"] = "gathering"
+    attempt: int = 0
+    failures: int = 0  # attempts that ended since the last commit, or without a new whole state
+    resume: int | None = None
+    holders: tuple[int, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        waiting = [member.state == "waiting" for member in self.members.values()]
+        return len(waiting) == self.size and all(waiting)
+
+    @property
+    def workers(self) -> set[str]:
+        return {member.worker for member in self.members.values()}
+
+    def start(self) -> None:
+        self.phase, self.attempt = "running", self.attempt + 1
+        for member in self.members.values():
+            member.state = "running"
+        holders: dict[int, dict[int, int]] = {}  # by step and rank
+        for number, member in sorted(self.members.items()):
+            for rank, steps in member.saved.items():
+                for step in steps:
+                    found = holders.setdefault(step, {})
+                    if rank == number or rank not in found:  # its own, if it is there
+                        found[rank] = number
+        whole = [step for step, found in holders.items() if len(found) == self.size]
+        before, self.resume, self.holders = self.resume, max(whole, default=None), ()
+        if self.resume is not None:
+            self.holders = tuple(holders[self.resume][rank] for rank in range(self.size))
+            if before is None or self.resume > before:
+                self.failures = 0
+
+
+class Coordinator:
+    """Starts, ends and commits the attempts of gangs.
+
+    Parameters
+    ----------
+    most_attempts : int
+        After so many attempts of a gang that ended without an error of the user's, all its members
+        fail.
+    """
+
+    def __init__(self, most_attempts: int) -> None:
+        self._most_attempts = most_attempts
+        self._gangs: dict[str, _Gang] = {}
+        self._queue: list[str] = []  # gangs that are whole and wait for their workers
+
+    def size(self, gang: str) -> int | None:
+        """Return how many members a gang has; None if none of them has joined."""
+        return self._gangs[gang].size if gang in self._gangs else None
+
+    def order(self, gang: str, rank: int, ticket: str) -> Order:
+        """Return what one run of a member is to do; one that is not known is to stop."""
+        member = self._member(gang, rank, ticket)
+        if member is None:
+            return Order("stopped")
+        found = self._gangs[gang]
+        order = Order(
+            member.state, found.attempt, found.failures, error=member.error, reason=member.reason
+        )
+        if member.state != "running":
+            return order
+        by_rank = (found.members[other] for other in range(found.size))
+        peers = tuple((each.worker, each.ticket, each.endpoint) for each in by_rank)
+        return replace(order, peers=peers, resume=found.resume, holders=found.holders)
+
+    def join(
+        self,
+        gang: str,
+        size: int,
+        rank: int,
+        ticket: str,
+        worker: str,
+        endpoint: str = "",
+        saved: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ) -> list[int]:
+        """Note that a member waits for its gang.
+
+        Parameters
+        ----------
+        gang, size, rank
+            Name of the gang, how many members it has, and which of them this is.
+        ticket
+            Of this run of the member's task, as no other has it.
+        worker, endpoint
+            Address of the worker that runs it, and where the others reach it.
+        saved
+            By rank: the steps whose states that worker has.
+
+        Returns
+        -------
+        list of int
+            Ranks whose outputs, if they are there, are of an attempt that no longer counts: an
+            output of a committed attempt was lost, so all members have to run again.
+
+        Raises
+        ------
+        ValueError
+            If other members have joined with another size.
+        """
+        found = self._gangs.setdefault(gang, _Gang(size))
+        if found.size != size or not 0 <= rank < size:
+            raise ValueError(f"expected a member of {found.size}, got {rank} of {size}")
+        if self._member(gang, rank, ticket) is not None:
+            return []  # it has asked before
+        again: list[int] = []
+        if found.phase == "running":
+            self._end(found, f"member {rank} came again")
+        elif found.phase == "committed":
+            found.phase = "gathering"
+            again = [other for other in range(size) if other != rank]
+        found.members[rank] = _Member(ticket, worker, endpoint, saved)
+        self._settle(gang)
+        return again
+
+    def leave(
+        self, gang: str, rank: int, ticket: str, cause: str = "", error: bytes | None = None
+    ) -> None:
+        """Note that a member's function has ended.
+
+        Parameters
+        ----------
+        gang, rank, ticket
+            As they joined.
+        cause
+            Why the attempt cannot go on; empty if the function has returned.
+        error
+            The pickled exception that all members are to raise; None if all come again.
+        """
+        member = self._member(gang, rank, ticket)
+        if member is None or member.state != "running":
+            return
+        found = self._gangs[gang]
+        if cause:
+            self._end(found, cause, error)
+        else:
+            member.state = "returned"
+            self._commit_if_complete(found)
+        self._settle(gang)
+
+    def drop(self, gang: str, rank: int, cause: str) -> None:
+        """Note that a member's task no longer runs: cancelled, moved, or its worker has gone."""
+        found = self._gangs.get(gang)
+        member = found.members.get(rank) if found else None
+        if found is None or member is None:
+            return
+        if member.takes_part:
+            self._end(found, cause)
+        elif member.state == "waiting":
+            member.stop()
+        self._settle(gang)
+
+    def is_committed(self, gang: str) -> bool:
+        """Return whether outputs of this gang count."""
+        return gang in self._gangs and self._gangs[gang].phase == "committed"
+
+    def wait(self, gang: str) -> Wait | None:
+        """Return what a gang waits for; None if no member of it waits."""
+        found = self._gangs.get(gang)
+        members = found.members if found else {}
+        there = [rank for rank, member in members.items() if member.state == "waiting"]
+        if found is None or not there:
+            return None
+        missing = [rank for rank in range(found.size) if rank not in there]
+        gangs: list[str] = []
+        if not missing:
+            running = [name for name, each in self._gangs.items() if each.phase == "running"]
+            before = running + self._queue[: self._queue.index(gang)]
+            gangs = [name for name in before if self._gangs[name].workers & found.workers]
+        return Wait(found.size, found.attempt, missing, gangs)
+
+    def forget(self, gang: str) -> None:
+        """Drop a gang whose tasks are all forgotten."""
+        self._gangs.pop(gang, None)
+        self._settle(gang)
+
+    def _member(self, gang: str, rank: int, ticket: str) -> _Member | None:
+        found = self._gangs.get(gang)
+        member = found.members.get(rank) if found else None
+        return member if member is not None and member.ticket == ticket else None
+
+    def _end(self, gang: _Gang, cause: str, error: bytes | None = None) -> None:
+        """End an attempt, if one runs, for all its members."""
+        reason = ""
+        gang.failures += 1
+        if error is None and gang.failures >= self._most_attempts:
+            reason = f"{gang.failures} attempts ended early, the last one since {cause}"
+        if error is not None or reason:
+            gang.failures = 0  # members that have retries left begin anew
+        gang.phase = "gathering"
+        for member in gang.members.values():
+            if member.takes_part:
+                member.stop(error, reason)
+
+    def _commit_if_complete(self, gang: _Gang) -> None:
+        if all(member.state == "returned" for member in gang.members.values()):
+            gang.phase, gang.failures, gang.resume = "committed", 0, None
+            for member in gang.members.values():
+                member.state = "committed"
+
+    def _settle(self, changed: str) -> None:
+        """Queue the gang that has changed if it is whole, and start all that can start."""
+        gang = self._gangs.get(changed)
+        is_whole = gang is not None and gang.is_whole
+        if is_whole and changed not in self._queue:
+            self._queue.append(changed)
+        elif not is_whole and changed in self._queue:
+            self._queue.remove(changed)
+        running = [each.workers for each in self._gangs.values() if each.phase == "running"]
+        taken = set[str]().union(*running)
+        for name in tuple(self._queue):
+            waiting = self._gangs[name]
+            if not waiting.workers & taken:
+                self._queue.remove(name)
+                waiting.start()
+            taken |= waiting.workers  # those of a gang that waits are reserved

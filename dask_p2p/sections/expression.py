@@ -1,0 +1,42 @@
+"""What a gang makes as an expression of array-expr, Dask's query planning for arrays.
+
+As `dask_p2p.graph.expression`, imported only where arrays are expressions.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from dask_p2p.geometry import Chunks
+from dask_p2p.graph.expression import PlannedExpr
+
+__all__ = ["SectionExpr"]
+
+
+class SectionExpr(PlannedExpr):
+    """One of the arrays that a gang makes.
+
+    The operands are a `Section`, the number of the array, and then the expressions of the inputs.
+    Arrays of one section have the same members, as these are named by the inputs.
+    """
+
+    _parameters = ("section", "number")
+
+    @cached_property
+    def _name(self) -> str:
+        return f"{self.section.prefix}-{self.number}-{self.deterministic_token}"
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        chunks: Chunks = self.section.chunks(self.number)
+        return chunks
+
+    @cached_property
+    def _meta(self) -> Any:
+        return self.section.meta(self.number)
+
+    def _layer(self) -> dict[Any, Any]:
+        gang, tasks = self.section.tasks([array._name for array in self.dependencies()])
+        both: dict[Any, Any] = tasks | self.section.hand_outs(self._name, gang, self.number)
+        return both

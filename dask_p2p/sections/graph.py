@@ -1,0 +1,310 @@
+"""A gang as tasks of a Dask graph.
+
+Member tasks, then one task that depends on all of them, then one task for each output block, which
+hands it out. The one in the middle makes culling keep all members, and brings all of them back when
+an output of any is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from dask.array.core import new_da_object
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.task_spec import List, Task, TaskRef
+
+from dask_p2p.backends import as_array
+from dask_p2p.config import Options
+from dask_p2p.engine.memory import in_memory_bytes
+from dask_p2p.engine.task import AssembleTask, Blocks, MemberTask
+from dask_p2p.errors import BlockMismatchError
+from dask_p2p.geometry import Chunks, box_slices
+from dask_p2p.plans.members import Members
+from dask_p2p.sections.coordinator import COMMIT
+from dask_p2p.sections.estimate import SectionEstimate, check_memory, section_estimate
+from dask_p2p.sections.member import run_member
+from dask_p2p.transports.replies import checked_block
+from dask_p2p.types import Array, DaskArray, DType
+from dask_p2p.versioned import versioned
+
+__all__ = ["Section", "Shares", "ValueSpec", "section_arrays", "shape_of"]
+
+
+def section_arrays(
+    prefix: str,
+    function: Callable[..., Any],
+    arrays: Sequence[DaskArray],
+    members: Members,
+    outputs: int,
+    dtype: DType,
+    options: Options,
+    per_member: Sequence[ValueSpec] = (),
+) -> tuple[DaskArray, ...]:
+    """Return the lazy arrays that a gang makes.
+
+    Parameters
+    ----------
+    prefix : str
+        Of the new arrays' names: what Dask calls the tasks.
+    function : callable
+        Called on each member with a context and its `Shares` of the arrays. Returns as many arrays
+        of the share's shape as there are outputs, and then values, in a tuple.
+    arrays : sequence of dask.array.Array
+        The inputs, of the same chunks, in NumPy blocks; of a graph, or of expressions.
+    members : Members
+        Which of them has what.
+    outputs : int
+        How many arrays there are.
+    dtype : numpy.dtype
+        Of these.
+    options : Options
+        What travels with the tasks.
+    per_member : sequence of ValueSpec
+        Of values of each member, which become arrays with a block for each.
+    """
+    inputs = tuple(np.dtype(x.dtype) for x in arrays)
+    body = _Body(function, members, inputs, outputs, np.dtype(dtype), tuple(per_member))
+    section = Section(prefix, body, options)
+    if hasattr(arrays[0], "expr"):
+        from dask_p2p.sections.expression import SectionExpr
+
+        inside = [x.expr for x in arrays]
+        numbers = range(body.arrays)
+        return tuple(type(arrays[0])(SectionExpr(section, i, *inside)) for i in numbers)
+    names = [x.name for x in arrays]
+    gang, tasks = section.tasks(names)
+    graph = HighLevelGraph.from_collections(gang, tasks, dependencies=list(arrays))
+    made = []
+    for number in range(body.arrays):
+        name = f"{prefix}-{number}-{section.token(names)}"
+        hand_outs = MaterializedLayer(section.hand_outs(name, gang, number))
+        layers = {**graph.layers, name: hand_outs}
+        whole = HighLevelGraph(layers, {**graph.dependencies, name: {gang}})
+        meta = section.meta(number)
+        made.append(new_da_object(whole, name, section.chunks(number), meta=meta, dtype=meta.dtype))
+    return tuple(made)
+
+
+class ValueSpec(NamedTuple):
+    """What each member returns beside its arrays."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a gang does, whatever its inputs are called.
+
+    Parameters
+    ----------
+    prefix
+        Of the names of what it makes.
+    body
+        What each member calls.
+    options
+        What travels with the tasks.
+    """
+
+    prefix: str
+    body: _Body
+    options: Options
+
+    def token(self, names: Sequence[str]) -> str:
+        """Return what tells the gang from others, by the names of its inputs."""
+        token: str = tokenize(self.prefix, self.body, list(names), self.options)
+        return token
+
+    def tasks(self, names: Sequence[str]) -> tuple[str, dict[Any, Task]]:
+        """Return the name of the gang, and the tasks of its members and of the commit."""
+        gang, members = f"{self.prefix}-members-{self.token(names)}", self.body.members
+        tasks: dict[Any, Task] = {}
+        for rank in range(members.size):
+            indices = [index for index, _ in members.blocks(rank)]
+            blocks = [List(*(TaskRef((name, *index)) for index in indices)) for name in names]
+            key, given = (gang, rank), (gang, rank, members, self.body, self.options)
+            tasks[key] = MemberTask(key, run_member, *given, *blocks)
+        # References to what the members return: that stays where it is.
+        plan: Any = _ReadsNothing(members.size)
+        output: Any = None
+        tasks[gang, COMMIT] = AssembleTask.of(
+            (gang, COMMIT), plan, (), output, Blocks(*tasks), _depend_on_all
+        )
+        return gang, tasks
+
+    def _value(self, number: int) -> ValueSpec | None:
+        """Return what each member has one of in an array; None if it has a share."""
+        beside = number - self.body.outputs
+        return None if beside < 0 else self.body.per_member[beside]
+
+    def chunks(self, number: int) -> Chunks:
+        """Return the chunks of one of the arrays."""
+        members, value = self.body.members, self._value(number)
+        if value is None:
+            return members.chunks
+        return ((1,) * members.size, *((length,) for length in value.shape))
+
+    def meta(self, number: int) -> Array:
+        """Return an empty array of the kind of one of the arrays."""
+        value = self._value(number)
+        dtype = self.body.dtype if value is None else value.dtype
+        return np.empty((0,) * len(self.chunks(number)), dtype)
+
+    def hand_outs(self, name: str, gang: str, number: int) -> dict[Any, Task]:
+        """Return the tasks that hand out the blocks of one of the arrays."""
+        tasks = {}
+        value = self._value(number)
+        for rank in range(self.body.members.size):
+            indices = [index for index, _ in self.body.members.blocks(rank)]
+            if value is not None:
+                indices = [(rank, *(0 for _ in value.shape))]
+            for position, index in enumerate(indices):
+                key, refs = (name, *index), (TaskRef((gang, rank)), TaskRef((gang, COMMIT)))
+                tasks[key] = Task(key, _hand_out, *refs, number, position)
+        return tasks
+
+
+@versioned()
+@dataclass(frozen=True)
+class _ReadsNothing:
+    """Plan of a task that depends on members, and reads nothing of what they return."""
+
+    members: int
+
+    def source_elements(self, index: Any) -> tuple[int, ...]:
+        return (0,) * self.members
+
+
+class Shares:
+    """A member's shares of the arrays, in blocks as yet.
+
+    Parameters
+    ----------
+    members, rank
+        Which member has what, and which of them this is.
+    arrays : sequence of sequences of array
+        Of each array the blocks of this member.
+    dtypes : sequence of numpy.dtype
+        Of each array, as it is declared.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        rank: int,
+        arrays: Sequence[Sequence[Array]],
+        dtypes: Sequence[DType],
+    ) -> None:
+        blocks = list(members.blocks(rank))
+        self._indices, self._dtypes = [index for index, _ in blocks], dtypes
+        self.boxes = [box_slices(box) for _, box in blocks]
+        self.shape = members.shape(rank)
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def copy_into(self, number: int, share: Array) -> None:
+        """Copy the share of one array into memory that is given."""
+        dtype = self._dtypes[number]
+        for box, block, index in zip(self.boxes, self._arrays[number], self._indices, strict=True):
+            key, shape = (f"input {number}", *index), share[box].shape
+            share[box] = checked_block(as_array(block), key, shape, dtype)
+
+    def copy(self, number: int) -> Array:
+        """Return the share of one array: the caller's own."""
+        share = np.empty(self.shape, self._dtypes[number])
+        self.copy_into(number, share)
+        return share
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What a member does with its blocks: joins them, calls the function, and cuts the result."""
+
+    function: Callable[..., Any]
+    members: Members
+    inputs: tuple[DType, ...]
+    outputs: int
+    dtype: DType
+    per_member: tuple[ValueSpec, ...] = ()
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays are made."""
+        return self.outputs + len(self.per_member)
+
+    def __call__(self, ctx: Any, *arrays: Sequence[Any]) -> list[list[Any]]:
+        given_bytes = sum(in_memory_bytes(block) for blocks in arrays for block in blocks)
+        check_memory(lambda: replace(self._estimate(ctx.rank), input_bytes=given_bytes))
+        shares = Shares(self.members, ctx.rank, arrays, self.inputs)
+        returned = self.function(ctx, shares)
+        values = self._values(ctx.rank, returned) if self.per_member else []
+        returned = returned[: self.outputs] if self.per_member else returned
+        self._check(ctx.rank, shares.shape, returned)
+        made = [[np.array(each[box], self.dtype) for box in shares.boxes] for each in returned]
+        return made + [[value] for value in values]
+
+    def _values(self, rank: int, returned: Any) -> list[Array]:
+        """Return the blocks of what a member returns beside its arrays."""
+        found = []
+        if len(returned) != self.arrays:
+            raise BlockMismatchError(
+                f"expected {self.outputs} array{'s' * (self.outputs != 1)} and "
+                f"{len(self.per_member)} per_member from the function on member {rank}, got "
+                f"{len(returned)} in all. Return a tuple of as many."
+            )
+        for value, spec in zip(returned[self.outputs :], self.per_member, strict=True):
+            own = np.asarray(value)
+            if own.shape != spec.shape or not np.can_cast(own.dtype, spec.dtype, "same_kind"):
+                raise BlockMismatchError(
+                    f"expected a value of shape {spec.shape} that becomes {spec.dtype} from the "
+                    f"function on member {rank}, as per_member says, got {own.shape} {own.dtype}."
+                )
+            found.append(own.astype(spec.dtype)[np.newaxis])
+        return found
+
+    def estimate(self) -> SectionEstimate:
+        """Return what the member that needs most memory has, and sends."""
+        each = map(self._estimate, range(self.members.size))
+        return max(each, key=lambda found: found.total_bytes)
+
+    def _estimate(self, rank: int) -> SectionEstimate:
+        given = self.members, rank, self.inputs
+        found = section_estimate(*given, self.outputs, self.dtype)
+        more: Any = getattr(self.function, "estimate", None)
+        return found if more is None else more(found, *given)
+
+    def _check(self, rank: int, shape: tuple[int, ...], returned: Any) -> None:
+        each = returned if isinstance(returned, (tuple, list, np.ndarray)) else (returned,)
+        found = [shape_of(array) for array in each[: self.outputs + 1]]
+        if found != [shape] * self.outputs:
+            raise BlockMismatchError(
+                f"expected {self.outputs} array{'s' * (self.outputs > 1)} of shape {shape} from "
+                f"the function on member {rank}, got {found}. Return arrays of the shape of the "
+                f"member's share, in a tuple if outputs is not 1."
+            )
+        for each in returned:
+            if not np.can_cast(each.dtype, self.dtype, "same_kind"):
+                raise BlockMismatchError(
+                    f"expected an array that becomes {self.dtype} from the function on member "
+                    f"{rank}, got {each.dtype}. Say what it returns by dtype=..., or convert it."
+                )
+
+
+def shape_of(array: Any) -> tuple[int, ...] | str:
+    """Return the shape of what a function has returned, or its type if it is no plain array."""
+    is_plain = isinstance(array, (np.ndarray, np.generic)) and not np.ma.isMaskedArray(array)
+    return array.shape if is_plain else type(array).__name__
+
+
+def _depend_on_all(*args: Any) -> None:
+    """Do nothing: the members' outputs count as soon as this is done."""
+
+
+def _hand_out(made: list[list[Any]], _: None, number: int, position: int) -> Any:
+    return made[number][position]

@@ -1,0 +1,214 @@
+"""Shares with rims, and the exchange that fills these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import Box, box_shape, box_slices
+from dask_p2p.plans.frames import interior_and_frames
+from dask_p2p.plans.rims import Rims
+from dask_p2p.sections.links import Buffer, Links
+from dask_p2p.sections.staged import begin_in_order
+from dask_p2p.types import Array, DType
+
+__all__ = ["Exchange", "Padded", "Part", "Pending"]
+
+
+_LARGE_BYTES = 1 << 16  # of rims for one member: between hosts sockets may take less at once
+
+
+class Part(NamedTuple):
+    """A part of a share, and what a stencil reads for it."""
+
+    data: Array  # with its rims
+    inner: Any  # where the part is in `data`: slices
+    where: Any  # and in the share
+
+
+class Padded:
+    """A member's share with rims around it.
+
+    Attributes
+    ----------
+    data : numpy.ndarray
+        The share with its rims.
+    inner : numpy.ndarray
+        The share: a view of `data`.
+
+    Parameters
+    ----------
+    exchange : Exchange
+        What fills the rims of arrays like this one.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.data: Array = np.zeros(exchange.rims.shape, exchange.dtype)
+        self.inner: Array = self.data[box_slices(exchange.rims.inner)]
+        self._parts: dict[Any, Part] = {}  # each step asks for the same ones
+
+    @property
+    def interior(self) -> Part:
+        """What can be computed before rims of other members are there; it may be empty.
+
+        A `Part`: `data`, the part with its rims; slices `inner`, where the part is in that, and
+        `where`, where it is in the share.
+        """
+        return self.part(self.exchange.boxes[0])
+
+    @property
+    def frames(self) -> list[Part]:
+        """What cannot: two parts for each axis that is divided, or the whole share."""
+        return [self.part(box) for box in self.exchange.boxes[1:]]
+
+    def part(self, box: Box, depth: Sequence[tuple[int, int]] | None = None) -> Part:
+        """Return a box of the share, with rims that are no wider than given."""
+        widths = self.exchange.rims.depth if depth is None else tuple(depth)
+        if (box, widths) not in self._parts:
+            self._parts[box, widths] = self._part(box, widths)
+        return self._parts[box, widths]
+
+    def _part(self, box: Box, widths: tuple[tuple[int, int], ...]) -> Part:
+        rims, seen, own = self.exchange.rims, [], []
+        of_axes = zip(box, rims.inner, rims.shape, widths, strict=True)
+        for (start, stop), (first, _), size, (before, after) in of_axes:
+            low = max(0, first + start - before)
+            seen.append((low, min(size, first + stop + after)))
+            own.append((first + start - low, first + stop - low))
+        data = self.data[box_slices(tuple(seen))]
+        return Part(data, box_slices(tuple(own)), box_slices(box))
+
+
+class Exchange:
+    """Fills the rims of shares, again and again.
+
+    Parameters
+    ----------
+    rims : Rims
+        Of this member's share.
+    dtype : numpy.dtype
+    call : str
+        What is exchanged. All members must name the same.
+    links : Links or None
+        By which members exchange; None if this is the only one.
+    order : str
+        Of messages: one of `dask_p2p.plans.orders.ORDERS`.
+    """
+
+    def __init__(
+        self, rims: Rims, dtype: DType, call: str, links: Links | None, order: str = "auto"
+    ) -> None:
+        self.rims, self.dtype, self._call, self._links = rims, np.dtype(dtype), call, links
+        self._order = order
+        self._receives = {rank: _Packed(boxes, dtype) for rank, boxes in rims.receives.items()}
+        self._sends = {rank: _Packed(boxes, dtype) for rank, boxes in rims.sends.items()}
+        self._receive_buffers: dict[int, Buffer | None] = {
+            rank: packed.buffer for rank, packed in self._receives.items()
+        }
+        self._send_buffers = {rank: packed.buffer for rank, packed in self._sends.items()}
+        self._local = [(box_slices(src), box_slices(dst)) for src, dst in rims.local]
+        self._fills = [(box_slices(fill.dst), fill.value) for fill in rims.fills]
+        packed = [*self._receives.values(), *self._sends.values()]
+        self._is_large = any(len(each.buffer) > _LARGE_BYTES for each in packed)
+        self._pending: Pending | None = None
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """Of the share: what needs no rims of other members, then what does."""
+        return interior_and_frames(self.rims)
+
+    @property
+    def reaches_other_hosts(self) -> bool:
+        """Whether rims come from members on other hosts."""
+        links = self._links
+        return links is not None and any(map(links.is_on_other_host, self._receives))
+
+    def begin(self, data: Array, beside: bool = True) -> Pending:
+        """Begin to fill the rims of this member's share, from those of all members.
+
+        Parameters
+        ----------
+        data
+            The share with its rims.
+        beside
+            Whether the caller has something else to do: large rims need a thread then.
+        """
+        if self._pending is not None:
+            raise InputError(
+                "expected wait() of the exchange that halo_begin() began, before these rims are "
+                "exchanged again. Give other fields memory of their own: ctx.padded."
+            )
+        for packed in self._sends.values():
+            for src, region in packed.regions:
+                region[...] = data[src]
+        end = None
+        if self._links is not None:
+            beside = beside and self._is_large
+            buffers = self._send_buffers, self._receive_buffers
+            end = begin_in_order(self._links, self._order, self._call, *buffers, beside)
+        for dst, value in self._fills:
+            data[dst] = value
+        for src, dst in self._local:
+            data[dst] = data[src]
+        self._pending = Pending(self, data, end)
+        return self._pending
+
+    def end(self, data: Array) -> None:
+        """Put what has come into the rims."""
+        self._pending = None
+        for packed in self._receives.values():
+            for dst, region in packed.regions:
+                data[dst] = region
+
+
+class Pending:
+    """Rims that are on their way.
+
+    Parameters
+    ----------
+    exchange, data
+        What fills the rims, and of which share.
+    end : callable or None
+        Waits until they are here.
+    """
+
+    def __init__(self, exchange: Exchange, data: Array, end: Callable[[], Any] | None) -> None:
+        self._exchange: Exchange | None = exchange
+        self._data, self._end = data, end
+
+    def wait(self) -> Array:
+        """Wait until the rims are filled; return the share with its rims.
+
+        Raises
+        ------
+        SectionError
+            If the members made different calls, or rims differ between them.
+        """
+        if self._exchange is not None:
+            if self._end is not None:
+                self._end()
+            self._exchange.end(self._data)
+            self._exchange = None
+        return self._data
+
+
+class _Packed:
+    """Memory for some regions of an array, one after the other."""
+
+    def __init__(self, boxes: list[Box], dtype: DType) -> None:
+        whole = np.empty(sum(prod(box_shape(box)) for box in boxes), dtype)
+        whole_bytes: Any = whole.view("u1")
+        self.buffer: Buffer = memoryview(whole_bytes)
+        self.regions: list[tuple[Any, Array]] = []
+        start = 0
+        for box in boxes:
+            shape = box_shape(box)
+            stop = start + prod(shape)
+            self.regions.append((box_slices(box), whole[start:stop].reshape(shape)))
+            start = stop

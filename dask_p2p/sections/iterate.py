@@ -1,0 +1,196 @@
+"""`iterate`: a stencil that is applied again and again, on all workers at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from dask_p2p.config import checked_options
+from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.inputs import checked_count
+from dask_p2p.ops.arguments import is_dask_array
+from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.ops.rims import checked_boundaries, checked_depths
+from dask_p2p.plugins.registration import register_if_possible
+from dask_p2p.sections.arguments import (
+    check_computed,
+    check_function,
+    check_shares,
+    chosen_members,
+)
+from dask_p2p.sections.graph import section_arrays
+from dask_p2p.sections.iteration import Iteration
+from dask_p2p.sections.saved import checked_period
+from dask_p2p.sections.staged import checked_order
+from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
+
+__all__ = ["iterate"]
+
+
+def iterate(
+    func: Callable[..., Any],
+    x: DaskArray | Sequence[DaskArray],
+    depth: DepthLike,
+    steps: int,
+    *,
+    boundary: BoundaryLike = "periodic",
+    constants: Sequence[Any] = (),
+    corners: bool = False,
+    overlap: bool | Literal["auto"] = "auto",
+    exchange: str = "auto",
+    until: Callable[..., bool] | None = None,
+    check_every: int = 1,
+    checkpoint_every: int | str | None = "30 s",
+    members: int | None = None,
+    dtype: DTypeLike | None = None,
+    **kwargs: Any,
+) -> DaskArray | tuple[DaskArray, ...]:
+    """Apply a function of blocks with rims again and again, exchanging the rims between workers.
+
+    That is one layer of the graph for all steps. A member of each worker has one contiguous share
+    of the array; a step costs what the function takes, and the exchange of rims.
+
+    Parameters
+    ----------
+    func : callable
+        ``func(*fields, *constants, out=out)`` fills `out`, a share without rims. Without a
+        parameter `out` it returns the new share, with or without rims; that allocates in each step.
+        Fields have rims of `depth` around them, and must not be changed. It must depend on nothing
+        but what it is given.
+    x : dask.array.Array or sequence of them
+        The field to begin with. Several are levels of time, the newest first: what `func` makes
+        becomes the newest, and the oldest goes. Of one shape and chunks, in NumPy blocks.
+    depth : int, tuple, dict or list
+        Width of the rims, as `dask_p2p.map_overlap` takes it; in a list one for each field. Rims
+        may be wider than a member's share.
+    steps : int
+        How often `func` is applied, at most.
+    boundary : str, scalar, tuple or dict, optional
+        What lies beyond the ends of the array, as `dask_p2p.map_overlap` takes it: by default
+        "periodic". With "none" shares at the ends have no rim there.
+    constants : sequence, optional
+        What `func` reads in each step beside the fields. Of Dask arrays, which have x's shape, a
+        member gets its share, without rims; others are given as they are.
+    corners : bool, optional
+        Whether rims reach round corners. Stencils that are shaped like a star do not need that.
+    overlap : bool or "auto", optional
+        Whether `func` is applied to the inside of a share while rims are on their way, then to
+        what is left, in two parts for each axis that is divided. It is called with parts then,
+        and must give the same values for these. "auto", the default: where rims come from
+        another host, and shares have at least 2**18 elements.
+    exchange : {"auto", "diagonal", "left-right", "pairwise"}
+        In which order members exchange rims: see `dask_p2p.sections.Context.redistribute`.
+    until : callable, optional
+        ``until(*numbers)`` says whether to stop. `func` returns the numbers, beside the new share
+        if it returns that; they are summed over all members.
+    check_every : int, optional
+        After how many steps each `until` is asked, by default after each.
+    checkpoint_every : int, str or None, optional
+        After how many steps, or how much time, members keep copies of the fields on their own and
+        on another worker. When a worker is lost, all go on from there; without, from the start.
+    members : int, optional
+        At most so many, and at most the blocks of the array. By default the workers of the current
+        cluster; 1 without a cluster, or with an asynchronous client.
+    dtype : dtype, optional
+        Of the fields and the result, by default that of the first field.
+    **kwargs
+        For `func`, as they are.
+
+    Returns
+    -------
+    dask.array.Array, or tuple of them
+        As many as fields, the newest first, with the chunks of `x`.
+
+    Raises
+    ------
+    InputError
+        If `func` cannot be called, a number is too small, or depth or boundary is nothing of the
+        kind; or if constants or keywords have still to be computed, but for arrays.
+    ChunksError
+        If chunk sizes are unknown, or differ between fields.
+    UnsupportedArrayError
+        If a field is no Dask array of NumPy blocks, or has Python objects.
+    BlockMismatchError
+        When it runs, if `func` returns something else, or does not fill all of `out`.
+    SectionError
+        When it runs, if the members come to no end after `p2p.attempts` attempts.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> def smooth(u, out):
+    ...     out[:] = (u[:-2] + u[2:]) / 2
+    >>> x = da.arange(6, chunks=3, dtype=float)
+    >>> iterate(smooth, x, depth=1, steps=2, boundary="nearest").compute(scheduler="sync")
+    array([0.75, 1.25, 2.  , 3.  , 3.75, 4.25])
+    """
+    check_function(func, "fields with rims")
+    if until is not None:
+        check_function(until, "numbers", "until")
+    checked_period(checkpoint_every)
+    fields: list[Any] = list(x) if isinstance(x, (list, tuple)) else [x]
+    check_shares(fields)
+    first = fields[0]
+    if isinstance(boundary, list):
+        raise InputError(
+            f"boundary: expected one for all fields, got {boundary!r}. A field becomes the one "
+            f"before the newest, so all have the same."
+        )
+    if overlap not in (True, False, "auto"):
+        raise InputError(f"overlap: expected True, False or 'auto', got {overlap!r}.")
+    shapes = [first.shape] * len(fields)
+    kind = np.dtype(first.dtype if dtype is None else dtype)
+    if kind.hasobject:
+        raise UnsupportedArrayError(
+            f"expected fields without Python objects, which members cannot exchange, got {kind}. "
+            f"Convert them, x.astype(...)."
+        )
+    if not isinstance(constants, (list, tuple)):
+        raise InputError(
+            f"constants: expected a tuple of what the function reads, got "
+            f"{type(constants).__name__}. Give one as (constant,)."
+        )
+    given = tuple((True, None) if is_dask_array(c) else (False, c) for c in constants)
+    check_computed(*(value for _, value in given), *kwargs.values())
+    fields = [field.astype(kind) for field in fields]
+    iteration = Iteration(
+        function=func,
+        depths=tuple(checked_depths(depth, shapes)),
+        steps=checked_count("steps", steps=steps),
+        dtype=kind,
+        boundary=checked_boundaries(boundary, shapes, kind)[0],
+        corners=bool(corners),
+        overlap=overlap,
+        exchange=checked_order(exchange),
+        constants=given,
+        until=until,
+        check_every=checked_count("steps", check_every=check_every),
+        period=checkpoint_every,
+        kwargs=kwargs,
+    )
+    arrays = [_aligned(each, first) for each in constants if is_dask_array(each)]
+    options = checked_options()
+    register_if_possible()
+    made = section_arrays(
+        "p2p-iterate",
+        iteration,
+        [*fields, *arrays],
+        chosen_members(first, members, None),
+        len(fields),
+        kind,
+        options,
+    )
+    return made[0] if is_dask_array(x) else made
+
+
+def _aligned(constant: DaskArray, field: DaskArray) -> DaskArray:
+    if constant.shape != field.shape:
+        raise ChunksError(
+            f"constants: expected Dask arrays of the fields' shape, {field.shape}, got one of "
+            f"shape {constant.shape}. Compute it first, if all members are to have the whole of it."
+        )
+    aligned = constant if constant.chunks == field.chunks else rechunk(constant, field.chunks)
+    check_shares([aligned])
+    return aligned

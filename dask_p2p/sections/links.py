@@ -1,0 +1,310 @@
+"""Links: how the members of one attempt bring bytes to each other. The data plane of gangs.
+
+Two members share one stream socket: a Unix socket on one host, TCP between hosts. It is made when
+they first need it. A socket blocks without spinning, and ends at once when the process at its other
+end dies. Nothing of Dask is in the way: a message is written and read in the members' own threads.
+
+Each message begins with the number and the text of the call that sends it. So members whose calls
+differ find that out with the first message, instead of waiting for each other.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from math import inf
+
+from dask_p2p.errors import P2PError, SectionError
+from dask_p2p.sections.endpoint import Endpoint, Reach, is_lost
+from dask_p2p.sections.link import HEADER, TEXT_BYTES, Buffer, Link
+from dask_p2p.sections.peers import AttemptEndedError, Peer
+
+__all__ = ["AttemptEndedError", "Buffer", "Links", "Peer"]
+
+_LOOKS = 4  # at connections that may be lost, in the time after which they are
+# How long a member looks for what is to come before it sleeps, which takes as long to end. Only
+# where each member of the host has a core: else the others could not go on meanwhile.
+_SPIN_S = 50e-6
+
+
+class Links:
+    """The links of one run of a member.
+
+    Parameters
+    ----------
+    reach : Reach
+        How its worker and those of other hosts reach each other.
+    """
+
+    def __init__(self, reach: Reach) -> None:
+        self._own: Peer | None = None
+        self._links: dict[int, Link] = {}  # by rank
+        self._number = 0
+        self._waiting = set[int]()  # ranks with which something of the exchange is on its way
+        self._found = dict[int, memoryview]()  # what has come of it
+        self._receives: Mapping[int, Buffer | None] = {}
+        self._beside: threading.Thread | None = None
+        self._failure: P2PError | None = None
+        self._timeout_s = reach.timeout_s
+        self._endpoint = Endpoint(reach)
+        self.endpoint = self._endpoint.text
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def start(self, rank: int, peers: Sequence[Peer]) -> None:
+        """Begin an attempt: all members know each other by now."""
+        self._rank, self._peers, self._own = rank, peers, peers[rank]
+        self._ranks = {peer.ticket: rank for rank, peer in enumerate(peers)}
+        kernels = [peer.endpoint.split()[0] for peer in peers]
+        has_cores = kernels.count(kernels[rank]) <= len(os.sched_getaffinity(0))
+        self._spin_s = _SPIN_S if has_cores else 0.0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which member this is, and how many there are."""
+        return self._rank, len(self._peers)
+
+    def is_on_other_host(self, rank: int) -> bool:
+        """Return whether a member is on another host than this one."""
+        return self._peers[rank].endpoint.split()[0] != self.endpoint.split()[0]
+
+    def wake(self) -> None:
+        """End the exchange that waits, and all later ones, with an `AttemptEndedError`.
+
+        Any thread may call this, until the links are closed.
+        """
+        os.eventfd_write(self._woken, 1)
+
+    def close(self) -> None:
+        """End all links."""
+        self.wake()
+        self._join()
+        self._endpoint.close()
+        for link in self._links.values():
+            link.socket.close()
+        os.close(self._woken)
+
+    def exchange(
+        self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
+    ) -> dict[int, memoryview]:
+        """Send bytes to some members, and receive bytes from some, at the same time.
+
+        Parameters
+        ----------
+        call
+            What this is for. Members that exchange something must name the same.
+        sends
+            What each member gets, by rank.
+        receives
+            Where that goes which comes from each member, by rank: as many bytes must come. None if
+            the sender says how many.
+
+        Returns
+        -------
+        dict
+            What has come, by rank.
+
+        Raises
+        ------
+        AttemptEndedError
+            If a member is lost, or `wake` was called.
+        SectionError
+            If the members' calls differ.
+        """
+        return self.begin(call, sends, receives)()
+
+    def gather(self, call: str, data: bytes) -> list[Buffer]:
+        """Give all members bytes, as many as each of them gives; return all by rank."""
+        rank, size = self.place
+        others = [each for each in range(size) if each != rank]
+        receives = {each: bytearray(len(data)) for each in others}
+        found = self.exchange(call, dict.fromkeys(others, data), receives)
+        return [found.get(each, data) for each in range(size)]
+
+    def begin(
+        self,
+        call: str,
+        sends: Mapping[int, Buffer],
+        receives: Mapping[int, Buffer | None],
+        beside: bool = False,
+    ) -> Callable[[], dict[int, memoryview]]:
+        """Begin an exchange; return what waits for its end, as the next exchange does too.
+
+        Buffers must stay until the end. With `beside` a thread does what sockets do not do at once.
+        """
+        if self._failure is not None:
+            raise self._failure  # a function may have caught it when it was raised first
+        self._end(self._found)
+        self._number += 1
+        self._text, self._sends, self._receives = call.encode()[:TEXT_BYTES], sends, receives
+        found = self._found = dict[int, memoryview]()
+        self._awaited_s = inf  # not counted as waiting: what is done beside
+        self._waiting = {*sends, *receives}
+        for rank in sorted(self._waiting):
+            link = self._links.get(rank)
+            if link is None and self._rank < rank:
+                link = self._connect(rank)
+            if link is not None:
+                self._begin(rank, link)
+                self._advance(rank, link)
+        if beside and self._waiting:
+            self._beside = threading.Thread(target=self._go_on, name="dask-p2p-rims", daemon=True)
+            self._beside.start()
+        return lambda: self._end(found)
+
+    def _go_on(self) -> None:
+        with suppress(P2PError):  # whoever waits for the end gets it too
+            self._advance_all()
+
+    def _join(self) -> None:
+        if self._beside is not None:
+            self._beside.join()
+            self._beside = None
+
+    def _end(self, found: dict[int, memoryview]) -> dict[int, memoryview]:
+        """Wait for the end of an exchange; return what has come."""
+        if found is not self._found:
+            return found  # another one has begun since
+        self._awaited_s = time.perf_counter()
+        self._join()
+        self._advance_all()
+        for rank in self._receives:
+            link = self._links[rank]
+            found[rank] = link.payload or memoryview(b"")
+            link.received_bytes += len(found[rank])
+        self._receives = {}  # it is over: whoever asks again gets the same
+        return found
+
+    def _advance_all(self) -> None:
+        """Send and receive all of the exchange."""
+        since_s = time.perf_counter()
+        until_s = since_s + self._spin_s
+        while self._waiting:
+            if self._waiting <= self._links.keys() and time.perf_counter() < until_s:
+                ready = list(self._waiting)
+            else:
+                ready = self._wait()
+            for rank in ready:
+                self._advance(rank, self._links[rank])
+                if rank not in self._waiting:
+                    now_s = time.perf_counter()
+                    waited_s = now_s - max(since_s, self._awaited_s)
+                    self._links[rank].waited_s += max(0.0, waited_s)
+                    since_s = now_s
+
+    def count(self, rank: int, size_bytes: int) -> None:
+        """Take note of bytes of a member that came otherwise than by a message."""
+        self._links[rank].received_bytes += size_bytes
+
+    @property
+    def received(self) -> list[tuple[int, int, float]]:
+        """Of each link the rank, bytes that came, and seconds of waiting. Any thread may ask."""
+        return [(r, each.received_bytes, each.waited_s) for r, each in self._links.copy().items()]
+
+    def _begin(self, rank: int, link: Link) -> None:
+        """Have a link carry what the current exchange has for it."""
+        if rank in self._sends:
+            payload = memoryview(self._sends[rank]).cast("B")
+            header = HEADER.pack(self._number, len(payload), self._text)
+            link.sending += [memoryview(header)] + ([payload] if len(payload) else [])
+        link.has_received = rank not in self._receives
+        if rank in self._receives:
+            into = self._receives[rank]
+            link.payload = None if into is None else memoryview(into).cast("B")
+            link.receiving, link.is_header = link.header, True
+
+    def _advance(self, rank: int, link: Link) -> None:
+        """Send and receive what is possible now."""
+        try:
+            has_sent = link.send()
+            while not link.has_received and link.fill():
+                if link.is_header:
+                    link.payload = self._checked_payload(rank, link)
+                    link.receiving, link.is_header = link.payload, False
+                else:
+                    link.has_received = True
+        except OSError as exc:
+            raise self._broken(rank, exc) from exc
+        if has_sent and link.has_received:
+            self._waiting.discard(rank)
+
+    def _checked_payload(self, rank: int, link: Link) -> memoryview:
+        """Return where the payload goes; raise `SectionError` if the peer's call is another."""
+        number, count, peers_text = HEADER.unpack(link.header)
+        peers_text = peers_text.rstrip(b"\0")
+        wanted = count if link.payload is None else len(link.payload)
+        if (number, count, peers_text) == (self._number, wanted, self._text):
+            return memoryview(bytearray(count)) if link.payload is None else link.payload
+        calls = sorted([(self._rank, self._number, self._text), (rank, number, peers_text)])
+        named = " and ".join(
+            f"member {each} called {what.decode(errors='replace')} as number {at}"
+            for each, at, what in calls
+        )
+        raise SectionError(
+            f"expected the same calls of all members in the same order, but {named}. Let no call "
+            f"of the context depend on the rank, or on values that differ between members."
+        )
+
+    def _wait(self) -> list[int]:
+        """Wait until something can go on; return the ranks with which it can."""
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        ranks = {}
+        for rank in self._waiting:
+            if (link := self._links.get(rank)) is not None:
+                ranks[link.socket.fileno()] = rank
+                poll.register(link.socket, link.events)
+        if len(ranks) < len(self._waiting):
+            for number in self._endpoint.numbers:
+                poll.register(number, select.POLLIN)
+        ready = [number for number, _ in poll.poll(self._timeout_s / _LOOKS * 1000)]
+        if not ready:
+            self._check_links(ranks.values())
+        if self._woken in ready:
+            raise AttemptEndedError("the attempt has ended")
+        found = [ranks[number] for number in ready if number in ranks]
+        for rank in self._accepted(set(ready)):
+            if rank in self._waiting:
+                self._begin(rank, self._links[rank])
+                found.append(rank)
+        return found
+
+    def _check_links(self, ranks: Iterable[int]) -> None:
+        """Raise if a connection to another host is cut."""
+        for rank in ranks:
+            if is_lost(self._links[rank].socket, self._timeout_s):
+                raise self._broken(rank, f"no answer for {self._timeout_s:g} s")
+
+    def _broken(self, rank: int, why: object) -> AttemptEndedError:
+        worker = self._peers[rank].worker
+        self._failure = AttemptEndedError(f"the link to member {rank} on {worker} broke: {why}")
+        return self._failure
+
+    # --- making links: of two members the one with the lower rank connects, and shows both tickets
+
+    def _connect(self, rank: int) -> Link:
+        assert self._own is not None
+        peer = self._peers[rank]
+        try:
+            link = self._links[rank] = Link(self._endpoint.connect(peer.endpoint, peer.worker))
+        except OSError as exc:
+            raise self._broken(rank, exc) from exc
+        link.sending = [memoryview(f"{self._own.ticket}{peer.ticket}".encode())]
+        return link
+
+    def _accepted(self, ready: set[int]) -> list[int]:
+        """Take new connections; return the ranks of those that are links now."""
+        assert self._own is not None
+        found, length = [], len(self._own.ticket)
+        for said, made in self._endpoint.accepted(ready, 2 * length):
+            theirs, own = said[:length].decode("latin"), said[length:].decode("latin")
+            rank = self._ranks.get(theirs)
+            if own != self._own.ticket or rank is None or rank in self._links:
+                made.close()  # of another attempt, or no member at all
+                continue
+            self._links[rank] = Link(made)
+            found.append(rank)
+        return found

@@ -1,0 +1,176 @@
+"""A member's task: it waits for its gang, calls the function, and waits for the commit."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dask_p2p.config import Options
+from dask_p2p.engine.attempts import pause_s
+from dask_p2p.engine.task import current_worker
+from dask_p2p.errors import InputError, SectionError
+from dask_p2p.plans.members import Members
+from dask_p2p.sections.context import Context
+from dask_p2p.sections.links import AttemptEndedError, Peer
+from dask_p2p.sections.progress import Watch
+from dask_p2p.versioned import check_readable
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.coordinator import Order
+    from dask_p2p.sections.worker import Member
+
+__all__ = ["run_member"]
+
+_SECEDE_S = 0.05  # that a member waits in its worker's pool, before others get its thread
+_MOST_ERROR_BYTES = 2**20  # of an exception that the scheduler hands to all members
+_MOST_CHARS = 1000  # of what another one says
+
+
+def run_member(
+    gang: str,
+    rank: int,
+    members: Members,
+    body: Any,
+    options: Options,
+    *arrays: Sequence[Any],
+) -> Any:
+    """Do the work of a member's task.
+
+    Parameters
+    ----------
+    gang : str
+        Name of the gang.
+    rank : int
+        Which member this is.
+    members : Members
+        Which of them has what.
+    body : callable
+        Called with a context, and of each array the blocks of this member. Its ``dtype`` is that
+        of the blocks which it returns.
+    options : Options
+        Of the array.
+    *arrays : sequence of array
+        These blocks.
+    """
+    check_readable(members, options)
+    worker, context = current_worker()
+    key = (gang, rank)
+    if members.size == 1:
+        ctx = Context(members)
+        with Watch(key, members, rank, body.dtype, ctx.progress, context) as watch:
+            watch.made(result := _called(body, ctx, arrays))
+        return result
+    if worker is None:
+        raise InputError(
+            f"expected a cluster for {members.size} members that run at the same time, got another "
+            f"scheduler of Dask. Compute with a distributed.Client, or give members=1."
+        )
+    from distributed import secede
+    from distributed.utils import sync
+
+    from dask_p2p.sections.worker import plugin_on
+
+    plugin, timeout_s = sync(worker.loop, plugin_on, worker), options.request_timeout_s
+    with plugin.member(gang, rank, members.size, timeout_s) as member:
+        if member.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
+            secede()  # any number of members may wait on a worker with one thread
+        order, result = member.order_after("waiting"), None
+        if order.state == "running":
+            member.links.start(rank, [Peer(*peer) for peer in order.peers])
+            reads_memory = "cma" in options.order("numpy") and not options.checksum
+            checkpoints = member.checkpoints(order)
+            ctx = Context(members, rank, member.links, checkpoints, reads_memory)
+            watch = Watch(key, members, rank, body.dtype, ctx.progress, context)
+            workers = [worker for worker, *_ in order.peers]
+            with watch.of_gang(member.links, workers, order.attempt):
+                result, order = _attempt(member, ctx, body, arrays, watch)
+                if order.state == "committed":
+                    watch.made(result)
+                else:
+                    watch.error = watch.error or order.reason or "another member has ended it"
+    if order.state != "committed":
+        _raise_end(order, options)
+    return result
+
+
+def _attempt(
+    member: Member,
+    ctx: Context,
+    body: Callable[..., Any],
+    arrays: Sequence[Any],
+    watch: Watch,
+) -> tuple[Any, Order]:
+    """Call the function; return its result and, when all members have come so far, the order."""
+    result = None
+    try:
+        result = _called(body, ctx, arrays)
+        # One that returns early would leave others waiting for it.
+        member.links.gather("nothing more: its function has returned", b"")
+        return result, member.leave()
+    except AttemptEndedError as exc:
+        watch.error = str(exc)
+        return None, member.leave(str(exc))
+    except Exception as exc:
+        error, is_itself = _pickled(exc, member.rank)
+        order = member.leave(f"member {member.rank} raised {type(exc).__name__}", error)
+        if is_itself and order.error == error:
+            raise  # with its traceback
+        return None, order
+
+
+def _called(body: Callable[..., Any], ctx: Context, arrays: Sequence[Any]) -> Any:
+    """Call the function; what Dask would take for its own becomes a `SectionError`."""
+    try:
+        return body(ctx, *arrays)
+    except BaseException as exc:
+        if isinstance(exc, Exception) and not isinstance(exc, StopIteration):
+            raise
+        # SystemExit would end the worker, StopIteration a coroutine of the client's.
+        raise SectionError(f"the function raised {_described(exc)} on member {ctx.rank}") from exc
+
+
+def _raise_end(order: Order, options: Options) -> NoReturn:
+    """End a run that has been stopped: all members raise the same, or all come again."""
+    from distributed import Reschedule
+    from distributed.protocol.pickle import loads
+
+    if order.error is not None:
+        raise loads(order.error)
+    if order.reason:
+        raise SectionError(order.reason)
+    # Dask may still think that a worker is there which has gone: attempts at once would be in vain.
+    if order.failures:
+        time.sleep(pause_s(options, order.failures))
+    raise Reschedule()
+
+
+def _pickled(exc: Exception, rank: int) -> tuple[bytes, bool]:
+    """Return an exception for the other members, and whether it is still the same one there.
+
+    It has a note that says where it was raised. Some cannot be made again, or are too long.
+    """
+    from distributed.protocol.pickle import dumps, loads
+
+    frames = traceback.format_tb((exc.__cause__ or exc).__traceback__)
+    note = f"Raised by member {rank}:\n" + "".join(frames)
+    with suppress(Exception):
+        copy = loads(dumps(exc))
+        copy.add_note(note)
+        str(copy)  # Dask asks for it
+        text: bytes = dumps(copy)
+        if type(copy) is type(exc) and len(text) <= _MOST_ERROR_BYTES:
+            return text, True
+    named = SectionError(f"the function raised {_described(exc)} on member {rank}")
+    named.add_note(note)
+    return dumps(named), False
+
+
+def _described(exc: BaseException) -> str:
+    """Return an exception's name, and what it says."""
+    said = ""
+    with suppress(Exception):
+        said = str(exc)[:_MOST_CHARS]
+    return f"{type(exc).__name__}: {said}"

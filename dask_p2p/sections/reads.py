@@ -1,0 +1,132 @@
+"""Memory of other members of one host, read without messages: once copied, and never packed.
+
+A member tells where a region lies, the others read it there, and say so. Until then it stays as it
+is. If a member is killed meanwhile its memory ends, or is another's: what was read then is thrown
+away with the attempt, since the link has ended too.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from secrets import token_bytes
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.sections.links import Links
+from dask_p2p.sections.peers import AttemptEndedError
+from dask_p2p.transports.in_place import process_memory
+from dask_p2p.types import Array
+
+__all__ = ["LEAST_BYTES", "Reads", "place_bytes"]
+
+LEAST_BYTES = 1 << 16  # of the parts that two members exchange: messages are quicker below
+_LEAST_RUN_BYTES = 256  # of one row of a region; to pack shorter ones is quicker
+_TOKEN_BYTES = 16
+_PROOF = struct.Struct(f"<QQ{_TOKEN_BYTES}s")  # process, address of the token, the token
+
+
+def place_bytes(ndim: int) -> int:
+    """Return how long it is to tell where a region lies."""
+    return 8 * (1 + ndim)
+
+
+class Reads:
+    """Which members read whose memory.
+
+    Parameters
+    ----------
+    rank, size
+        Which member this is, of how many.
+    links
+        Between them.
+    is_allowed
+        Whether this one's memory may be read, and this one reads.
+    """
+
+    def __init__(self, rank: int, size: int, links: Links, is_allowed: bool) -> None:
+        self._rank, self._size, self._links = rank, size, links
+        self._is_allowed = is_allowed and process_memory.is_supported()
+        self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
+        self._pids: list[int] = []  # by rank, as soon as members have tried
+        self._readers: Any = None  # of each member, whether each other reads it
+
+    def try_all(self) -> None:
+        """Find out, once, who can read whom. All members must call this at the same time."""
+        if self._readers is not None:
+            return
+        proof = bytes(_PROOF.size)
+        if self._is_allowed:
+            process_memory.allow_readers()
+            address = process_memory.address_of(self._token)
+            proof = _PROOF.pack(os.getpid(), address, self._token.tobytes())
+        proofs = self._links.gather("whether members read each other's memory", proof)
+        self._pids = [_PROOF.unpack(each)[0] for each in proofs]
+        row = bytes(self._sees(rank, proofs[rank]) for rank in range(self._size))
+        rows = self._links.gather("whose memory members read", row)
+        self._readers = np.array([np.frombuffer(each, bool) for each in rows]).T
+
+    def _sees(self, rank: int, proof: Any) -> bool:
+        pid, address, token = _PROOF.unpack(proof)
+        own = rank == self._rank or self._links.is_on_other_host(rank)
+        if own or not (pid and self._is_allowed):
+            return False
+        memory = np.empty(_TOKEN_BYTES, np.uint8)
+        try:
+            runs = process_memory.runs_of(address, (_TOKEN_BYTES,), (1,), 1)
+            return process_memory.read(pid, runs, memory.dtype, memory).tobytes() == bytes(token)
+        except (OSError, OverflowError):
+            return False
+
+    def reads_from(self, holder: int) -> bool:
+        """Return whether this member reads that one's memory."""
+        return bool(self._readers[holder, self._rank])
+
+    def place_for(self, reader: int, region: Array) -> bytes | None:
+        """Return where that member reads a region; None if it gets a message."""
+        if not self._readers[self._rank, reader]:
+            return None
+        shape, strides = region.shape, region.strides
+        if process_memory.run_bytes_of(shape, strides, region.itemsize) < _LEAST_RUN_BYTES:
+            return bytes(place_bytes(region.ndim))
+        address = process_memory.address_of(region)
+        return struct.pack(f"<Q{region.ndim}q", address, *strides)
+
+    def read(
+        self,
+        holder: int,
+        place: Any,
+        shape: Sequence[int],
+        into: Array,
+        axes: Sequence[int],
+        memory_of: Callable[[int], Any],
+    ) -> Array | None:
+        """Read a region to where it belongs.
+
+        Parameters
+        ----------
+        holder, place, shape
+            Whose it is, where it lies there, and its shape.
+        into, axes
+            Where it belongs: axis ``i`` there is axis ``axes[i]`` of the region.
+        memory_of
+            Returns memory of so many bytes, for a region that cannot be read to there.
+
+        Returns
+        -------
+        array or None
+            The region, if it has still to be copied there.
+        """
+        address, *strides = struct.unpack(f"<Q{len(shape)}q", place)
+        pid, dtype = self._pids[holder], into.dtype
+        try:
+            runs = process_memory.runs_of(address, tuple(shape), tuple(strides), dtype.itemsize)
+            if list(axes) == sorted(axes) and process_memory.read_into(pid, runs, into):
+                return None
+            memory = memory_of(len(runs.addresses) * runs.run_bytes)
+            region = process_memory.read(pid, runs, dtype, memory)
+        except (OSError, OverflowError) as exc:
+            raise AttemptEndedError(f"memory of member {holder} cannot be read: {exc}") from exc
+        return np.broadcast_to(region, tuple(shape))

@@ -1,0 +1,223 @@
+"""The scheduler's side of gangs: tells the coordinator what happens, and members what to do.
+
+Members ask by RPC. An answer comes when there is something new, or after `_POLL_S`: then they ask
+again. All decisions are the coordinator's; each is one call on the scheduler's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+from dask_p2p.config import options
+from dask_p2p.sections.coordinator import COMMIT, Coordinator, Order
+from dask_p2p.sections.waiting import Waiting
+from dask_p2p.transports.replies import answering
+from dask_p2p.transports.requests import MalformedRequestError, checked_integer, checked_text
+from dask_p2p.versioned import versioned
+
+__all__ = ["FORGET", "JOIN", "LEAVE", "ORDER", "SAVES", "SectionsSchedulerPlugin"]
+
+#: What members ask of the scheduler.
+JOIN, LEAVE, ORDER = "p2p_section_join", "p2p_section_leave", "p2p_section_order"
+SAVES = "p2p_section_saves"
+#: What the scheduler asks of workers.
+FORGET = "p2p_section_forget"
+
+_POLL_S = 5.0
+_MOST_MEMBERS = 2**16
+_MOST_STEPS = 2**62
+_MOST_STATES = 2**16  # that one worker tells of
+
+
+@versioned(strict=True)
+class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
+    """Runs gangs of members, the tasks with the keys ``(gang, rank)``."""
+
+    name = "dask-p2p-sections"
+    idempotent = True
+
+    async def start(self, scheduler: Any) -> None:
+        """Begin. Nothing is awaited here: a second worker would begin once more in the meantime."""
+        self._scheduler = scheduler
+        self._options = options()
+        self._begin()
+        self._changed = asyncio.Event()
+        self._keepers: defaultdict[str, set[str]] = defaultdict(set)  # workers with states, by gang
+        self._telling: set[asyncio.Future[Any]] = set()
+        scheduler.handlers |= {
+            JOIN: self.join,
+            LEAVE: self.leave,
+            ORDER: self.order,
+            SAVES: self.saves,
+        }
+
+    def _begin(self) -> None:
+        """Have no gangs."""
+        self._coordinator = Coordinator(self._options.attempts)
+        self._waiting = Waiting(self._scheduler, self._coordinator, self._options.warn_after_s)
+
+    async def close(self) -> None:
+        """End with the scheduler."""
+        self._waiting.close()
+
+    def _check_is_on(self) -> None:
+        """If somebody has taken the plugin off, put it on again, and have all members come again.
+
+        Nothing was told meanwhile of what became of their tasks.
+        """
+        there = self._scheduler.plugins.get(self.name)
+        if there is self:
+            return
+        self._waiting.close()
+        self._begin()
+        for gang in tuple(self._keepers):
+            self._drop_states(gang)
+        if there is None:
+            self._scheduler.add_plugin(self, name=self.name)
+
+    @answering
+    async def join(
+        self, gang: Any, size: Any, rank: Any, ticket: Any, worker: Any, endpoint: Any, saved: Any
+    ) -> Any:
+        """Have a member wait for its gang; answer with its next order."""
+        size = checked_integer("size", size, 1, _MOST_MEMBERS)
+        gang, rank, ticket = _checked(gang, rank, ticket)
+        self._check_is_on()
+        # One that was cancelled meanwhile would make a gang that nobody ends.
+        if not self._is_processing((gang, rank), checked_text("worker", worker)):
+            return asdict(Order("stopped"))
+        endpoint, states = checked_text("endpoint", endpoint), _checked_states(saved, size)
+        is_new = self._coordinator.size(gang) is None
+        again = self._coordinator.join(gang, size, rank, ticket, worker, endpoint, states)
+        if again or is_new:
+            # Of a new one there are none, unless the plugin was taken off when it ran before.
+            self._release_soon((gang, other) for other in (*range(size), COMMIT))
+        self._tell()
+        self._waiting.watch(gang)
+        return await self._next_order(gang, rank, ticket, "waiting")
+
+    @answering
+    async def leave(
+        self, gang: Any, rank: Any, ticket: Any, cause: Any = "", error: Any = None
+    ) -> Any:
+        """Note that a member's function has returned, or why it has not."""
+        if error is not None and type(error) is not bytes:
+            raise MalformedRequestError("error: expected bytes")
+        gang, rank, ticket = _checked(gang, rank, ticket)
+        self._coordinator.leave(gang, rank, ticket, checked_text("cause", cause), error)
+        self._tell()
+        if self._coordinator.is_committed(gang):
+            self._drop_states(gang)
+        return {}
+
+    @answering
+    async def order(self, gang: Any, rank: Any, ticket: Any, known: Any) -> Any:
+        """Answer with a member's next order, once it is no longer in the state that it knows."""
+        return await self._next_order(*_checked(gang, rank, ticket), checked_text("known", known))
+
+    @answering
+    async def saves(self, gang: Any, rank: Any, ticket: Any, worker: Any) -> Any:
+        """Note that a worker is about to keep states of a gang."""
+        gang, *_ = _checked(gang, rank, ticket)
+        self._keepers[gang].add(checked_text("worker", worker))
+        if self._coordinator.size(gang) is None:  # it has been cancelled meanwhile
+            self._drop_states(gang)
+        return {}
+
+    def _drop_states(self, gang: str) -> None:
+        """Have workers forget the states of a gang."""
+        for worker in self._keepers.pop(gang, ()):
+            if worker in self._scheduler.workers:
+                call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
+                telling = asyncio.ensure_future(call)
+                self._telling.add(telling)
+                telling.add_done_callback(self._told)
+
+    def _told(self, telling: asyncio.Future[Any]) -> None:
+        self._telling.discard(telling)
+        if not telling.cancelled():
+            telling.exception()  # a worker that goes, or has no plugin any more
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """Note what becomes of members' tasks.
+
+        If a worker leaves, Dask takes its tasks back. If a member's task fails, it takes back those
+        of the others: all that would read of them fails, too.
+        """
+        if not isinstance(key, tuple) or len(key) != 2 or key[1] == COMMIT:
+            return
+        gang, rank = key
+        size = self._coordinator.size(gang)
+        if size is None:
+            return
+        if start == "processing" and finish != "memory":
+            self._coordinator.drop(gang, rank, f"the task of member {rank} was taken back")
+        if finish == "memory" and not self._coordinator.is_committed(gang):
+            # It was committed, and another output was lost before the scheduler heard of this one.
+            self._release_soon([key])
+        elif finish == "forgotten":
+            others = ((gang, other) for other in range(size) if other != rank)
+            if not any(other in self._scheduler.tasks for other in others):
+                self._coordinator.forget(gang)
+                self._drop_states(gang)
+        self._tell()
+
+    async def _next_order(self, gang: str, rank: int, ticket: str, known: str) -> dict[str, Any]:
+        deadline_s = time.monotonic() + _POLL_S
+        while True:
+            self._check_is_on()
+            order = self._coordinator.order(gang, rank, ticket)
+            left_s = deadline_s - time.monotonic()
+            if order.state != known or left_s <= 0:
+                return asdict(order)
+            with suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+
+    def _tell(self) -> None:
+        """Have all that wait look at their orders."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _is_processing(self, key: Any, worker: str) -> bool:
+        task = self._scheduler.tasks.get(key)
+        on = task.processing_on if task is not None and task.state == "processing" else None
+        return on is not None and on.address == worker
+
+    def _release_soon(self, keys: Iterable[Any]) -> None:
+        """Release outputs that no longer count, after the transitions that are under way."""
+        asyncio.get_running_loop().call_soon(self._release, tuple(keys))
+
+    def _release(self, keys: tuple[Any, ...]) -> None:
+        tasks = self._scheduler.tasks
+        held = [key for key in keys if key in tasks and tasks[key].state == "memory"]
+        stimulus = f"p2p-section-again-{time.time()}"
+        self._scheduler.transitions(dict.fromkeys(held, "released"), stimulus_id=stimulus)
+
+
+def _checked(gang: Any, rank: Any, ticket: Any) -> tuple[str, int, str]:
+    return (
+        checked_text("gang", gang),
+        checked_integer("rank", rank, 0, _MOST_MEMBERS),
+        checked_text("ticket", ticket),
+    )
+
+
+def _checked_states(saved: Any, size: int) -> dict[int, list[int]]:
+    """Return the steps of states, by rank."""
+    if type(saved) not in (list, tuple) or len(saved) > _MOST_STATES:
+        raise MalformedRequestError("saved: expected pairs of a rank and steps")
+    states = {}
+    for pair in saved:
+        if type(pair) not in (list, tuple) or len(pair) != 2 or type(pair[1]) not in (list, tuple):
+            raise MalformedRequestError("saved: expected pairs of a rank and steps")
+        rank = checked_integer("rank", pair[0], 0, size - 1)
+        states[rank] = [checked_integer("step", step, 0, _MOST_STEPS) for step in pair[1]]
+    return states

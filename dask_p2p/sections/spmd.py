@@ -1,0 +1,141 @@
+"""`spmd`: a function that runs on all workers at the same time, and exchanges data meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.config import checked_options
+from dask_p2p.errors import InputError
+from dask_p2p.inputs import checked_count
+from dask_p2p.ops.arguments import is_dask_array
+from dask_p2p.plugins.registration import register_if_possible
+from dask_p2p.sections.arguments import (
+    check_computed,
+    check_function,
+    check_shares,
+    chosen_members,
+)
+from dask_p2p.sections.context import Context
+from dask_p2p.sections.graph import Shares, ValueSpec, section_arrays
+from dask_p2p.types import DaskArray, DTypeLike
+
+__all__ = ["spmd"]
+
+
+def spmd(
+    func: Callable[..., Any],
+    *arrays: DaskArray,
+    outputs: int = 1,
+    cut: Sequence[int] | None = None,
+    members: int | None = None,
+    dtype: DTypeLike | None = None,
+    per_member: Sequence[Any] = (),
+    **kwargs: Any,
+) -> DaskArray | tuple[DaskArray, ...]:
+    """Run a function on all workers at the same time: ``func(ctx, *shares, **kwargs)``.
+
+    Each run of the function, a *member*, has one contiguous share of each array, which it may
+    change, and exchanges data with the others by the methods of `ctx`, a
+    `dask_p2p.sections.Context`. All members must call the same methods in the same order. If a
+    worker is lost meanwhile, all members run again.
+
+    Parameters
+    ----------
+    func : callable
+        Must depend on nothing but its arguments, and what the context returns. Returns an array of
+        its share's shape.
+    *arrays : dask.array.Array
+        Of the same chunks, in NumPy blocks.
+    outputs : int, optional
+        How many arrays `func` returns, in a tuple if not one.
+    cut : sequence of int, optional
+        Axes that may be divided between members. By default all.
+    members : int, optional
+        At most so many, and at most the blocks of the array. By default the workers of the current
+        cluster; 1 without a cluster, or with an asynchronous client.
+    dtype : dtype, optional
+        Of the output, by default that of the first array.
+    per_member : sequence, optional
+        What each member returns after its arrays, in the same tuple: for each value an example, a
+        number or an array of the value's shape and dtype. It becomes an array with one block a
+        member, along a new first axis.
+    **kwargs
+        For `func`, as they are.
+
+    Returns
+    -------
+    dask.array.Array, or tuple of them
+        With the chunks of the arrays; then those of `per_member`.
+
+    Raises
+    ------
+    InputError
+        If `func` cannot be called, a number is too small, an example in `per_member` is none, or an
+        argument for `func` has still to be computed.
+    AxesError
+        If there is no axis of a number in `cut`.
+    ChunksError
+        If chunk sizes are unknown, or differ between the arrays.
+    UnsupportedArrayError
+        If one of `arrays` is no Dask array of NumPy blocks.
+    BlockMismatchError
+        When it runs, if `func` returns something else.
+    SectionError
+        When it runs, if the members' calls differ, or the members come to no end after
+        `p2p.attempts` attempts.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> def normalized(ctx, x):
+    ...     return x / ctx.allreduce((x**2).sum()) ** 0.5
+    >>> x = da.ones(16, chunks=4)
+    >>> spmd(normalized, x).compute(scheduler="sync")[:3]
+    array([0.25, 0.25, 0.25])
+    """
+    check_function(func, "a context and arrays")
+    check_shares(arrays)
+    check_computed(*kwargs.values())
+    chosen = chosen_members(arrays[0], members, cut)
+    options = checked_options()
+    register_if_possible()
+    values = [_checked_example(example) for example in per_member]
+    made = section_arrays(
+        "p2p-spmd",
+        _Function(func, checked_count("outputs", outputs=outputs) + len(values), kwargs),
+        arrays,
+        chosen,
+        outputs,
+        np.dtype(arrays[0].dtype if dtype is None else dtype),
+        options,
+        values,
+    )
+    return made[0] if len(made) == 1 else made
+
+
+def _checked_example(example: Any) -> ValueSpec:
+    value = np.asarray(example)
+    if is_dask_array(example) or value.dtype.hasobject:
+        raise InputError(
+            f"per_member: expected numbers or arrays of NumPy, as examples of what a member "
+            f"returns, got {type(example).__name__}."
+        )
+    return ValueSpec(value.shape, value.dtype)
+
+
+@dataclass(frozen=True)
+class _Function:
+    """The user's function, with what it is given beside its arrays."""
+
+    function: Callable[..., Any]
+    outputs: int
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, ctx: Context, shares: Shares) -> Any:
+        arrays = map(shares.copy, range(len(shares)))
+        returned = self.function(ctx, *arrays, **self.kwargs)
+        return (returned,) if self.outputs == 1 else returned

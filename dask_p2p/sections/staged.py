@@ -1,0 +1,57 @@
+"""Exchanges in which each member has one partner at a time, in the order that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dask_p2p.errors import InputError
+from dask_p2p.plans.orders import ORDERS, partners
+from dask_p2p.sections.links import Buffer, Links
+
+__all__ = ["begin_in_order", "checked_order"]
+
+
+def checked_order(exchange: Any) -> str:
+    """Return an order of messages.
+
+    Raises
+    ------
+    InputError
+        If there is no such order.
+    """
+    if exchange not in ORDERS:
+        raise InputError(f"exchange: expected one of {', '.join(ORDERS)}, got {exchange!r}.")
+    return str(exchange)
+
+
+def begin_in_order(
+    links: Links,
+    order: str,
+    call: str,
+    sends: Mapping[int, Buffer],
+    receives: Mapping[int, Buffer | None],
+    beside: bool = False,
+) -> Callable[[], Any]:
+    """Begin an exchange, as `Links.begin` does; all stages but the last end before this returns.
+
+    Parameters
+    ----------
+    links
+        Of this member.
+    order
+        One of `ORDERS`.
+    call, sends, receives, beside
+        See `Links.begin`.
+    """
+    if order == "auto":
+        return links.begin(call, sends, receives, beside)
+    end: Callable[[], Any] = dict
+    for to, source in partners(order, *links.place):
+        end = links.begin(
+            f"{call}, {order}",
+            {rank: data for rank, data in sends.items() if rank == to},
+            {rank: into for rank, into in receives.items() if rank == source},
+            beside,
+        )
+    return end

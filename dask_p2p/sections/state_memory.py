@@ -1,0 +1,108 @@
+"""Memory for states. Members of one host share it, and so copy a state once for two workers.
+
+A member copies its state into a memory of the kernel that has no name, and its buddy opens that,
+once. When the member is killed, its buddy still has it. Where the buddy cannot open it, as on
+another host, the member sends the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.errors import UnsuitableError
+from dask_p2p.transports.packed.segments import Segment, SegmentName
+from dask_p2p.types import Array
+
+__all__ = ["StateMemory", "copied_from", "copied_into", "size_of"]
+
+_IS_SEEN, _IS_SENT = b"\1", b"\0"
+
+
+class StateMemory:
+    """Memory for one state of a member, and for one of each member whose buddy it is.
+
+    Attributes
+    ----------
+    own : memoryview or None
+        For the member's state; None before it is made.
+    theirs : dict of int to memoryview
+        By rank, for those of the others.
+    is_seen : bool
+        Whether the buddy sees what is written into `own`.
+    """
+
+    def __init__(self) -> None:
+        self.own: memoryview | None = None
+        self.theirs: dict[int, memoryview] = {}
+        self.is_seen = False
+        self._seen: set[int] = set()  # others whose memory this is
+        self._segment: Segment | None = None  # until the buddy has looked for it
+
+    def make(self, size_bytes: int, has_buddy: bool) -> bytes:
+        """Make `own` anew; return what `take` needs to be told at the buddy."""
+        self.own, self.is_seen = None, False  # it goes before another one comes
+        if has_buddy and size_bytes:
+            with suppress(OSError):  # no memory of that kind, or no open file is left
+                self._segment = segment = Segment.make(size_bytes)
+                self.own = _view(segment.bytes)
+                return " ".join(map(str, (size_bytes, *segment.name))).encode()
+        self.own = _view(np.empty(size_bytes, np.uint8))
+        return str(size_bytes).encode()
+
+    def take(self, rank: int, told: bytes) -> bytes:
+        """Have memory for another member's state; return what `know` needs to be told there."""
+        size, *name = told.decode().split()
+        self.theirs.pop(rank, None)
+        self._seen.discard(rank)
+        if name:
+            kernel, namespace, *numbers = name
+            with suppress(UnsuitableError, OSError):  # another host, or one that must not look
+                segment = Segment.open(SegmentName(kernel, namespace, *map(int, numbers)))
+                self.theirs[rank] = _view(segment.bytes)
+                self._seen.add(rank)
+                return _IS_SEEN
+        self.theirs[rank] = _view(np.empty(int(size), np.uint8))
+        return _IS_SENT
+
+    def know(self, told: bytes) -> None:
+        """Take note of whether the buddy sees `own`."""
+        self.is_seen, self._segment = told == _IS_SEEN, None
+
+    def places(self) -> dict[int, memoryview]:
+        """Return where the bytes go that others send, by rank: none of those whose are seen."""
+        nothing = memoryview(b"")
+        return {rank: nothing if rank in self._seen else to for rank, to in self.theirs.items()}
+
+
+def size_of(arrays: Sequence[Array]) -> int:
+    """Return how many bytes the state takes that these arrays are."""
+    return sum(array.nbytes for array in arrays)
+
+
+def copied_into(state: memoryview, arrays: Sequence[Array]) -> None:
+    """Copy arrays to where a state is, one after the other."""
+    for array, place in zip(arrays, _places(state, arrays), strict=True):
+        np.copyto(place, array)
+
+
+def copied_from(state: memoryview, arrays: Sequence[Array]) -> None:
+    """Copy a state to where arrays are."""
+    for array, place in zip(arrays, _places(state, arrays), strict=True):
+        np.copyto(array, place)
+
+
+def _view(array: Any) -> memoryview:
+    return memoryview(array)
+
+
+def _places(state: memoryview, arrays: Sequence[Any]) -> list[Array]:
+    places, start = [], 0
+    for array in arrays:
+        place: Array = np.ndarray(array.shape, array.dtype, state, start)
+        places.append(place)
+        start += array.nbytes
+    return places

@@ -1,0 +1,269 @@
+"""Fourier transforms of arrays that the members of a gang have together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.errors import InputError
+from dask_p2p.ops.fft_stages import (
+    Axes,
+    Norm,
+    check_norm,
+    checked_numbered_axes,
+    complex_dtype,
+    steps_along,
+    transform_of,
+)
+from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
+from dask_p2p.plans.cuts import transform_stages
+from dask_p2p.plans.members import Members
+from dask_p2p.sections.recut import Redistribution, checked_shape
+from dask_p2p.types import Array
+
+__all__ = ["Transforms"]
+
+_Cut = Sequence[int] | None
+
+
+class Transforms:
+    """What a context transforms: by axes that are whole, and `redistribute` between these."""
+
+    rank: int
+    _redistribution: Redistribution
+
+    def fftn(
+        self,
+        a: Array,
+        axes: Axes = None,
+        *,
+        cut: _Cut = None,
+        from_cut: _Cut = None,
+        shape: Sequence[int] | None = None,
+        norm: Norm = None,
+    ) -> Array:
+        """Transform an array that is divided between the members, as `numpy.fft.fftn` does.
+
+        Slabs take one exchange if the result may be cut along another axis: ``cut=(1,)`` of slabs
+        along axis 0, and ``from_cut=(1,)`` back. By default it comes back as the section's arrays
+        are cut, which takes another one.
+
+        Parameters
+        ----------
+        a : array
+            What this member has of the array. It is not changed.
+        axes : sequence of int, optional
+            Which axes, each once. By default all.
+        cut, from_cut : sequence of int, optional
+            The axes that may be divided in the result, and in `a`: as of `redistribute`.
+        shape : sequence of int, optional
+            Of the whole array in space: what `fftn` and `rfftn` transform, and `ifftn` and
+            `irfftn` give. By default that of the section's arrays.
+        norm : {"backward", "ortho", "forward"}, optional
+            Which direction is scaled, by default the inverse one.
+
+        Returns
+        -------
+        numpy.ndarray
+            What this member has of the result: complex numbers of the precision of `a`.
+
+        Raises
+        ------
+        AxesError
+            If the array has no such axes.
+        InputError
+            If `a` has another shape, or holds no numbers.
+        SectionError
+            If the members made different calls.
+        """
+        return self._transformed("fft", a, axes, cut, from_cut, shape, norm)
+
+    def ifftn(
+        self,
+        a: Array,
+        axes: Axes = None,
+        *,
+        cut: _Cut = None,
+        from_cut: _Cut = None,
+        shape: Sequence[int] | None = None,
+        norm: Norm = None,
+    ) -> Array:
+        """Undo `fftn`. For parameters and errors see there."""
+        return self._transformed("ifft", a, axes, cut, from_cut, shape, norm)
+
+    def rfftn(
+        self,
+        a: Array,
+        axes: Axes = None,
+        *,
+        cut: _Cut = None,
+        from_cut: _Cut = None,
+        shape: Sequence[int] | None = None,
+        norm: Norm = None,
+    ) -> Array:
+        """Transform real numbers: of ``n`` along the last of `axes` come ``n // 2 + 1``.
+
+        For parameters and errors see `fftn`.
+        """
+        return self._transformed("rfft", a, axes, cut, from_cut, shape, norm)
+
+    def irfftn(
+        self,
+        a: Array,
+        axes: Axes = None,
+        *,
+        cut: _Cut = None,
+        from_cut: _Cut = None,
+        shape: Sequence[int] | None = None,
+        norm: Norm = None,
+    ) -> Array:
+        """Undo `rfftn`: real numbers, of `shape`. For parameters and errors see `fftn`."""
+        return self._transformed("irfft", a, axes, cut, from_cut, shape, norm)
+
+    def wavenumbers(
+        self,
+        spacing: float | Sequence[float] = 1.0,
+        axes: Axes = None,
+        *,
+        cut: _Cut = None,
+        shape: Sequence[int] | None = None,
+        real: bool = False,
+    ) -> tuple[Array, ...]:
+        """Return the angular wavenumbers of what this member has of a transform.
+
+        Parameters
+        ----------
+        spacing : float or sequence of float
+            Distance of points, along all axes or each.
+        axes, cut, shape
+            As `fftn` was given them.
+        real : bool
+            Whether it is a transform of real numbers, by `rfftn`.
+
+        Returns
+        -------
+        tuple of numpy.ndarray
+            One array for each of `axes`, whose shapes fit together and to the transform.
+
+        Raises
+        ------
+        AxesError, InputError
+            As of `fftn`.
+        """
+        whole = self._whole(shape)
+        along = _checked_axes(axes, len(whole))
+        steps = np.broadcast_to(np.asarray(spacing, float), len(along))
+        _, divided = self._divisions("rfft" if real else "fft", whole, along, cut, None)
+        box = divided.box(self.rank)
+        found = []
+        for number, axis in enumerate(along):
+            is_half = real and axis == along[-1]
+            frequencies = np.fft.rfftfreq if is_half else np.fft.fftfreq
+            own = 2 * np.pi * frequencies(whole[axis], steps[number])[slice(*box[axis])]
+            found.append(own.reshape([-1 if each == axis else 1 for each in range(len(whole))]))
+        return tuple(found)
+
+    def _whole(self, shape: Sequence[int] | None) -> tuple[int, ...]:
+        return self._redistribution.shape if shape is None else checked_shape(shape)
+
+    def _divisions(
+        self, kind: str, whole: tuple[int, ...], along: tuple[int, ...], cut: _Cut, from_cut: _Cut
+    ) -> tuple[Members, Members]:
+        """Return how an array is divided before it is transformed, and after it."""
+        names = {"cut": cut, "from_cut": from_cut}
+        space, waves = ("cut", "from_cut") if kind in INVERSE else ("from_cut", "cut")
+        lengths = list(whole)
+        if kind in (*TO_COMPLEX, *TO_REAL):
+            lengths[along[-1]] = whole[along[-1]] // 2 + 1
+        found = {
+            space: self._redistribution.members(names[space], whole, space),
+            waves: self._redistribution.members(names[waves], lengths, waves),
+        }
+        return found["from_cut"], found["cut"]
+
+    def _transformed(
+        self,
+        kind: str,
+        a: Any,
+        axes: Axes,
+        cut: _Cut,
+        from_cut: _Cut,
+        shape: Sequence[int] | None,
+        norm: Norm,
+    ) -> Array:
+        check_norm(norm)
+        given = np.asanyarray(a)
+        if given.dtype.kind not in "biufc" or (kind in TO_COMPLEX and given.dtype.kind == "c"):
+            wanted = "real numbers" if kind in TO_COMPLEX else "numbers"
+            raise InputError(f"a: expected {wanted}, got dtype {given.dtype}.")
+        NUMPY.check(given)
+        steps = self._redistribution.once(
+            f"{kind}n {axes!r} {cut!r} {from_cut!r} {shape!r} {norm!r} {given.dtype.itemsize}",
+            partial(self._steps, kind, axes, cut, from_cut, shape, norm, given.dtype.itemsize),
+        )
+        share, is_own = given, False
+        for step in steps:
+            share, is_own = step(share, is_own)
+        return share if is_own else share.copy()
+
+    def _steps(
+        self,
+        kind: str,
+        axes: Axes,
+        cut: _Cut,
+        from_cut: _Cut,
+        shape: Sequence[int] | None,
+        norm: Norm,
+        item_bytes: int,
+    ) -> list[Callable[[Array, bool], tuple[Array, bool]]]:
+        """Return what is done with a share, step by step."""
+        whole = self._whole(shape)
+        along = _checked_axes(axes, len(whole))
+        lengths = {axis: whole[axis] for axis in along}
+        if min(lengths.values()) < 1:
+            raise InputError(f"expected elements along the axes {along}, got shape {whole}.")
+        special = along[-1] if kind in (*TO_COMPLEX, *TO_REAL) else None
+        transform = transform_of(kind, special, lengths, (item_bytes, item_bytes))
+        first, last = self._divisions(kind, whole, along, cut, from_cut)
+        order, current = tuple(range(len(whole))), first
+        made: list[Callable[[Array, bool], tuple[Array, bool]]] = []
+        for stage in transform_stages(first, last, transform):
+            made.append(
+                partial(
+                    _exchanged,
+                    self._redistribution.between(current, stage.before, order, f"{kind}n()"),
+                    stage.before.share_sizes == current.share_sizes,
+                )
+            )
+            if stage.axes:
+                local = LocalTransform(
+                    steps_along(kind, special, stage.axes, lengths), norm or "backward"
+                )
+                to_real = special in stage.axes and kind in TO_REAL
+                made.append(partial(_locally, local, stage.after.shape(self.rank), to_real))
+            current = stage.after
+        return made
+
+
+def _exchanged(recut: Any, is_there: bool, share: Array, is_own: bool) -> tuple[Array, bool]:
+    if is_there:
+        recut.check(share)
+        return share, is_own
+    return recut(share), True
+
+
+def _locally(
+    local: LocalTransform, shape: tuple[int, ...], to_real: bool, share: Array, is_own: bool
+) -> tuple[Array, bool]:
+    if share.size:
+        return local.transformed(share, is_own), True
+    dtype = complex_dtype(share.dtype)
+    return np.zeros(shape, np.empty(0, dtype).real.dtype if to_real else dtype), True
+
+
+def _checked_axes(axes: Axes, ndim: int) -> tuple[int, ...]:
+    return checked_numbered_axes(range(ndim) if axes is None else axes, ndim)

@@ -1,0 +1,96 @@
+"""Gangs that wait for long: users are told what for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from dask_p2p.errors import P2PWarning
+from dask_p2p.plugins.notices import warn_client
+from dask_p2p.sections.coordinator import Coordinator, Wait
+
+__all__ = ["Waiting"]
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 60.0
+_MOST_NAMED = 4
+
+
+class Waiting:
+    """Looks now and then whether gangs still wait.
+
+    Parameters
+    ----------
+    scheduler : distributed.Scheduler
+    coordinator : Coordinator
+        Of all gangs.
+    after_s : float
+        How long a gang waits before anyone is told.
+    """
+
+    def __init__(self, scheduler: Any, coordinator: Coordinator, after_s: float) -> None:
+        self._scheduler, self._coordinator, self._after_s = scheduler, coordinator, after_s
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def watch(self, gang: str) -> None:
+        """Tell of a gang that has begun to wait, if it goes on waiting."""
+        if gang not in self._timers and (wait := self._coordinator.wait(gang)) is not None:
+            self._look_after(self._after_s, gang, wait.attempt, 0.0)
+
+    def close(self) -> None:
+        """Look no more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _look_after(self, delay_s: float, gang: str, attempt: int, waited_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        waited_s += delay_s
+        self._timers[gang] = loop.call_later(delay_s, self._look, gang, attempt, waited_s)
+
+    def _look(self, gang: str, attempt: int, waited_s: float) -> None:
+        del self._timers[gang]
+        wait = self._coordinator.wait(gang)
+        if wait is not None and wait.attempt != attempt:  # it has run meanwhile
+            self.watch(gang)
+        elif wait is not None:
+            text = f"dask_p2p: {gang} has waited for {waited_s:.0f} s: {self._reason(gang, wait)}."
+            logger.warning(text)
+            # While inputs are being made nothing is wrong: the dashboard shows that.
+            if wait.gangs or any(self._state(gang, rank) != "waiting" for rank in wait.missing):
+                warn_client(self._scheduler, text, P2PWarning)
+            self._look_after(_AGAIN_S, gang, attempt, waited_s)
+
+    def _reason(self, gang: str, wait: Wait) -> str:
+        if not wait.missing:
+            which = ", ".join(wait.gangs[:_MOST_NAMED])
+            return f"all its members are there, and workers of theirs are still needed by {which}"
+        missing = [self._member(gang, rank) for rank in wait.missing[:_MOST_NAMED]]
+        if wait.missing[_MOST_NAMED:]:
+            missing.append(f"and {len(wait.missing) - _MOST_NAMED} more")
+        return f"of its {wait.size} members are missing " + "; ".join(missing)
+
+    def _state(self, gang: str, rank: int) -> str:
+        task = self._scheduler.tasks.get((gang, rank))
+        return "forgotten" if task is None else task.state
+
+    def _member(self, gang: str, rank: int) -> str:
+        state, why = self._state(gang, rank), ""
+        if state == "processing":
+            worker = self._scheduler.tasks[gang, rank].processing_on
+            status = worker.status.name
+            busy = len(worker.processing) - len(worker.long_running)
+            if status != "running":
+                why = f" on {worker.address}, which is {status}"
+            elif busy > worker.nthreads:
+                why = f" on {worker.address}, with {busy} tasks for {worker.nthreads} threads"
+            else:
+                why = f" on {worker.address}"
+        elif state == "waiting":
+            needs = sorted(str(other.key) for other in self._scheduler.tasks[gang, rank].waiting_on)
+            why = f" for {len(needs)} tasks, such as {needs[0]}" if needs else ""
+        elif state in ("queued", "no-worker"):
+            why = ": no worker can take it now"
+        return f"member {rank}, whose task is {state}{why}"

@@ -1,0 +1,253 @@
+"""The worker's side of gangs: one run of a member, between its thread and the event loop.
+
+The event loop brings orders of the scheduler. An order that ends a run wakes the member's thread,
+whether it waits for orders or in its links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from distributed import Worker, WorkerPlugin
+from distributed.comm.addressing import get_address_host
+from distributed.protocol.pickle import dumps
+from distributed.worker import WORKER_ANY_RUNNING
+
+from dask_p2p.errors import SectionError
+from dask_p2p.sections.coordinator import Order
+from dask_p2p.sections.endpoint import Reach
+from dask_p2p.sections.links import Links
+from dask_p2p.sections.saved import Checkpoints, SavedStates, States
+from dask_p2p.sections.scheduler import (
+    FORGET,
+    JOIN,
+    LEAVE,
+    ORDER,
+    SAVES,
+    SectionsSchedulerPlugin,
+)
+from dask_p2p.transports.replies import answering
+from dask_p2p.transports.requests import checked_text
+from dask_p2p.versioned import versioned
+
+__all__ = ["Member", "SectionsPlugin", "plugin_on"]
+
+_ENDS = ("committed", "stopped")  # states that no order follows
+_CAUSE_CHARS = 1000
+_ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
+
+
+class Member:
+    """One run of a member's task.
+
+    Parameters
+    ----------
+    plugin : SectionsPlugin
+        The worker's.
+    gang : str
+        Its name.
+    rank, size : int
+        Which member this is, of how many.
+    timeout_s : float
+        After how long without an answer a connection to another host is lost.
+    """
+
+    def __init__(
+        self, plugin: SectionsPlugin, gang: str, rank: int, size: int, timeout_s: float
+    ) -> None:
+        self.ticket = uuid4().hex
+        self.rank, self.size = rank, size
+        self.links = Links(replace(plugin.reach, timeout_s=timeout_s))
+        self._plugin, self._worker, self._gang = plugin, plugin.worker, gang
+        self._changed = threading.Condition()
+        self._order = Order("waiting")
+        self._pending: set[asyncio.Future[None]] = set()
+        self._checkpoints: Checkpoints | None = None
+
+    # --- in the member's thread
+
+    def order_after(self, *states: str, timeout_s: float | None = None) -> Order:
+        """Wait until the member is in none of these states; return its order, whatever it is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._order.state not in states, timeout_s)
+            return self._order
+
+    def leave(self, cause: str = "", error: bytes | None = None) -> Order:
+        """Say that the function has ended; return the order that ends this run."""
+        self._begin(self._call(LEAVE, cause=cause[:_CAUSE_CHARS], error=error))
+        return self.order_after("running", "returned")
+
+    def checkpoints(self, order: Order) -> Checkpoints:
+        """Return what keeps this member's states in the attempt that begins."""
+
+        def tell() -> None:
+            # Even if this run ends at once, the scheduler has to know what is to be dropped.
+            telling = self._call(SAVES, worker=self._worker.address)
+            self._worker.loop.add_callback(self._plugin.finish, telling)
+
+        workers = [worker for worker, *_ in order.peers]
+        states = States(self._plugin.saved, self._gang, order.resume, order.holders, tell)
+        self._checkpoints = Checkpoints(self.rank, workers, self.links, states)
+        return self._checkpoints
+
+    def close(self) -> None:
+        """End this run, and its links."""
+        with self._changed:
+            if self._order.state not in _ENDS:
+                self._order = Order("stopped")  # so nobody wakes links that are closed
+            self.links.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None  # it knows this one: states would stay until both are found
+        self._worker.loop.add_callback(self.stop)
+
+    def _begin(self, what: Coroutine[Any, Any, Any]) -> None:
+        asyncio.run_coroutine_threadsafe(self._until_done(what), self._worker.loop.asyncio_loop)
+
+    # --- on the event loop
+
+    async def _until_done(self, what: Coroutine[Any, Any, Any]) -> None:
+        """Await something; if that fails, this run of the member ends."""
+        task = asyncio.ensure_future(what)
+        self._pending.add(task)
+        try:
+            await task
+        except Exception as exc:
+            # Without the scheduler, or on a worker that closes, nothing is wrong with the gang.
+            ends = isinstance(exc, OSError) or self._worker.status not in WORKER_ANY_RUNNING
+            self._obey(Order("stopped", reason="" if ends else f"{type(exc).__name__}: {exc}"))
+        finally:
+            self._pending.discard(task)
+
+    async def _follow(self) -> None:
+        """Join, and bring orders until one ends the run."""
+        await self._plugin.register()
+        order = await self._ask(
+            JOIN,
+            size=self.size,
+            worker=self._worker.address,
+            endpoint=self.links.endpoint,
+            saved=self._plugin.saved.steps(self._gang),
+        )
+        while order.state not in _ENDS:
+            self._obey(order)
+            order = await self._ask(ORDER, known=order.state)
+        self._obey(order)
+
+    async def _ask(self, op: str, **kwargs: Any) -> Order:
+        reply = await self._call(op, **kwargs)
+        reply["peers"] = tuple(map(tuple, reply["peers"]))
+        reply["holders"] = tuple(reply["holders"])
+        return Order(**reply)
+
+    async def _call(self, op: str, **kwargs: Any) -> dict[str, Any]:
+        own = {"gang": self._gang, "rank": self.rank, "ticket": self.ticket}
+        reply: Any = await getattr(self._worker.scheduler, op)(**own, **kwargs)
+        if not isinstance(reply, dict) or reply.pop("status", None) != "ok":
+            raise SectionError(f"the scheduler could not answer: {reply}")
+        return reply
+
+    def _obey(self, order: Order) -> None:
+        """Take an order; none follows one that ends the run."""
+        with self._changed:
+            if self._order.state not in _ENDS:
+                self._order = order
+                self._changed.notify_all()
+                if order.state == "stopped":
+                    self.links.wake()
+
+    def start(self) -> None:
+        """Join the gang. Any thread may call this."""
+        self._begin(self._follow())
+
+    def stop(self) -> None:
+        """End this run, whatever becomes of the gang."""
+        self._obey(Order("stopped"))
+        for task in tuple(self._pending):
+            task.cancel()
+
+
+@versioned(strict=True)
+class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
+    """Has a worker's members."""
+
+    name = "dask-p2p-sections"
+
+    def setup(self, worker: Worker) -> None:
+        """Begin. A member puts the plugin on its worker when it needs it."""
+        self.worker = worker
+        #: How members here and those of other hosts reach each other.
+        self.reach = _reach(worker)
+        self.saved = SavedStates()
+        self._members: dict[str, Member] = {}  # by ticket
+        worker.handlers[FORGET] = self.forget
+        self._unfinished: set[asyncio.Future[Any]] = set()
+        self._is_registered = False
+
+    def teardown(self, worker: Worker) -> None:
+        """End all members: their threads wait for nothing any more."""
+        worker.handlers.pop(FORGET, None)
+        for member in tuple(self._members.values()):
+            member.stop()
+
+    def finish(self, what: Coroutine[Any, Any, Any]) -> None:
+        """Await something, whatever becomes of the member that asked for it. On the event loop."""
+        task = asyncio.ensure_future(what)
+        self._unfinished.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Future[Any]) -> None:
+        self._unfinished.discard(task)
+        if not task.cancelled():
+            task.exception()  # without a scheduler there is nothing to tell
+
+    @answering
+    async def forget(self, gang: Any) -> Any:
+        """Drop the states of a gang."""
+        self.saved.drop(checked_text("gang", gang))
+        return {}
+
+    async def register(self) -> None:
+        """Put the scheduler's plugin in place, unless it is known to be there."""
+        if not self._is_registered:
+            plugin = SectionsSchedulerPlugin()
+            await self.worker.scheduler.register_scheduler_plugin(
+                plugin=dumps(plugin), name=plugin.name, idempotent=True
+            )
+            self._is_registered = True
+
+    @contextmanager
+    def member(self, gang: str, rank: int, size: int, timeout_s: float = 30.0) -> Iterator[Member]:
+        """Have a member of a gang for as long as its task runs."""
+        member = Member(self, gang, rank, size, timeout_s)
+        self._members[member.ticket] = member
+        try:
+            member.start()
+            yield member
+        finally:
+            del self._members[member.ticket]
+            member.close()
+
+
+def _reach(worker: Worker) -> Reach:
+    """Return how members of a worker reach other hosts: as Dask does, encrypted or not."""
+    host = get_address_host(worker.address)
+    if not worker.security.require_encryption and not worker.address.startswith(_ENCRYPTED):
+        return Reach(host)
+    listening = worker.security.get_listen_args("worker")["ssl_context"]
+    connecting = worker.security.get_connection_args("worker")["ssl_context"]
+    return Reach() if None in (listening, connecting) else Reach(host, listening, connecting)
+
+
+async def plugin_on(worker: Worker) -> SectionsPlugin:
+    """Return a worker's plugin; put it there if it is missing."""
+    if SectionsPlugin.name not in worker.plugins:
+        await worker.plugin_add(SectionsPlugin(), catch_errors=False)
+    plugin: SectionsPlugin = worker.plugins[SectionsPlugin.name]
+    return plugin

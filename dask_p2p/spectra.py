@@ -1,0 +1,154 @@
+"""Fourier transforms of xarray's arrays, with coordinates: what ``a.p2p.fft`` and ``ifft`` do.
+
+Names, order, spacing and attributes of coordinates are those of xrft: `docs/coming-from.md` tells
+what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from dask_p2p import fft as transforms
+from dask_p2p.backends import backend_for
+from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+
+__all__ = ["spectrum", "undone"]
+
+_EVEN = 1e-3  # how much distances of coordinates may differ, relative to the first
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """A dimension that is transformed; times are in seconds."""
+
+    name: Hashable  # of the result's dimension
+    number: int
+    values: Any  # its coordinate in the result
+    factor: Any  # of elements beside each of these, or of the input's if it is undone
+    attrs: dict[str, float]
+
+
+def spectrum(
+    a: Any,
+    dim: Any,
+    real_dim: Any,
+    shift: bool,
+    true_phase: bool,
+    true_amplitude: bool,
+    prefix: str,
+) -> Any:
+    """See `dask_p2p.xarray.P2PAccessor.fft`."""
+    dims = _dims(a, dim, real_dim, list(a.dims))
+    axes = []
+    for name in dims:
+        at = _even(a[name].values, name)
+        n, step = at.size, at[1] - at[0]
+        is_real = name == real_dim
+        frequencies = np.fft.rfftfreq(n, step) if is_real else np.fft.fftfreq(n, step)
+        if shift and not is_real:
+            frequencies = np.fft.fftshift(frequencies)
+        factor = np.exp(-2j * np.pi * frequencies * at[0]) if true_phase else np.ones(1)
+        attrs = {"spacing": 1 / (n * step), "direct_lag": at[n // 2]}
+        amplitude = step if true_amplitude else 1.0
+        number = a.get_axis_num(name)
+        axes.append(_Axis(f"{prefix}{name}", number, frequencies, factor * amplitude, attrs))
+    numbers = [axis.number for axis in axes]
+    transform = transforms.fftn if real_dim is None else transforms.rfftn
+    y = transform(_blocks(a), axes=numbers)
+    shifted = numbers if real_dim is None else numbers[:-1]
+    if shift and shifted:
+        y = transforms.fftshift(y, shifted)
+    return _made(a, _scaled(y, axes), axes)
+
+
+def undone(
+    a: Any, dim: Any, real_dim: Any, true_phase: bool, true_amplitude: bool, prefix: str
+) -> Any:
+    """See `dask_p2p.xarray.P2PAccessor.ifft`."""
+    found = [name for name in a.dims if str(name).startswith(prefix)]
+    dims = _dims(a, dim, real_dim, found)
+    axes, shifted, lengths = [], [], []
+    for name in dims:
+        given, number = a[name].values, a.get_axis_num(name)
+        is_real = name == real_dim
+        in_order = given if given.size < 3 or given[0] < given[-1] else np.fft.fftshift(given)
+        frequencies = _even(in_order, name)
+        n = 2 * (given.size - 1) if is_real else given.size
+        if abs(frequencies[0 if is_real else n // 2]) > _EVEN * (frequencies[1] - frequencies[0]):
+            raise InputError(f"expected frequencies with zero in their place along {name!r}.")
+        if in_order is given and not is_real:
+            shifted.append(number)
+        step = 1 / (n * (frequencies[1] - frequencies[0]))
+        start = a[name].attrs.get("direct_lag", 0.0) - n // 2 * step
+        factor = np.exp(2j * np.pi * given * start) if true_phase else np.ones(1)
+        amplitude = 1 / step if true_amplitude else 1.0
+        values = start + step * np.arange(n)
+        title = str(name).removeprefix(prefix)
+        axes.append(_Axis(title, number, values, factor * amplitude, {"spacing": step}))
+        lengths.append(n)
+    y = _scaled(_blocks(a), axes)
+    if shifted:
+        y = transforms.ifftshift(y, shifted)
+    transform = transforms.ifftn if real_dim is None else transforms.irfftn
+    y = transform(y, lengths, [axis.number for axis in axes])
+    return _made(a, y, axes)
+
+
+def _dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Hashable]:
+    """Return the dimensions to transform; that of real numbers is the last."""
+    if not isinstance(a, xr.DataArray):
+        raise UnsupportedArrayError(
+            f"expected a DataArray, got {type(a).__name__}. Transform its arrays one by one."
+        )
+    given = every if dim is None else [dim] if isinstance(dim, str) else list(dim)
+    dims = [name for name in given if name != real_dim]
+    dims += [] if real_dim is None else [real_dim]
+    if not dims or len({*dims}) < len(dims) or any(name not in a.dims for name in dims):
+        raise AxesError(
+            f"expected dimensions of {a.dims}, each once, got dim={dim!r}, real_dim={real_dim!r}."
+        )
+    return dims
+
+
+def _even(values: Any, name: Hashable) -> Any:
+    """Return a coordinate as numbers; times as seconds after the first of them."""
+    if values.dtype.kind in "mM":
+        values = (values - values[:1]) / np.timedelta64(1, "s")
+    steps = np.diff(values)
+    if not steps.size or not steps[0] or not np.allclose(steps, steps[0], rtol=_EVEN, atol=0):
+        raise InputError(
+            f"expected a coordinate {name!r} of at least two values at even distances, got "
+            f"{values[:4]}... Interpolate the array, or drop the coordinate: a.drop_vars({name!r})."
+        )
+    return values
+
+
+def _blocks(a: Any) -> Any:
+    return a.chunk().data if a.chunks is None else a.data
+
+
+def _scaled(x: Any, axes: Sequence[_Axis]) -> Any:
+    """Multiply by the factors of all axes."""
+    x = x * float(np.prod([axis.factor[0] for axis in axes if axis.factor.size == 1]))
+    module, dtype = backend_for(x._meta).module, np.result_type(x.dtype, np.complex64)
+    for axis in axes:
+        if axis.factor.size > 1:
+            factor = da.from_array(axis.factor.astype(dtype), chunks=x.chunks[axis.number])
+            factor = factor.map_blocks(module.asarray, meta=module.empty(0, dtype))
+            x = x * factor.reshape(-1, *(1,) * (x.ndim - axis.number - 1))
+    return x
+
+
+def _made(a: Any, y: Any, axes: Sequence[_Axis]) -> Any:
+    """Return an array with the coordinates of the one given, but for those of axes."""
+    names = {a.dims[axis.number]: axis.name for axis in axes}
+    kept = {name: of for name, of in a.coords.items() if not names.keys() & {*of.dims}}
+    new = {axis.name: (axis.name, axis.values, axis.attrs) for axis in axes}
+    dims = [names.get(name, name) for name in a.dims]
+    return xr.DataArray(y, {**kept, **new}, dims, a.name, a.attrs)

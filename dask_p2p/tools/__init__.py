@@ -1,0 +1,1 @@
+"""What is built of operations: `check`, `install`, `local_cluster`, arrays in files."""

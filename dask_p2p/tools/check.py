@@ -1,0 +1,289 @@
+"""`check`: how each worker reaches each other, how fast, and what stands in the way.
+
+Every pair of workers moves a known block just as a transpose would move its regions, by the same
+code; what it uses and how long it takes is what a transpose would see. All pairs of one stage are
+measured at once, each worker reading from one and read by one, as in a transpose. Transports after
+the first that works are measured too, and one that is quicker by far is preferred from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import numpy as np
+
+from dask_p2p.backends import worker_backend
+from dask_p2p.backends.hardware import versions
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.config import Options, options
+from dask_p2p.engine.assembly import Assembly, OutputSpec
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import Obstacle, P2PError
+from dask_p2p.inputs import checked_client
+from dask_p2p.plans import BlockPlan, Piece, Source
+from dask_p2p.plugins.context import DaskWorkerContext
+from dask_p2p.plugins.registration import register
+from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
+from dask_p2p.tools.report import EXPECTED, HostPair, Link, Problem, Report, Status
+from dask_p2p.transports.in_place.cuda_ipc import POOL_REMEDY
+from dask_p2p.transports.probe import check_probe, most_probe_bytes, probe_key
+from dask_p2p.transports.router import BlockRef
+from dask_p2p.types import AsynchronousClient, Client, Kind
+
+__all__ = ["HostPair", "Link", "Problem", "Report", "Status", "check", "find_problems"]
+
+FAR = 2  #: Times as fast that another transport must be to be preferred.
+
+# Workers of different hosts do not read each other's memory.
+_NO_PROBLEM = (*EXPECTED, "other-host")
+_DTYPE = np.dtype("u1")  # of probes
+_LATENCY_BYTES = 1024
+REPEATS = 5
+_FEW_REPEATS = 2  # of transports that are used only if they are quicker by far
+
+
+@overload
+def check(client: Client | None = None) -> Report: ...
+
+
+@overload
+def check(client: AsynchronousClient) -> Awaitable[Report]: ...
+
+
+def check(client: Any = None) -> Any:
+    """Find out how the workers of a cluster reach each other, and how fast.
+
+    Registers the plugin if that is missing. While it runs the workers should have nothing else to
+    do, or it measures what is left.
+
+    Parameters
+    ----------
+    client : distributed.Client, optional
+        By default the current one.
+
+    Returns
+    -------
+    Report or awaitable
+        ``workers``, ``links`` (one for each ordered pair of workers), ``hosts`` (one for each
+        ordered pair of hosts) and ``problems``, each with its cure. Something to await if the
+        client is asynchronous.
+
+    Raises
+    ------
+    ValueError
+        If there is no client.
+    InputError
+        If the client is closed.
+    RegistrationError
+        See `register`.
+    """
+    client = checked_client(client)
+    return client.sync(_check, client)
+
+
+async def _check(client: Any) -> Report:
+    name = PLUGIN_NAME  # a local function travels as a whole: workers may lack the package
+    had_plugin = await client.run(lambda dask_worker: name in dask_worker.plugins)
+    await register(client)
+    statuses = await client.run(_status)
+    workers = [Status(had_plugin=had_plugin.get(a, False), **statuses[a]) for a in sorted(statuses)]
+    kinds = {worker.kind for worker in workers}
+    kind = kinds.pop() if len(kinds) == 1 else NUMPY.name
+    addresses = [worker.address for worker in workers]
+    links: list[Link] = []
+    try:
+        for stage in range(1, len(addresses)):
+            holders = {a: addresses[(i + stage) % len(addresses)] for i, a in enumerate(addresses)}
+            # Tasks bring the client's options with them.
+            links += (await client.run(_measure_from, holders, kind, options())).values()
+    finally:
+        await client.run(_clear_probes)
+    links.sort(key=lambda link: (link.reader, link.holder))
+    return Report(workers, links, find_problems(workers, links, versions()))
+
+
+def find_problems(
+    workers: Iterable[Status], links: Iterable[Link], client_versions: Mapping[str, str | None]
+) -> list[Problem]:
+    """Name the known causes of slow or unwanted transfers.
+
+    Parameters
+    ----------
+    workers, links
+        What was found.
+    client_versions
+        Versions that the client has.
+    """
+    causes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for worker in workers:
+        for cause in _problems_of(worker, client_versions):
+            causes[cause].append(worker.address)
+    for link in links:
+        if link.error is not None:
+            text = f"no transport brings blocks from {link.holder}: {link.error}"
+            causes[text, "See whether the two workers can connect to each other"].append(
+                link.reader
+            )
+        if link.quicker is not None:
+            text = f"{link.quicker} is more than {FAR} times as fast as {link.transport}"
+            causes[text, "Name it first in p2p.transports.order"].append(link.reader)
+        for transport, obstacle in link.obstacles.items():
+            if obstacle.code not in _NO_PROBLEM:
+                text = f"{transport} is not used: {obstacle.text}"
+                causes[text, obstacle.remedy].append(link.reader)
+    return [Problem(tuple(dict.fromkeys(addresses)), *cause) for cause, addresses in causes.items()]
+
+
+def _problems_of(
+    worker: Status, client_versions: Mapping[str, str | None]
+) -> Iterable[tuple[str, str]]:
+    if not worker.had_plugin:
+        yield (
+            "the worker plugin was missing; it has been registered now",
+            "Call dask_p2p.register(client), or start workers with --preload dask_p2p.preload",
+        )
+    different = ", ".join(
+        f"{name} {theirs}, here {ours}"
+        for name, theirs in worker.versions.items()
+        if None not in (theirs, ours := client_versions.get(name)) and theirs != ours
+    )
+    if different:
+        yield f"versions differ from the client's: {different}", "Install the same everywhere"
+    if worker.mig:
+        yield (
+            "the GPU is a MIG instance, which has no CUDA IPC and no NVLink",
+            "Use whole GPUs, or expect comm",
+        )
+    resource, pool_bytes = worker.memory_resource, worker.pool_bytes
+    if pool_bytes and pool_bytes % POOL_GRANULE_BYTES:
+        text = f"RMM's pool of {pool_bytes} bytes is no multiple of 2 MiB"
+        yield f"{text}: mapping it takes seconds for each peer", POOL_REMEDY
+    if resource in ("CudaAsyncMemoryResource", "ManagedMemoryResource"):
+        yield f"CUDA IPC cannot share memory of RMM's {resource}", POOL_REMEDY
+    if resource not in (None, "CudaMemoryResource") and worker.cupy_uses_rmm is False:
+        text = "CuPy allocates from another pool than RMM's: the two take memory from each other"
+        yield text, POOL_REMEDY
+
+
+# --- on the workers ---
+
+
+def _status(dask_worker: Any) -> dict[str, Any]:
+    """Describe this worker, in words that can be sent."""
+    status: dict[str, Any] = {
+        "address": dask_worker.address,
+        "host": socket.gethostname(),
+        "kind": NUMPY.name,
+        "leased_bytes": dask_worker.plugins[PLUGIN_NAME].leased_bytes,
+        "versions": versions(),
+    }
+    return status | worker_backend().device_status()
+
+
+def _clear_probes(dask_worker: Any) -> None:
+    """Drop the blocks that were measured."""
+    dask_worker.plugins[PLUGIN_NAME].clear_probes()
+
+
+async def _measure_from(
+    holders: Mapping[str, str], kind: Kind, options: Options, dask_worker: Any
+) -> Link:
+    """Measure the link from this worker's holder, on a thread as tasks have them."""
+    context = dask_worker.plugins[PLUGIN_NAME].context
+    nbytes = most_probe_bytes(kind, dask_worker.memory_manager.memory_limit or None)
+    pair = _Pair(context, holders[dask_worker.address], kind, nbytes, options)
+    return await asyncio.to_thread(pair.link)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A worker, whose context it is, and another one whose blocks are brought to it."""
+
+    context: DaskWorkerContext
+    holder: str
+    kind: Kind
+    nbytes: int  # of a large block
+    options: Options
+
+    def link(self) -> Link:
+        """Measure how blocks come, and prefer a transport that is quicker by far."""
+        context, holder = self.context, self.holder
+        order = self.options.order(self.kind)
+        quicker = None
+        # What was measured before may not hold any more.
+        context.router.prefer(holder, order, None)
+        try:
+            latency_s, time_s, transport = self._measure()
+            quicker = self._quicker(time_s, transport)
+            # An order that the user named is kept.
+            if quicker is not None and self.options.transports is None:
+                context.router.prefer(holder, order, quicker)
+                latency_s, time_s, transport = self._measure()
+        except P2PError as exc:
+            error = f"{type(exc).__name__}: {exc}"
+            return Link(context.address, holder, None, 0.0, 0.0, error=error)
+        obstacles = {}
+        for name in order[: order.index(transport)]:
+            why = self._why_not(name)
+            if why is None and transport == quicker:
+                why = Obstacle("slower", f"{quicker} is more than {FAR} times as fast")
+            if why is not None:
+                obstacles[name] = why
+        gbs = self.nbytes / time_s / 1e9
+        quicker = None if transport == quicker else quicker
+        return Link(context.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
+
+    def _why_not(self, transport: str) -> Obstacle | None:
+        router = self.context.router
+        obstacle: Obstacle | None = router.transports[transport].obstacle(
+            self.holder, self.kind, _DTYPE
+        )
+        return obstacle or router.failure(self.holder, transport)
+
+    def _measure(self) -> tuple[float, float, str]:
+        """Return the time of a small block and of a large one, and what brought that one."""
+        block = BlockRef(probe_key(self.kind), (self.holder,))
+        # The first one is tried before anything is timed.
+        self.context.router.routes(block, self.kind, _DTYPE, self.options.order(self.kind))
+        latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(REPEATS)
+        return latency_s, *self._time(REPEATS)
+
+    def _quicker(self, time_s: float, transport: str) -> str | None:
+        """Return the quickest later transport, if it takes less than half the time."""
+        order = self.options.order(self.kind)
+        times_s = {}
+        for name in order[order.index(transport) + 1 :]:
+            if self._why_not(name) is None:
+                alone = replace(self, options=replace(self.options, transports=(name,)))
+                with contextlib.suppress(P2PError):
+                    times_s[name], _ = alone._time(_FEW_REPEATS)
+        best = min(times_s, key=lambda name: times_s[name], default=None)
+        return best if best is not None and FAR * times_s[best] < time_s else None
+
+    def _time(self, repeats: int) -> tuple[float, str]:
+        """Return the least time for a probe block, and what brought it."""
+        best_s, transport = float("inf"), ""
+        for _ in range(repeats):
+            start_s = time.perf_counter()
+            region, transport = self._bring_probe()
+            best_s = min(best_s, time.perf_counter() - start_s)
+        check_probe(region)
+        return best_s, transport
+
+    def _bring_probe(self) -> tuple[Any, str]:
+        """Bring a probe block here as a task would; return it, and the transport's name."""
+        key: tuple[Any, ...] = probe_key(self.kind, self.nbytes)
+        name, index = key[0], key[1:]  # as if it were the block of an array with this name
+        shape, whole = (self.nbytes,), ((0, self.nbytes),)
+        plan = BlockPlan(shape, (0,), (Source(0, index),), (shape,), (Piece(0, whole, whole),))
+        output = OutputSpec((name,), _DTYPE, self.kind, self.options)
+        assembly = Assembly(plan, output, [BlockRef(key, (self.holder,))], self.context)
+        block = assembly.run()
+        return block, assembly.sources.stages[-1].transport

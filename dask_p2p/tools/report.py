@@ -1,0 +1,185 @@
+"""What `check` found: of each worker, of each pair of workers, and what stands in the way."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from statistics import median
+
+from dask_p2p.errors import Obstacle
+from dask_p2p.monitoring.text_table import html_table, text_table
+from dask_p2p.types import Kind
+
+__all__ = ["EXPECTED", "HostPair", "Link", "Problem", "Report", "Status"]
+
+#: Obstacles of workers in one process, which pass each other's blocks on as they are.
+EXPECTED = ("other-kind", "same-process")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What one worker is and has."""
+
+    address: str
+    host: str  # its name
+    had_plugin: bool
+    kind: Kind  # of the blocks that were moved: "numpy" or "cupy"
+    gpu: str | None = None  # its name
+    mig: bool = False
+    memory_resource: str | None = None  # RMM's, by the name of its class
+    pool_bytes: int | None = None  # size of RMM's pool
+    cupy_uses_rmm: bool | None = None  # None without CuPy
+    link_gbs: float | None = None  # what the hardware should give, one way; None if unknown
+    leased_bytes: int  # of blocks that are kept for readers
+    versions: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How blocks come from one worker to another."""
+
+    reader: str  # address
+    holder: str
+    transport: str | None  # that is used; None if nothing works
+    gbs: float  # 1e9 bytes per second, of one large block
+    latency_s: float  # of one small block
+    obstacles: Mapping[str, Obstacle] = field(default_factory=dict)  # to others, by transport
+    error: str | None = None
+    quicker: str | None = None  # a later transport that would take less than half the time
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that makes transfers slow, or another transport be used."""
+
+    workers: tuple[str, ...]  # addresses
+    what: str
+    cure: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostPair:
+    """How blocks come from workers of one host to those of another one, or of the same."""
+
+    reader: str  # name of the host
+    holder: str
+    links: tuple[Link, ...]
+
+    @property
+    def transports(self) -> dict[str, int]:
+        """Pairs of workers that use a transport, by its name; "none" where nothing works."""
+        return dict(Counter(link.transport or "none" for link in self.links).most_common())
+
+    @property
+    def gbs(self) -> float:
+        """Median of all pairs of workers, 1e9 bytes per second; 0 where nothing works."""
+        return median(link.gbs for link in self.links)
+
+    @property
+    def latency_s(self) -> float:
+        """Median of all pairs of workers for which something works."""
+        return median([link.latency_s for link in self.links if link.error is None] or [0.0])
+
+    @property
+    def in_the_way(self) -> tuple[str, ...]:
+        """Why transports are not used that would be tried first, each reason once."""
+        reasons = [
+            f"{transport}: {obstacle.text}"
+            for link in self.links
+            for transport, obstacle in link.obstacles.items()
+            if obstacle.code not in EXPECTED
+        ]
+        return tuple(dict.fromkeys(reasons + [link.error for link in self.links if link.error]))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report:
+    """What `check` found. Printed it is text, and in a notebook it is tables."""
+
+    workers: list[Status]
+    links: list[Link]
+    problems: list[Problem]
+
+    @property
+    def hosts(self) -> list[HostPair]:
+        """How blocks come from host to host, one for each ordered pair that has links."""
+        host_of = {worker.address: worker.host for worker in self.workers}
+        pairs: defaultdict[tuple[str, str], list[Link]] = defaultdict(list)
+        for link in self.links:
+            hosts = [host_of.get(address, address) for address in (link.reader, link.holder)]
+            pairs[hosts[0], hosts[1]].append(link)
+        return [HostPair(*pair, tuple(links)) for pair, links in sorted(pairs.items())]
+
+    def _tables(self) -> dict[str, list[tuple[str, ...]]]:
+        """Return rows by title. In matrices each reader has a row, each holder a column."""
+        tables = {"Workers": _worker_rows(self.workers)}
+        if len({worker.host for worker in self.workers}) > 1:
+            tables["Between hosts"] = _host_rows(self.hosts)
+        if self.links:
+            links = {(link.reader, link.holder): link for link in self.links}
+            cells = {
+                "Transport": {pair: link.transport or "none" for pair, link in links.items()},
+                "GB/s of one large block": {p: f"{link.gbs:.3g}" for p, link in links.items()},
+                "Latency of a small block, ms": {
+                    pair: f"{link.latency_s * 1e3:.2f}" for pair, link in links.items()
+                },
+            }
+            addresses = [worker.address for worker in self.workers]
+            head = ("from", *map(str, range(len(addresses))))
+            for title, of_pair in cells.items():
+                tables[title] = [head]
+                for number, reader in enumerate(addresses):
+                    row = [of_pair.get((reader, holder), "-") for holder in addresses]
+                    tables[title].append((f"to {number}", *row))
+        return tables
+
+    def _lines(self) -> list[str]:
+        """Return what there is to say in words."""
+        lines = []
+        good = [link.gbs for link in self.links if link.error is None]
+        should = [worker.link_gbs for worker in self.workers if worker.link_gbs]
+        if good:
+            lines.append(f"Median of all pairs: {median(good):.3g} GB/s")
+        if good and should:
+            lines[0] += f"; the NVLinks of a GPU should carry {min(should):.3g} GB/s one way"
+        numbers = {worker.address: str(number) for number, worker in enumerate(self.workers)}
+        for problem in self.problems:
+            named = ", ".join(numbers.get(address, address) for address in problem.workers)
+            lines.append(f"Worker {named}: {problem.what}. {problem.cure}.")
+        if len(self.workers) < 2:
+            lines.append("No pair of workers to check: have the others joined?")
+        elif not self.problems:
+            lines.append("Nothing is in the way.")
+        return lines
+
+    def __repr__(self) -> str:
+        tables = [f"{title}\n{text_table(rows)}" for title, rows in self._tables().items()]
+        return "\n\n".join([*tables, "\n".join(self._lines())])
+
+    def _repr_html_(self) -> str:
+        tables = [f"<h4>{title}</h4>{html_table(rows)}" for title, rows in self._tables().items()]
+        lines = "".join(f"<li>{escape(line)}</li>" for line in self._lines())
+        return f"{''.join(tables)}<ul>{lines}</ul>"
+
+
+def _worker_rows(workers: Iterable[Status]) -> list[tuple[str, ...]]:
+    head = ("worker", "host", "address", "blocks", "GPU", "RMM", "pool", "kept for readers")
+    rows: list[tuple[str, ...]] = [head]
+    for number, worker in enumerate(workers):
+        pool = "-" if worker.pool_bytes is None else f"{worker.pool_bytes / 2**30:.1f} GiB"
+        memory = worker.memory_resource or "-", pool, f"{worker.leased_bytes / 2**20:.1f} MiB"
+        place = worker.host, worker.address, worker.kind, worker.gpu or "-"
+        rows.append((str(number), *place, *memory))
+    return rows
+
+
+def _host_rows(pairs: Iterable[HostPair]) -> list[tuple[str, ...]]:
+    head = ("to host", "from host", "transport", "GB/s", "latency, ms", "in the way")
+    rows: list[tuple[str, ...]] = [head]
+    for pair in pairs:
+        used = ", ".join(f"{name} {count}" for name, count in pair.transports.items())
+        speed = f"{pair.gbs:.3g}", f"{pair.latency_s * 1e3:.2f}"
+        rows.append((pair.reader, pair.holder, used, *speed, "; ".join(pair.in_the_way) or "-"))
+    return rows

@@ -1,0 +1,192 @@
+"""``cma``: regions of NumPy blocks, read out of another process of this host.
+
+By cross-memory attach (see `process_memory`), as MPI libraries and UCX do between processes of one
+host. A descriptor holds a block's address. A reader copies parts of the block that fit into a
+processor's cache, and permutes each from there. The holder packs and sends nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from secrets import token_bytes
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dask_p2p.config import Options, Section, option, positive_bytes, section
+from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnsuitableError
+from dask_p2p.geometry import Box, box_shape, box_size
+from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.footprint import Footprint, part_that_fits
+from dask_p2p.transports.in_place import process_memory
+from dask_p2p.transports.in_place.descriptor import Descriptor, Peer
+from dask_p2p.transports.in_place.reading import DirectoryOptions, OpenBlock, Regions
+from dask_p2p.transports.in_place.same_host import SameHostTransport
+from dask_p2p.transports.reading import Pending, Request
+from dask_p2p.types import Array, Kind
+
+__all__ = ["CmaOptions", "CmaTransport"]
+
+_TOKEN_BYTES = 16
+_LET_READ = (
+    "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
+    "forbids it"
+)
+# The kernel takes as long for a run of bytes as for 150 bytes more, and comm four times as long as
+# cma for each byte.
+_SHORT_RUN_BYTES = 128
+_MOST_PART_BYTES = 2**30  # a system call reads 2 GiB at most
+_MOST_SHORT_RUNS = 2**14  # below, comm takes longer to ask and to be answered
+
+
+@section("transports.cma")
+class CmaOptions(Section):
+    """See p2p-schema.yaml."""
+
+    part_bytes: int = option("part-bytes", positive_bytes)
+
+
+class CmaTransport(SameHostTransport):
+    """NumPy blocks of other processes of this host.
+
+    `Peer.memory_proof` is the address and the value of a random token, both in hex. A reader that
+    finds the token there has the right process, and may read it.
+    """
+
+    name: ClassVar[str] = "cma"
+    kinds: ClassVar[tuple[str, ...]] = ("numpy",)
+    sections: ClassVar[tuple[type[Section], ...]] = (CmaOptions, DirectoryOptions)
+
+    @classmethod
+    def is_in_auto(cls, options: Options, kind: Kind) -> bool:
+        # Between processes of one host with two cores and NumPy blocks Dask's own TCP takes twice
+        # as long. Where checksums are asked for, cma is not used: it has none.
+        return kind == "numpy" and not options.checksum
+
+    @classmethod
+    def footprint(cls, options: Options, kind: Kind) -> Footprint:
+        """Return parts that are read one at a time: the reader's own thread does it."""
+        part_bytes = min(CmaOptions.of(options).part_bytes, _MOST_PART_BYTES)
+        most_bytes = max(1, options.staging_limit_bytes // 2)  # the rest is for other hosts' parts
+        return Footprint(part_that_fits(part_bytes, most_bytes), 0, parts_idle=2)
+
+    # --- both sides ---
+
+    def __init__(self, worker: WorkerContext, options: Options) -> None:
+        super().__init__(worker, options)
+        self.buffers = Buffers("numpy", self.footprint(options, "numpy").idle_bytes(options))
+        self.pools.append(self.buffers)
+        self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
+
+    def holder_obstacle(self, holder: str) -> Obstacle | None:
+        if not process_memory.is_supported():
+            return Obstacle("unsupported", "this system has no cross-memory attach")
+        return super().holder_obstacle(holder)
+
+    def memory_proof(self) -> str:
+        process_memory.allow_readers()
+        return f"{process_memory.address_of(self._token):x} {self._token.tobytes().hex()}"
+
+    def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
+        try:
+            address, token = remote.memory_proof.split()
+            runs = process_memory.runs_of(int(address, 16), (_TOKEN_BYTES,), (1,), 1)
+            memory = np.empty(_TOKEN_BYTES, np.uint8)
+            found_token = process_memory.read(remote.pid, runs, memory.dtype, memory)
+        except (OSError, ValueError, AttributeError, OverflowError) as exc:
+            return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
+        if found_token.tobytes().hex() != token:
+            return Obstacle("other-process", "its memory is another process'")
+        return None
+
+    def place_of(self, block: Array) -> dict[str, Any]:
+        return {"address": process_memory.address_of(block)}
+
+    def regions(self, descriptor: Descriptor, block: OpenBlock, peer: Peer) -> Regions:
+        wanted, place = block.wanted, descriptor.place
+        address = place.get("address") if isinstance(place, dict) else None
+        if type(address) is not int or not 0 <= address < 2**64:
+            raise TransferError(f"cma: the descriptor of {wanted} has no address: {place!r}")
+        _check_runs(wanted, descriptor)
+        copied = partial(self._copied, block, peer.pid, address, descriptor.strides)
+        unread = sum(map(_weight, wanted.boxes))
+
+        def read(box: Box, into: Array | None = None) -> Any:
+            nonlocal unread
+            region = copied(box, into)
+            unread -= _weight(box)
+            if not unread and not block.lasts:
+                # All that is wanted is here: the holder need not keep its block any longer.
+                block.confirm()
+                block.close()
+            return region
+
+        return partial(_Region, read)
+
+    def _copied(
+        self,
+        block: OpenBlock,
+        pid: int,
+        address: int,
+        strides: tuple[int, ...],
+        box: Box,
+        into: Array | None,
+    ) -> Any:
+        wanted, shape, dtype = block.wanted, box_shape(box), block.wanted.dtype
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        if not block.is_open:
+            raise TransferError(f"cma: {wanted} was closed before it was read")
+        address += sum(first * s for (first, _), s in zip(box, strides, strict=True))
+        try:
+            runs = process_memory.runs_of(address, shape, strides, dtype.itemsize)
+            if into is not None and process_memory.read_into(pid, runs, into):
+                return into
+            memory = self.buffers.take((prod(runs.shape) * dtype.itemsize,), np.uint8)
+            region = process_memory.read(pid, runs, dtype, memory)
+        except (OSError, OverflowError) as exc:  # the latter for places outside of any memory
+            block.confirm()
+            if getattr(exc, "errno", None) == errno.ESRCH:
+                message = f"{wanted.holder} ended while {wanted} was read"
+                raise BlockUnavailableError(message) from exc
+            raise TransferError(f"cma: {wanted} cannot be read: {exc}") from exc
+        return np.broadcast_to(region, shape)
+
+
+def _weight(box: Box) -> int:
+    """Return what a region counts among those still to be read: empty ones come, too."""
+    return max(1, box_size(box))
+
+
+def _check_runs(block: Request, descriptor: Descriptor) -> None:
+    """Refuse a block whose elements, as far as they are wanted, lie too far apart."""
+    if not block.boxes:  # what will be read is not known yet
+        return
+    itemsize = block.dtype.itemsize
+    largest = box_shape(max(block.boxes, key=box_size))
+    run_bytes = process_memory.run_bytes_of(largest, descriptor.strides, itemsize)
+    nbytes = sum(map(box_size, block.boxes)) * itemsize
+    if run_bytes < _SHORT_RUN_BYTES and nbytes > _MOST_SHORT_RUNS * run_bytes:
+        raise UnsuitableError(
+            f"cma: what is wanted of {block} lies in memory in runs of {run_bytes} bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Region(Pending):
+    """A region that is read by the thread that waits for it, when it waits."""
+
+    read: Callable[..., Any]
+    box: Box
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        return self.read(self.box)
+
+    def result_in(self, array: Array) -> Any:
+        """Return this array, with the region in it; or another one that holds the region."""
+        return self.read(self.box, array)

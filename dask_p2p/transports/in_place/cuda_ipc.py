@@ -1,0 +1,296 @@
+"""CUDA IPC: allocations of one process mapped into another.
+
+CuPy is imported when a function is called, never with this module.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from dask_p2p.backends.driver import allocation, is_shareable, uuid
+from dask_p2p.backends.repeating import RepeatingTimer
+from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.types import Array, DType
+
+__all__ = ["POOL_REMEDY", "Mappings", "Place", "array_at", "export", "gpu_uuid", "peer_obstacle"]
+
+#: What makes all memory of a worker shareable, and mapping it quick.
+POOL_REMEDY = (
+    'Start the cluster with dask_p2p.local_cluster(), or with rmm_pool_size="40 GiB" (a multiple '
+    'of 2 MiB) and rmm_allocator_external_lib_list=["cupy"], without rmm_async and '
+    "rmm_managed_memory"
+)
+_NOT_SHAREABLE = Obstacle(
+    "not-shareable",
+    "its allocator's memory cannot be shared by CUDA IPC (cudaMallocAsync or managed memory)",
+    POOL_REMEDY,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a block lies, described for another process."""
+
+    gpu: str  # UUID in hex
+    handle: str  # of the whole allocation, in hex
+    buffer_id: int  # of the allocation: unique in the process that made it
+    base: int  # address of the allocation, in that process
+    nbytes: int  # of the allocation
+    offset_bytes: int  # of the block in the allocation
+
+
+def gpu_uuid() -> str:
+    """UUID, in hex, of the GPU that this thread uses; empty if there is none.
+
+    Processes number the same GPUs differently: dask-cuda gives each worker another
+    ``CUDA_VISIBLE_DEVICES``.
+    """
+    try:
+        import cupy
+
+        return uuid(cupy.cuda.runtime.getDevice()).hex()
+    except Exception:  # no CuPy, no driver, no device: CuPy has no common class for them
+        return ""
+
+
+def peer_obstacle(gpu: str) -> Obstacle | None:
+    """Return why this process' GPU cannot read the memory of the GPU with this UUID."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    local = runtime.getDevice()
+    for device in range(runtime.getDeviceCount()):
+        if uuid(device).hex() == gpu:
+            if device == local or runtime.deviceCanAccessPeer(local, device):
+                return None
+            return Obstacle(
+                "no-peer-access",
+                "their GPUs have no peer access to each other",
+                "See nvidia-smi topo -p2p r; GPUs behind different PCIe roots may lack it",
+            )
+    return Obstacle(
+        "gpu-not-visible",
+        "the other's GPU is not among this worker's CUDA_VISIBLE_DEVICES",
+        "Give each worker all GPUs of its host, its own one first",
+    )
+
+
+def export(block: Array) -> Place:
+    """Return where a block lies.
+
+    It raises `TransferError` if its memory cannot be exported: of `cudaMallocAsync`, or managed; or
+    because the driver does not let this process, or cuda-bindings are missing.
+    """
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    pointer = block.data.ptr
+    with block.device as device:
+        try:
+            if not is_shareable(pointer):
+                raise TransferError(_NOT_SHAREABLE.full_text, obstacle=_NOT_SHAREABLE)
+            base, nbytes, buffer_id = allocation(pointer)
+            handle = bytes(runtime.ipcGetMemHandle(base))
+        except (runtime.CUDARuntimeError, ImportError) as exc:
+            message = f"CUDA IPC does not share memory here ({type(exc).__name__}: {exc})"
+            raise TransferError(message) from exc
+        return Place(uuid(device.id).hex(), handle.hex(), buffer_id, base, nbytes, pointer - base)
+
+
+def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> Any:
+    """Return a CuPy array of memory that somebody else owns."""
+    import cupy
+
+    low_bytes, size_bytes = _extent(shape, strides, dtype.itemsize)
+    device = cupy.cuda.runtime.getDevice()
+    memory = cupy.cuda.UnownedMemory(address + low_bytes, size_bytes, None, device)
+    pointer = cupy.cuda.MemoryPointer(memory, -low_bytes)
+    return cupy.ndarray(shape, dtype, pointer, strides)
+
+
+@lru_cache(maxsize=1024)  # blocks look alike
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Return where the memory of an array starts, counted from its first item, and its size."""
+    low_bytes = sum(min(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
+    high_bytes = sum(max(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
+    return low_bytes, high_bytes - low_bytes + itemsize
+
+
+@dataclass(slots=True, eq=False)
+class Mapping:
+    """An allocation of another process, mapped into this one."""
+
+    process: str
+    place: Place  # of a block in it
+    address: int  # here
+    is_kept: bool  # while nobody uses it
+    users: int = 0
+    unused_since_s: float = 0.0  # monotonic
+
+    def overlaps(self, process: str, place: Place) -> bool:
+        """Return whether it maps addresses of an allocation of a process."""
+        mine = self.place
+        return self.process == process and (
+            mine.base < place.base + place.nbytes and place.base < mine.base + mine.nbytes
+        )
+
+
+class Mappings:
+    """Mapped allocations: each is opened once, and closed when it is no longer used.
+
+    What is mapped stays taken on its GPU though its owner has freed it. So a mapping is closed
+
+    - with its last user, if the allocation is little more than the block: it goes with the block
+      (of CuPy's own pool; not of RMM's, whose allocations hold many blocks),
+    - when nobody has used it for `UNUSED_S`,
+    - when there are more bytes of unused ones of a process than a GPU has,
+    - when its process has left,
+    - when the process has another allocation at its addresses, so must have freed this one.
+
+    They are told apart by their process and buffer id. A process is known by a name that no other
+    has: addresses of workers are used again, and so are ids of buffers by a new process. Handles
+    will not do: two allocations of one pool have handles that hardly differ, and a new allocation
+    may get the handle of an old one.
+    """
+
+    #: How long a mapping is kept that nobody uses.
+    UNUSED_S = 60.0
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int], Mapping] = {}
+        self._lock = threading.Lock()  # not held while the driver is called
+        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # a process
+        self._timer = RepeatingTimer(self.UNUSED_S, self.close_unused)
+
+    def __len__(self) -> int:
+        """Count the mappings that are open."""
+        return len(self._open)
+
+    def acquire(self, process: str, place: Place, block_bytes: int) -> Mapping:
+        """Map the allocation that a block lies in, unless it is mapped, and count one more user.
+
+        It raises `TransferError` if it cannot be mapped.
+        """
+        with self._lock:
+            if (mapping := self._used(process, place)) is not None:
+                return mapping
+            opening = self._opening[process]
+        with opening:  # takes 0.1 ms, and seconds for a pool of an unfortunate size
+            with self._lock:
+                if (mapping := self._used(process, place)) is not None:
+                    return mapping
+                freed = self._take_freed(process, place)
+            _close(freed)
+            address = self._map(process, bytes.fromhex(place.handle))
+            is_kept = place.nbytes >= 2 * block_bytes
+            mapping = Mapping(process, place, address, is_kept, users=1)
+            with self._lock:
+                self._open[process, place.buffer_id] = mapping
+            return mapping
+
+    def release(self, mapping: Mapping) -> None:
+        """Note that one user is done, its kernels included."""
+        with self._lock:
+            mapping.users -= 1
+            mapping.unused_since_s = time.monotonic()
+            if mapping.users:
+                return
+            due = self._excess(mapping.process) if mapping.is_kept else [mapping]
+            self._forget(due)
+        _close(due)
+        if self._open:
+            self._timer.start()
+
+    def _used(self, process: str, place: Place) -> Mapping | None:
+        mapping = self._open.get((process, place.buffer_id))
+        if mapping is not None:
+            mapping.users += 1
+        return mapping
+
+    def _take_freed(self, process: str, place: Place) -> list[Mapping]:
+        """Return mappings of allocations that the process must have freed, no longer counted."""
+        freed = [mapping for mapping in self._open.values() if mapping.overlaps(process, place)]
+        if any(mapping.users for mapping in freed):
+            raise TransferError("ipc: the holder freed an allocation that is still being read here")
+        self._forget(freed)
+        return freed
+
+    def _map(self, process: str, handle: bytes) -> int:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        try:
+            return int(runtime.ipcOpenMemHandle(handle))
+        except runtime.CUDARuntimeError:
+            # An allocation that its owner has freed may be in the way of one in its place.
+            self.close_unused(process)
+        try:
+            return int(runtime.ipcOpenMemHandle(handle))
+        except runtime.CUDARuntimeError as exc:
+            raise TransferError(f"ipc: the memory cannot be mapped: {exc}") from exc
+
+    def retire(self, process: str | None) -> None:
+        """Note that a process has left (None: all), so that its mappings can be closed."""
+        with self._lock:
+            for mapping in self._open.values():
+                mapping.is_kept &= process not in (None, mapping.process)
+            if process is not None:
+                self._opening.pop(process, None)
+
+    def close(self) -> None:
+        """Close all that is not in use, and the rest when it is released."""
+        self._timer.cancel()
+        self.retire(None)
+        self.close_unused()
+
+    def close_unused(self, process: str | None = None) -> bool:
+        """Close what has not been used for long, or not at all by now if it is of this process.
+
+        Returns whether any mapping is left. It may block: call it from a thread.
+        """
+        oldest_s = time.monotonic() - self.UNUSED_S
+
+        def is_due(mapping: Mapping) -> bool:
+            is_unwanted = mapping.process == process or not mapping.is_kept
+            return not mapping.users and (is_unwanted or mapping.unused_since_s <= oldest_s)
+
+        with self._lock:
+            due = [*filter(is_due, self._open.values())]
+            self._forget(due)
+        _close(due)
+        return len(self) > 0
+
+    def _excess(self, process: str) -> list[Mapping]:
+        """Return those unused longest of a process, beyond what it can have."""
+        kept = [m for m in self._open.values() if m.process == process and m.is_kept]
+        kept.sort(key=lambda mapping: (not mapping.users, -mapping.unused_since_s))
+        total_bytes, excess = 0, []
+        for mapping in kept:
+            total_bytes += mapping.place.nbytes
+            if total_bytes > _device_bytes() and not mapping.users:
+                excess.append(mapping)
+        return excess
+
+    def _forget(self, mappings: Iterable[Mapping]) -> None:
+        for mapping in mappings:
+            del self._open[mapping.process, mapping.place.buffer_id]
+
+
+def _close(mappings: Iterable[Mapping]) -> None:
+    for mapping in mappings:
+        import cupy
+
+        cupy.cuda.runtime.ipcCloseMemHandle(mapping.address)
+
+
+@cache
+def _device_bytes() -> int:
+    import cupy
+
+    return int(cupy.cuda.runtime.memGetInfo()[1])

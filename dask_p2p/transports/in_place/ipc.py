@@ -1,0 +1,113 @@
+"""``ipc``: regions read in place, between GPUs of one host, through CUDA IPC.
+
+A descriptor holds the handle of the allocation that a block lies in, and its place there. A reader
+maps the allocation into its own process (once: mappings are kept) and hands out arrays that lie in
+the holder's memory. The reader's queue fetches them over NVLink or PCIe, part by part.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, ClassVar
+
+from dask_p2p.backends import SLOTS
+from dask_p2p.backends.device import wait_until_written
+from dask_p2p.config import Options, Section, option, section, size_bytes
+from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports.in_place import cuda_ipc
+from dask_p2p.transports.in_place.descriptor import Descriptor, Peer
+from dask_p2p.transports.in_place.reading import DirectoryOptions, OpenBlock, Regions, regions_of
+from dask_p2p.transports.in_place.same_host import SameHostTransport
+from dask_p2p.transports.requests import checked_integer
+from dask_p2p.types import Array, Kind
+
+__all__ = ["IpcOptions", "IpcTransport"]
+
+_SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
+
+
+@section("transports.ipc")
+class IpcOptions(Section):
+    """See p2p-schema.yaml."""
+
+    staging_bytes: int = option("staging-bytes", size_bytes)
+
+
+class IpcTransport(SameHostTransport):
+    """Blocks of GPUs of this host, mapped by CUDA IPC. `Peer.memory_proof` is the GPU's UUID."""
+
+    name: ClassVar[str] = "ipc"
+    kinds: ClassVar[tuple[str, ...]] = ("cupy",)
+    in_place: ClassVar[bool] = True
+    is_tapered: ClassVar[bool] = True
+    sections: ClassVar[tuple[type[Section], ...]] = (IpcOptions, DirectoryOptions)
+
+    @classmethod
+    def footprint(cls, options: Options, kind: Kind) -> Footprint:
+        """Return parts as large as a slot of the queue; what is requested is there at once."""
+        # Half at most, for what comes from other hosts too.
+        slots_bytes = min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
+        part_bytes = slots_bytes // SLOTS if slots_bytes // SLOTS >= _SMALLEST_SLOT_BYTES else None
+        return Footprint(part_bytes, 0, parts_held=SLOTS, copies=SLOTS, is_buffered=False)
+
+    # --- both sides ---
+
+    def __init__(self, worker: WorkerContext, options: Options) -> None:
+        super().__init__(worker, options)
+        self.mappings = cuda_ipc.Mappings()
+
+    def memory_proof(self) -> str:
+        return cuda_ipc.gpu_uuid()
+
+    def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
+        if not local.memory_proof or not remote.memory_proof:
+            return Obstacle("no-gpu", "one of the two has no GPU", "Run one worker a GPU")
+        return cuda_ipc.peer_obstacle(remote.memory_proof)
+
+    def place_of(self, block: Array) -> dict[str, Any]:
+        wait_until_written([block], any_stream=self.options.any_producer_stream)
+        return asdict(cuda_ipc.export(block))
+
+    def regions(self, descriptor: Descriptor, block: OpenBlock, peer: Peer) -> Regions:
+        wanted = block.wanted
+        try:
+            place = _checked_place(tuple(descriptor.place.items()))
+        except (AttributeError, TypeError, ValueError) as exc:
+            raise TransferError(f"ipc: the descriptor of {wanted} cannot be read: {exc}") from exc
+        if place.gpu != peer.memory_proof and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
+            raise TransferError(f"ipc: {wanted} is on another GPU than its holder's: {obstacle}")
+        block_bytes = prod(wanted.shape) * wanted.dtype.itemsize
+        mapping = self.mappings.acquire(peer.folder, place, block_bytes)
+        block.ending.append(partial(self.mappings.release, mapping))
+        address = mapping.address + place.offset_bytes
+        strides = descriptor.strides
+        return regions_of(cuda_ipc.array_at(address, wanted.shape, strides, wanted.dtype))
+
+    def on_worker_left(self, holder: str) -> None:
+        known = self._peers.get(holder)
+        super().on_worker_left(holder)
+        if known is not None:
+            self.mappings.retire(known[0].folder)
+            self.offload(self.mappings.close_unused)
+
+    def usage(self) -> dict[str, int]:
+        return {**super().usage(), "mapped": len(self.mappings)}
+
+    async def close(self) -> None:
+        await super().close()
+        with suppress(DeviceLostError):  # what was mapped is gone with it
+            await self.worker.offload(self.mappings.close)
+
+
+@lru_cache(maxsize=1024)  # tasks of a worker read the same blocks, one task after the other
+def _checked_place(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.Place:
+    place = cuda_ipc.Place(**dict(fields))
+    bytes.fromhex(place.handle)
+    checked_integer("buffer_id", place.buffer_id, 0, 2**64)
+    checked_integer("offset_bytes", place.offset_bytes, 0, 2**63)
+    return place

@@ -1,0 +1,346 @@
+"""Leases on blocks of other processes of this host, which the kernel ends if a reader dies.
+
+A holder *publishes* a block: it writes a descriptor into a slot of its file, enters the slot into
+the index, and keeps the block referenced. A reader *takes* a lease without asking anybody: it finds
+the entry, locks it, and looks again. To give a block up, the holder first clears the entry and then
+looks at the lock::
+
+    holder                                   reader
+    publish: write descriptor, then entry    take: find entry, lock it (shared),
+                                                   is it still the key's?  -> lease is valid
+    withdraw: clear entry, then look               else                    -> let go, ask again
+      entry is free   -> drop block
+      entry is locked -> keep block, look again later
+
+A reader that locks after the withdrawal no longer finds the key. One that locked before is seen by
+the holder. So no reader has a valid lease on a dropped block, and no slot is written while it is
+read. While the holder lives it keeps the file's last byte locked: readers look at that.
+
+The file is sparse: an index of 65,536 entries of 16 bytes, and as many slots of 2 KiB. The digest
+of a key selects a bucket of 64 entries, and any of them may be the key's. Nobody maps the file: a
+full disk is an error, and not a signal. Locks belong to the open file (``F_OFD_SETLK``, see
+fcntl(2)), not to the process. So a reader opens the file once for all that it reads of a holder,
+and closing it ends all leases. A forked child would share and keep them, so it closes the files.
+This costs:
+
+- one open file for each task and holder of this host that it is reading from,
+- above about 40,000 published blocks of a worker, a few find no entry: they come another way,
+- 129 MiB of apparent size; on the disk 1 MiB, and 2 KiB a block. Making the file writes its last
+  byte: that fails on a full disk, and writes all 129 MiB where there are no sparse files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import struct
+import tempfile
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from dask_p2p.backends.repeating import RepeatingTimer
+from dask_p2p.errors import UnsuitableError
+from dask_p2p.types import Key
+
+__all__ = ["Leases", "PublishedBlocks"]
+
+logger = logging.getLogger(__name__)
+
+FILE = "descriptors"
+_ENTRY_BYTES = 16  # the digest of a key, or zeros
+_BUCKET_BYTES = 64 * _ENTRY_BYTES
+INDEX_BYTES = 2**10 * _BUCKET_BYTES
+_SLOT_BYTES = 2**11
+_LENGTH_BYTES = 2  # before a descriptor
+DESCRIPTOR_BYTES = _SLOT_BYTES - _LENGTH_BYTES  # of the longest one
+OWNER = INDEX_BYTES + INDEX_BYTES // _ENTRY_BYTES * _SLOT_BYTES  # locked while the holder lives
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
+CLOSED = 2**31 - 1  # no open file has this number: whatever is done with it fails
+_LINGER_S = 0.1
+
+
+class _LockFile:
+    """An open file, closed with `close_file` (idempotent) or when nobody refers to it."""
+
+    fd = CLOSED
+
+    def __init__(self, folder: str, flags: int) -> None:
+        self.fd = os.open(f"{folder}/{FILE}", flags, 0o600)
+        _files.add(self)
+
+    def lock(self, byte: int, kind: int = fcntl.F_RDLCK) -> None:
+        """Lock a byte, or unlock it; `BlockingIOError` if another's lock is in the way."""
+        fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+
+    def is_locked(self, byte: int) -> bool:
+        """Whether anybody else has locked a byte."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked)
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+
+    def close_file(self) -> None:
+        """Close it, which ends its locks, unless a forked child has the file, too."""
+        fd, self.fd = self.fd, CLOSED
+        if fd != CLOSED:
+            os.close(fd)
+
+    __del__ = close_file
+
+
+_files: weakref.WeakSet[_LockFile] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [*map(_LockFile.close_file, list(_files))])
+
+
+class Leases(_LockFile):
+    """A reader's leases on blocks of one holder, until closed. Not for several threads at a time.
+
+    It is made with the folder of `PublishedBlocks`. Where that is gone or cannot be read, this and
+    each method raises `OSError`.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, os.O_RDONLY)
+        self.held: defaultdict[int, int] = defaultdict(int)  # leases by entry, which share a lock
+
+    def take(self, key: Key) -> tuple[int, bytes] | None:
+        """Take a lease on a block; return its entry and descriptor, or None if there is none."""
+        bucket = bucket_of(digest := digest_of(key))
+        place = os.pread(self.fd, _BUCKET_BYTES, bucket).find(digest)
+        if place < 0 or place % _ENTRY_BYTES:
+            return None
+        entry = bucket + place
+        self.lock(entry)
+        self.held[entry] += 1
+        if os.pread(self.fd, _ENTRY_BYTES, entry) != digest or not self.holder_lives():
+            self.end(entry)
+            return None
+        content = os.pread(self.fd, _SLOT_BYTES, slot_of(entry))
+        length = int.from_bytes(content[:_LENGTH_BYTES])
+        return entry, content[_LENGTH_BYTES : _LENGTH_BYTES + length]
+
+    def end(self, entry: int) -> None:
+        """End one lease on a block."""
+        self.held[entry] -= 1
+        if self.held[entry] == 0 and self.fd != CLOSED:
+            with suppress(OSError):  # where the kernel has no memory for it, it ends with the file
+                self.lock(entry, fcntl.F_UNLCK)
+
+    def holder_lives(self) -> bool:
+        """Return whether the process that published the blocks is alive. It opens no file."""
+        return self.is_locked(OWNER)
+
+    def close(self) -> None:
+        """End all leases. Idempotent."""
+        self.close_file()
+
+
+@dataclass(slots=True)
+class _Published:
+    """A published block."""
+
+    entry: int  # where it is in the file
+    block: Any  # whose memory is kept alive
+    touched_s: float  # monotonic; when last published
+
+
+class PublishedBlocks(_LockFile):
+    """The holder's side.
+
+    Parameters
+    ----------
+    parent : str
+        Folder in which it makes a folder of its own, that only this user can enter.
+
+    Attributes
+    ----------
+    folder : str
+        That folder; empty if it could not be made.
+    refusal : str or None
+        Why nothing can be published.
+    """
+
+    def __init__(self, parent: str) -> None:
+        self.folder = ""
+        self.refusal: str | None = None
+        self.published: dict[Any, _Published] = {}  # by key
+        self.withdrawn: list[_Published] = []  # still leased when last looked at
+        self.coming: dict[object, Key] = {}  # what is being published, and not withdrawn since
+        self._used: set[int] = set()  # entries
+        self._lock = threading.RLock()
+        try:
+            self.folder = tempfile.mkdtemp(prefix="p2p-", dir=parent)  # mode 0o700
+            super().__init__(self.folder, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            self.lock(OWNER, fcntl.F_WRLCK)
+            self._write(b"\0", OWNER)
+        except (OSError, AttributeError) as exc:  # the latter where there are no such locks
+            self.close()
+            self.folder = ""
+            logger.warning("descriptors cannot be published in %s: %s", parent, exc)
+            # The same text on all workers, so that the user sees one warning.
+            reason = getattr(exc, "strerror", None) or exc
+            self.refusal = f"its folder for descriptors cannot be set up: {reason}"
+
+    def publish(self, key: Key, find: Callable[[], Any], describe: Callable[[Any], bytes]) -> None:
+        """Publish a block in the place of an earlier one with its key, or touch it if it is there.
+
+        Parameters
+        ----------
+        key
+            Of the block.
+        find
+            Returns the block, which is referenced until it is withdrawn and no lease is left.
+        describe
+            Returns its descriptor, once all its values are there.
+
+        Raises
+        ------
+        KeyError
+            If the key was withdrawn meanwhile.
+        UnsuitableError
+            If the descriptor is too long, or no entry is free.
+        ValueError, OSError
+            If nothing can be published, or the descriptor cannot be written.
+        """
+        coming, replaced = object(), None
+        with self._lock:
+            self.coming[coming] = key
+        try:
+            block = find()
+            if self.touch(key, block):
+                return
+            text = describe(block)
+            with self._lock:
+                if self.refusal is not None:
+                    raise ValueError(self.refusal)
+                if coming not in self.coming:
+                    raise KeyError(key)
+                if not self.touch(key, block):  # unless another thread was quicker
+                    replaced = self._replace(key, block, text)
+        finally:
+            with self._lock:
+                self.coming.pop(coming, None)
+            del replaced  # see `withdraw`
+
+    def _replace(self, key: Key, block: Any, text: bytes) -> _Published | None:
+        digest, replaced = digest_of(key), self.published.pop(key, None)
+        try:
+            if len(text) > DESCRIPTOR_BYTES:  # its key is long, or its dtype has many fields
+                message = f"its descriptor has {len(text)} bytes, more than {DESCRIPTOR_BYTES}"
+                raise UnsuitableError(message)
+            entry = self._reserve(digest)
+            self.published[key] = _Published(entry, block, time.monotonic())
+            self._write(len(text).to_bytes(_LENGTH_BYTES) + text, slot_of(entry))
+            self._write(digest, entry)  # last: a reader that finds it finds the rest
+        except BaseException:
+            self._withdraw(self.published.pop(key, None))
+            raise
+        finally:  # not before: readers find the one or the other at any time
+            self._withdraw(replaced)
+        return replaced
+
+    def touch(self, key: Key, block: Any) -> bool:
+        """Keep a block published for longer; False if it is not, or an earlier one is."""
+        with self._lock:
+            published = self.published.get(key)
+            if published is None or published.block is not block:
+                return False
+            published.touched_s = time.monotonic()
+            return True
+
+    def withdraw(self, key: Key) -> None:
+        """Withdraw a block; it is dropped as soon as no lease is left."""
+        with self._lock:
+            for coming in [coming for coming, of in self.coming.items() if of == key]:
+                del self.coming[coming]
+            dropped = self._withdraw(self.published.pop(key, None))
+        del dropped  # freeing a GPU's memory may wait for it: nobody should wait for that lock
+
+    def expire(self, ttl_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
+        """Withdraw what is older, or spilled; drop what nobody reads; return how many are left."""
+        with self._lock:
+            oldest_s = time.monotonic() - ttl_s
+            due = [k for k, n in self.published.items() if n.touched_s <= oldest_s or is_spilled(k)]
+            dropped = [self._withdraw(self.published.pop(key)) for key in due], self.withdrawn
+            self.withdrawn = [block for block in self.withdrawn if self._is_kept(block)]
+            remaining = len(self)
+        del dropped
+        return remaining
+
+    def close(self) -> int:
+        """Withdraw everything, refuse further blocks; return how many are still leased."""
+        with self._lock:
+            self.refusal = self.refusal or "the directory is closed"
+        remaining = self.expire(float("-inf"))
+        with self._lock:
+            # Not before the last reader is done, who would think that the holder was killed.
+            if not remaining and self.folder:
+                for remove, name in (os.unlink, FILE), (os.rmdir, ""):
+                    with suppress(OSError):  # already removed, together with the parent
+                        remove(os.path.join(self.folder, name))
+                self.close_file()
+        return remaining
+
+    def linger(self) -> None:
+        """Close, in a thread of its own, as soon as the last reader is done."""
+        RepeatingTimer(_LINGER_S, lambda: self.close() > 0).start()
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of the blocks that are kept alive."""
+        with self._lock:
+            kept = [*self.published.values(), *self.withdrawn]
+        return sum(getattr(published.block, "nbytes", 0) for published in kept)
+
+    def __len__(self) -> int:
+        """Blocks that are kept alive."""
+        return len(self.published) + len(self.withdrawn)
+
+    def _reserve(self, digest: bytes) -> int:
+        bucket = bucket_of(digest)
+        for entry in range(bucket, bucket + _BUCKET_BYTES, _ENTRY_BYTES):
+            if entry not in self._used:
+                self._used.add(entry)
+                return entry
+        raise UnsuitableError("there are too many published blocks: no entry is free for it")
+
+    def _write(self, data: bytes, start: int) -> None:
+        if os.pwrite(self.fd, data, start) != len(data):
+            raise OSError(errno.ENOSPC, "the descriptor could not be written as a whole")
+
+    def _withdraw(self, published: _Published | None) -> _Published | None:
+        if published is not None and self._is_kept(published):
+            self.withdrawn.append(published)
+        return published
+
+    def _is_kept(self, published: _Published) -> bool:
+        """Withdraw a descriptor; return whether its block must stay, since somebody may read it."""
+        try:
+            self._write(bytes(_ENTRY_BYTES), published.entry)
+            if self.is_locked(published.entry):
+                return True
+        except (OSError, MemoryError):  # nobody knows: it is tried again
+            return True
+        self._used.discard(published.entry)
+        return False
+
+
+def digest_of(key: Key) -> bytes:
+    """Return the digest by which a key's descriptor is found."""
+    return blake2b(repr(key).encode(), digest_size=_ENTRY_BYTES).digest()
+
+
+def bucket_of(digest: bytes) -> int:
+    return int.from_bytes(digest[:4]) * _BUCKET_BYTES % INDEX_BYTES
+
+
+def slot_of(entry: int) -> int:
+    return INDEX_BYTES + entry // _ENTRY_BYTES * _SLOT_BYTES

@@ -1,0 +1,230 @@
+"""Memory of other processes of this host, read by the kernel's cross-memory attach.
+
+The only user of ``process_vm_readv``, which copies from another process' memory in one system call.
+That is half of the work that sockets or shared memory take, since nobody packs and nothing is sent.
+The kernel lets a process read those that it might trace, see ptrace(2): of the same user, and not
+restricted by a security module. `allow_readers` lifts the restriction of one of these.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_p2p.types import DType
+
+__all__ = [
+    "Runs",
+    "address_of",
+    "allow_readers",
+    "is_supported",
+    "read",
+    "read_into",
+    "run_bytes_of",
+    "runs_of",
+]
+
+MOST_RUNS = 1024  # of one system call: IOV_MAX
+_SHORT_RUN_BYTES = 256  # below, NumPy copies quicker than the kernel
+_PR_SET_PTRACER = 0x59616D61  # "Yama", of linux/prctl.h
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+class Runs(NamedTuple):
+    """A strided region as equal runs of bytes, in the order in which they lie in memory."""
+
+    addresses: np.ndarray[Any, Any]  # uint64, of the first byte of each
+    run_bytes: int
+    shape: tuple[int, ...]  # of the elements, their axes in that order
+    axes: tuple[int, ...]  # the region's axis d is axis axes[d] of these
+    backwards: tuple[bool, ...]  # for each axis of the region, whether it is
+
+
+def runs_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Runs:
+    """Return where the elements of a region lie.
+
+    Parameters
+    ----------
+    address
+        Of its first element.
+    shape, strides, itemsize
+        Strides and the size of an element in bytes. No extent is 0.
+
+    Examples
+    --------
+    >>> runs_of(1000, (2, 3), (80, 8), 8)
+    Runs(addresses=array([1000, 1080], dtype=uint64), run_bytes=24, shape=(2, 3), axes=(0, 1), \
+backwards=(False, False))
+    """
+    backwards = tuple(s < 0 and n > 1 for s, n in zip(strides, shape, strict=True))
+    address += sum(s * (n - 1) for s, n in zip(strides, shape, strict=True) if s < 0)
+    extents, steps, order, outer, run_bytes = _in_memory(shape, strides, itemsize)
+    addresses = np.array([address], np.uint64)
+    for axis in outer:
+        along = np.arange(extents[axis], dtype=np.uint64) * np.uint64(steps[axis])
+        addresses = (addresses[:, np.newaxis] + along).reshape(-1)
+    places = tuple(order.index(axis) for axis in range(len(shape)))
+    return Runs(addresses, run_bytes, tuple(extents[axis] for axis in order), places, backwards)
+
+
+def run_bytes_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return how long the runs of a region are, without looking where each is."""
+    return _in_memory(shape, strides, itemsize)[-1]
+
+
+def _in_memory(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> tuple[list[int], list[int], list[int], list[int], int]:
+    """Return a region's extents and steps, its axes in order, those around a run, and its bytes."""
+    steps = [abs(stride) for stride in strides]
+    # Elements that are repeated are read once.
+    extents = [n if step else 1 for n, step in zip(shape, steps, strict=True)]
+    order = sorted(range(len(shape)), key=lambda axis: -steps[axis] * (extents[axis] > 1))
+    outer = list(order)
+    run_bytes = itemsize
+    while outer and (extents[outer[-1]] == 1 or steps[outer[-1]] == run_bytes):
+        run_bytes *= extents[outer.pop()]
+    return extents, steps, order, outer, run_bytes
+
+
+def read(pid: int, runs: Runs, dtype: DType, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copy a region of another process into `memory`; return it as an array in the region's axes.
+
+    Parameters
+    ----------
+    pid
+        Of the process.
+    runs
+        Where the region is in it.
+    dtype
+        Of its elements, `numpy.dtype`.
+    memory
+        1-D array of bytes, at least as many as the region has.
+
+    Raises
+    ------
+    OSError
+        If the kernel refuses: ``ESRCH`` where the process has ended, ``EPERM`` where it may not be
+        read, ``EFAULT`` where there is no such memory in it.
+    """
+    if runs.run_bytes:
+        _read_runs(pid, runs.addresses, runs.run_bytes, *_contiguous(address_of(memory), runs))
+    array = np.ndarray(runs.shape, dtype, memory.data).transpose(runs.axes)
+    turned: list[Any] = [slice(None, None, -1 if back else 1) for back in runs.backwards]
+    return array[(*turned, ...)]  # of no axes, too, an array
+
+
+def read_into(pid: int, runs: Runs, array: np.ndarray[Any, Any]) -> bool:
+    """Copy a region of another process to where it belongs, if it lies there in the same order.
+
+    So it is copied once. Return whether that was done; it is not where runs are short.
+
+    Parameters
+    ----------
+    pid, runs
+        As of `read`.
+    array
+        Any view, of the region's shape and dtype.
+    """
+    local = runs_of(address_of(array), array.shape, array.strides, array.itemsize)
+    if (local.shape, local.axes) != (runs.shape, runs.axes) or any(
+        local.backwards + runs.backwards
+    ):
+        return False
+    here, run_bytes_here = local[:2]
+    there, run_bytes_there = runs[:2]
+    if len(here) == 1:
+        here, run_bytes_here = _contiguous(int(here[0]), runs)
+    elif len(there) == 1:
+        there, run_bytes_there = _cut(int(there[0]), local)
+    shortest, longest = sorted((run_bytes_here, run_bytes_there))
+    if not _SHORT_RUN_BYTES <= shortest <= longest <= MOST_RUNS * shortest:
+        return False
+    _read_runs(pid, there, run_bytes_there, here, run_bytes_here)
+    return True
+
+
+def _contiguous(address: int, runs: Runs) -> tuple[np.ndarray[Any, Any], int]:
+    """Return memory for all of these runs as runs of its own, one for each system call."""
+    run_bytes = MOST_RUNS * runs.run_bytes
+    end = address + len(runs.addresses) * runs.run_bytes
+    return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
+
+
+def _cut(address: int, local: Runs) -> tuple[np.ndarray[Any, Any], int]:
+    """Return memory there for all of these runs here as equal runs, as few as can be."""
+    count = len(local.addresses)
+    at_once = next(n for n in range(min(count, MOST_RUNS), 0, -1) if count % n == 0)
+    run_bytes = at_once * local.run_bytes
+    end = address + count * local.run_bytes
+    return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
+
+
+def _read_runs(
+    pid: int,
+    there: np.ndarray[Any, Any],
+    run_bytes: int,
+    here: np.ndarray[Any, Any],
+    local_run_bytes: int,
+) -> None:
+    """Copy runs at addresses of another process to those here. One length divides the other."""
+    remote, local = _iovecs(there, run_bytes), _iovecs(here, local_run_bytes)
+    longest = max(run_bytes, local_run_bytes)
+    step_bytes = MOST_RUNS * min(run_bytes, local_run_bytes) // longest * longest
+    steps = step_bytes // run_bytes, step_bytes // local_run_bytes
+    for number in range(-(-len(remote) // steps[0])):
+        src, dst = (
+            iovecs[number * step :][:step]
+            for iovecs, step in zip((remote, local), steps, strict=True)
+        )
+        # It ends with the runs there; the last one here may be longer.
+        done = _libc().process_vm_readv(
+            pid, dst.ctypes.data, len(dst), src.ctypes.data, len(src), 0
+        )
+        if done != len(src) * run_bytes:
+            # Less than all: what follows lies where nothing is mapped.
+            error = ctypes.get_errno() if done < 0 else errno.EFAULT
+            raise OSError(error, os.strerror(error))
+
+
+def _iovecs(addresses: np.ndarray[Any, Any], run_bytes: int) -> np.ndarray[Any, Any]:
+    """Return runs as the kernel's ``struct iovec``: address, bytes."""
+    iovecs = np.empty((len(addresses), 2), np.uint64)
+    iovecs[:, 0] = addresses
+    iovecs[:, 1] = run_bytes
+    return iovecs
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    pointer, count = ctypes.c_void_p, ctypes.c_ulong
+    libc.process_vm_readv.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
+    return libc
+
+
+@cache
+def is_supported() -> bool:
+    """Return whether this system has cross-memory attach: Linux does."""
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "process_vm_readv")
+
+
+def allow_readers() -> None:
+    """Let all processes of this user read this one's memory, where Yama allows its parents only.
+
+    With that they may trace it, too. It does nothing where Yama is not there.
+    """
+    _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """Return the address of an array's first element in this process."""
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,273 @@
+"""The base of transports by which a reader reads a holder's memory itself.
+
+A holder publishes descriptors of its blocks (`dask_p2p.transports.in_place.leases`). A reader of
+the same host takes a lease on a block, and reads what it wants, as its transport can. The holder
+takes no part in that.
+
+Descriptors need not be asked for: a worker that runs an assembling task publishes its own blocks
+first, since the others are about to read them. A reader that finds no descriptor asks the holder to
+publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, ClassVar
+
+from dask_p2p.backends import backend_for
+from dask_p2p.backends.hardware import kernel_and_namespace
+from dask_p2p.config import Options
+from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.transports.base import Handler, Transport, answers
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.in_place.descriptor import Descriptor, Peer, no_directory, separation
+from dask_p2p.transports.in_place.leases import PublishedBlocks
+from dask_p2p.transports.in_place.reading import (
+    DirectoryOptions,
+    OpenBlock,
+    Regions,
+    SameHostReading,
+)
+from dask_p2p.transports.reading import Request
+from dask_p2p.transports.replies import ask_and_wait, dtype_text, find_block
+from dask_p2p.transports.requests import MalformedRequestError, checked_blocks
+from dask_p2p.transports.silence import PROBE_TIMEOUT_S
+from dask_p2p.types import Array, Key
+
+__all__ = ["SameHostTransport"]
+
+logger = logging.getLogger(__name__)
+
+_EXPIRE_S = 0.1
+_CLOSE_S = 5.0  # how long closing waits for readers
+_MOST_FROM_DISK = 2
+
+
+class SameHostTransport(Transport):
+    """Blocks of other processes of this host, found among what they have published."""
+
+    is_tapered: ClassVar[bool] = False  # see `Reading.parts`
+    within_host: ClassVar[bool] = True
+
+    def __init__(self, worker: WorkerContext, options: Options) -> None:
+        super().__init__(worker, options)
+        self.directory = PublishedBlocks(worker.folder)
+        self._peers: dict[str, tuple[Peer, Obstacle | None]] = {}  # by holder, with the obstacle
+        self.expiring: asyncio.TimerHandle | None = None
+        self._from_disk: deque[Any] = deque()  # keys of published blocks that are spilled
+        self._peer_op = f"p2p_{self.name}_peer"
+        self.publish_op = f"p2p_{self.name}_publish"
+
+    # --- what differs between them ---
+
+    @abstractmethod
+    def memory_proof(self) -> str:
+        """Return `Peer.memory_proof` of this process."""
+
+    @abstractmethod
+    def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
+        """Say what keeps a process of this host and user from being read; None if it can be."""
+
+    @abstractmethod
+    def place_of(self, block: Array) -> dict[str, Any]:
+        """Return where a block is, for `Descriptor.place`, once all its values are there."""
+
+    @abstractmethod
+    def regions(self, descriptor: Descriptor, block: OpenBlock, peer: Peer) -> Regions:
+        """Return what gives regions of a block that is leased.
+
+        What it opens for that it leaves to `block.ending` to close.
+        """
+
+    # --- the reader's side, in task threads ---
+
+    def holder_obstacle(self, holder: str) -> Obstacle | None:
+        try:
+            return self._known(holder)[1]
+        except TransferError as exc:
+            return exc.obstacle or Obstacle("unknown", str(exc))
+
+    def boot_id(self, worker: str) -> str | None:
+        if worker == self.worker.address:
+            return kernel_and_namespace()[0]
+        known = self._peers.get(worker)
+        return None if known is None else known[0].boot_id
+
+    def read(self, requests: Sequence[Request], options: Options) -> SameHostReading:
+        peer, obstacle = self._known(requests[0].holder)
+        if obstacle is not None:
+            message = f"{requests[0].holder} cannot be read in place: {obstacle}"
+            raise TransferError(f"{self.name}: {message}", obstacle=obstacle)
+        return SameHostReading(self, requests, peer, options)
+
+    def open(self, wanted: Request, options: Options) -> OpenBlock:
+        """Lease a block until it is closed, to read regions of it again and again.
+
+        The boxes of `wanted` are what is read at a time, if that is known; others may be read, too.
+        It raises `TransferError` or `BlockMismatchError` if it cannot be opened: nothing is left
+        open.
+        """
+        reading = self.read([wanted], options)
+        try:
+            opened = reading.open(0)
+        except BaseException:
+            reading.close()
+            raise
+        opened.lasts = True
+        opened.ending.append(reading.close)  # which closes the block first
+        return opened
+
+    def _known(self, holder: str) -> tuple[Peer, Obstacle | None]:
+        """Return where a worker runs, and what keeps its memory from being read.
+
+        It is asked once. If it does not answer that is not noted: it may the next time.
+        """
+        known = self._peers.get(holder)
+        if known is None:
+            op, about = self._peer_op, "where it runs"
+            reply = ask_and_wait(self.name, self.worker, holder, op, PROBE_TIMEOUT_S, about)
+            try:
+                peer = Peer.parse(reply["peer"])
+            except (TypeError, ValueError, KeyError) as exc:
+                message = f"{self.name}: {holder} does not say where it runs: {reply}"
+                raise TransferError(message) from exc
+            try:
+                known = self._peers[holder] = (peer, self._peer_obstacle(peer))
+            except OSError as exc:
+                message = f"{self.name}: this worker cannot find out where it runs: {exc}"
+                raise TransferError(message) from exc
+        return known
+
+    def _peer_obstacle(self, peer: Peer) -> Obstacle | None:
+        local = self.describe()
+        return separation(local, peer) or self.memory_obstacle(local, peer)
+
+    # --- the holder's side ---
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {self._peer_op: self._answer_peer, self.publish_op: self._answer_publish}
+
+    @property
+    def refusal(self) -> Obstacle | None:
+        """Why nobody can read this worker's blocks by this transport; None if others may."""
+        text = self.directory.refusal
+        return None if text is None else no_directory(text)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of this worker's blocks that are kept for readers."""
+        return self.directory.leased_bytes
+
+    def publish(self, blocks: Mapping[Any, Any]) -> None:
+        if self.is_closed:
+            return
+        # What is held by now is published: the task may have been cancelled, its block released.
+        self._publish_ahead(
+            (key, block.shape)
+            for key, block in blocks.items()
+            if backend_for(block).name in self.kinds and not self.directory.touch(key, block)
+        )
+
+    def _publish_ahead(self, blocks: Iterable[tuple[Any, tuple[int, ...]]]) -> None:
+        """Publish what is in memory. Readers ask for what is not, and are told why."""
+        for key, shape in blocks:
+            try:
+                if not self.worker.is_on_disk(key):
+                    self.publish_block(key, shape)
+            except Exception as exc:
+                logger.debug("block %r is not published: %s: %s", key, type(exc).__name__, exc)
+
+    def on_released(self, key: Key) -> None:
+        self.directory.withdraw(key)
+
+    def on_worker_left(self, holder: str) -> None:
+        self._peers.pop(holder, None)
+
+    def usage(self) -> dict[str, int]:
+        return {"published": len(self.directory)}
+
+    async def close(self) -> None:
+        self.is_closed = True
+        if self.expiring is not None:
+            self.expiring.cancel()
+        deadline_s = time.monotonic() + _CLOSE_S
+        while self.directory.close():
+            if time.monotonic() > deadline_s:
+                self.directory.linger()
+                break
+            await asyncio.sleep(0.01)
+
+    @answers
+    async def _answer_peer(self) -> dict[str, Any]:
+        return {"peer": asdict(await self.worker.offload(self.describe))}
+
+    def describe(self) -> Peer:
+        """Describe this process."""
+        boot_id, pid_namespace = kernel_and_namespace()
+        return Peer(
+            boot_id=boot_id,
+            pid_namespace=pid_namespace,
+            user=os.getuid(),
+            pid=os.getpid(),
+            folder=self.directory.folder,
+            memory_proof=self.memory_proof(),
+            refusal=self.directory.refusal,
+        )
+
+    @answers
+    async def _answer_publish(self, *, blocks: Any) -> dict[str, Any]:
+        """Publish the first of these blocks, and of the others those that are in memory."""
+        asked = checked_blocks(blocks)
+        if not asked:
+            raise MalformedRequestError("blocks: expected at least one")
+        await self.worker.offload(self._publish_asked, asked)
+        return {}
+
+    def _publish_asked(self, blocks: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
+        first, *others = blocks
+        self.publish_block(*first)
+        self._publish_ahead(others)
+
+    def publish_block(self, key: Key, shape: Any) -> None:
+        was_on_disk = self.worker.is_on_disk(key)
+        find = partial(find_block, self.worker, key, shape)
+        try:
+            self.directory.publish(key, find, partial(self._describe_block, key))
+        finally:
+            if self.expiring is None:  # else what is due then sees this block too
+                self.worker.loop.call_soon_threadsafe(self._expire_later)
+        if was_on_disk and key not in self._from_disk:
+            self._from_disk.append(key)
+            # Of these only the last stay in memory, and those that are read right now.
+            while len(self._from_disk) > _MOST_FROM_DISK:
+                self.directory.withdraw(self._from_disk.popleft())
+
+    def _describe_block(self, key: Key, block: Array) -> bytes:
+        """Return a block's descriptor, once all its values are there."""
+        return Descriptor(
+            key=repr(key),
+            shape=tuple(block.shape),
+            strides=tuple(block.strides),
+            dtype=dtype_text(block.dtype),
+            place=self.place_of(block),
+        ).text()
+
+    def _expire_later(self) -> None:
+        if self.expiring is None and not self.is_closed:
+            self.expiring = self.worker.loop.call_later(_EXPIRE_S, self._expire)
+
+    def _expire(self) -> None:
+        self.expiring = None
+        # What is spilled is withdrawn too: Dask wants its memory back.
+        if self.directory.expire(
+            DirectoryOptions.of(self.options).retain_s, self.worker.is_on_disk
+        ):
+            self._expire_later()

@@ -1,0 +1,1 @@
+"""Transports whose holder packs: they differ in where the bytes land."""

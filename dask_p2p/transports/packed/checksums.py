@@ -1,0 +1,50 @@
+"""Checksums of regions, where the option ``p2p.checksum`` asks for them.
+
+A sum starts from what was asked for, key and box. So a region that is whole, but is the answer to
+another request, or to what became of this one on its way, has another sum too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from dask_p2p.backends.checksum import ALGORITHMS, checksum
+from dask_p2p.errors import TransferError
+from dask_p2p.geometry import Box
+from dask_p2p.transports.reading import Request
+from dask_p2p.types import Array, Key
+
+__all__ = ["check_sum", "region_sum"]
+
+_SUMS = 2**64
+
+
+def region_sum(key: Key, box: Box, region: Array, algorithm: str) -> int:
+    """Return the checksum of a region of a block. It may block: call it from a thread."""
+    asked = repr((key, tuple(map(tuple, box))))  # which escapes what cannot be encoded
+    return checksum(region, algorithm, zlib.crc32(asked.encode()))
+
+
+def check_sum(transport: str, block: Request, box: Box, region: Array, sent: Any) -> None:
+    """Raise `TransferError` unless a region has the sum that its holder sent.
+
+    That is a pair: the name of the algorithm, and the sum. It may block: call it from a thread.
+    """
+    try:
+        algorithm, remote = sent
+        is_known = type(algorithm) is str and algorithm in ALGORITHMS
+        is_sum = is_known and type(remote) is int and 0 <= remote < _SUMS
+    except (TypeError, ValueError):
+        is_sum = False
+    if not is_sum:
+        message = f"{block.holder} sent no checksum of {box} of {block}, but {sent!r:.100}"
+        raise TransferError(f"{transport}: {message}")
+    local = region_sum(block.key, box, region, algorithm)
+    if local != remote:
+        reason = "what arrives is not what was sent, by its checksum"
+        raise TransferError(
+            f"{transport}: {box} of {block} arrived changed: its {algorithm} is {local:#x} here, "
+            f"and was {remote:#x} where it was sent",
+            f"{transport}: {reason}",
+        )

@@ -1,0 +1,96 @@
+"""``comm``: packed regions over Dask's own connections, between any two workers.
+
+Regions land in the answer. Dask's serialisation and protocol (tcp, tls, ucx, inproc) do the rest.
+GPU regions are sent from device memory where the protocol can (ucx), else through host memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from distributed.protocol import to_serialize
+
+from dask_p2p.backends import Queue, backend_for, backend_named
+from dask_p2p.config import Options, Section, option, positive_bytes, positive_int, section
+from dask_p2p.geometry import box_size
+from dask_p2p.transports.footprint import Footprint, left_bytes, parts_held
+from dask_p2p.transports.packed.base import Asked, PackedTransport, Target
+from dask_p2p.transports.packed.reading import Landing, PackedReading
+from dask_p2p.transports.reading import Region
+from dask_p2p.transports.requests import MalformedRequestError
+from dask_p2p.types import Array, Kind
+
+__all__ = ["CommOptions", "CommTransport", "Reply"]
+
+
+@section("transports.comm")
+class CommOptions(Section):
+    """See p2p-schema.yaml."""
+
+    part_bytes: int = option("part-bytes", positive_bytes)
+    parts_in_flight: int = option("parts-in-flight", positive_int)
+
+
+class CommTransport(PackedTransport):
+    """Regions as answers to RPCs."""
+
+    name: ClassVar[str] = "comm"
+    converts: ClassVar[bool] = True
+    moves_objects: ClassVar[bool] = True
+    sections: ClassVar[tuple[type[Section], ...]] = (CommOptions,)
+
+    @classmethod
+    def footprint(cls, options: Options, kind: Kind) -> Footprint:
+        """Return parts as large as is configured, or as fits."""
+        own, on_device = CommOptions.of(options), backend_named(kind).on_device
+        held = parts_held(own.parts_in_flight, kind) + on_device  # there once more, in host memory
+        part_bytes = max(1, min(own.part_bytes, left_bytes(options, kind) // held))
+        return Footprint(
+            part_bytes,
+            own.parts_in_flight,
+            parts_held=held,
+            parts_packed=own.parts_in_flight + 1,
+            copies=2 if on_device else 1,
+            is_buffered=False,
+            comes_in_batches=True,
+        )
+
+    def probe(self, holder: str, kind: Kind) -> None:
+        """Do nothing: there is nothing to prove, since Dask itself uses these connections."""
+
+    def landing(self, reading: PackedReading, parts: Sequence[Region]) -> Landing:
+        return Landing()
+
+    async def target(self, asked: Asked, where: Any) -> Target:
+        if where is not None:
+            raise MalformedRequestError("where: expected nothing")
+        return Reply(self.worker.address)
+
+    def own_bytes(self, asked: Asked) -> list[int]:
+        return [box_size(box) * asked.item_bytes for _, box in asked.parts]
+
+
+class Reply(Target):
+    """An answer that holds the regions."""
+
+    def __init__(self, address: str) -> None:
+        self._protocol = address.partition("://")[0]
+
+    def pack(self, number: int, queue: Queue, region: Array) -> Array:
+        on_device = backend_for(region).on_device
+        if not on_device and region.flags.c_contiguous:
+            return region
+        packed = queue.scratch(region.shape, region.dtype)
+        queue.pack(packed, region)()
+        if on_device and not self._protocol.startswith("ucx"):
+            # Here, or serialisation would do it on the event loop.
+            packed = queue.to_host(packed)
+        if self._protocol != "inproc":  # else it is the reader's own from now on
+            # Dask lets go of it when it is sent.
+            weakref.finalize(packed, self.reserved.pop(number).close).atexit = False
+        return packed
+
+    def payload(self, packed: Array) -> dict[str, Any]:
+        return {"data": to_serialize(packed)}

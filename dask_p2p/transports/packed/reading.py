@@ -1,0 +1,256 @@
+"""The reader's side: batches of regions, several calls at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from dask_p2p.config import Options
+from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.geometry import Box, box_shape, box_size
+from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports.packed.checksums import check_sum
+from dask_p2p.transports.packed.pace import Pace
+from dask_p2p.transports.reading import Pending, Reading, Region, Request
+from dask_p2p.transports.replies import ask, check_reply, dtype_text, in_dtype, mismatch
+from dask_p2p.types import Array, DType
+
+if TYPE_CHECKING:
+    from dask_p2p.transports.packed.base import PackedTransport
+
+__all__ = ["Answer", "Landing", "MemoryLanding", "PackedReading", "places_of", "region_at"]
+
+_MOST_PARTS = 256  # in one answer: each may be a frame of its own
+_ALIGNMENT_BYTES = 128  # what a GPU reads at once
+# Of the reader's deadline: the holder gives up before, and says why.
+_HOLDERS_SHARE = 3 / 4
+
+
+class Landing:
+    """Where the regions of one batch come to."""
+
+    def where(self, first: int) -> Any:
+        """Get ready for the regions from this one on; return what the holder is told.
+
+        It may block: call it from a thread.
+        """
+        return None
+
+    async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
+        """Return the regions that these answers are about, when they are here."""
+        return [answer.get("data") if isinstance(answer, dict) else None for answer in answers]
+
+    def abandon(self) -> None:
+        """Note that there will be no answer, or no use for it. The holder may be late."""
+
+
+class MemoryLanding(Landing):
+    """Memory in which regions lie one after another."""
+
+    def __init__(self, memory: Array, reading: PackedReading, parts: Sequence[Region]) -> None:
+        self.about = reading.requests[parts[0].request]
+        self.memory = memory
+        self.places, _ = reading.places(parts)
+        self._shapes = [box_shape(part.box) for part in parts]
+
+    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
+        """Return the memory, when the regions that these answers are about are there."""
+        return self.memory
+
+    async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
+        memory = await self.arrived(answers, deadline_s)
+        return [
+            region_at(memory, self.places[number], self._shapes[number], self.about.dtype)
+            for number in range(first, first + len(answers))
+        ]
+
+
+class PackedReading(Reading):
+    """Regions that are asked for, and answered, several at a time."""
+
+    def __init__(
+        self,
+        transport: PackedTransport,
+        requests: Sequence[Request],
+        footprint: Footprint,
+        options: Options,
+        pace: Pace,
+    ) -> None:
+        super().__init__(requests, footprint)
+        self._transport = transport
+        self._pace = pace
+        self.worker = transport.worker
+        self._answers_ahead = footprint.parts_in_flight
+        self._last: deque[int] = deque(maxlen=self._answers_ahead)  # parts of the last answers
+        self.timeout_s = options.request_timeout_s
+        # Objects are pickled: their bytes are others here than there.
+        self._with_sums = options.checksum and not requests[0].dtype.hasobject
+        self._calls: set[Future[Any]] = set()
+        self._expected: set[Any] = set()  # messages
+        all_items = sum(box_size(box) for request in requests for box in request.boxes)
+        all_bytes = all_items * requests[0].dtype.itemsize
+        self.batch_bytes = min(all_bytes, footprint.part_bytes or all_bytes)  # of the largest
+
+    @property
+    def under_way(self) -> int:
+        """Number of calls that have no answer yet."""
+        return len(self._calls)
+
+    def places(self, parts: Sequence[Region]) -> tuple[list[int], int]:
+        """Return where in one memory these parts lie, and how long it is, in bytes."""
+        return places_of([part.box for part in parts], self.requests[0].dtype.itemsize)
+
+    def __iter__(self) -> Iterator[Region]:
+        for parts in self._batches():
+            yield from self._asked(parts)
+
+    def _asked(self, parts: Sequence[Region]) -> Iterator[Region]:
+        """Ask for a batch."""
+        call = self._call(parts)
+        self._last.append(len(parts))
+        self.ahead = sum(self._last)
+        for number, part in enumerate(parts):
+            yield part.on_its_way(Answer(call, number))
+
+    def _batches(self) -> Iterator[list[Region]]:
+        """Group small parts, up to the size of one part."""
+        batch: list[Region] = []
+        batch_bytes = 0
+        for part in self.parts():
+            _, nbytes = self.places([part])
+            is_full = self.part_bytes is not None and batch_bytes + nbytes > self.part_bytes
+            if batch and (is_full or len(batch) == _MOST_PARTS):
+                yield batch
+                batch, batch_bytes = [], 0
+            batch.append(part)
+            batch_bytes += _aligned(nbytes)
+        if batch:
+            yield batch
+
+    def _call(self, parts: Sequence[Region]) -> Future[list[Any]]:
+        """Ask for a batch, and go on."""
+        try:
+            landing = self._transport.landing(self, parts)
+            where = landing.where(0)
+        except TransferError as exc:
+            failed: Future[list[Any]] = Future()
+            failed.set_exception(exc)
+            return failed
+        bringing = self.bring(parts, landing, where)
+        call = asyncio.run_coroutine_threadsafe(bringing, self.worker.loop)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
+
+    def close(self) -> None:
+        for call in list(self._calls):
+            call.cancel()
+        self._transport.opened.discard(self)
+
+    async def bring(self, parts: Sequence[Region], landing: Landing, where: Any) -> list[Any]:
+        """Return, for each part, the region or the error that came in its place."""
+        regions: list[Any] = []
+        try:
+            while left := parts[(first := len(regions)) :]:
+                if first:  # for the others its holder had no room
+                    where = await self.worker.offload(landing.where, first)
+                deadline_s = time.monotonic() + self.timeout_s
+                answers = await self._ask(left, where)
+                came = await landing.regions(answers, first, deadline_s)
+                for part, answer, region in zip(left, answers, came, strict=False):
+                    regions.append(await self._checked(part, answer, region))
+        except BaseException:
+            landing.abandon()
+            raise
+        return regions
+
+    async def _ask(self, parts: Sequence[Region], where: Any, messages: int = 1) -> Sequence[Any]:
+        """Ask for parts, which come in so many messages; return the answers about them."""
+        first, named = self.requests[parts[0].request], self.named(parts)
+        others = len(named["blocks"]) - 1
+        about = f"block {first.key!r}" + (f" and {others} others" if others else "")
+        limit_s = self.timeout_s * messages  # of which each may take as long
+        asking = ask(
+            self.worker, first.holder, self._transport.op, limit_s, about, **named,
+            dtype=dtype_text(first.dtype), item_bytes=first.dtype.itemsize, where=where,
+            wait_s=self.timeout_s * _HOLDERS_SHARE, checksum=self._with_sums,
+        )  # fmt: skip
+        name, begun_s = self._transport.name, time.monotonic()
+        try:
+            reply = check_reply(await asking, first, name)
+        finally:
+            self._pace.note(self.places(parts)[1], time.monotonic() - begun_s, limit_s)
+        answers: Any = reply.get("parts")
+        if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
+            message = f"{first.holder} did not answer about any part: {reply}"
+            raise TransferError(f"{name}: {message:.500}")
+        result: Sequence[Any] = answers
+        return result
+
+    async def _checked(self, part: Region, answer: Any, came: Any) -> Any:
+        """Return a region in the dtype that is declared, or the error that came in its place."""
+        request, box, name = self.requests[part.request], part.box, self._transport.name
+        try:
+            check_reply(answer, request, name)
+            shape = getattr(came, "shape", type(came).__name__)
+            if shape != box_shape(box):
+                sent = f"{shape} instead of {box_shape(box)} of {request}"
+                raise TransferError(f"{name}: {request.holder} sent {sent}")
+            region = came
+            if came.dtype != request.dtype:
+                region = await self.worker.offload(in_dtype, came, request.dtype)
+            if region is None:
+                raise mismatch(request, request.dtype, came.dtype)
+            if self._with_sums:
+                check = check_sum, name, request, box, came, answer.get("checksum")
+                await self.worker.offload(*check)
+        except (TransferError, BlockMismatchError) as exc:
+            return exc
+        return region
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Pending):
+    """One of the parts that a call is about."""
+
+    call: Future[list[Any]]
+    number: int
+
+    def done(self) -> bool:
+        return self.call.done()
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        answers = self.call.result(timeout_s)
+        # It is the caller's own from here on.
+        region, answers[self.number] = answers[self.number], None
+        if isinstance(region, Exception):
+            raise region
+        return region
+
+
+def places_of(boxes: Sequence[Box], item_bytes: int) -> tuple[list[int], int]:
+    """Return where regions lie in one memory, and how long it is: the same on both sides.
+
+    >>> places_of([((0, 2), (0, 3)), ((1, 2),)], 8)
+    ([0, 128], 136)
+    """
+    places, end = [], 0
+    for box in boxes:
+        places.append(_aligned(end))
+        end = places[-1] + box_size(box) * item_bytes
+    return places, end
+
+
+def region_at(memory: Any, place: int, shape: Sequence[int], dtype: DType) -> Any:
+    """Return a region as a C-ordered array in memory of bytes, from this one on."""
+    return memory[place : place + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,135 @@
+"""A row of messages for which a holder is asked once: the reader's side.
+
+A large region is brought in parts, each in a message. To ask for each of them takes Python longer
+than a fast link takes for the bytes. So a holder is told the tags of a row of messages, and packs
+and sends one after another. The reader looks out for the next ones while those before are put into
+place, and so sets the pace::
+
+    reader                                     holder
+      --- RPC: keys, boxes, tags ----------->    packs and sends, in turn
+      looks out for the first messages   <====
+      looks out for one more             <====   packs the next while one is sent
+      <-- answer: all are sent, or why not --
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from dask_p2p.errors import SilentError, TransferError
+from dask_p2p.transports.packed.messenger import NAP_S, Message
+from dask_p2p.transports.packed.reading import Answer, PackedReading, region_at
+from dask_p2p.transports.reading import Failed, Pending, Region
+from dask_p2p.transports.replies import check_reply
+from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
+from dask_p2p.types import Array
+
+__all__ = ["MOST_MESSAGES", "StreamedReading"]
+
+#: In one row.
+MOST_MESSAGES = 64
+
+
+class StreamedReading(PackedReading):
+    """Regions that come in messages, large ones in rows."""
+
+    def __iter__(self) -> Iterator[Region]:
+        if self._with_sums:  # which come with answers, one for each message
+            yield from super().__iter__()
+            return
+        for is_batch, batches in groupby(self._batches(), key=lambda batch: len(batch) > 1):
+            row: list[Region] = []
+            for batch in batches:
+                if is_batch:
+                    yield from self._asked(batch)
+                    continue
+                row += batch
+                if len(row) == MOST_MESSAGES:
+                    yield from self._streamed(row)
+                    row = []
+            if row:
+                yield from self._streamed(row) if len(row) > 1 else self._asked(row)
+
+    def _streamed(self, row: Sequence[Region]) -> Iterator[Region]:
+        """Ask for a row of messages, and look out for one after another."""
+        transport: Any = self._transport
+        try:
+            mailboxes = transport.mailboxes(self, len(row))
+        except TransferError as exc:
+            yield from (part.on_its_way(Failed(exc)) for part in row)
+            return
+        tags = [mailbox.tag for mailbox in mailboxes]
+        where = (tags, mailboxes[0].reader, mailboxes[0].closed)
+        call = asyncio.run_coroutine_threadsafe(self._ask(row, where, len(row)), self.worker.loop)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        self.ahead = self._answers_ahead
+        for number, (part, tag) in enumerate(zip(row, tags, strict=True)):
+            try:
+                memory, message = transport.look_out(self, part, tag)
+            except TransferError as exc:
+                yield part.on_its_way(Failed(exc))
+                continue
+            self._expected.add(message)
+            shape = [stop - start for start, stop in part.box]
+            region = region_at(memory, 0, shape, self.requests[part.request].dtype)
+            yield part.on_its_way(_Streamed(self, part, message, region, call, number))
+
+    def arrived(self, message: Message) -> None:
+        """Note that a message need not be looked out for any longer."""
+        self._expected.discard(message)
+
+    def ask_again(self, part: Region, message: Message) -> Any:
+        """Return a part by itself, since its row has ended before."""
+        self.arrived(message)
+        transport: Any = self._transport
+        transport.messenger().end(message)
+        return Answer(self._call([part]), 0).result(self.timeout_s + EVENT_LOOP_GRACE_S)
+
+    def close(self) -> None:
+        super().close()
+        transport: Any = self._transport
+        while self._expected:
+            transport.messenger().end(self._expected.pop())
+
+
+@dataclass(slots=True)
+class _Streamed(Pending):
+    """A region in one of a row of messages."""
+
+    reading: StreamedReading
+    part: Region
+    message: Message
+    region: Array
+    call: Future[Sequence[Any]]
+    number: int  # in the row
+
+    def done(self) -> bool:
+        return self.message.done or self.call.done()
+
+    def result(self, timeout_s: float | None = None, /) -> Any:
+        deadline_s = time.monotonic() + self.reading.timeout_s
+        while not self.message.done:
+            if self.call.done() and not self._is_sent():
+                return self.reading.ask_again(self.part, self.message)
+            if time.monotonic() > deadline_s:
+                holder = self.reading.requests[self.part.request].holder
+                raise SilentError(f"ucx: no message of {holder} came in time")
+            time.sleep(NAP_S)
+        self.reading.arrived(self.message)
+        self.message.result(0.0)
+        return self.region
+
+    def _is_sent(self) -> bool:
+        """Return whether the holder has sent this message; raise if it says why it cannot."""
+        answers = self.call.result()  # which raises what all of them have failed by
+        if self.number >= len(answers):  # it ended at another one
+            return False
+        check_reply(answers[self.number], self.reading.requests[self.part.request], "ucx")
+        return True

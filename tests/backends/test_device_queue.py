@@ -1,0 +1,149 @@
+"""In which order a GPU's queue has work done, without a GPU: every access after those before it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import dask_p2p.backends
+from dask_p2p.backends import Timer, device
+from dask_p2p.backends.base import SLOTS
+from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.slots import BeingRead, KeptSlots
+from tests.simulation.streams import RaceError, Recorder, Stream, kernels
+
+ROWS, COLUMNS = 4, 16  # of a part: a row of float64 is what a copy engine takes
+PARTS = 2 * SLOTS + 1
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
+    monkeypatch.setattr(dask_p2p.backends, "cupy_kernels", kernels(recorder), raising=False)
+    monkeypatch.setattr(DeviceQueue, "_per_thread", threading.local())
+    monkeypatch.setattr(DeviceQueue, "_kept_slots", KeptSlots())
+    monkeypatch.setattr(device, "_private", {})
+    return recorder
+
+
+def values(number):
+    return np.arange(ROWS * COLUMNS, dtype="f8").reshape(ROWS, COLUMNS) + 1000 * number
+
+
+def assembled(gpu):
+    """Blocks of which each row of parts came in another way, and what they should be."""
+    queue = DeviceQueue("cupy")
+    timer = Timer()
+    peers = [gpu.written(values(n)) for n in range(PARTS)]
+    own = gpu.written(values(PARTS))
+    out = queue.empty((COLUMNS, (PARTS + 4) * ROWS), "f8")
+    places = [out[:, n * ROWS : (n + 1) * ROWS] for n in range(PARTS + 4)]
+    ahead = []
+    for n, peer in enumerate(peers):  # copied by engines, one slot ahead
+        with queue.timing(timer):
+            ahead.append((n, queue.prefetch(peer, peer.nbytes)))
+        if len(ahead) == SLOTS:
+            at, part = ahead.pop(0)
+            queue.permute_prefetched(places[at], part, (1, 0))
+    queue.permute(places[PARTS], own, (1, 0), concurrent=True)
+    for at, part in ahead:
+        queue.permute_prefetched(places[at], part, (1, 0))
+    for n in range(1, 3):  # that came by messages, and are dropped at once
+        received = queue.scratch((ROWS, COLUMNS), "f8")
+        received.set(values(PARTS + n), stream=queue._stream)
+        queue.permute_and_drop(places[PARTS + n], received, (1, 0))
+        del received
+    queue.fill(places[PARTS + 3], np.full((), 7.0))
+    queue.synchronize()
+    found = gpu.read(out)  # by a peer, which waits for nothing
+    gpu.check()
+    expected = np.concatenate(
+        [*(values(n).T for n in range(PARTS + 3)), np.full((COLUMNS, ROWS), 7.0)], axis=1
+    )
+    return found, expected
+
+
+def test_all_is_done_in_order(gpu):
+    for _ in range(3):  # on memory that is used again
+        found, expected = assembled(gpu)
+        np.testing.assert_array_equal(found, expected)
+        gc.collect()
+    gpu.check()
+
+
+def test_an_output_waits_for_what_the_null_stream_still_does_with_its_memory(gpu):
+    """A task let go of memory while its kernel was still to run, as CuPy's pool allows."""
+    shape = (COLUMNS, (PARTS + 4) * ROWS)
+    gone = gpu.empty(shape, "f8")
+    gpu.do("null", "a late kernel", writes=[gone])
+    del gone
+    assembled(gpu)
+
+
+def test_packed_regions_are_there_when_they_are_waited_for(gpu):
+    queue = DeviceQueue("cupy", beside_copies=True)
+    block = gpu.written(values(0))
+    for src in (block, block[:, :3]):  # by an engine, by a kernel
+        packed = queue.scratch(src.shape, "f8")
+        queue.pack(packed, src)()
+        np.testing.assert_array_equal(gpu.read(packed), values(0)[:, : src.shape[1]])
+        np.testing.assert_array_equal(queue.to_host(packed), values(0)[:, : src.shape[1]])
+        del packed
+    queue.synchronize()
+    gpu.check()
+
+
+def ignore(*args, **kwargs):
+    pass
+
+
+def without_waiting_for(stream_name):
+    wait = Stream.wait_event
+
+    def wait_event(self, event):
+        if self.name != stream_name:
+            wait(self, event)
+
+    return wait_event
+
+
+@pytest.mark.parametrize(
+    ("what", "changed"),
+    [
+        ("a kernel waits for the copy into its slot", "emptying"),
+        ("a copy waits until its slot is free", "copies"),
+        ("an array that is dropped is kept until it is read", "unread"),
+        ("an output comes after the null stream's work", "null stream"),
+        ("streams are waited for at the end", "synchronize"),
+    ],
+)
+def test_without_its_order_a_race_is_found(gpu, monkeypatch, what, changed):
+    """So the tests above would fail if the queue lost one of these."""
+    queue = DeviceQueue("cupy")
+    test = test_all_is_done_in_order
+    if changed in ("emptying", "copies"):
+        stream = getattr(queue, f"_{changed}")
+        of_memory = device.order_after_null_stream
+        wait = Stream.wait_event
+
+        def order_after_null_stream(streams):
+            with monkeypatch.context() as patch:
+                patch.setattr(Stream, "wait_event", wait)
+                of_memory(streams)
+
+        monkeypatch.setattr(device, "order_after_null_stream", order_after_null_stream)
+        monkeypatch.setattr(Stream, "wait_event", without_waiting_for(stream.name))
+    elif changed == "unread":
+        monkeypatch.setattr(BeingRead, "add", ignore)
+    elif changed == "null stream":
+        monkeypatch.setattr(device, "order_after_null_stream", ignore)
+        test = test_an_output_waits_for_what_the_null_stream_still_does_with_its_memory
+    else:
+        monkeypatch.setattr(Stream, "synchronize", ignore)
+    with pytest.raises(RaceError):
+        test(gpu)

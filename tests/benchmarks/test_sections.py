@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from click.testing import CliRunner
+
+from benchmarks import sections
+from benchmarks.rivals.mpi_stencil import five_points
+
+
+def test_what_is_compared_and_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(sections, "find_spec", lambda name: None)  # without mpi4py
+    monkeypatch.setattr(sections, "counts", lambda side: (3, 2))
+    path = tmp_path / "result.json"
+    done = CliRunner().invoke(
+        sections.main,
+        ["--side", "32", "--repeats", "1", "--json", str(path)],
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["side"] == 32
+    assert row["step_s"].keys() == {
+        sections.OURS,
+        sections.FIXED,
+        sections.OUR_LAYER,
+        sections.OUR_LAYERS,
+        sections.DASK_LAYERS,
+    }
+    assert row["ratios"].keys() == {
+        "dask_p2p.map_overlap / ours",
+        "dask.array.map_overlap / ours",
+        "one step / one layer",
+    }
+
+
+def test_the_two_forms_of_the_kernel_agree():
+    u = np.random.default_rng(0).random((5, 6))
+    out = np.empty((3, 4))
+    five_points(u, out)
+    assert np.array_equal(sections.with_rims(u)[1:-1, 1:-1], out)
+    assert out[0, 0] == (u[0, 1] + u[2, 1] + u[1, 0] + u[1, 2]) / 4
+
+
+def test_ratios_are_of_medians():
+    times = {
+        sections.OURS: [1.0, 2.0, 9.0],
+        sections.FIXED: [6.0],
+        sections.OUR_LAYER: [3.0],
+        sections.OUR_LAYERS: [4.0],
+        sections.DASK_LAYERS: [8.0],
+        sections.MPI: [1.0],
+        sections.KERNEL: [0.5],
+    }
+    assert sections.ratios(times) == {
+        "dask_p2p.map_overlap / ours": 2.0,
+        "dask.array.map_overlap / ours": 4.0,
+        "ours / mpi4py": 2.0,
+        "ours / the kernel alone": 4.0,
+        "one step / one layer": 2.0,
+    }

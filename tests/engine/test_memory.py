@@ -1,0 +1,229 @@
+"""Blocks that do not fit: refused ahead, or a named error; and nothing kept by it."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from distributed.core import error_message
+
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.config import transport_classes
+from dask_p2p.engine import assembly as module
+from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
+from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
+from dask_p2p.transports import footprint
+from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports.replies import ask
+from tests.engine.test_assembly import FakePeers, FakeTransport, assembly, check
+
+MIB = 2**20
+
+
+def test_the_error_is_of_both_trees_and_travels():
+    error = MemoryLimitError("too large", 10, 3)
+    assert isinstance(error, P2PError)
+    assert isinstance(error, MemoryError)
+    assert not isinstance(error, TransferError), "or it would be tried again"
+    by_dask = pickle.loads(error_message(error)["exception"].data)
+    for again in (pickle.loads(pickle.dumps(error)), by_dask):
+        assert type(again) is MemoryLimitError
+        assert (str(again), again.needed_bytes, again.missing_bytes) == ("too large", 10, 3)
+
+
+def test_what_can_never_fit_is_refused_with_figures():
+    need = Need(4 * MIB, 2 * MIB, 1 * MIB, 2 * MIB)
+    error = need.too_large(6 * MIB, "worker a")
+    said = str(error)
+    for words in ("6.00 MiB (6,291,456 bytes) of worker a", "needs 7.00 MiB", "4.00 MiB",
+                  "1.00 MiB (1,048,576 bytes) are missing", "chunks=", "more workers",
+                  "p2p.memory.staging-limit (now 2.00 MiB"):  # fmt: skip
+        assert words in said
+    assert (error.needed_bytes, error.missing_bytes) == (7 * MIB, MIB)
+
+
+def test_what_counts_as_out_of_memory():
+    class CUDARuntimeError(RuntimeError):
+        def __init__(self, status):
+            self.status = status
+
+    with pytest.raises(MemoryError) as caught:
+        np.empty(2**60, "u1")
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(CUDARuntimeError(2))
+    assert not is_out_of_memory(CUDARuntimeError(700))
+    assert not is_out_of_memory(RuntimeError())
+
+
+def test_what_arrays_take(tmp_path):
+    x = np.ones((30, 40))
+    np.save(tmp_path / "x.npy", x)
+    assert in_memory_bytes(x) == in_memory_bytes(x.T) == x.nbytes
+    assert in_memory_bytes(np.broadcast_to(1.0, (10**6, 10**6))) == 8
+    assert in_memory_bytes(np.broadcast_to(x[0], (10**6, 40))) == 320
+    assert in_memory_bytes(np.load(tmp_path / "x.npy", mmap_mode="r")[3:]) == 0
+    assert in_memory_bytes(np.ones((0, 5))) == 0
+
+
+# --- an assembly of 9 x 3 items whose holders are a, itself (b), c ---
+
+
+@pytest.fixture
+def log():
+    return []
+
+
+@pytest.fixture
+def quick(log):
+    return FakeTransport("quick", log, part_bytes=24, ahead=2)
+
+
+class Quick(FakeTransport):
+    name = "quick"
+
+    @classmethod
+    def footprint(cls, options, kind):
+        return Footprint(2**40, 0, copies=1, is_buffered=False, comes_in_batches=True)
+
+
+@pytest.fixture
+def peers(quick, log, monkeypatch):
+    monkeypatch.setitem(transport_classes(), "quick", Quick)
+    # It keeps what it said of the same options for a name that it did not know.
+    monkeypatch.setattr(module, "staging_bytes", footprint.staging_bytes.__wrapped__)
+    return FakePeers(quick, FakeTransport("slow", log))
+
+
+def test_a_task_is_refused_before_it_does_anything(peers, log, monkeypatch):
+    # 216 bytes each for the output and its own block, 144 for all that comes.
+    peers.memory = 2 * 216 + 144
+    check(assembly(peers).run())
+    assert log
+    log.clear()
+    peers.served.clear()
+    monkeypatch.setattr(type(NUMPY), "empty", lambda *args: pytest.fail("it allocates"))
+    peers.memory -= 1
+    with pytest.raises(MemoryLimitError, match=r"576 B.*worker b|worker b.*needs 576 B") as caught:
+        assembly(peers).run()
+    assert caught.value.missing_bytes == 1
+    assert log == peers.served == []
+
+
+def test_what_is_done_to_the_block_afterwards_counts(peers):
+    class Post:
+        def extra_bytes(self, shape, dtype):
+            assert (shape, dtype) == ((3, 9), np.dtype("f8"))
+            return 500
+
+    made = assembly(peers)
+    made.output = replace(made.output, post=Post())
+    peers.memory = 2 * 216 + 499  # what comes, 144 bytes, is gone by then
+    with pytest.raises(MemoryLimitError, match="way, or after that 500 B to transform it"):
+        made.run()
+    peers.memory += 1
+    check(made.run())
+
+
+class NthFails:
+    """Stands in for a function that allocates; keeps weak references to what it gave."""
+
+    def __init__(self, function, number):
+        self.function, self.number = function, number
+        self.given = []
+
+    def __call__(self, *args, **kwargs):
+        if len(self.given) + 1 == self.number:
+            raise MemoryError("no 1.00 GiB")
+        result = self.function(*args, **kwargs)
+        self.given.append(weakref.ref(result))
+        return result
+
+
+def test_an_output_that_cannot_be_allocated(peers, quick, monkeypatch):
+    monkeypatch.setattr(NUMPY, "empty", NthFails(NUMPY.empty, 1), raising=False)
+    with pytest.raises(MemoryLimitError, match=r"on worker b \(MemoryError: no 1\.00 GiB\)"):
+        assembly(peers).run()
+    assert quick.open_now == []
+
+
+def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, monkeypatch):
+    outputs = NthFails(NUMPY.empty, 2)
+    parts = NthFails(np.copy, 4)
+    monkeypatch.setattr(NUMPY, "empty", outputs, raising=False)
+    from tests.engine.test_assembly import BLOCKS, FakeReading, box_slices
+
+    def request(self, of, box, error):
+        future = Future()
+        future.set_result(parts(BLOCKS[of.key][box_slices(box)]))
+        return future
+
+    monkeypatch.setattr(FakeReading, "request", request)
+    gc.disable()  # what goes must go without it
+    try:
+        with pytest.raises(MemoryLimitError, match="needs 576 B: 216 B for itself") as caught:
+            assembly(peers).run()
+        assert quick.open_now == []
+        assert len(outputs.given) == 1
+        assert [kept for kept in (*outputs.given, *parts.given) if kept() is not None] == []
+    finally:
+        gc.enable()
+    assert caught.value.missing_bytes is None
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    outputs.number = parts.number = 0
+    check(assembly(peers).run())
+
+
+def test_no_memory_for_an_answer_leaves_nothing_behind(peers, quick, monkeypatch):
+    """An error that a future brings refers to the future, and so to itself."""
+    outputs = NthFails(NUMPY.empty, 2)
+    monkeypatch.setattr(NUMPY, "empty", outputs, raising=False)
+    quick.fails["c", ("x", 2, 0)] = MemoryError("no 1.00 GiB")
+    quick.late.add(("x", 2, 0))
+    gc.disable()  # what goes must go without it
+    try:
+        with pytest.raises(MemoryLimitError, match=r"on worker b \(MemoryError: no 1\.00 GiB\)"):
+            assembly(peers).run()
+        assert quick.open_now == []
+        assert [kept() for kept in outputs.given] == [None]
+    finally:
+        gc.enable()
+
+
+def test_an_answer_that_there_is_no_memory_for():
+    class Host:
+        async def call(self, address, op, **kwargs):
+            raise MemoryError("no 1.00 GiB")
+
+    import asyncio
+
+    with pytest.raises(MemoryError, match="no 1"):
+        asyncio.run(ask(Host(), "holder", "op", 1.0, "block"))
+
+
+def test_idle_buffers_are_given_up_before_there_is_an_error(monkeypatch):
+    from dask_p2p.transports import buffers as module
+
+    buffers = Buffers("numpy", 2**20)
+    del (taken := [buffers.take((1000,), "u1")])[:]
+    assert taken == []
+    assert buffers.idle_bytes == 1024
+    real, tries = module.allocate, []
+
+    def allocate(kind, size_bytes):
+        tries.append(size_bytes)
+        if buffers.idle_bytes:
+            raise MemoryError
+        return real(kind, size_bytes)
+
+    monkeypatch.setattr(module, "allocate", allocate)
+    assert buffers.take((3000,), "u1").nbytes == 3000
+    assert tries == [4096, 4096]
+    monkeypatch.setattr(module, "allocate", NthFails(real, 1))
+    with pytest.raises(MemoryError):
+        buffers.take((9000,), "u1")

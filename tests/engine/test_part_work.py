@@ -1,0 +1,232 @@
+"""Blocks of `map_on_gpu` through a GPU that is emulated, with a check of every access."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from types import SimpleNamespace
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Reschedule
+
+import dask_p2p
+from dask_p2p.engine import part_work
+from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
+from tests.simulation.streams import HOST, emulated
+
+VALUES = np.arange(24 * 64.0).reshape(24, 64)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    recorder = emulated(monkeypatch)
+    checked = part_work.checked_block
+
+    def written(block, *args):
+        if isinstance(block, np.ndarray):
+            recorder.do(HOST, "the task that made it", writes=[block])
+        return checked(block, *args)
+
+    monkeypatch.setattr(part_work, "checked_block", written)
+    yield recorder
+    gc.collect()
+    recorder.check()
+
+
+@pytest.fixture
+def x():
+    return da.from_array(VALUES, chunks=(12, 64))
+
+
+def kernel(gpu, function):
+    """A function that NumPy's does on the device."""
+
+    def run(*arrays, **kwargs):
+        name = gpu.current[-1].name
+        assert name != "null"
+        values = np.asarray(function(*(a.values for a in arrays), **kwargs))
+        made = gpu.empty(values.shape, values.dtype)
+        gpu.do(name, "the function", reads=arrays, writes=[made])
+        made.values[...] = values
+        return made
+
+    return run
+
+
+def on_gpu(gpu, function, *arrays, **kwargs):
+    kwargs = {"part_bytes": 4 * 512, "dtype": "f8", **kwargs}
+    return dask_p2p.map_on_gpu(kernel(gpu, function), *arrays, **kwargs)
+
+
+def computed(gpu, y):
+    """The values of a result that is read as soon as its tasks have returned."""
+    with dask.config.set(scheduler="sync"):
+        blocks = [delayed.compute() for delayed in y.to_delayed().ravel()]
+    gpu.do(HOST, "whoever reads the blocks", reads=blocks)
+    return np.block([[b] for b in blocks])
+
+
+@pytest.mark.parametrize("register_from", ["1 B", "1 GiB"])
+def test_values_are_those_of_whole_blocks(gpu, x, register_from):
+    with dask.config.set({"p2p.map-on-gpu.register-from": register_from}):
+        y = on_gpu(gpu, lambda a: 2 * a + 1, x)
+    np.testing.assert_array_equal(computed(gpu, y), 2 * VALUES + 1)
+    assert gpu.most_bytes <= dask_p2p.estimate(y).total_bytes
+    assert gpu.pageable_copies == 0
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_another_dtype_and_another_length(gpu, x, axis):
+    if axis == 0:
+        y = on_gpu(gpu, lambda a: a[:, ::2] > 9, x, chunks=((12, 12), 32), dtype=bool)
+        expected = VALUES[:, ::2] > 9
+    else:
+        y = on_gpu(gpu, lambda a: a[:6] > 9, x, axis=1, chunks=(6, 64), dtype=bool)
+        expected = np.concatenate([VALUES[:6], VALUES[12:18]]) > 9
+    np.testing.assert_array_equal(computed(gpu, y), expected)
+
+
+def test_parts_are_reduced_where_they_are(gpu, x):
+    y = on_gpu(gpu, lambda a: a.sum(0, keepdims=True), x, reduce=kernel(gpu, lambda a, b: a + b))
+    np.testing.assert_array_equal(computed(gpu, y), VALUES.reshape(2, 12, 64).sum(1))
+
+
+def test_several_arrays_with_one_that_is_broadcast(gpu, x):
+    row = np.arange(64.0)
+    y = on_gpu(gpu, lambda a, b: a * b, x, da.from_array(row))
+    np.testing.assert_array_equal(computed(gpu, y), VALUES * row)
+
+
+def around(a):
+    return np.roll(a, 1, 0) + 2 * np.roll(a, -1, 0) + 3 * np.roll(a, 1, 1) + np.roll(a, -1, 1)
+
+
+def test_rims(gpu, x):
+    """They are cut off where they are: what goes down is contiguous."""
+    given = {"depth": 1, "boundary": "periodic", "part_bytes": 6 * 66 * 8}
+    y = on_gpu(gpu, around, x, **given)
+    np.testing.assert_array_equal(computed(gpu, y), around(VALUES))
+    assert gpu.most_bytes <= dask_p2p.estimate(y).total_bytes
+
+
+def test_blocks_of_the_gpu_go_through_as_they_are(gpu):
+    values = np.arange(6.0).reshape(2, 3)
+    block = gpu.written(values, stream=gpu.stream("another task's"))
+
+    def doubled(a):
+        gpu.do(gpu.current[-1].name, "the function", reads=[a], writes=[a])
+        a.values[...] *= 2
+        return a
+
+    y = dask_p2p.map_on_gpu(doubled, da.from_array(values), dtype="f8")
+    task = y.__dask_graph__()[(y.name, 0, 0)]
+    made = task.func((0, 0), block, keywords={})
+    gpu.cupy.cuda.Stream.null.synchronize()
+    np.testing.assert_array_equal(gpu.read(made), 2 * values)
+    np.testing.assert_array_equal(gpu.read(block), values)
+    two = dask_p2p.map_on_gpu(np.add, da.from_array(values), da.from_array(values), dtype="f8")
+    with pytest.raises(BlockMismatchError, match="one array library, got cupy and numpy ones"):
+        two.__dask_graph__()[(two.name, 0, 0)].func((0, 0), block, values, keywords={})
+
+
+def test_what_stays_on_the_host_is_refused(gpu, x):
+    y = dask_p2p.map_on_gpu(lambda a: a.values, x, dtype="f8")
+    with pytest.raises(BlockMismatchError, match=r"expected a cupy\.ndarray .* got numpy"):
+        computed(gpu, y)
+
+
+def test_errors_name_the_block_and_the_part(gpu, x):
+    def fails(a):
+        if a.max() >= 20 * 64:
+            raise KeyError("too large")
+        return a
+
+    with pytest.raises(KeyError) as caught:
+        computed(gpu, on_gpu(gpu, fails, x))
+    assert "block (1, 0), part 3 of 3, which is 8 to 12 of" in caught.value.__notes__[0]
+
+
+def test_a_worker_notes_what_went_through_its_gpu(gpu, x, monkeypatch):
+    notes = []
+    context = SimpleNamespace(
+        address="tcp://a",
+        running={},
+        record=notes.append,
+        empty_output=lambda shape, dtype, queue, pinned=False: queue.empty(shape, dtype),
+        warn=notes.append,
+        on_device_lost=lambda error: True,
+    )
+    worker = SimpleNamespace(
+        address="tcp://a",
+        get_current_task=lambda: "fused-0123",
+        state=SimpleNamespace(tasks={"fused-0123": SimpleNamespace(run_id=7)}),
+    )
+    monkeypatch.setattr(part_work, "current_worker", lambda: (worker, context))
+    running = []
+
+    def noted(a):
+        running.extend(look() for look in context.running.values())
+        return -a
+
+    np.testing.assert_array_equal(computed(gpu, on_gpu(gpu, noted, x)), -VALUES)
+    assert len(notes) == 2
+    assert context.running == {}
+    for number, record in enumerate(notes):
+        assert record.key == ("p2p-on-gpu-0123", number, 0)
+        assert (record.parts, record.up_bytes, record.down_bytes) == (3, 6144, 6144)
+        assert (record.up_s, record.function_s, record.down_s) == (3e-3,) * 3, "by events"
+        assert record.is_made
+        assert record.run == 7
+    assert not running[0].is_made
+    notes.clear()
+
+    def lost(*args):
+        raise DeviceLostError("it works no more")
+
+    monkeypatch.setattr(part_work, "PartStreams", lost)
+    with pytest.raises(Reschedule):
+        computed(gpu, on_gpu(gpu, np.negative, x))
+    assert notes[0].error == "DeviceLostError: it works no more"
+
+
+def test_with_too_little_memory_parts_are_smaller(gpu, x):
+    y = on_gpu(gpu, np.negative, x)
+    gpu.limit_bytes = dask_p2p.estimate(y).total_bytes // 2
+    with pytest.warns(
+        P2PWarning, match="out of memory of its GPU .*Parts are made smaller"
+    ) as said:
+        np.testing.assert_array_equal(computed(gpu, y), -VALUES)
+    assert len(said) == 1
+    gpu.limit_bytes = 512
+    with pytest.raises(MemoryLimitError, match="one element along axis 0"):
+        computed(gpu, y)
+
+
+def test_without_pinned_memory_there_is_one_warning(gpu, x, monkeypatch):
+    def refused(*args):
+        raise RuntimeError("cudaErrorMemoryAllocation")
+
+    monkeypatch.setattr(gpu, "pin", refused)
+    with pytest.warns(P2PWarning, match="this process: host memory cannot be pinned") as said:
+        np.testing.assert_array_equal(computed(gpu, on_gpu(gpu, np.negative, x)), -VALUES)
+    assert len(said) == 1
+
+
+def test_empty_blocks_need_no_gpu_memory(gpu):
+    y = on_gpu(gpu, np.negative, da.zeros((0, 3), chunks=(1, 3)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert y.compute(scheduler="sync").shape == (0, 3)
+    assert gpu.most_bytes == 0
+
+
+def test_a_lost_gpu_sends_the_task_elsewhere(gpu, x, monkeypatch):
+    def lost(*args):
+        raise DeviceLostError("it works no more")
+
+    monkeypatch.setattr(part_work, "PartStreams", lost)
+    with pytest.raises(DeviceLostError):
+        computed(gpu, on_gpu(gpu, np.negative, x))

@@ -1,0 +1,389 @@
+"""What a task and a holder really hold, counted, for limits of all sizes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from dask_p2p.backends import SLOTS
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.config import options
+from dask_p2p.engine.assembly import Assembly, OutputSpec
+from dask_p2p.errors import TransferError
+from dask_p2p.geometry import box_shape, box_size, box_slices
+from dask_p2p.plans import redistribution, slab_chunks
+from dask_p2p.transports import make_transports
+from dask_p2p.transports.base import Transport
+from dask_p2p.transports.buffers import Buffers, buffer_bytes
+from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports.in_place.ipc import IpcTransport
+from dask_p2p.transports.packed.comm import CommTransport
+from dask_p2p.transports.packed.reading import PackedReading
+from dask_p2p.transports.packed.ucx import UcxTransport
+from dask_p2p.transports.reading import Arrived, Reading
+from dask_p2p.transports.router import BlockRef, Router
+from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
+from tests.transports.reading import open_block
+
+X = np.arange(24 * 24.0).reshape(24, 24)
+CHUNKS = ((8, 8, 8), (24,))
+PLAN = redistribution(CHUNKS, (1, 0), slab_chunks(CHUNKS, (1, 0))).block((0, 0))
+BLOCKS = {("x", i, 0): X[8 * i : 8 * i + 8] for i in range(3)}
+ITEM = X.itemsize
+# Smaller than one item, than a part of one row, than a region (of 512 bytes), than all of them.
+LIMITS = [1, 9, 64, 100, 300, 1000, 3000, 100_000]
+
+
+class Meter:
+    """Bytes that are there at the same time."""
+
+    def __init__(self):
+        self.now_bytes = self.peak_bytes = 0
+        self._lock = threading.RLock()
+
+    def add(self, nbytes):
+        with self._lock:
+            self.now_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def until_gone(self, array, nbytes):
+        weakref.finalize(array, self.add, -nbytes)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+class Peers:
+    address = "reader"
+
+    def __init__(self, **transports):
+        self.router = Router(transports, lambda text: None)
+
+    def publish(self, blocks, kind, options):
+        pass
+
+    def empty_output(self, shape, dtype, queue):
+        return queue.empty(shape, dtype)
+
+    def memory_below(self, wanted_bytes, kind):
+        return None
+
+
+@pytest.fixture
+def workers(loop, tmp_path):
+    """Give a reader's transports, and those of the holders that it reads from."""
+    network, made = {}, []
+
+    def make(cls, here, options):
+        host = network.get(here) or LoopbackHost(here, loop.loop, network, tmp_path)
+        transport = cls(host, options)
+        host.handlers.update(transport.handlers())
+        made.append(transport)
+        return transport
+
+    yield make, network
+    for transport in made:
+        loop.run(transport.close())
+    for host in network.values():
+        host.close()
+
+
+def assemble(chosen, holders, **transports):
+    output = OutputSpec(("x",), X.dtype, "numpy", replace(chosen, transports=tuple(transports)))
+    refs = [BlockRef(key, (holder,)) for key, holder in zip(BLOCKS, holders, strict=True)]
+    result = Assembly(PLAN, output, refs, Peers(**transports)).run()
+    np.testing.assert_array_equal(result, X.T[:8])
+
+
+@pytest.fixture
+def buffers(monkeypatch):
+    """Meters of all buffers that are in use, by the pool that they are of."""
+    meters = {}
+    take, put_back = Buffers.take, Buffers.put_back
+
+    def taken(self, shape, dtype):
+        nbytes = buffer_bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        meters.setdefault(self, Meter()).add(nbytes)
+        return take(self, shape, dtype)
+
+    def given_back(self, size_bytes, memory):
+        meters[self].add(-size_bytes)
+        put_back(self, size_bytes, memory)
+
+    monkeypatch.setattr(Buffers, "take", taken)
+    monkeypatch.setattr(Buffers, "put_back", given_back)
+    return meters
+
+
+# --- the reader ---
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("limit_bytes", LIMITS)
+def test_comm(workers, monkeypatch, limit_bytes, mode):
+    make, network = workers
+    chosen = replace(options(), staging_limit_bytes=limit_bytes, mode=mode)
+    reader = make(CommTransport, "reader", chosen)
+    for holder in "abc":
+        make(CommTransport, holder, options())
+        network[holder].blocks = BLOCKS
+    meter = Meter()
+    bring = PackedReading.bring
+
+    async def metered(self, parts, landing, where):
+        meter.add(sum(box_size(part.box) for part in parts) * ITEM)
+        regions = await bring(self, parts, landing, where)
+        for region in regions:
+            meter.until_gone(region, region.nbytes)
+        return regions
+
+    monkeypatch.setattr(PackedReading, "bring", metered)
+    assemble(chosen, "abc", comm=reader)
+    assert 0 < meter.peak_bytes <= max(limit_bytes, ITEM)
+
+
+@pytest.mark.parametrize("limit_bytes", LIMITS)
+def test_ucx(workers, buffers, limit_bytes):
+    pytest.importorskip("ucxx")
+    make, network = workers
+    chosen = replace(options(), staging_limit_bytes=limit_bytes)
+    reader = make(UcxTransport, "reader", chosen)
+    for holder in "abc":
+        make(UcxTransport, holder, chosen)
+        network[holder].blocks = BLOCKS
+    assemble(chosen, "abc", ucx=reader)
+    assert len(buffers) == 4, "of the reader and of each holder"
+    smallest_bytes = buffer_bytes(1)
+    for meter in buffers.values():
+        assert 0 < meter.peak_bytes <= max(limit_bytes, smallest_bytes)
+    wait_until(lambda: all(meter.now_bytes == 0 for meter in buffers.values()))
+
+
+class InPlace(IpcTransport):
+    """What ipc does, with blocks that need not be mapped."""
+
+    def probe(self, holder, kind):
+        pass
+
+    def obstacle(self, holder, kind, dtype):
+        return None
+
+    def read(self, requests, options):
+        return InPlaceReading(requests, self.footprint_for(requests, options))
+
+
+class InPlaceReading(Reading):
+    def __iter__(self):
+        for part in self.parts():
+            block = BLOCKS[self.requests[part.request].key]
+            yield part.on_its_way(Arrived(block[box_slices(part.box)]))
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 9, 600, 2000, 10_000])
+def test_ipc(workers, monkeypatch, limit_bytes):
+    make, _ = workers
+    monkeypatch.setattr("dask_p2p.transports.in_place.ipc._SMALLEST_SLOT_BYTES", 1)
+    chosen = replace(options(), staging_limit_bytes=limit_bytes)
+    slots_bytes = []
+
+    def metered(self, src, slot_bytes):
+        if src.nbytes <= slot_bytes:  # else it is read in place
+            slots_bytes.append(slot_bytes)
+        return src
+
+    monkeypatch.setattr(HostQueue, "prefetch", metered)
+    assemble(chosen, "abc", quick=make(InPlace, "reader", chosen))
+    assert SLOTS * max(slots_bytes, default=0) <= limit_bytes
+    assert bool(slots_bytes) == (limit_bytes > 100), "that is put to use"
+
+
+class Filling(Transport):
+    """Parts that fill the limit, so many at a time."""
+
+    def __init__(self, parts, limit_bytes, meter, fails_at=None):
+        super().__init__(None, options())
+        self.name, self.parts, self.limit_bytes, self.meter = str(parts), parts, limit_bytes, meter
+        self.fails_at = fails_at
+
+    def handlers(self):
+        return {}
+
+    def obstacle(self, holder, kind, dtype):
+        return None if holder.startswith(self.name) else "another one's"
+
+    def probe(self, holder, kind):
+        pass
+
+    def footprint(self, options, kind):
+        return Footprint(self.limit_bytes // self.parts, self.parts - 1)
+
+    def read(self, requests, options):
+        return FillingReading(self, requests, self.footprint(options, "numpy"))
+
+    async def close(self):
+        pass
+
+
+class FillingReading(Reading):
+    """Like those of ucx, it keeps what came until it is closed, if there was an error."""
+
+    def __init__(self, transport, requests, flow):
+        super().__init__(requests, flow)
+        self.transport = transport
+        self.kept = []
+
+    def __iter__(self):
+        for number, part in enumerate(self.parts(), 1):
+            self.transport.meter.add(box_size(part.box) * ITEM)
+            region = BLOCKS[self.requests[part.request].key][box_slices(part.box)].copy()
+            self.transport.meter.until_gone(region, region.nbytes)
+            future = Future()
+            if self.transport.fails_at is not None and number >= self.transport.fails_at:
+                self.kept.append(region)
+                future.set_exception(TransferError("on purpose"))
+            else:
+                future.set_result(region)
+            del region
+            yield part.on_its_way(future)
+            del future
+
+    def close(self):
+        self.kept.clear()
+
+
+@pytest.mark.parametrize("holders", [("4", "1", "4b"), ("1", "4", "1b"), ("2", "4", "2b")], ids=str)
+def test_transports_do_not_add_up(holders):
+    meter = Meter()
+    made = {str(n): Filling(n, 256, meter) for n in (1, 2, 3, 4)}
+    assemble(options(), holders, **made)
+    assert meter.peak_bytes <= 256
+    assert meter.peak_bytes > 180, "that is put to use"
+
+
+def test_what_failed_does_not_add_up(monkeypatch):
+    meter = Meter()
+    failing = Filling(4, 256, meter, fails_at=2)
+    assert_last = Filling(2, 256, meter)
+    assert_last.obstacle = lambda holder, kind, dtype: None
+    assemble(options(), ("4a", "4b", "4c"), failing=failing, last=assert_last)
+    assert meter.peak_bytes <= 256
+
+
+# --- the holder ---
+
+
+def read_at_once(reader, key, boxes, chosen, times=6):
+    """Read all boxes, one after another, so often at the same time; return the results' bytes."""
+    of = "holder", key, X.shape, X.dtype, "numpy"
+
+    def read():
+        remote = open_block(reader, *of, boxes, chosen)
+        try:
+            return b"".join(
+                np.array(remote.request().result(30)).tobytes() for _ in range(len(boxes))
+            )
+        finally:
+            remote.close()
+
+    with ThreadPoolExecutor(times) as threads:
+        return [future.result() for future in [threads.submit(read) for _ in range(times)]]
+
+
+BOXES = [((0, 24), (i, i + 4)) for i in range(0, 24, 4)]  # 768 bytes each, not contiguous
+EXPECTED = b"".join(np.ascontiguousarray(X[box_slices(box)]).tobytes() for box in BOXES)
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 800, 1600, 3000])
+def test_what_comm_packs_for_others(workers, monkeypatch, limit_bytes):
+    make, network = workers
+    reader = make(CommTransport, "reader", options())
+    serving = make(CommTransport, "holder", replace(options(), staging_limit_bytes=limit_bytes))
+    network["holder"].blocks = {"x": X}
+    meter = Meter()
+    scratch = HostQueue.scratch
+
+    def metered(self, shape, dtype):
+        array = scratch(self, shape, dtype)
+        meter.add(array.nbytes)
+        meter.until_gone(array, array.nbytes)
+        return array
+
+    monkeypatch.setattr(HostQueue, "scratch", metered)
+    assert set(read_at_once(reader, "x", BOXES, options())) == {EXPECTED}
+    assert 0 < meter.peak_bytes <= max(limit_bytes, 768)
+    wait_until(lambda: serving.packed.reserved_bytes == 0)  # the holder may end after its reader
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 1024, 2048, 5000])
+def test_what_ucx_packs_for_others(workers, buffers, limit_bytes):
+    pytest.importorskip("ucxx")
+    make, network = workers
+    reader = make(UcxTransport, "reader", options())
+    serving = make(UcxTransport, "holder", replace(options(), staging_limit_bytes=limit_bytes))
+    network["holder"].blocks = {"x": X}
+    assert set(read_at_once(reader, "x", BOXES, options())) == {EXPECTED}
+    assert 0 < buffers[serving.buffers["numpy"]].peak_bytes <= max(limit_bytes, 1024)
+    wait_until(lambda: serving.packed.reserved_bytes == 0)
+
+
+def test_what_one_transport_packs_counts_for_all(loop, tmp_path):
+    host = LoopbackHost("holder", loop.loop, {}, tmp_path)
+    made = make_transports(host, replace(options(), staging_limit_bytes=1000))
+    budgets = [transport.packed for transport in made.values()]
+    assert budgets[0].reserve(900)
+    assert not any(budget.reserve(200) for budget in budgets[1:])
+    for transport in made.values():
+        loop.run(transport.close())
+    host.close()
+
+
+@pytest.mark.parametrize("cls", [CommTransport, UcxTransport])
+def test_a_holder_that_never_has_room_says_so(workers, cls):
+    if cls is UcxTransport:
+        pytest.importorskip("ucxx")
+    make, network = workers
+    chosen = replace(options(), request_timeout_s=0.3)
+    reader = make(cls, "reader", options())
+    serving = make(cls, "holder", replace(chosen, staging_limit_bytes=1000))
+    network["holder"].blocks = {"x": X}
+    (taken,) = serving.packed.reserve(1000)
+    read = partial(read_at_once, reader, "x", BOXES, chosen)
+    with pytest.raises(TransferError, match="outgoing staging limit"):
+        read(times=1)
+    wait_until(lambda: not any(serving.usage().values()))
+    taken.close()
+    wait_until(lambda: serving.packed.reserved_bytes == 0)
+    assert read_at_once(reader, "x", BOXES, options(), times=1) == [EXPECTED]
+    assert box_shape(BOXES[0]) == (24, 4)
+
+
+def test_a_holder_gives_up_by_itself(workers, loop):
+    """Not only because the reader does, of which its thread would hear nothing."""
+    pytest.importorskip("ucxx")
+    make, network = workers
+    make(UcxTransport, "reader", options())
+    serving = make(UcxTransport, "holder", replace(options(), staging_limit_bytes=1000))
+    network["holder"].blocks = {"x": X}
+    (taken,) = serving.packed.reserve(1000)
+    request = {"blocks": [("x", X.shape)], "parts": [(0, box) for box in BOXES]}
+    request |= {"dtype": "float64 <f8", "item_bytes": 8, "where": (1, "reader", 0)}
+    request["wait_s"] = 0.2
+    answering = serving.handlers()["p2p_ucx_read"](**request)
+    try:
+        reply = loop.run(answering, timeout_s=10)
+    finally:
+        taken.close()
+    assert "outgoing staging limit" in reply["message"]

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import replace
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Reschedule
+
+import dask_p2p
+from dask_p2p.config import options
+from dask_p2p.engine import task as module
+from dask_p2p.engine.assembly import OutputSpec
+from dask_p2p.engine.attempts import Attempts, worst_case_s
+from dask_p2p.engine.task import AssembleTask, Blocks
+from dask_p2p.errors import TransferError
+from dask_p2p.plans import redistribution
+from dask_p2p.transports.router import BlockRef
+
+PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
+OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
+KEYS = [("x", 0, 0), ("x", 1, 0)]
+
+
+@pytest.fixture
+def task():
+    return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, Blocks(*KEYS))
+
+
+def test_dependencies_are_all_blocks_that_are_read(task):
+    assert task.dependencies == frozenset(KEYS)
+    assert task.block_fusion
+
+
+def test_it_computes(task):
+    x = np.arange(16).reshape(4, 4)
+    np.testing.assert_array_equal(task(dict(zip(KEYS, (x[:2], x[2:]), strict=True))), x.T[2:])
+
+
+def test_references_take_the_place_of_dependencies(task):
+    ref = BlockRef(KEYS[0], ("tcp://a",))
+    rewritten = task.with_references({KEYS[0]: ref})
+    assert type(rewritten) is AssembleTask
+    assert rewritten.key == task.key
+    assert rewritten.dependencies == {KEYS[1]}
+    assert rewritten.args[-1].items == (ref, KEYS[1])
+    assert task.dependencies == frozenset(KEYS), "the task itself is not changed"
+
+
+def test_it_survives_pickling_and_renaming(task):
+    again = pickle.loads(pickle.dumps(task))
+    assert again.dependencies == task.dependencies
+    assert again.args == task.args
+    renamed = task.substitute({KEYS[0]: ("z", 0, 0)})
+    assert type(renamed) is AssembleTask
+    assert renamed.dependencies == {("z", 0, 0), KEYS[1]}
+
+
+def test_the_pieces_do_not_travel(task):
+    PLAN.block((0, 0))  # caches what it finds
+    fresh = redistribution(PLAN.src_chunks, PLAN.axes, PLAN.chunks)
+    assert len(pickle.dumps(PLAN)) == len(pickle.dumps(fresh))
+
+
+def test_fusion_leaves_it_alone():
+    x = da.ones((4, 4), chunks=(2, 4)) + 1
+    (y,) = dask.optimize(dask_p2p.transpose(x) * 2)
+    kinds = [type(node) for node in dict(y.dask).values()]
+    assert kinds.count(AssembleTask) == 2
+
+
+class FakeRuntime:
+    address = "tcp://here"
+
+    def __init__(self):
+        self.attempts = Attempts()
+
+    def count_attempt(self, key, cause):
+        self.attempts.add(cause)
+        return self.attempts
+
+    def forget_attempts(self, key):
+        self.attempts = Attempts()
+
+
+def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatch):
+    pauses_s = []
+    monkeypatch.setattr(time, "sleep", pauses_s.append)
+    chosen = options()
+    runtime = FakeRuntime()
+    error = TransferError("comm: tcp://there is deaf")
+    for _ in range(2):  # whoever wants it again is given as many attempts again
+        for _ in range(chosen.attempts - 1):
+            with pytest.raises(Reschedule):
+                module.try_again("key", error, runtime, chosen)
+        assert pauses_s[:3] == [0.05, 0.1, 0.2]
+        assert max(pauses_s) <= 2.0
+        assert worst_case_s(replace(chosen, request_timeout_s=0.0)) == sum(pauses_s)
+        with pytest.raises(
+            TransferError, match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. See"
+        ):
+            module.try_again("key", error, runtime, chosen)
+        pauses_s.clear()
+
+
+def test_a_holder_that_is_given_up_ends_a_task_at_its_first_attempt(monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda pause_s: None)
+    chosen, runtime = replace(options(), attempts=4, request_timeout_s=30.0), FakeRuntime()
+    error = TransferError("comm: no answer of tcp://there")
+    error.silent_s = 89.9
+    with pytest.raises(Reschedule):
+        module.try_again("key", error, runtime, chosen)
+    runtime.forget_attempts("key")
+    error.silent_s = 90.0  # by then a task alone would have made its last attempt
+    words = r"failed 1 time on tcp://here: attempt 1: .*there\. Its holder has .* silent for 90 s\."
+    with pytest.raises(TransferError, match=words):
+        module.try_again("key", error, runtime, chosen)
+    assert runtime.attempts.count == 0
+
+
+def test_the_worst_case_adds_up():
+    chosen = replace(options(), attempts=3, request_timeout_s=30.0, backoff_s=1.5)
+    assert worst_case_s(chosen) == 3 * 30 + 1.5 + 2.0
+    assert worst_case_s(chosen, holders=2, unmet=1) == 3 * 2 * (30 + 10) + 1.5 + 2.0
+    assert worst_case_s(replace(chosen, attempts=1)) == 30.0
+
+
+def test_the_last_error_tells_the_cause_of_each_attempt(monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda pause_s: None)
+    chosen = replace(options(), attempts=4)
+    runtime = FakeRuntime()
+    for cause in ("dumb", "deaf", "deaf"):
+        with pytest.raises(Reschedule):
+            module.try_again("key", TransferError(cause), runtime, chosen)
+    with pytest.raises(TransferError, match="attempt 1: dumb; attempts 2 to 3: deaf; attempt 4: x"):
+        module.try_again("key", TransferError("x"), runtime, chosen)
+
+
+def test_what_is_told_of_attempts_is_bounded():
+    attempts = Attempts()
+    for i in range(1000):
+        attempts.add(f"{i} {'x' * 10_000}")
+    assert attempts.count == 1000
+    assert "attempt 1000: 999 x" in str(attempts)
+    assert "x ..." in str(attempts), "what is cut is marked"
+    assert len(str(attempts)) < 5000

@@ -1,0 +1,111 @@
+"""Fourier transforms of CuPy blocks, by cuFFT: the values are those of NumPy."""
+
+from __future__ import annotations
+
+import dask
+import numpy as np
+import pytest
+
+from dask_p2p import fft
+from tests.gpu.support import on_gpu
+from tests.gpu.test_operations import on_host
+from tests.support import persisted, used
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((24, 30, 35)) + 1j * RNG.standard_normal((24, 30, 35))
+CUTS = [(6, -1, -1), (-1, 8, -1), (-1, -1, 9), (12, 15, -1), (12, 15, 18)]
+PRECISION = {"f": 1e-6, "F": 1e-6, "d": 1e-13, "D": 1e-13}
+
+
+def assert_close(got, expected, char):
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max(initial=0) <= PRECISION[char] * np.abs(expected).max(
+        initial=0
+    )
+
+
+def declared(y):
+    """Whether all blocks are CuPy's and of the declared dtype."""
+    dtype = y.dtype
+
+    def look(block):
+        kind = type(block).__module__.partition(".")[0]
+        return np.full((1,) * block.ndim, kind == "cupy" and block.dtype == dtype)
+
+    return bool(
+        y.map_blocks(
+            look, chunks=tuple((1,) * n for n in y.numblocks), meta=np.empty((0,) * y.ndim, bool)
+        )
+        .compute()
+        .all()
+    )
+
+
+@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+@pytest.mark.parametrize("chunks", CUTS, ids=str)
+@pytest.mark.parametrize("char", "fFdD")
+def test_there_and_back(client, transport, chunks, char):
+    a = X.real.astype(char) if char in "fd" else X.astype(char)
+    wide = a.astype("D")
+    x = persisted(client, on_gpu(a, chunks))
+    with dask.config.set({"p2p.transports.order": [transport]}):
+        y = persisted(client, fft.fftn(x))
+        z = persisted(client, fft.ifftn(y, chunks=x.chunks))
+    assert used(client, y) <= {transport}
+    assert y.dtype == z.dtype == np.dtype("F" if char in "fF" else "D")
+    assert declared(y)
+    assert_close(on_host(y), np.fft.fftn(wide), char)
+    assert z.chunks == x.chunks
+    assert_close(on_host(z), wide, char)
+    np.testing.assert_array_equal(on_host(x), a)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+@pytest.mark.parametrize("chunks", CUTS, ids=str)
+@pytest.mark.parametrize("char", "fd")
+def test_real_numbers(client, transport, chunks, char):
+    a = X.real.astype(char)
+    x = persisted(client, on_gpu(a, chunks))
+    with dask.config.set({"p2p.transports.order": [transport]}):
+        y = persisted(client, fft.rfftn(x))
+        z = persisted(client, fft.irfftn(y, s=a.shape, chunks=x.chunks))
+    assert declared(y)
+    assert declared(z)
+    assert z.dtype == a.dtype
+    assert_close(on_host(y), np.fft.rfftn(a.astype("d")), char)
+    assert_close(on_host(z), a, char)
+
+
+@pytest.mark.parametrize("name", ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"])
+@pytest.mark.parametrize("n", [None, 17, 64])
+@pytest.mark.parametrize("norm", ["backward", "ortho", "forward"])
+def test_along_one_axis(client, name, n, norm):
+    a = X if name not in ("rfft", "ihfft") else X.real
+    for axis in range(3):
+        y = persisted(client, getattr(fft, name)(on_gpu(a, (12, 15, 18)), n, axis, norm))
+        assert declared(y)
+        assert_close(on_host(y), getattr(np.fft, name)(a, n, axis, norm), "d")
+
+
+@pytest.mark.parametrize("char", "?bHle")
+def test_dtypes_that_are_converted(client, char):
+    a = (X.real > 0).astype(char)
+    y = persisted(client, fft.fftn(on_gpu(a, (6, -1, -1))))
+    assert y.dtype == np.dtype("F" if char == "e" else "D")
+    assert declared(y)
+    assert_close(on_host(y), np.fft.fftn(a.astype("d")), "F" if char == "e" else "D")
+
+
+def test_empty_blocks_shifts_and_frequencies(client):
+    assert on_host(fft.fftn(on_gpu(X[:0], (1, 15, -1)), axes=(1, 2))).shape == (0, 30, 35)
+    x = on_gpu(X, (7, 15, -1))
+    np.testing.assert_array_equal(on_host(fft.fftshift(x)), np.fft.fftshift(X))
+    k = fft.fftfreq(30, 0.5, chunks=7, like=x)
+    assert declared(k)
+    np.testing.assert_allclose(on_host(k), np.fft.fftfreq(30, 0.5))

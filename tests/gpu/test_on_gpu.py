@@ -1,0 +1,186 @@
+"""`map_on_gpu` on a GPU: values bit for bit those of whole blocks; slots not in use are filled."""
+
+from __future__ import annotations
+
+import threading
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.backends import part_streams
+from dask_p2p.backends.part_streams import PartStreams
+from dask_p2p.backends.pinned import is_pinned
+from dask_p2p.backends.slots import KeptSlots
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.plans.parts import steps
+from tests.gpu.test_streams import spin
+from tests.support import persisted
+
+pytestmark = [
+    pytest.mark.gpu(1),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+SHAPE = (4096, 1024)
+PART_BYTES = 2**20
+
+
+def values(dtype):
+    rng = np.random.default_rng(0)
+    return (100 * rng.standard_normal(SHAPE)).astype(dtype)
+
+
+def function(a):
+    return a * 2 + 1
+
+
+def whole(func, block, **kwargs):
+    import cupy
+
+    return cupy.asnumpy(func(cupy.asarray(block), **kwargs))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("register_from", ["1 B", "1 TiB"])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c16", "i2"])
+def test_values_are_those_of_whole_blocks(dtype, register_from, axis):
+    array = values(dtype)
+    with dask.config.set({"p2p.map-on-gpu.register-from": register_from}):
+        x = da.from_array(array, chunks=(2048, 1024))
+        y = dask_p2p.map_on_gpu(function, x, axis=axis, part_bytes=PART_BYTES)
+        got = y.compute(scheduler="threads")
+    assert got.tobytes() == whole(function, array).tobytes()
+
+
+def test_functions_that_overwrite_what_they_get():
+    def in_place(a):
+        a *= 3
+        return a
+
+    array = values("f4")
+    x = da.from_array(array, chunks=(2048, 1024)).persist(scheduler="sync")
+    y = dask_p2p.map_on_gpu(in_place, x, part_bytes=PART_BYTES)
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), array * np.float32(3))
+    np.testing.assert_array_equal(x.compute(scheduler="sync"), array)
+
+
+def around(a):
+    import cupy
+
+    return cupy.roll(a, 1, 0) + 2 * cupy.roll(a, -1, 0) + 3 * cupy.roll(a, 1, 1)
+
+
+def test_rims_several_arrays_and_another_length():
+    array, row = values("f8"), values("f8")[:1]
+    x = da.from_array(array, chunks=(2048, 512))
+    y = dask_p2p.map_on_gpu(around, x, depth=1, boundary="periodic", part_bytes=PART_BYTES)
+    expected = np.roll(array, 1, 0) + 2 * np.roll(array, -1, 0) + 3 * np.roll(array, 1, 1)
+    np.testing.assert_allclose(y.compute(scheduler="sync"), expected, rtol=1e-14)
+    y = dask_p2p.map_on_gpu(
+        lambda a, b: (a > b)[:, ::2],
+        x,
+        da.from_array(row, chunks=(1, 512)),
+        chunks=(x.chunks[0], 256),
+        part_bytes=PART_BYTES,
+    )
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), (array > row)[:, ::2])
+
+
+def test_parts_are_reduced_on_the_gpu():
+    import cupy
+
+    array = values("f4").astype("i8")
+    x = da.from_array(array, chunks=(2048, 1024))
+    y = dask_p2p.map_on_gpu(
+        lambda a: a.sum(0, keepdims=True), x, reduce=cupy.add, part_bytes=PART_BYTES
+    )
+    np.testing.assert_array_equal(y.sum(0).compute(scheduler="sync"), array.sum(0))
+
+
+def late(a):
+    """Read what is given long after the copies that are queued could be done."""
+    import cupy
+
+    spin(cupy.cuda.get_current_stream(), 20_000_000)
+    return a * 2
+
+
+def doubled(monkeypatch, left_out=None):
+    """Twice an array that lies in pinned memory: nothing but events keeps copies back."""
+
+    def fewer(*args):
+        for step in steps(*args):
+            after = tuple(each for each in step.after if (each[0], step.what) != left_out)
+            yield step._replace(after=after)
+
+    monkeypatch.setattr(part_streams, "steps", fewer)
+    monkeypatch.setattr(PartStreams, "_kept_slots", KeptSlots())
+    array = values("f4")
+    with dask.config.set({"p2p.map-on-gpu.register-from": "1 B"}):
+        x = da.from_array(array, chunks=-1)
+        y = dask_p2p.map_on_gpu(late, x, part_bytes=PART_BYTES, dtype="f4")
+        return y.compute(scheduler="sync"), 2 * array
+
+
+def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch):
+    np.testing.assert_array_equal(*doubled(monkeypatch))
+
+
+@pytest.mark.parametrize("left_out", [("up", "run"), ("run", "down"), ("down", "up")])
+def test_without_an_event_values_are_wrong(monkeypatch, left_out):
+    """So the test above would fail if it were lost."""
+    if left_out == ("up", "run"):  # copies that take longer than the host takes to issue
+        monkeypatch.setitem(globals(), "late", lambda a: a * 2)
+    got, expected = doubled(monkeypatch, left_out)
+    assert (got != expected).any()
+
+
+def test_no_more_memory_is_taken_than_is_estimated():
+    """Of an array that is ten times as large, and more."""
+    import cupy
+
+    array = values("f4")
+    y = dask_p2p.map_on_gpu(function, da.from_array(array, chunks=-1), part_bytes=2**18, dtype="f4")
+    need = dask_p2p.estimate(y).total_bytes
+    assert array.nbytes >= 10 * need
+    pool, before = cupy.cuda.MemoryPool(), cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(pool.malloc)
+    kept, PartStreams._kept_slots = PartStreams._kept_slots, KeptSlots()
+    try:
+        y.compute(scheduler="sync")
+        # `a * 2` is there beside the result; a pool has some left over.
+        assert pool.total_bytes() <= need + 2**18 + 2**20
+    finally:
+        PartStreams._kept_slots = kept
+        cupy.cuda.set_allocator(before)
+
+
+def test_several_threads_have_streams_of_their_own():
+    array = values("f8")
+    x = da.from_array(array, chunks=(256, 1024))
+    y = dask_p2p.map_on_gpu(function, x, part_bytes=2**18)
+    with dask.config.set(pool=None, num_workers=4):
+        got = y.compute(scheduler="threads")
+    assert threading.active_count() > 1
+    np.testing.assert_array_equal(got, function(array))
+
+
+@pytest.mark.gpu(2)
+def test_on_a_cluster_outputs_are_pinned_and_read_by_peers(client):
+    def pinned_blocks(dask_worker):
+        blocks = [b for b in dask_worker.data.values() if isinstance(b, np.ndarray)]
+        context = dask_worker.plugins[PLUGIN_NAME].context
+        return sum(map(is_pinned, blocks)), context.pinned.pinned_bytes
+
+    array = values("f4")
+    x = da.from_array(array, chunks=(1024, 1024))
+    y = persisted(client, dask_p2p.map_on_gpu(function, x, part_bytes=PART_BYTES))
+    assert isinstance(y.blocks[0, 0].compute(), np.ndarray)
+    assert sum(count for count, _ in client.run(pinned_blocks).values()) >= 4
+    again = persisted(client, dask_p2p.map_on_gpu(function, y, part_bytes=PART_BYTES))
+    z = dask_p2p.transpose(again)
+    np.testing.assert_array_equal(z.compute(), function(function(array)).T)

@@ -1,0 +1,170 @@
+"""Gangs with members on several hosts: kills, and networks that are cut between them only."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+
+import dask
+import dask.array as da
+import numpy as np
+import psutil
+import pytest
+from distributed import Security, wait
+
+from dask_p2p import iterate, spmd
+from dask_p2p.errors import SectionError
+from dask_p2p.sections.worker import SectionsPlugin
+from tests.faults.support import addresses, one_block_each
+from tests.hosts.cluster import BOUND_S, HostsCluster
+from tests.hosts.network import Network, obstacle
+from tests.sections.support import nothing_is_left
+from tests.support import result_of
+from tests.transports.loopback import wait_until
+
+WORKERS = 4
+ATTEMPTS = 3
+REQUEST_S = 1.0
+X = np.arange(4000.0).reshape(4, 1000)
+
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.skipif(obstacle() is not None, reason=f"no hosts can be made: {obstacle()}"),
+]
+
+
+@contextmanager
+def connected(folder, security=None):
+    """A cluster over two hosts with two workers each, and its client."""
+    with Network(3) as network:
+        cluster = HostsCluster(network, folder, security, DASK_P2P__ATTEMPTS=str(ATTEMPTS))
+        for host in cluster.others:
+            cluster.start_workers(host, "--nworkers", "2")
+        with cluster.client() as client:
+            client.wait_for_workers(WORKERS, timeout=BOUND_S)
+            yield cluster, client
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    with connected(tmp_path_factory.mktemp("hosts")) as both:
+        yield both
+
+
+@pytest.fixture
+def cluster(both):
+    return both[0]
+
+
+@pytest.fixture
+def client(both):
+    _, client = both
+    client.wait_for_workers(WORKERS, timeout=BOUND_S)
+    yield client
+    nothing_is_left(client)
+
+
+def laid_out(client):
+    """An array with a row on each worker, so that members are there, too."""
+    x = one_block_each(client, da.from_array(X, chunks=(1, 1000)), addresses(client))
+    wait(x)
+    return x
+
+
+def smooth(u, out):
+    out[:] = (u[:-2] + u[2:]) / 2
+
+
+def smoothed(steps, u=X):
+    for _ in range(steps):
+        u = (np.roll(u, 1, 0) + np.roll(u, -1, 0)) / 2
+    return u
+
+
+def stepping(ctx, x, path, step_s=0.02, steps=100):
+    """Tells of each attempt, and of the hosts that members are on."""
+    if ctx.rank == 0:
+        with open(path, "a") as file:
+            file.write("attempt\n")
+    for _ in range(steps):
+        x += ctx.allreduce(x.sum()) / 1e9
+        time.sleep(step_s)
+    return x
+
+
+def stepped(steps=100):
+    x = X.copy()
+    for _ in range(steps):
+        x += sum(row.sum() for row in x.copy()) / 1e9
+    return x
+
+
+def attempts(path):
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_members_on_two_hosts(client, cluster):
+    before = [host.sent_bytes() for host in cluster.others]
+    y = iterate(smooth, laid_out(client), {0: 1}, 50)
+    assert np.array_equal(y.compute(), smoothed(50))
+    for host, sent in zip(cluster.others, before, strict=True):
+        assert host.sent_bytes() - sent > 50 * X[0].nbytes
+
+
+def test_a_worker_on_another_host_dies(client, tmp_path):
+    future = client.compute(spmd(stepping, laid_out(client), path=tmp_path / "runs"))
+    wait_until(lambda: attempts(tmp_path / "runs") == 1)
+    time.sleep(0.2)
+    client.run(os._exit, 1, workers=addresses(client)[-1:], on_error="ignore")
+    assert np.array_equal(result_of(client, future), stepped())
+    future.release()
+
+
+def test_a_scheduler_that_stands_still_for_a_while(client, cluster, tmp_path):
+    future = client.compute(spmd(stepping, laid_out(client), path=tmp_path / "runs"))
+    wait_until(lambda: attempts(tmp_path / "runs") == 1)
+    nsenter = psutil.Process(cluster.scheduler.pids[0])  # stands still with what it has started
+    for process in nsenter.children(recursive=True):
+        process.suspend()
+    time.sleep(3)
+    for process in (*nsenter.children(recursive=True), nsenter):
+        process.resume()
+    assert np.array_equal(result_of(client, future), stepped())
+    assert attempts(tmp_path / "runs") == 1
+    future.release()
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_hosts_that_cannot_reach_each_other(client, cluster, tmp_path, is_mended):
+    """The scheduler still reaches both."""
+    x, path = laid_out(client), tmp_path / "runs"
+    with dask.config.set({"p2p.timeouts.request": f"{REQUEST_S} s"}):
+        y = spmd(stepping, x, path=path)
+    future = client.compute(y)
+    wait_until(lambda: attempts(path) == 1)
+    time.sleep(0.2)
+    began_s = time.monotonic()
+    with cluster.network.parted(cluster.others):
+        if is_mended:
+            wait_until(lambda: attempts(path) == 2, timeout_s=BOUND_S)
+        else:
+            with pytest.raises(SectionError, match=rf"{ATTEMPTS} attempts .* the link to member"):
+                result_of(client, future)
+            assert time.monotonic() - began_s < 10 * ATTEMPTS * REQUEST_S
+    if is_mended:
+        assert np.array_equal(result_of(client, future), stepped())
+    future.release()
+    del x, y
+
+
+def test_encrypted_links(tmp_path):
+    def protocol(dask_worker):
+        return dask_worker.plugins[SectionsPlugin.name].reach.protocol
+
+    with connected(tmp_path, Security.temporary()) as (_, client):
+        y = iterate(smooth, laid_out(client), {0: 1}, 50)
+        assert np.array_equal(y.compute(), smoothed(50))
+        assert {*client.run(protocol).values()} == {"tls"}
+        del y
+        nothing_is_left(client)

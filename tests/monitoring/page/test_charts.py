@@ -1,0 +1,224 @@
+"""The matrix of workers, and the newest runs over time."""
+
+from __future__ import annotations
+
+from math import isnan
+
+import pytest
+
+from dask_p2p.monitoring.page import charts as module
+from dask_p2p.monitoring.page.charts import PARTS, Bar, as_columns, bars, links
+from dask_p2p.monitoring.records import Fallback, Stage
+from dask_p2p.monitoring.runs import runs_of
+from tests.monitoring.support import record
+
+
+def rows(chart):
+    columns = chart.columns
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def cells(*records, workers=()):
+    """The cells by their pair of reader and holder."""
+    chart = links(records, workers)
+    return chart, {(row["reader"], row["holder"]): row for row in rows(chart)}
+
+
+def drawn(*records):
+    """The bars by their parts."""
+    chart = bars(runs_of(records))
+    return chart, {part: [bar for bar in rows(chart) if bar["part"] == part] for part in PARTS}
+
+
+def stage(holder, transport, nbytes, seconds):
+    return Stage(holder, transport, nbytes, 0.0, seconds)
+
+
+def test_speed_is_compared_with_the_best_link_of_the_same_transport():
+    chart, found = cells(
+        record(0, stages=(stage("b", "cma", 4_000_000_000, 1.0), stage("c", "cma", 10**9, 1.0))),
+        record(
+            1, stages=(stage("a", "comm", 10**8, 1.0), stage("b", "cma", 10**9, 1.5)), worker="c"
+        ),
+    )
+    assert (chart.title, chart.workers) == ("Links", ["a", "b", "c"])
+    assert found["a", "b"]["gbs"] == 4.0
+    assert [found[pair]["share"] for pair in (("a", "b"), ("a", "c"), ("c", "a"))] == [1, 0.25, 1]
+    assert found["c", "b"]["share"] == pytest.approx(1 / 1.5 / 4)
+    assert found["c", "a"]["transport"] == "comm"
+    assert len(found) == 4
+
+
+def test_a_cell_adds_up():
+    _, found = cells(
+        record(0, stages=(stage("b", "cma", 3 * 10**9, 1.0),)),
+        record(1, stages=(stage("b", "comm", 10**9, 1.0),)),
+        record(1, stages=(stage("b", "cma", 10**9, 1.0),), wanted_bytes=2 * 10**9),
+    )
+    (cell,) = found.values()
+    assert (cell["transport"], cell["gbs"], cell["nbytes"], cell["tasks"]) == (
+        "cma",
+        2.0,
+        5 * 10**9,
+        3,
+    )
+    assert cell["text"] == "cma 3.73 GiB, comm 0.93 GiB"
+    assert cell["fallback"] == ""
+
+
+def test_fallbacks_are_told():
+    fallback = Fallback("b", "cma", "not permitted")
+    _, found = cells(
+        record(0, stages=(stage("b", "comm", 1, 1.0),), fallbacks=(fallback,)),
+        record(1, stages=(stage("c", "cma", 1, 1.0),)),
+    )
+    assert found["a", "b"]["fallback"] == "cma: not permitted"
+    assert found["a", "c"]["fallback"] == ""
+
+
+def test_what_kernels_read_in_place_is_timed_by_them():
+    _, found = cells(record(0, stages=(Stage("b", "ipc", 10**9, 0.1, None, 0.0, 0.5),)))
+    assert found["a", "b"]["gbs"] == 2.0
+
+
+def test_what_was_not_timed_has_no_speed():
+    _, found = cells(record(0, stages=(Stage("b", "ipc", 10**9),)))
+    assert isnan(found["a", "b"]["gbs"])
+    assert isnan(found["a", "b"]["share"])
+    assert found["a", "b"]["nbytes"] == 10**9
+
+
+def test_idle_workers_are_there_too():
+    chart, found = cells(workers=["tcp://h:10", "tcp://h:9"])
+    assert (chart.workers, found) == (["h:9", "h:10"], {})
+    assert chart.title == "Links: nothing has moved yet"
+
+
+def test_of_many_workers_the_busiest_links_are_shown():
+    records = [
+        record(0, stages=(stage("w0", "cma", i, 1.0),), worker=f"w{i}") for i in range(1, 100)
+    ]
+    chart, found = cells(*records)
+    assert chart.title == "Links: the busiest 64 of 100 workers"
+    assert len(found) == 63
+    assert ("w99", "w0") in found
+    assert ("w1", "w0") not in found
+
+
+def span(bar):
+    return pytest.approx((bar["left"], bar["right"]))
+
+
+def test_a_task_and_its_stages():
+    stages = (
+        Stage("b", "cma", 100, waited_s=0.2, wire_s=0.5, begun_s=0.1, kernel_s=0.3),
+        Stage("c", "comm", 50, waited_s=0.1, wire_s=0.1, begun_s=0.6, kernel_s=0.3),
+    )
+    chart, found = drawn(record(0, 10.0, stages, kernel_s=0.05, worker="tcp://h:1"))
+    (task,) = found["task"]
+    assert (task["left"], task["right"], task["stop_s"]) == (0.0, 1.0, 11.0)
+    assert (task["worker"], task["block"], task["top"]) == ("h:1", "0, 0", 0.95)
+    assert (task["holder"], task["transport"], task["nbytes"]) == ("2 holders", "cma, comm", 150)
+    assert [span(bar) for bar in found["waiting"]] == [(0.1, 0.3), (0.6, 0.7)]
+    assert [span(bar) for bar in found["transfer"]] == [(0.1, 0.6), (0.6, 0.7)]
+    # The kernels of a stage come before its end; those of the worker's own blocks at first.
+    assert [span(bar) for bar in found["kernel"]] == [(0, 0.05), (0.3, 0.6), (0.7, 1.0)]
+    assert [bar["holder"] for bar in found["kernel"]] == ["itself", "b", "c"]
+    assert [bar["nbytes"] for bar in found["transfer"]] == [100, 50]
+    edges = [task["bottom"], *(found[part][0]["top"] for part in reversed(PARTS[1:]))]
+    assert edges == sorted(edges), "one below the other, within the task"
+    assert edges[-1] == task["top"]
+    assert chart.columns["part"][0] == "task", "behind the others"
+    assert chart.workers == ["h:1"]
+    assert chart.title.startswith("Stages from ")
+
+
+def test_parts_that_took_no_time_are_not_drawn():
+    _, found = drawn(record(0, stages=(Stage("b", "ipc", 10),)))
+    assert {part: len(those) for part, those in found.items()} == dict.fromkeys(PARTS, 0) | {
+        "task": 1
+    }
+
+
+def test_a_row_a_worker_and_a_track_for_what_runs_at_once():
+    _, found = drawn(record(0), record(1, 0.5), record(2, 1.0), record(3, worker="b"))
+    tops = sorted((round(bar["top"], 6), bar["worker"], bar["block"]) for bar in found["task"])
+    # From below: the row of b, then the two tracks of a.
+    assert tops == [
+        (0.95, "b", "3, 0"),
+        (1.5, "a", "1, 0"),
+        (1.95, "a", "0, 0"),
+        (1.95, "a", "2, 0"),
+    ]
+    assert all(bar["top"] - bar["bottom"] < 0.45 for bar in found["task"] if bar["worker"] == "a")
+
+
+def test_the_newest_runs_are_shown_back_to_a_long_pause():
+    def names(*starts_s):
+        _, found = drawn(*(record(0, start_s, name=f"y-{start_s}") for start_s in starts_s))
+        return {bar["name"] for bar in found["task"]}
+
+    assert names(0.0, 1.5) == {"y-0.0", "y-1.5"}
+    assert names(0.0, 10.0, 12.5) == {"y-12.5"}
+    assert names(0.0, 10.0, 11.5) == {"y-10.0", "y-11.5"}
+    assert names(8.0, 10.0, 11.5) == {"y-8.0", "y-10.0", "y-11.5"}
+
+
+def test_bars_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_BARS", 20)
+    _, found = drawn(*(record(i, i, (Stage("b", "cma", 1, 0.1, 0.1),)) for i in range(100)))
+    assert [bar["block"] for bar in found["task"]] == [f"{i}, 0" for i in range(95, 100)]
+    assert found["task"][0]["left"] == 0.0
+
+
+def test_where_there_are_too_many_a_task_has_one_stage(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_BARS", 20)
+    stages = [Stage(f"h{i}", "cma", 10, 0.1, 0.2, 0.1 * i, 0.05) for i in range(4)]
+    _, found = drawn(*(record(0, worker=f"w{i}", stages=(*stages,)) for i in range(4)))
+    assert {bar["worker"] for bar in found["task"]} == {f"w{i}" for i in range(4)}
+    for bar in found["transfer"]:
+        assert (bar["holder"], bar["transport"], bar["nbytes"]) == ("4 holders", "cma", 40)
+        assert span(bar) == (0.0, 0.5)
+    assert [bar["seconds"] for bar in found["waiting"]] == [pytest.approx(0.4)] * 4
+    assert [span(bar) for bar in found["kernel"]] == [(0.4, 0.6)] * 4
+
+
+def test_of_many_workers_the_busiest_rows_are_shown():
+    chart, found = drawn(
+        *(record(i, stages=(Stage("w0", "cma", i),), worker=f"w{i}") for i in range(100))
+    )
+    assert chart.title.endswith(": the busiest 64 of 100 workers")
+    assert chart.workers == [f"w{i}" for i in range(36, 100)]
+    assert {bar["worker"] for bar in found["task"]} == set(chart.workers)
+
+
+def test_failed_attempts_are_told():
+    _, found = drawn(record(0, error="b is deaf"), record(0, 1.0))
+    assert [bar["error"] for bar in found["task"]] == ["b is deaf", ""]
+
+
+def test_no_runs():
+    chart, found = drawn()
+    assert (chart.title, chart.workers) == ("Stages: no runs yet", [])
+    assert set(found) == set(PARTS)
+
+
+def short(*workers):
+    return links([], workers).workers
+
+
+def test_names_are_short_where_that_is_unique():
+    assert short("tcp://h:1", "tcp://h:2") == ["h:1", "h:2"]
+    assert short("tcp://h:1", "ucxx://h:1") == ["tcp://h:1", "ucxx://h:1"]
+    assert short("inproc://10.0.0.1/7/1", "b") == ["b", "10.0.0.1/7/1"]
+    assert short() == []
+
+
+def test_workers_come_in_the_order_of_their_numbers():
+    assert short("h:1000", "h:999", "g²:5") == ["g²:5", "h:999", "h:1000"]
+
+
+def test_columns_are_there_without_rows():
+    assert as_columns([], ("a", "b")) == {"a": [], "b": []}
+    assert as_columns([(1, 2), (3, 4)], ("a", "b")) == {"a": [1, 3], "b": [2, 4]}
+    assert {*bars([]).columns} == {*Bar._fields}

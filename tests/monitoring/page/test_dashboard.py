@@ -1,0 +1,252 @@
+"""The pages are on the dashboard, however the plugin came onto the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+from urllib.request import urlopen
+
+import dask
+import dask.array as da
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.monitoring import page as module
+from dask_p2p.monitoring.page import add_pages
+from dask_p2p.monitoring.page.feed import INTERVAL_S
+from tests.support import in_process
+
+PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages")]
+IN_PROCESS = {"n_workers": 1, "threads_per_worker": 1, "processes": False}
+NO_DASHBOARD = {"dashboard": False, "dashboard_address": ":0"}
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(**IN_PROCESS, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        yield client
+
+
+def get(client, path):
+    """The text of a page; an error unless it is 200."""
+    port = client.cluster.scheduler.http_server.port
+    with urlopen(f"http://127.0.0.1:{port}{path}") as page:
+        return page.read().decode()
+
+
+# First, while no page of another cluster is open: Bokeh has one switch for the checks of
+# properties, for all event loops of a process, and dashboards that update at once may leave it off.
+@pytest.mark.parametrize("prefix", ["", "/some/prefix"])
+def test_by_preload(prefix):
+    with (
+        dask.config.set({"distributed.scheduler.preload": ["dask_p2p.preload"]}),
+        LocalCluster(
+            **IN_PROCESS,
+            dashboard_address="127.0.0.1:0",
+            scheduler_kwargs={"http_prefix": prefix},
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        check_pages(client, prefix)
+
+
+@pytest.fixture
+def asked(client, monkeypatch):
+    """The moments at which workers were asked."""
+    feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
+    ask, moments = feed.ask, []
+
+    async def noted(worker):
+        moments.append(time.monotonic())
+        return await ask(worker)
+
+    monkeypatch.setattr(feed, "ask", noted)
+    return moments
+
+
+@contextmanager
+def opened(client, path="/p2p"):
+    """A page as a browser keeps it open."""
+    from bokeh.client import pull_session
+
+    port = client.cluster.scheduler.http_server.port
+    session = pull_session(url=f"http://127.0.0.1:{port}{path}")
+    try:
+        yield
+    finally:
+        session.close()
+
+
+def until(condition):
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_workers_are_asked_while_a_page_is_open(client, asked):
+    get(client, "/p2p")  # nobody looks at it
+    time.sleep(1)
+    assert asked == []
+    with opened(client), opened(client, PLOTS[0]):
+        until(lambda: len(asked) >= 4)
+    least_s = INTERVAL_S * (len(asked) - 1)
+    assert asked[-1] - asked[0] > least_s - 0.2, "two pages ask no more than one"
+    until(lambda: time.monotonic() - asked[-1] > 3 * INTERVAL_S)  # they have been closed
+
+
+def test_nobody_is_asked_once_the_plugin_was_taken_off(client, asked):
+    with opened(client):
+        until(lambda: asked)
+        client.run_on_scheduler(take_off)
+        try:
+            count = len(asked)
+            time.sleep(1)
+            assert len(asked) == count
+        finally:
+            dask_p2p.register(client)
+        # The page goes on with the plugin that is there now.
+        plugin = client.cluster.scheduler.plugins[PLUGIN_NAME]
+        until(lambda: plugin.feed.last_round_s > 0)
+
+
+async def take_off(dask_scheduler):
+    await dask_scheduler.unregister_worker_plugin(None, PLUGIN_NAME)
+    dask_scheduler.remove_plugin(PLUGIN_NAME)
+
+
+def test_a_page_that_is_lost_leaves_in_the_log_what_one_of_dask_does(client, caplog):
+    """Bokeh's ping may find out before its handler does, which then misses the session."""
+    from bokeh.client import pull_session
+
+    async def lose_all(dask_scheduler):
+        for app in dask_scheduler.http_application.applications:
+            for page in getattr(app, "_clients", ()):
+                page._socket.ws_connection.stream.close()
+        for app in dask_scheduler.http_application.applications:
+            getattr(app, "_keep_alive", bool)()
+        await asyncio.sleep(0.2)
+
+    port = client.cluster.scheduler.http_server.port
+    pages = {"/status/ws", "/p2p/ws"}
+    sessions = [pull_session(url=f"http://127.0.0.1:{port}{page[:-3]}") for page in pages]
+    client.run_on_scheduler(lose_all)
+    del sessions
+    said = [r.getMessage() for r in caplog.records if r.name == "tornado.application"]
+    lost = {page for page in pages for text in said if f"GET {page}" in text}
+    assert lost in (pages, set())
+
+
+def check_pages(client, prefix=""):
+    for path in ("/p2p", *PLOTS):
+        assert "#p2p-theme" in get(client, f"{prefix}{path}")
+    listed = json.loads(get(client, f"{prefix}/individual-plots.json"))
+    assert {name: path for name, path in listed.items() if "P2P" in name} == {
+        path.strip("/").replace("-", " ").title(): path for path in PLOTS
+    }
+    status = get(client, f"{prefix}/status")
+    assert status.count('<a href="p2p">') == 1
+    for path in PLOTS:
+        assert status.count(f'href="{path.strip("/")}"') == 1
+
+
+def test_a_client_registers_on_a_running_cluster(client):
+    check_pages(client)
+
+
+def test_registering_again_changes_nothing(client):
+    dask_p2p.register(client)
+    check_pages(client)
+    client.run_on_scheduler(take_off)
+    try:
+        assert "#p2p-theme" in get(client, "/p2p")
+    finally:
+        dask_p2p.register(client)
+    check_pages(client)
+
+
+def test_a_theme_is_one_of_two(client):
+    dark, light = get(client, "/p2p?theme=dark"), get(client, "/p2p")
+    assert "color-scheme: dark" in dark
+    assert "color-scheme: light" in light
+    for wrong in ("", "x", "%ff", "<script>", "dark&theme=dark"):
+        assert "color-scheme: light" in get(client, f"/p2p?theme={wrong}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_runs_leave_the_scheduler_flat(client):
+    """With a page open, once it and the worker keep as many records as they ever will."""
+    import tracemalloc
+
+    feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
+    x = client.persist(da.ones((8, 6), chunks=(4, 6)))
+
+    def kept_bytes(runs):
+        for i in range(runs):
+            client.compute(dask_p2p.transpose(x + i)).result()
+        gc.collect()
+        mine = tracemalloc.Filter(inclusive=True, filename_pattern="*/dask_p2p/*")
+        statistics = tracemalloc.take_snapshot().filter_traces([mine]).statistics("filename")
+        return sum(found.size for found in statistics)
+
+    async def keep_less():
+        (worker,) = client.cluster.workers.values()
+        worker.plugins[PLUGIN_NAME].context.records.size = feed.records.size = 100
+
+    client.sync(keep_less)
+    tracemalloc.start()
+    try:
+        with opened(client):
+            some = kept_bytes(100)
+            assert len(feed.records) == 100
+            # Caches keep the runs' names, up to a number.
+            assert kept_bytes(900) < some + 1e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, "distributed.scheduler")
+    logging.getLogger("distributed").addHandler(caplog.handler)  # which does not pass things on
+    yield caplog
+    logging.getLogger("distributed").removeHandler(caplog.handler)
+
+
+def test_without_bokeh_there_is_a_line_in_the_log(log, monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    assert not add_pages(SimpleNamespace(), lambda: None)
+    assert set(log.messages) == {"dask_p2p: no page /p2p on the dashboard, which needs bokeh"}
+
+
+def test_without_a_dashboard_nothing_is_said(log):
+    scheduler = SimpleNamespace(http_application=SimpleNamespace(applications=[]))
+    assert not add_pages(scheduler, lambda: None)
+    assert log.messages == []
+
+
+def test_with_another_dask_there_is_a_warning(log):
+    assert not add_pages(SimpleNamespace(), lambda: None)
+    assert "no page /p2p on the dashboard: 'types.SimpleNamespace' object" in log.messages[0]
+
+
+def test_a_cluster_without_a_dashboard_works():
+    async def main():
+        async with in_process(1, scheduler_kwargs=NO_DASHBOARD) as (_, client):
+            await dask_p2p.register(client)
+            y = dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6)))
+            assert (await client.compute(y)).shape == (6, 8)
+
+    asyncio.run(main())

@@ -1,0 +1,274 @@
+"""What a page shows; workers are asked for it while somebody looks, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dask_p2p.monitoring.cells import cells
+from dask_p2p.monitoring.page import feed as module
+from dask_p2p.monitoring.page.feed import Feed, Tasks, picture
+from dask_p2p.monitoring.records import RecordStore, Stage, packed, unpacked
+from dask_p2p.monitoring.runs import runs_of
+from tests.monitoring.support import NAME, record
+
+FROM_B = (Stage("b", "cma", 100),)
+
+
+class Workers:
+    """Workers that count questions; their tasks end one with each."""
+
+    def __init__(self, *names):
+        self.store = RecordStore()
+        self.asked = dict.fromkeys(names, 0)
+        self.tasks = Tasks()
+        self.under_way = []
+        self.feed = Feed(self.store, lambda: [*self.asked], self.ask, lambda name: self.tasks)
+
+    async def ask(self, worker):
+        number = self.asked[worker]
+        self.asked[worker] += 1
+        if worker == "still":
+            await asyncio.Event().wait()
+        if worker == "broken":
+            raise RuntimeError("on purpose")
+        if number < 3:
+            self.store.add(worker, number, [record(number, number, worker=worker)])
+        return self.under_way
+
+    async def look(self, times):
+        """Look as a page does, more often than workers are to be asked."""
+        for _ in range(times):
+            self.feed.look()
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def _in_haste(monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_S", 0.01)
+
+
+def run(main):
+    """Run it, and see that it leaves nothing behind."""
+
+    async def whole():
+        await main()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(whole())
+
+
+def test_nobody_is_asked_unless_somebody_looks():
+    async def main():
+        workers = Workers("a")
+        workers.feed.picture()
+        await asyncio.sleep(0.05)
+        assert workers.asked == {"a": 0}
+        await workers.look(1)
+        await asyncio.sleep(0.05)
+        assert workers.asked == {"a": 1}
+
+    run(main)
+
+
+def test_pages_share_what_is_asked(monkeypatch):
+    async def main():
+        workers = Workers("a")
+        while workers.asked["a"] < 5:
+            await workers.look(1)
+        first = workers.feed.look()
+        assert first is workers.feed.look(), "nothing was new"
+        assert first.runs["blocks"] == ["3 of 2 x 1"]
+        monkeypatch.setattr(module, "INTERVAL_S", 100)
+        await workers.look(3)
+        assert workers.asked["a"] <= 6, "one has asked just now"
+        workers.feed.close()
+
+    run(main)
+
+
+def test_large_clusters_are_asked_less_often(monkeypatch):
+    async def main():
+        monkeypatch.setattr(module, "_S_PER_WORKER", 1.0)
+        workers = Workers(*map(str, range(100)))
+        await workers.look(20)
+        assert set(workers.asked.values()) == {1}
+        workers.feed.close()
+
+    run(main)
+
+
+def test_one_that_stands_still_does_not_keep_the_others():
+    async def main():
+        workers = Workers("a", "still", "broken")
+        while workers.asked["a"] < 5:
+            await workers.look(1)
+        assert workers.asked["still"] == 1, "it owes an answer"
+        assert workers.asked["broken"] >= 4
+        assert workers.feed.picture().runs["blocks"] == ["3 of 2 x 1"]
+        workers.feed.forget("still")
+        del workers.asked["still"]
+        workers.feed.close()
+
+    run(main)
+
+
+def test_closing_ends_what_was_asked():
+    async def main():
+        workers = Workers("still")
+        await workers.look(1)
+        workers.feed.close()
+
+    run(main)
+
+
+def test_tasks_under_way_are_shown_until_they_have_ended():
+    async def main():
+        workers = Workers("a")
+        workers.asked["a"] = 3  # no records of its own
+
+        async def running(times=20):
+            await workers.look(times)
+            return workers.feed.picture().running
+
+        workers.under_way = [record(0, wanted_bytes=10)]
+        assert workers.feed.picture().running == frozenset(), "nobody looks"
+        assert await running() == {NAME}
+        workers.tasks, workers.under_way = Tasks(total=2, left=1), []
+        workers.store.add("a", 0, [record(0)])
+        assert await running() == {NAME}, "a second task is to come"
+        workers.tasks = Tasks(total=2)
+        assert await running() == frozenset()
+        workers.under_way = [record(1, wanted_bytes=10)]
+        assert await running() == {NAME}
+        del workers.asked["a"]
+        workers.feed.forget("a")
+        assert workers.feed.picture().running == frozenset(), "its worker has left"
+
+    run(main)
+
+
+def test_what_was_under_way_is_forgotten_while_nobody_looks(monkeypatch):
+    async def main():
+        workers = Workers("a")
+        workers.asked["a"] = 3
+        workers.under_way = [record(0, wanted_bytes=10)]
+        await workers.look(2)
+        assert workers.feed.picture().running == {NAME}
+        monkeypatch.setattr(module, "_FORGET_S", 0.03)
+        await asyncio.sleep(0.05)
+        assert workers.feed.look().running == frozenset()
+        workers.feed.close()
+
+    run(main)
+
+
+def test_a_thousand_runs_leave_the_memory_flat():
+    import tracemalloc
+
+    stages = tuple(Stage(f"tcp://10.0.0.{h}:4000", "comm", 10**6, 0.1, 0.2) for h in range(3))
+
+    def do(workers, runs):
+        for run in runs:
+            name = f"p2p-transpose-{run:032}"
+            log = [record(i, 99.0 * run + i, stages, name=name, blocks=(16, 1)) for i in range(16)]
+            workers.store.add("a", 16 * run, unpacked(packed(log)))
+            if run % 20 == 0:
+                workers.feed.picture()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        workers = Workers("a")
+        workers.store.size = 1000
+        some = do(workers, range(100))
+        # Caches keep the runs' names, up to a number. The records alone would take six times this.
+        assert do(workers, range(100, 1000)) < some + 1e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_picture_is_made_once():
+    workers = Workers("a")
+    first = workers.feed.picture()
+    assert workers.feed.picture() is first
+    workers.store.add("a", 0, [record(0)])
+    assert workers.feed.picture() is not first
+    assert workers.feed.picture() is workers.feed.picture()
+
+
+def table(records, **tasks):
+    columns = picture(records, tasks={NAME: Tasks(**tasks)} if tasks else {}).runs
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def test_the_figures_are_those_of_the_runs():
+    records = [record(0, 1.0, FROM_B, dtype="f4"), record(1, 1.5, FROM_B, wasted_bytes=7)]
+    (row,) = table(records)
+    (run,) = runs_of(records)
+    assert {name: row[name] for name in cells(run)} == cells(run)
+    assert (row["name"], row["state"], row["progress"]) == (NAME, "done", 1.0)
+    assert (row["moved"], row["least"], row["wall"]) == ("207 B", "200 B", "1.50 s")
+
+
+def test_progress_goes_by_bytes():
+    half = record(1, 1.0, (Stage("b", "cma", 50),), wanted_bytes=100)
+    (row,) = table([record(0, 0.0, FROM_B), half], total=4, left=3)
+    assert (row["state"], row["progress"]) == ("running", pytest.approx(1.5 / 4))
+    assert (row["moved"], row["least"], row["blocks"]) == ("150 B", "100 B", "1 of 2 x 1")
+    (row,) = table([half])  # the scheduler knows nothing of it
+    assert (row["state"], row["progress"]) == ("running", 0.5)
+
+
+def test_progress_where_nothing_has_to_come():
+    (row,) = table([record(0), record(1, wanted_bytes=0)], total=4, left=3)
+    assert (row["state"], row["progress"]) == ("running", 0.25)
+
+
+def test_between_two_tasks_a_run_is_running():
+    (row,) = table([record(0, 0.0, FROM_B)], total=2, left=1)
+    assert (row["state"], row["progress"]) == ("running", 0.5)
+    (row,) = table([record(0, 0.0, FROM_B)], total=2, left=0)  # a part of it was wanted
+    assert (row["state"], row["progress"]) == ("done", 1.0)
+
+
+def test_the_run_before_stays_done():
+    before = [record(0, 0.0, FROM_B), record(1, 0.0, FROM_B)]
+    (row,) = table(before, total=2, left=2)
+    assert row["state"] == "done"
+    now = record(0, 5.0, FROM_B, wanted_bytes=400, run=1)
+    newer, older = table([*before, now], total=2, left=2)
+    assert (newer["state"], newer["progress"]) == ("running", pytest.approx(0.25 / 2))
+    assert older["state"] == "done"
+    newer, older = table([before[0], now], total=2, left=2)  # which was a part of it
+    assert (newer["state"], older["state"]) == ("running", "done")
+
+
+def test_what_failed_for_good_is_told():
+    (row,) = table([record(0, error="why"), record(1)])
+    assert row["state"] == "failed"
+    (row,) = table([record(0, error="why"), record(0, 2.0)])
+    assert row["state"] == "done"
+
+
+def test_columns_are_there_without_runs():
+    assert set(picture([]).runs) == set(picture([record(0)]).runs)
+
+
+def test_a_picture_is_of_all():
+    stages = (Stage("tcp://h:2", "cma", 100, 0.1, 0.2),)
+    live = record(1, 1.0, stages, worker="tcp://h:1", wanted_bytes=200)
+    shown = picture([record(0, 0.0, stages, worker="tcp://h:1"), live], ["tcp://h:3"])
+    assert shown.links.workers == ["h:1", "h:2", "h:3"]
+    assert shown.stages.workers == ["h:1"]
+    assert shown.runs["moved"] == ["200 B"]
+    assert shown.running == {NAME}
+
+
+def test_a_run_that_may_be_incomplete_is_left_out():
+    records = [record(0, 0.0, name="old"), record(0, 5.0, name="new")]
+    assert picture(records).runs["name"] == ["new", "old"]
+    assert picture(records, is_cut=True).runs["name"] == ["new"]
+    assert picture(records[:1], is_cut=True).runs["name"] == ["old"]

@@ -1,0 +1,270 @@
+"""The page /p2p, as Chromium shows it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+
+import dask.array as da
+import numpy as np
+import pytest
+from dask.utils import format_bytes
+from distributed import Client, Event, LocalCluster
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.monitoring.cells import cells
+from dask_p2p.monitoring.records import Fallback, Stage
+from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
+from tests.monitoring.support import record
+from tests.support import import_path, persisted
+
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
+
+IN_RUNS = """
+    const data = Bokeh.documents[0].get_model_by_name("p2p-runs").data;
+    const row = Array.from(data.name).indexOf(arguments[0]);
+    return row >= 0 && data.state[row] == arguments[1] && data.progress[row] <= arguments[2];
+"""
+WHEN_DRAWN = """
+    const [name, done] = arguments;
+    const source = Bokeh.documents[0].get_model_by_name("p2p-stages");
+    const look = () => {
+        const {stop_s, part, name: of} = source.data;
+        const stops = Array.from(stop_s).filter((_, i) => of[i] == name && part[i] == "task");
+        if (stops.length < 4) return setTimeout(look, 10);
+        const answer = () => done([Math.max(...stops), Date.now() / 1000]);
+        requestAnimationFrame(() => requestAnimationFrame(answer));
+    };
+    look();
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            dashboard_address="127.0.0.1:0",
+            env={"PYTHONPATH": import_path()},
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        yield client
+
+
+@pytest.fixture
+def page(client):
+    """The address of the page."""
+    return client.dashboard_link.rpartition("/")[0] + "/p2p"
+
+
+def array(client):
+    return persisted(client, da.random.random((400, 300), chunks=(100, 300)))
+
+
+def shown(driver, name, state="done", progress=1.0):
+    until(driver, IN_RUNS, name, state, progress)
+    columns = data(driver, "p2p-runs")
+    row = columns["name"].index(name)
+    return {column: values[row] for column, values in columns.items()}
+
+
+def test_its_numbers_are_those_of_the_run(client, driver, page):
+    visit(driver, page)
+    y = persisted(client, dask_p2p.transpose(array(client)))
+    row = shown(driver, y.name)
+    (run,) = (run for run in dask_p2p.last_runs(client, n=100) if run.name == y.name)
+    assert {name: row[name] for name in cells(run)} == cells(run)
+    assert (row["operation"], row["dtype"], row["shape"], row["blocks"]) == (
+        "p2p-transpose",
+        "float64",
+        "300 x 400",
+        "4 of 4 x 1",
+    )
+    assert row["moved"] == format_bytes(400 * 300 * 8 // 2)
+    found = bars(driver, y.name)
+    assert sum(bar["nbytes"] for bar in found if bar["part"] == "transfer") == run.moved_bytes
+    stops = [bar["stop_s"] for bar in found if bar["part"] == "task"]
+    assert sorted(stops) == sorted(record.stop_s for record in run.made)
+    assert complaints(driver) == []
+
+
+def bars(driver, name):
+    """The bars of one run."""
+    columns = data(driver, "p2p-stages")
+    every = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return [bar for bar in every if bar["name"] == name]
+
+
+def test_links_are_those_of_all_runs(client, driver, page):
+    visit(driver, page)
+    shown(driver, persisted(client, dask_p2p.transpose(array(client))).name)
+    pairs = Counter()
+    for run in dask_p2p.last_runs(client, n=100):
+        for (reader, holder, _), nbytes in run.pairs.items():
+            pairs[reader.removeprefix("tcp://"), holder.removeprefix("tcp://")] += nbytes
+    matrix = data(driver, "p2p-links")
+    on_page = zip(matrix["reader"], matrix["holder"], strict=True)
+    assert dict(zip(on_page, matrix["nbytes"], strict=True)) == pairs
+    assert set(matrix["transport"]) == {"cma"}
+    assert max(matrix["share"]) == 1
+    assert min(matrix["share"]) > 0
+
+
+@pytest.mark.parametrize(
+    "most_s",
+    [
+        pytest.param(25, id="soon"),
+        # How soon is a figure, and one of a machine that has nothing else to do.
+        pytest.param(1, id="within a second", marks=pytest.mark.slow),
+    ],
+)
+def test_from_the_end_of_a_task_to_its_bar(client, driver, page, most_s):
+    visit(driver, page)
+    x = array(client)
+    taken_s = []
+    for i in range(3):
+        y = dask_p2p.transpose(x + i)
+        future = client.compute(y)
+        stop_s, drawn_s = driver.execute_async_script(WHEN_DRAWN, y.name)
+        taken_s.append(drawn_s - stop_s)
+        future.release()
+    assert 0 < statistics.median(taken_s) < most_s, taken_s
+
+
+def test_a_run_is_shown_while_it_is_under_way(client, driver, page):
+    visit(driver, page)
+    gate = Event("gate", client=client)
+
+    def wait_at_gate(block):
+        Event("gate").wait(30)
+        return block
+
+    y = dask_p2p.map_overlap(wait_at_gate, array(client), {0: 1}, "periodic", dtype=float)
+    future = client.compute(y)
+    try:
+        row = shown(driver, y.name, "running", 0.99)
+        assert (row["blocks"], row["fallbacks"]) == ("0 of 4 x 1", "0")
+        assert bars(driver, y.name)
+    finally:
+        gate.set()
+    assert future.result().shape == (400, 300)
+    assert shown(driver, y.name)["blocks"] == "4 of 4 x 1"
+    assert complaints(driver) == []
+
+
+def luminance(colour):
+    """Of a colour as CSS computes it, ``rgb(1, 2, 3)``; or written as ``#010203``."""
+    if colour.startswith("#"):
+        parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    else:
+        parts = [int(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [((p / 255 + 0.055) / 1.055) ** 2.4 if p > 10 else p / 3294 for p in parts]
+    return np.dot(linear, [0.2126, 0.7152, 0.0722])
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+COLOURS = """
+    const plot = Bokeh.documents[0].get_model_by_name("p2p-stages-plot");
+    const page = getComputedStyle(document.documentElement);
+    const link = getComputedStyle(document.querySelector(".navbar li a")).color;
+    const bar = getComputedStyle(document.querySelector(".navbar ul")).backgroundColor;
+    return [page.backgroundColor, page.color, plot.below[0].major_label_text_color, link, bar];
+"""
+
+
+def test_dark_where_the_user_likes_it_dark_and_light_on_a_click(driver, page):
+    like = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", like)
+    try:
+        driver.get(page)
+        seen = {}
+        for theme, other in (("dark", "light"), ("light", "dark")):
+            until(driver, "return location.search == arguments[0]", f"?theme={theme}")
+            wait_for_bokeh(driver)
+            paper, ink, axis, link, bar = driver.execute_script(COLOURS)
+            seen[theme] = luminance(paper)
+            assert min(contrast(paper, ink), contrast(paper, axis), contrast(link, bar)) > 7
+            to_other = driver.find_element("css selector", "#p2p-theme a")
+            assert to_other.text == other
+            if theme == "dark":
+                to_other.click()
+        assert seen["light"] > 0.9
+        assert seen["dark"] < 0.05
+        assert complaints(driver) == []
+    finally:
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.parametrize("part", ["links", "stages", "runs"])
+def test_single_plots(driver, page, part):
+    visit(driver, page.replace("/p2p", f"/individual-p2p-{part}"))
+    until(driver, "return document.querySelector('.bk-Figure, .bk-DataTable').clientHeight > 300")
+    assert complaints(driver) == []
+
+
+def test_what_workers_tell_is_text(client, driver, page):
+    """Whatever an error says, no tip and no cell makes it a part of the page."""
+    visit(driver, page)
+    evil = "<img src='' onerror='window.evil = 1'>"
+    feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
+    stages = (Stage("tcp://b:1", "cma", 100, 0.1, 0.5),)
+    told = {"name": "p2p-<b>told</b>", "start_s": time.time(), "worker": "tcp://a:1"}
+    failed = record(0, stages=stages, error=evil, **told)
+    made = record(1, fallbacks=(Fallback("tcp://b:1", "ipc", evil),), dtype=evil, **told)
+
+    async def tell():
+        feed.records.add("told", 0, [failed, made])
+
+    client.sync(tell)
+    assert shown(driver, failed.name, "failed")["dtype"] == evil
+    time.sleep(0.2)  # until it is drawn
+    assert driver.execute_script("return window.evil") is None
+    for plot in ("links", "stages"):
+        visit(driver, page.replace("/p2p", f"/individual-p2p-{plot}"))
+        found = pointed_at(driver, "b:1" if plot == "links" else "<b>told</b>")
+        assert evil in found
+        assert driver.execute_script("return window.evil") is None
+    assert complaints(driver) == []
+
+
+TIPS = """
+    const texts = root => [...root.querySelectorAll("*")].flatMap(e => [
+        ...(e.matches("[class*=ooltip]") ? [(e.shadowRoot || e).textContent] : []),
+        ...(e.shadowRoot ? texts(e.shadowRoot) : []),
+    ]);
+    return texts(document).join(" ");
+"""
+
+
+def pointed_at(driver, text):
+    """The tips of the first place, from above and from the left, whose tips have this text."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    width, height = driver.execute_script("return [innerWidth, innerHeight]")
+    for y in range(1, 12):
+        for x in range(1, 12):
+            chain = ActionChains(driver, duration=0)
+            chain.w3c_actions.pointer_action.move_to_location(width * x // 12, height * y // 12)
+            chain.perform()
+            time.sleep(0.02)
+            if text in (tips := driver.execute_script(TIPS)):
+                return tips
+    raise AssertionError(f"no tip has {text}")

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from dask_p2p.monitoring.cells import OF_SOME, cells
+from dask_p2p.monitoring.records import Stage
+from dask_p2p.monitoring.runs import Run, Runs
+from tests.monitoring.support import record
+
+
+def member(i, start_s=0.0, waited_s=0.25, **values):
+    """Of a second, of which it waited a quarter."""
+    name = "p2p-iterate-members-0123456789abcdef0123456789abcdef"
+    values = {"name": name, "attempt": 1, "steps": 10} | values
+    return record(i, start_s, (Stage("b", "link", 100, waited_s),), **values)
+
+
+def test_members_are_as_far_as_the_last_and_as_busy_as_the_busiest():
+    run = Run((member(0, step=6), member(1, step=4, waited_s=0.5)))
+    assert run.operation == "p2p-iterate"
+    row = cells(run)
+    assert (row["steps"], row["waited"]) == ("4 of 10, 4/s", "50%")
+    assert run.waited_s == {("a", "b"): 0.75}
+    assert (run.steps, run.steps_per_s, run.waited_share) == (4, 4.0, 0.5)
+
+
+def test_a_later_attempt_that_went_on_at_a_checkpoint():
+    run = Run(
+        (
+            member(0, step=6, error="lost"),
+            member(1, step=7, error="lost"),
+            member(0, 2.0, step=8, first_step=5, attempt=2, wanted_bytes=0),
+            member(1, 2.0, step=9, first_step=5, attempt=2, wanted_bytes=0),
+        )
+    )
+    assert cells(run)["steps"] == "8 of 10, 3/s, attempt 2"
+
+
+def test_how_much_copies_and_the_function_overlapped():
+    times = {"parts": 3, "up_s": 0.75, "function_s": 0.25, "down_s": 0.5}
+    run = Run((record(0, **times), record(1, stop_s=2.0, **times), record(1, 3.0, error="no")))
+    assert [r.overlap for r in run.made] == [1.5, 0.75]
+    assert (run.overlap, cells(run)["overlap"]) == (0.75, "0.75")
+    assert run.summary()["overlap"] == 0.75
+
+
+def test_columns_that_nobody_fills_are_left_out():
+    transpose, of_members = Run((record(0),)), Run((member(0, step=1),))
+    assert [cells(transpose)[name] for name in OF_SOME] == ["", "", ""]
+    assert "waited" not in repr(Runs([transpose]))
+    assert "waited" in repr(Runs([transpose, of_members]))

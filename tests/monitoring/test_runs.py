@@ -1,0 +1,141 @@
+"""Where a run begins and ends: what the scheduler still has to do decides, not the time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from itertools import pairwise
+
+import dask.array as da
+import numpy as np
+from distributed import Client, Event, LocalCluster, wait
+
+import dask_p2p
+from dask_p2p.monitoring import records as module
+from dask_p2p.monitoring.records import RunStarts
+from dask_p2p.plugins.registration import workers_of
+from tests.monitoring.support import NAME, record
+from tests.support import import_path, indexed, persisted
+from tests.transports.loopback import wait_until
+
+X = indexed((64, 64), float)
+
+
+def runs_of_array(client, y):
+    return [run for run in dask_p2p.last_runs(client) if run.name == y.name]
+
+
+def block(client, y, row):
+    """A future of one block alone."""
+    return client.get(y.__dask_graph__(), (y.name, row, 0), sync=False)
+
+
+def test_all_of_it_again(client):
+    y = dask_p2p.transpose(persisted(client, da.from_array(X, chunks=(16, 64))))
+    for _ in range(3):
+        client.compute(y).result()
+    runs = runs_of_array(client, y)
+    assert [(run.attempts, len(run.made)) for run in runs] == [(4, 4)] * 3
+    assert all(new.start_s > old.stop_s for new, old in pairwise(runs))
+
+
+def test_what_is_missing_of_it_later(client):
+    """A future holds one block of four; long after, the others are wanted."""
+    y = dask_p2p.transpose(persisted(client, da.from_array(X + 1, chunks=(16, 64))))
+    held = block(client, y, 2)
+    wait(held)
+    time.sleep(0.3)
+    np.testing.assert_array_equal(client.compute(y).result(), X.T + 1)
+    new, old = runs_of_array(client, y)
+    assert [r.key for r in old.made] == [(y.name, 2, 0)]
+    assert {r.key for r in new.made} == {(y.name, row, 0) for row in (0, 1, 3)}
+    assert new.start_s - old.stop_s > 0.3, "the time between the two is nobody's"
+
+
+def slow(x, event, block_id=None):
+    if block_id[0] == 3:
+        Event(event).wait(60)
+    return x
+
+
+def half_stuck(client, event):
+    """Two blocks: the first is made, the second waits for its input until the event is set."""
+    x = da.from_array(X, chunks=(16, 64)).map_blocks(slow, event=event.name, dtype=float)
+    y = client.persist(dask_p2p.rechunk(x, (32, 64)))
+    wait_until(lambda: client.who_has(y)[y.name, 0, 0], timeout_s=60)
+    return y
+
+
+def test_a_pause_while_others_work_is_part_of_it(client):
+    event = Event(client=client)
+    y = half_stuck(client, event)
+    (run,) = runs_of_array(client, y)
+    assert len(run.made) == 1
+    time.sleep(0.3)
+    event.set()
+    np.testing.assert_array_equal(client.compute(y).result(timeout=60), X)
+    (run,) = runs_of_array(client, y)
+    assert (run.attempts, len(run.made)) == (2, 2)
+    assert run.wall_s > 0.3
+
+
+def test_what_a_killed_worker_had_made_is_made_again_in_the_same_run():
+    with (
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=2,
+            dashboard_address=":0",
+            env={"PYTHONPATH": import_path()},
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        event = Event()
+        y = half_stuck(client, event)
+        assert runs_of_array(client, y), "the scheduler has the record before the worker dies"
+        (holder,) = client.who_has(y)[y.name, 0, 0]
+        os.kill(client.run(os.getpid)[holder], signal.SIGKILL)
+        wait_until(lambda: holder not in workers_of(client), timeout_s=60)
+        wait_until(lambda: len(made(client, y)) > 1, timeout_s=60)
+        event.set()
+        np.testing.assert_array_equal(client.compute(y).result(timeout=60), X)
+        (run,) = runs_of_array(client, y)
+        assert [r.key[1] for r in made(client, y)] == [0, 0, 1]
+        assert sorted(r.key[1] for r in run.made) == [0, 1], "each once"
+        assert "2 of 2 x 1" in repr(dask_p2p.last_runs(client))
+
+
+def made(client, y):
+    return [record for run in runs_of_array(client, y) for record in run.records if record.is_made]
+
+
+def test_starts():
+    """Numbers count all tasks that the scheduler sends; those of records may come in any order."""
+    starts = RunStarts()
+    for number in (5, 6):
+        starts.sent(NAME, number)
+    assert starts.is_open(NAME)
+    starts.end(NAME)
+    assert not starts.is_open(NAME)
+    starts.sent("other", 7)
+    starts.sent(NAME, 8)
+    given = [record(0, run=number) for number in (9, 6, 8, 5, 4)]
+    once = starts.assigned(given)
+    assert [r.run for r in once] == [8, 5, 8, 5, 0]
+    assert [r._replace(run=0) for r in once] == [r._replace(run=0) for r in given]
+    assert [r.run for r in starts.assigned(once)] == [8, 5, 8, 5, 0], "twice changes nothing"
+
+
+def test_starts_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_ARRAYS", 3)
+    monkeypatch.setattr(module, "_MOST_RUNS", 2)
+    starts = RunStarts()
+    for number in range(1, 10):
+        starts.sent(NAME, number)
+        starts.end(NAME)
+    given = starts.assigned(record(0, run=number) for number in (7, 8, 9))
+    assert [r.run for r in given] == [0, 8, 9]
+    for name in "abc":
+        starts.sent(name, 20)
+    given = starts.assigned(record(0, run=20, name=name) for name in (NAME, *"abc"))
+    assert [r.run for r in given] == [0, 20, 20, 20]

@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dask_p2p
+from dask_p2p import fft
+from dask_p2p.backends.numpy import NumpyBackend
+from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.ops import local_fft
+from tests.faults.support import BOUND_S, addresses, assert_nothing_is_held, cluster_of, set_trap
+from tests.support import persisted, run_of
+from tests.transports.loopback import wait_until
+
+ALONG_ONE = ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"]
+ALONG_MANY = ["fftn", "ifftn", "rfftn", "irfftn"]
+ALONG_TWO = ["fft2", "ifft2", "rfft2", "irfft2"]
+OF_REAL = {"rfft", "ihfft", "rfftn", "rfft2"}
+PRECISION = {"f": 1e-6, "F": 1e-6, "d": 1e-14, "D": 1e-14}
+
+
+def numbers(shape, dtype="D"):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape)
+    return (x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
+
+
+def assert_close(got, expected, char="d"):
+    """The largest error is small beside the largest value."""
+    got = got.compute(scheduler="sync") if isinstance(got, da.Array) else got
+    assert got.shape == expected.shape
+    largest = np.abs(expected).max(initial=0)
+    assert np.abs(got - expected).max(initial=0) <= PRECISION[char] * largest
+
+
+def in_double(x):
+    return x.astype("D" if x.dtype.kind == "c" else "d")
+
+
+@st.composite
+def cut_shapes(draw, least=1, most=3, shortest=1):
+    lengths = draw(st.lists(st.integers(shortest, 9), min_size=least, max_size=most))
+    chunks = []
+    for length in lengths:
+        inner = draw(st.lists(st.integers(0, length), max_size=2))
+        chunks.append(tuple(b - a for a, b in pairwise(sorted({0, length, *inner}))) or (0,))
+    return tuple(lengths), tuple(chunks)
+
+
+NORMS = st.sampled_from([None, "backward", "ortho", "forward"])
+
+
+@given(
+    cut_shapes(),
+    st.sampled_from(ALONG_ONE),
+    st.integers(-3, 2),
+    st.one_of(st.none(), st.integers(1, 14)),
+    NORMS,
+    st.sampled_from("fdFD"),
+)
+def test_along_one_axis(case, name, axis, n, norm, char):
+    shape, chunks = case
+    char = char.lower() if name in OF_REAL else char
+    axis = axis % len(shape)
+    if n is None and name in ("irfft", "hfft") and shape[axis] == 1:
+        n = 1
+    x = numbers(shape, char)
+    got = getattr(fft, name)(da.from_array(x, chunks=chunks), n, axis, norm)
+    expected = getattr(np.fft, name)(in_double(x), n, axis, norm)
+    check(got, expected, char)
+
+
+def check(got, expected, char):
+    """Dtype and chunks are as declared, values as expected."""
+    single, is_complex = char in "fF", expected.dtype.kind == "c"
+    assert got.dtype == np.dtype(
+        {(1, 1): "F", (1, 0): "f", (0, 1): "D", (0, 0): "d"}[single, is_complex]
+    )
+    assert got.compute(scheduler="sync").dtype == got.dtype
+    got.dask.validate()
+    for index in np.ndindex(got.numblocks):
+        shape = tuple(sizes[i] for sizes, i in zip(got.chunks, index, strict=True))
+        assert got.blocks[index].compute(scheduler="sync").shape == shape
+    assert_close(got, expected, char)
+
+
+@given(st.data())
+def test_along_several_axes(data):
+    shape, chunks = data.draw(cut_shapes(2))
+    name = data.draw(st.sampled_from(ALONG_MANY + ALONG_TWO))
+    char = data.draw(st.sampled_from("fd" if name in OF_REAL else "fdFD"))
+    axes = (-2, -1)
+    if name in ALONG_MANY:
+        axes = data.draw(st.permutations(range(len(shape))))
+        axes = tuple(axes[: data.draw(st.integers(1, len(axes)))])
+    s = data.draw(st.one_of(st.none(), st.tuples(*(st.integers(1, 11) for _ in axes))))
+    if s is None and shape[axes[-1]] == 1:
+        s = tuple(shape[axis] for axis in axes)
+    norm = data.draw(NORMS)
+    x = numbers(shape, char)
+    got = getattr(fft, name)(da.from_array(x, chunks=chunks), s, axes, norm)
+    check(got, getattr(np.fft, name)(in_double(x), s, axes, norm), char)
+
+
+@given(cut_shapes(2), st.booleans(), st.data())
+def test_chunks_of_the_result(case, is_real, data):
+    shape, chunks = case
+    x = numbers(shape, "d" if is_real else "D")
+    transform = np.fft.rfftn if is_real else np.fft.fftn
+    expected = transform(x)
+    wanted = tuple(data.draw(st.integers(1, n)) for n in expected.shape)
+    got = getattr(fft, transform.__name__)(da.from_array(x, chunks=chunks), chunks=wanted)
+    assert got.chunks == da.core.normalize_chunks(wanted, expected.shape)
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    "n", [1, 2, 97, 360, 3**5 * 7 * 11, 2 * 3 * 5 * 7 * 11 * 13, 1048573, 2**20]
+)
+@pytest.mark.parametrize("char", ["F", "D"])
+def test_long_axes_of_any_factors(n, char):
+    x = numbers((1, n), char)
+    got = fft.fft(da.from_array(x, chunks=(1, -(-n // 3))))
+    assert_close(got, np.fft.fft(in_double(x)), char)
+
+
+@pytest.mark.parametrize("char", "?bBhHiIlLefdgFDG")
+@pytest.mark.parametrize("name", ["fftn", "irfftn", "rfftn"])
+@pytest.mark.parametrize("has_scipy", [True, False])
+def test_dtypes_are_what_the_docs_say(char, name, has_scipy, monkeypatch):
+    if not has_scipy:
+        monkeypatch.setitem(sys.modules, "scipy.fft", None)
+        local_fft._fft_module.cache_clear()
+    try:
+        x = np.ones((4, 6), char)
+        if name in OF_REAL and x.dtype.kind == "c":
+            return
+        got = getattr(fft, name)(da.from_array(x, chunks=(2, 3)))
+        single = char in "efF"
+        expected = np.dtype("F" if single else "G" if char in "gG" else "D")
+        expected = np.empty(0, expected).real.dtype if name == "irfftn" else expected
+        values = got.compute(scheduler="sync")
+        assert got.dtype == values.dtype == expected
+        wide = getattr(np.fft, name)(x.astype("D" if x.dtype.kind == "c" else "d"))
+        np.testing.assert_allclose(values, wide, atol=1e-5 if single else 1e-13)
+    finally:
+        local_fft._fft_module.cache_clear()
+
+
+def test_scipy_is_used_where_it_is_and_numpy_where_not(monkeypatch):
+    names = ("scipy.fft", "numpy.fft")
+    local_fft._fft_module.cache_clear()
+    assert local_fft._fft_module(names).__name__ == "scipy.fft"
+    monkeypatch.setitem(sys.modules, "scipy.fft", None)
+    local_fft._fft_module.cache_clear()
+    assert local_fft._fft_module(names).__name__ == "numpy.fft"
+    local_fft._fft_module.cache_clear()
+
+
+def layers(y, of="p2p-fft"):
+    return sum(name.startswith(of) for name in y.dask.layers)
+
+
+@pytest.mark.parametrize("name", ["fftn", "rfftn", "ifftn"])
+def test_slabs_are_two_layers_of_which_one_moves(name):
+    x = da.from_array(numbers((8, 9, 10), "d"), chunks=(2, -1, -1))
+    y = getattr(fft, name)(x)
+    assert layers(y) == 1
+    assert len(y.dask.layers) - len(x.dask.layers) == 2
+    assert y.numblocks == ((1, 1, 4) if name == "ifftn" else (1, 4, 1))
+
+
+def test_what_is_whole_moves_nothing_and_pencils_move_twice():
+    x = da.from_array(numbers((8, 8, 8)), chunks=(4, 4, -1))
+    assert layers(fft.fft(x)) == 0
+    assert layers(fft.fftn(x)) == 2
+    assert layers(fft.fft2(x, axes=(0, 2))) == 1
+    slabs = ((8,), (8,), (2,) * 4)
+    assert layers(fft.fftn(x, chunks=slabs)) == 1
+    assert layers(fft.ifftn(fft.fftn(x, chunks=slabs), chunks=x.chunks)) == 2
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [(3, -1, -1), (-1, 3, -1), (-1, -1, 3), (4, 3, -1), (-1, 4, 5), (4, -1, 3), (5, -1, -1)],
+    ids=str,
+)
+@pytest.mark.parametrize("real", [False, True])
+def test_round_trips_give_values_and_chunks_back(chunks, real):
+    a = numbers((10, 10, 10), "d" if real else "D")
+    x = da.from_array(a, chunks=chunks)
+    y = fft.ifftn(fft.fftn(x))
+    assert y.chunks == x.chunks
+    assert_close(y, a)
+    if real:
+        z = fft.irfftn(fft.rfftn(x), s=a.shape, chunks=x.chunks)
+        assert z.chunks == x.chunks
+        assert_close(z, a)
+
+
+@pytest.mark.parametrize("shape", [(12, 10, 9), (9, 12, 7), (7, 8, 23)])
+@pytest.mark.parametrize(
+    ("cut", "real"),
+    [
+        *(((axis,), False) for axis in range(3)),
+        *((cut, False) for cut in ((0, 1), (0, 2), (1, 2))),
+        *((cut, True) for cut in ((0,), (1,), (0, 1))),  # the last axis is transformed first
+    ],
+)
+def test_round_trips_of_uneven_chunks(shape, cut, real):
+    a = numbers(shape, "d" if real else "D")
+    chunks = tuple((n - 3, 1, 2) if i in cut else (n,) for i, n in enumerate(shape))
+    x = da.from_array(a, chunks=chunks)
+    y = fft.rfftn(x) if real else fft.fftn(x)
+    factors = (y.shape[0] - np.arange(y.shape[0]))[:, None, None]
+    z = fft.irfftn(y * factors, s=shape) if real else fft.ifftn(y * factors)
+    assert z.chunks == x.chunks
+    assert layers(y) == len(cut)
+    assert layers(z) == 2 * len(cut)
+    assert_close(fft.irfftn(y, s=shape) if real else fft.ifftn(y), a)
+
+
+def test_chunks_of_before_are_left_where_they_do_not_fit_or_cost_more():
+    x = da.from_array(numbers((12, 10)), chunks=((9, 1, 2), -1))
+    y = fft.fft2(x)
+    assert fft.ifft2(y, (8, 10)).shape == (8, 10)
+    assert fft.ifft(y, axis=1).chunks == fft.ifft(y.rechunk(y.chunks), axis=1).chunks
+    assert fft.ifft2(y.rechunk((3, -1))).numblocks == (1, 4)
+    assert fft.ifft2(y).chunks == x.chunks
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1, 1), (0, 8), (8, 0, 4)])
+@pytest.mark.parametrize("name", ["fft", "rfft", "irfft"])
+def test_short_and_empty_arrays(shape, name):
+    x = numbers(shape, "d")
+    got = getattr(fft, name)(da.from_array(x, chunks=(4,) * x.ndim), 6)
+    assert_close(got, getattr(np.fft, name)(x, 6))
+
+
+@pytest.mark.parametrize("chunks", [((4, 0, 4), (0, 6)), ((0, 8), (3, 0, 3)), ((1,) * 8, (1,) * 6)])
+@pytest.mark.parametrize("name", ["fft2", "rfft2", "irfft2"])
+def test_empty_blocks_and_more_blocks_than_elements(chunks, name):
+    a = numbers((8, 6), "d")
+    got = getattr(fft, name)(da.from_array(a).rechunk(chunks))
+    assert_close(got, getattr(np.fft, name)(a))
+    few = fft.fft2(da.from_array(a[:, :2], chunks=(1, 2)))  # eight blocks along an axis of two
+    assert few.numblocks == (1, 2)
+    assert_close(few, np.fft.fft2(a[:, :2]))
+
+
+def test_the_input_keeps_its_values():
+    a = numbers((8, 8))
+    x = da.from_array(a.copy(), chunks=(4, 8)).persist(scheduler="sync")
+    assert_close(fft.fftn(fft.fftn(x)), np.fft.fftn(np.fft.fftn(a)))
+    assert_close(fft.ifftn(x), np.fft.ifftn(a))
+    np.testing.assert_array_equal(x.compute(scheduler="sync"), a)
+
+
+@pytest.mark.parametrize("config", [{"p2p.groups": 2}, {"p2p.passes": 2}], ids=str)
+def test_very_many_blocks(config):
+    a = numbers((12, 12, 3))
+    x = da.from_array(a, chunks=(2, -1, -1))
+    with dask.config.set(config):
+        y = fft.fftn(x)
+    assert y.numblocks == (1, 6, 1)
+    assert_close(y, np.fft.fftn(a))
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_blocks_lie_with_the_transformed_axis_last_on_gpus(on_device, monkeypatch):
+    x = da.from_array(numbers((4, 6, 8)), chunks=(2, -1, -1))
+    with monkeypatch.context() as patch:
+        patch.setattr(NumpyBackend, "on_device", on_device)
+        y = fft.fftn(x)
+    block = dask.get(dict(y.dask), (y.name, 0, 0, 0))
+    assert block.strides[0 if on_device else 2] == block.itemsize
+    assert_close(block, np.fft.fftn(numbers((4, 6, 8)))[:, :3])
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 1001])
+@pytest.mark.parametrize("d", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["fftfreq", "rfftfreq"])
+def test_frequencies(n, d, name):
+    got = getattr(fft, name)(n, d, chunks=3, like=np.ones(2))
+    assert set(got.chunks[0][:-1]) <= {3}
+    np.testing.assert_array_equal(got.compute(scheduler="sync"), getattr(np.fft, name)(n, d))
+
+
+@given(cut_shapes(1, 3, 0), st.data())
+def test_shifts(case, data):
+    shape, chunks = case
+    axes = data.draw(st.one_of(st.none(), st.sampled_from(range(len(shape)))))
+    after = data.draw(st.one_of(st.none(), st.just(tuple((n // 2, n - n // 2) for n in shape))))
+    x = np.arange(int(np.prod(shape))).reshape(shape)
+    for name in ("fftshift", "ifftshift"):
+        got = getattr(fft, name)(da.from_array(x, chunks=chunks), axes, chunks=after)
+        assert got.chunks == (after or chunks)
+        expected = getattr(np.fft, name)(x, axes)
+        np.testing.assert_array_equal(got.compute(scheduler="sync"), expected)
+
+
+X = da.ones((8, 8), chunks=(4, 4))
+WHOLE = da.ones((8, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: fft.fft(np.ones(3)), UnsupportedArrayError, "expected a Dask array"),
+        (lambda: fft.fft(X.astype(object)), UnsupportedArrayError, "dtype object"),
+        (lambda: fft.fft(X.astype("U3")), UnsupportedArrayError, "dtype <U3.*astype"),
+        (
+            lambda: fft.fft(X.astype("M8[s]")),
+            UnsupportedArrayError,
+            "numbers, got dtype datetime64",
+        ),
+        (lambda: fft.fft(da.ma.masked_equal(X, 1)), UnsupportedArrayError, "asked"),
+        (lambda: fft.fft(X[X[:, 0] > 0]), ChunksError, "compute_chunk_sizes"),
+        (lambda: fft.fftn(X, axes=(0, -2)), AxesError, "each once"),
+        (lambda: fft.fftn(X, axes=(0, 2)), AxesError, "2 dimensions"),
+        (lambda: fft.fftn(X, axes=()), AxesError, "axes="),
+        (lambda: fft.fft(X, axis=2), AxesError, "axes="),
+        (lambda: fft.fft(X, axis="x"), AxesError, "axes="),
+        (lambda: fft.fft(X.sum()), AxesError, "0 dimensions"),
+        (lambda: fft.fft(X, 0), InputError, "at least 1, got n=0"),
+        (lambda: fft.fft(X, -1), InputError, "at least 1, got n=-1"),
+        (lambda: fft.fft(X, 2.5), InputError, "n=2.5"),
+        (lambda: fft.fftn(X, (4, 0)), InputError, "axis 1, at least 1"),
+        (lambda: fft.fftn(X, (4,), (0, 1)), InputError, "a length for each"),
+        (lambda: fft.fftn(X, 4), InputError, "sequence of lengths"),
+        (lambda: fft.irfft(X[:, :1]), InputError, "at least 1, got n=0"),
+        (lambda: fft.fft(X[:, :0]), InputError, "at least 1, got n=0"),
+        (lambda: fft.fft(X, norm="unit"), InputError, "got norm='unit'"),
+        (lambda: fft.rfft(X.astype("F")), InputError, "x.real"),
+        (lambda: fft.ihfft(X.astype("F")), InputError, "x.real"),
+        (lambda: fft.fft(X, chunks=(3, "x")), ChunksError, "chunks="),
+        (lambda: fft.fft(X, chunks=((4, 4), (9,))), ChunksError, "shape .8, 8."),
+        (lambda: fft.fft(X, "8"), InputError, "n='8'"),
+        (lambda: fft.fftn(X, (4, "8")), InputError, "axis 1"),
+        (lambda: fft.fftshift(X, (0, 0)), AxesError, "each once"),
+        (lambda: fft.fftshift(X, chunks=((4, 3), 8)), ChunksError, "chunks"),
+        (lambda: fft.fftfreq(0), InputError, "at least 1"),
+        (lambda: fft.rfftfreq(4, 0), InputError, "got d=0"),
+        (lambda: fft.fftfreq(4, "1"), InputError, "got d='1'"),
+        (lambda: fft.fftfreq(4, float("nan")), InputError, "got d=nan"),
+        (lambda: fft.fft(WHOLE[WHOLE[:, 0] > 0], axis=0), ChunksError, "compute_chunk_sizes"),
+        (lambda: fft.fft(WHOLE[WHOLE[:, 0] > 0], chunks=4), ChunksError, "compute_chunk_sizes"),
+        (lambda: fft.fft(X[X[:, 0] > 0][:, :4], axis=0), ChunksError, "compute_chunk_sizes"),
+    ],
+)
+def test_wrong_input_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_unknown_sizes_stay_where_nothing_moves():
+    a = numbers((8, 6))
+    x = da.from_array(a, chunks=(3, -1))
+    got = fft.fft(x[x[:, 0].real > 0], 5, norm="ortho")
+    assert np.isnan(got.shape[0])
+    kept = a[a[:, 0].real > 0]
+    np.testing.assert_allclose(got.compute(), np.fft.fft(kept, 5, norm="ortho"), atol=1e-14)
+    np.testing.assert_allclose(fft.ifft(got).compute(), np.fft.ifft(got.compute()), atol=1e-14)
+
+
+def test_the_module_loads_with_its_first_use():
+    assert dask_p2p.fft is fft
+    assert all(callable(getattr(fft, name)) for name in fft.__all__)
+
+
+@pytest.mark.parametrize("chunks", [(1, -1, -1), (3, 4, -1), (5, 3, 4)], ids=str)
+def test_on_workers(client, chunks):
+    a = numbers((12, 10, 8), "d")
+    x = persisted(client, da.from_array(a, chunks=chunks))
+    y = persisted(client, fft.rfftn(x))
+    assert_close(y.compute(), np.fft.rfftn(a))
+    z = persisted(client, fft.irfftn(y, s=a.shape))
+    assert_close(z.compute(), a)
+    assert run_of(client, y).moved_bytes > 0
+    for made in (y, z):
+        run = run_of(client, made)
+        assert (run.operation, run.shape, run.blocks) == ("p2p-fft", made.shape, made.numblocks)
+    np.testing.assert_array_equal(x.compute(), a)
+
+
+def test_several_blocks_a_worker_of_which_most_are_on_disk():
+    a = numbers((24, 20, 16))
+    options = {"distributed.worker.memory.target": a.nbytes / 8 / 2**30}
+    with cluster_of(2, options, memory_limit=2**30) as client:
+        x = persisted(client, da.from_array(a, chunks=(2, -1, -1)))
+        spilled = client.run(lambda dask_worker: len(dask_worker.data.disk))
+        assert min(spilled.values()) > 0
+        y = persisted(client, fft.fftn(x))
+        assert_close(y.compute(), np.fft.fftn(a))
+        assert_close(fft.ifftn(y).compute(), a)
+        assert_close(x.compute(), a)
+        assert_nothing_is_held(client)
+
+
+@pytest.mark.parametrize("who", ["asked", "placed"])
+def test_a_worker_that_is_killed_meanwhile(who):
+    options = {"p2p.transports.order": ["comm"]}
+    a = np.add.outer(np.arange(12.0), np.sin(np.arange(16)))
+    with cluster_of(3, options) as client:
+        x = persisted(
+            client,
+            da.map_blocks(
+                lambda block_id: a[4 * block_id[0] :][:4], chunks=((4, 4, 4), (16,)), dtype=float
+            ),
+        )
+        victim = addresses(client)[1]
+        client.run(set_trap, who, 1, "kill", workers=[victim])
+        y = client.persist(fft.fftn(x))
+        assert_close(client.compute(y).result(timeout=BOUND_S), np.fft.fftn(a))
+        wait_until(lambda: victim not in addresses(client), BOUND_S)
+        assert_close(client.compute(y).result(timeout=BOUND_S), np.fft.fftn(a))
+        assert_nothing_is_held(client)

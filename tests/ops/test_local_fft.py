@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from argparse import Namespace
+
+import numpy as np
+import pytest
+
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.errors import MemoryLimitError
+from dask_p2p.ops import local_fft
+from dask_p2p.ops.local_fft import LocalTransform, whole_of
+
+FFT, PADDED = ("fftn", (0, 1), (600, 80)), ("ifftn", (1,), (200,))
+RFFT, IRFFT = ("rfft", (1,), (80,)), ("irfft", (1,), (158,))
+
+
+def test_views_of_all_are_taken_for_what_they_show():
+    a = np.arange(12.0).reshape(3, 4).copy()
+    assert whole_of(a[...]) is a
+    for view in (a, a[1:], a.T, a.view("i8"), np.frombuffer(bytes(8)), a[:, :0]):
+        assert whole_of(view) is view
+
+
+def test_own_blocks_are_overwritten_and_others_are_not():
+    x = np.random.default_rng(0).random((6, 8)) + 0j
+    kept = x.copy()
+    steps = (("fftn", (0,), (6,)),)
+    expected = np.fft.fft(x, axis=0)
+    np.testing.assert_allclose(LocalTransform(steps, "backward")(x), expected, atol=1e-12)
+    np.testing.assert_array_equal(x, kept)
+    own = np.ascontiguousarray(x.T)
+    got = LocalTransform(steps, "backward", order=(1, 0))(own[...])
+    np.testing.assert_allclose(got, expected, atol=1e-12)
+    assert np.shares_memory(got, own)
+    assert got is not own
+
+
+def test_it_travels():
+    transform = LocalTransform((("rfft", (1,), (8,)), ("fftn", (0,), (6,))), "ortho", (0, 1))
+    assert pickle.loads(pickle.dumps(transform)) == transform
+
+
+@pytest.mark.parametrize(
+    ("steps", "char"),
+    [
+        ([FFT], "D"),
+        ([FFT], "d"),
+        ([FFT], "f"),
+        ([PADDED], "F"),
+        ([RFFT, ("fftn", (0,), (600,))], "d"),
+        ([RFFT, ("fftn", (0,), (999,))], "f"),
+        ([("ifftn", (0,), (600,)), IRFFT], "D"),
+    ],
+)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), None])
+def test_memory_that_it_takes(steps, char, order):
+    transform = LocalTransform(tuple(steps), "ortho", order)
+    block = np.zeros((600, 80), char)
+    block = block if order != (1, 0) else np.ascontiguousarray(block.T)
+    known = transform.extra_bytes(block.shape, block.dtype)
+    if order is None and char in "FD" and steps != [PADDED]:
+        known += block.nbytes  # another's block is not overwritten
+    transform(block)  # what is imported
+    peaks_bytes = []
+    for _ in range(5):  # other threads, of clusters before, take memory at times
+        tracemalloc.start()
+        try:
+            transform(block)
+            peaks_bytes.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert known <= min(peaks_bytes) <= known + 100_000
+
+
+def test_what_cannot_fit_is_named_and_copies_are_made_in_memory_of_before(monkeypatch):
+    block, taken = np.ones((600, 80), "D"), []
+
+    class Context:
+        address = "worker-a"
+        limit_bytes = 2 * block.nbytes
+
+        def memory_below(self, wanted_bytes, kind):
+            return self.limit_bytes if wanted_bytes > self.limit_bytes else None
+
+        def empty_output(self, shape, dtype, queue):
+            taken.append(queue.empty(shape, dtype))
+            return taken[-1]
+
+    context = Context()
+    monkeypatch.setattr(local_fft, "current_worker", lambda: (Namespace(), context))
+    result = LocalTransform((FFT,), "backward")(block)
+    assert np.shares_memory(result, taken[0])
+    assert (block == 1).all()
+    for step, char, result_bytes in ((RFFT, "d", 600 * 41 * 16), (FFT, "D", 600 * 80 * 16)):
+        transform, block = LocalTransform((step,), "backward"), np.ones((600, 80), char)
+        context.limit_bytes = block.nbytes + result_bytes
+        transform(block)
+        context.limit_bytes -= 1
+        monkeypatch.setattr(NUMPY, "empty", lambda *_: pytest.fail("it allocates"), raising=False)
+        with pytest.raises(MemoryLimitError, match="worker worker-a, got one") as caught:
+            transform(block)
+        assert caught.value.missing_bytes == 1
+        monkeypatch.undo()
+        monkeypatch.setattr(local_fft, "current_worker", lambda: (Namespace(), context))

@@ -1,0 +1,330 @@
+"""`map_on_gpu` on workers without a GPU: what it is called with, and what parts make together."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dask_p2p
+from dask_p2p.errors import (
+    BlockMismatchError,
+    ChunksError,
+    InputError,
+    NoDeviceError,
+    UnsupportedArrayError,
+)
+from tests.transports.loopback import wait_until
+
+X = np.random.default_rng(0).random((12, 10))
+on_gpu = partial(dask_p2p.map_on_gpu, fallback="numpy")
+
+
+def computed(y):
+    return y.compute(scheduler="sync")
+
+
+def windows(block, *, depth):
+    """The largest value of each window that fits into the block."""
+    out = np.empty_like(block)
+    for at in np.ndindex(block.shape):
+        window = tuple(
+            slice(max(0, i - before), i + after + 1)
+            for i, (before, after) in zip(at, depth, strict=True)
+        )
+        out[at] = block[window].max()
+    block[...] = np.nan  # it is the function's own
+    return out
+
+
+@st.composite
+def cases(draw):
+    lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=2))
+    chunks = []
+    for length in lengths:
+        inner = draw(st.lists(st.integers(1, length), max_size=2))
+        chunks.append(tuple(b - a for a, b in pairwise(sorted({0, length, *inner}))))
+    width = [st.integers(0, min(length, 3)) for length in lengths]
+    depth = tuple((draw(w), draw(w)) for w in width)
+    kinds = st.sampled_from(["none", "periodic", "reflect", "nearest", 7.5])
+    boundary = tuple(draw(kinds) for _ in lengths)
+    return tuple(chunks), depth, boundary, draw(st.integers(0, len(lengths) - 1))
+
+
+@given(case=cases(), part_bytes=st.integers(1, 400))
+def test_values_are_those_of_map_overlap(case, part_bytes):
+    chunks, depth, boundary, axis = case
+    x = da.from_array(np.random.default_rng(1).random(tuple(map(sum, chunks))), chunks=chunks)
+    function = partial(windows, depth=depth)
+    given_rims = {"depth": depth, "boundary": boundary}
+    y = on_gpu(function, x, **given_rims, axis=axis, part_bytes=part_bytes, dtype="f8")
+    expected = dask_p2p.map_overlap(function, x, **given_rims, dtype="f8")
+    assert y.chunks == x.chunks
+    np.testing.assert_array_equal(computed(y), computed(expected))
+
+
+@pytest.mark.parametrize("part_bytes", [1, 100, "1 GiB"])
+def test_what_is_overwritten_is_the_function_s_own(part_bytes):
+    def doubled(part):
+        part *= 2
+        return part
+
+    x = da.from_array(X.copy(), chunks=(5, 4)).persist(scheduler="sync")
+    np.testing.assert_array_equal(computed(on_gpu(doubled, x, part_bytes=part_bytes)), 2 * X)
+    np.testing.assert_array_equal(computed(x), X)
+
+
+def test_parts_are_as_large_as_asked():
+    seen = []
+
+    def noted(part, *, offset):
+        seen.append(part.shape)
+        return part + offset
+
+    x = da.from_array(X, chunks=(12, 5))
+    y = on_gpu(noted, x, part_bytes=5 * 40, dtype="f8", offset=da.ones((), chunks=()))
+    np.testing.assert_array_equal(computed(y), X + 1)
+    assert seen == 2 * [(4, 5), (4, 5), (4, 5)]
+    seen.clear()
+    y = on_gpu(noted, x, axis=-1, depth={1: 1}, part_bytes=4 * 96, dtype="f8", offset=0)
+    np.testing.assert_array_equal(computed(y), X)
+    assert sorted(seen) == [(12, 2), (12, 3), (12, 3), (12, 4), (12, 4), (12, 4)]
+
+
+def test_several_arrays_are_broadcast():
+    a, b, c = X, X[:1], X[:, 0].copy()
+    arrays = [
+        da.from_array(a, chunks=(5, 4)),
+        da.from_array(b, chunks=(1, 3)),
+        da.from_array(a[0], chunks=10),
+    ]
+    for axis in (0, 1):
+        y = on_gpu(lambda p, q, r: p * q + r, *arrays, axis=axis, part_bytes=100)
+        np.testing.assert_array_equal(computed(y), a * b + a[0])
+    outer = on_gpu(
+        lambda p, q: p - q, da.from_array(c[:, None], chunks=(4, 1)), arrays[1], part_bytes=64
+    )
+    np.testing.assert_array_equal(computed(outer), c[:, None] - b)
+
+
+def test_rims_of_several_arrays():
+    def both(p, q):
+        return p + np.roll(q, 1, 0) + np.roll(q, -1, 0)
+
+    x = da.from_array(X, chunks=(5, 4))
+    for depth in ({0: 1}, [{0: 1}, {0: 1}]):
+        y = on_gpu(both, x, 2 * x, depth=depth, boundary="periodic", part_bytes=300)
+        np.testing.assert_allclose(computed(y), both(X, 2 * X))
+    line = da.from_array(X[0], chunks=10)  # whose axis is the second one of the output
+    y = on_gpu(lambda p, q: np.roll(p, 1, 0) * q, x, line, depth={0: 1}, boundary="periodic")
+    np.testing.assert_array_equal(computed(y), np.roll(X, 1, 0) * X[0])
+    row = da.from_array(X[:1], chunks=(1, 10))
+    y = on_gpu(lambda p, q: np.roll(p, 1, 0) * q, x, row, depth={0: 1}, boundary="periodic")
+    np.testing.assert_array_equal(computed(y), np.roll(X, 1, 0) * X[:1])
+
+
+def test_another_dtype_and_another_length():
+    x = da.from_array(X, chunks=(5, 5))
+    y = on_gpu(lambda p: p[:, ::2] > 0.5, x, chunks=(x.chunks[0], (3, 3)), part_bytes=80)
+    assert (y.dtype, y.shape) == (bool, (12, 6))
+    expected = np.concatenate([X[:, 0:5:2], X[:, 5::2]], axis=1) > 0.5
+    np.testing.assert_array_equal(computed(y), expected)
+    y = on_gpu(lambda p: p.astype("f4"), x, meta=np.empty((0, 0), "f4"))
+    assert computed(y).dtype == y.dtype == "f4"
+    y = on_gpu(np.fft.rfft, x, chunks=(x.chunks[0], 3), part_bytes=80)
+    assert y.dtype == "c16"
+    np.testing.assert_array_equal(computed(y[:, :3]), np.fft.rfft(X[:, :5]))
+
+
+def test_results_of_parts_are_combined():
+    def histogram(part):
+        return np.histogram(part, 4, (0, 1))[0][None]
+
+    x = da.from_array(X, chunks=(6, 5))
+    sums = on_gpu(lambda p: p.sum(0, keepdims=True), x, reduce=np.add, part_bytes=80)
+    assert sums.chunks == ((1, 1), (5, 5))
+    np.testing.assert_allclose(computed(sums.sum(0)), X.sum(0))
+    counts = on_gpu(histogram, x, chunks=(1, 4), reduce=np.add, part_bytes=80)
+    assert counts.shape == (2, 8)
+    expected = np.histogram(X[:6, 5:], 4, (0, 1))[0]
+    np.testing.assert_array_equal(computed(counts)[0, 4:], expected)
+
+    def last(a, b):
+        b += 0
+        return b
+
+    y = on_gpu(lambda p: p[:1], x, chunks=(1, 5), reduce=last, part_bytes=40)
+    np.testing.assert_array_equal(computed(y), X[[5, 11]])
+    # Rims are the function's to cut off where it reduces.
+    steps = on_gpu(
+        lambda p: np.abs(np.diff(p, axis=0)).max(0, keepdims=True),
+        x,
+        depth={0: (0, 1)},
+        boundary="nearest",
+        reduce=np.maximum,
+        dtype="f8",
+        part_bytes=80,
+    )
+    np.testing.assert_array_equal(computed(steps).max(0), np.abs(np.diff(X, axis=0)).max(0))
+
+
+def test_a_function_is_told_which_block_it_is():
+    y = on_gpu(
+        lambda p, block_id: p * 0 + 10 * block_id[0] + block_id[1],
+        da.from_array(X, chunks=(6, 5)),
+        part_bytes=40,
+    )
+    np.testing.assert_array_equal(computed(y)[::6, ::5], [[0, 1], [10, 11]])
+
+
+def test_empty_blocks_and_vectors():
+    empty = da.zeros((0, 3), chunks=(1, 3))
+    assert computed(on_gpu(np.negative, empty)).shape == (0, 3)
+    x = da.from_array(X[0], chunks=((4, 0, 6),))
+    np.testing.assert_array_equal(computed(on_gpu(np.negative, x, part_bytes=16)), -X[0])
+
+
+def test_any_scheduler():
+    x = da.from_array(X, chunks=(5, 5))
+    y = on_gpu(np.sqrt, x, part_bytes=40)
+    for scheduler in ("sync", "threads"):
+        np.testing.assert_array_equal(y.compute(scheduler=scheduler), np.sqrt(X))
+    np.testing.assert_array_equal(
+        computed(on_gpu(np.sqrt, x + 1)[3:7] * 2), 2 * np.sqrt(X[3:7] + 1)
+    )
+
+
+def only_small(part):
+    if part.max() > 1:
+        raise KeyError("too large")
+    return part
+
+
+def test_on_a_cluster(client):
+    x = da.from_array(X, chunks=(5, 5))
+    y = on_gpu(partial(windows, depth=((1, 1), (0, 0))), x, depth={0: 1}, dtype="f8")
+    np.testing.assert_array_equal(y.compute(), windows(X.copy(), depth=((1, 1), (0, 0))))
+    large = da.from_array(np.where(X[6, 0] == X, 2, X), chunks=(5, 5))
+    with pytest.raises(KeyError, match="too large") as caught:
+        on_gpu(only_small, large, dtype="f8", part_bytes=80).compute()
+    assert "block (1, 0), part 1 of 3, which is 0 to 2 " in caught.value.__notes__[0]
+    with pytest.raises(NoDeviceError, match=r"on worker tcp://.*fallback='numpy'"):
+        dask_p2p.map_on_gpu(np.sqrt, x).compute()
+
+
+def names_of_tasks(dask_scheduler):
+    return [str(key) for key in dask_scheduler.tasks if "p2p-on-gpu" in str(key)]
+
+
+def test_runs_are_recorded(client):
+    x = da.from_array(X, chunks=(1, 5))  # more blocks than threads: they are sent by and by
+    y = on_gpu(np.sqrt, x, part_bytes=80)
+    for _ in range(2):
+        y.compute()
+        wait_until(lambda: not client.run_on_scheduler(names_of_tasks), 10)
+    with pytest.raises(KeyError):
+        on_gpu(only_small, x + 1, part_bytes=80, dtype="f8").compute()
+    fused = on_gpu(np.sqrt, x) + 1
+    fused.compute()
+    last, failed, second, first = dask_p2p.last_runs(client, n=4)
+    for run in (first, second):
+        assert (run.name, run.shape, run.blocks, len(run.made)) == (y.name, (12, 10), (12, 2), 24)
+        assert [record.parts for record in run.made] == [1] * 24
+        assert all(record.function_s > 0 == record.up_s for record in run.made)
+    assert failed.failures == ("KeyError: 'too large'",)
+    assert last.name.partition("-add") == ("p2p-on-gpu-" + fused.name.rpartition("-")[2], "", "")
+
+
+def test_without_a_gpu_it_says_so():
+    y = dask_p2p.map_on_gpu(np.sqrt, da.from_array(X, chunks=(5, 5)))
+    with pytest.raises(NoDeviceError, match=r"map_on_gpu\(sqrt.* none: on this process CuPy"):
+        computed(y)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda p: p[1:], r"float64 \(2, 5\) from lambda, got numpy.ndarray of float64 \(1, 5\)"),
+        (lambda p: p > 0, "got numpy.ndarray of bool"),
+        (lambda p: p.sum(), r"of float64 \(\)"),
+        (lambda p: list(p), r"got builtins.list\. Give dtype="),
+        (lambda p: None, "got builtins.NoneType"),
+    ],
+)
+def test_results_that_do_not_fit_are_refused(function, words):
+    y = on_gpu(function, da.from_array(X, chunks=(6, 5)), dtype="f8", part_bytes=80)
+    with pytest.raises(BlockMismatchError, match=words) as caught:
+        computed(y)
+    assert "part 1 of 3" in caught.value.__notes__[0]
+    y = on_gpu(
+        lambda p: p[:1], da.from_array(X, chunks=(6, 5)), dtype="f8", part_bytes=80, reduce=np.less
+    )
+    with pytest.raises(BlockMismatchError, match=r"lambda and reduce, got numpy.ndarray of bool"):
+        computed(y)
+
+
+def test_blocks_that_are_not_what_they_declare_are_refused():
+    x = da.from_array(X, chunks=(6, 5)).map_blocks(lambda b: b[1:], dtype="f8")
+    with pytest.raises(BlockMismatchError, match=r"\(6, 5\).*\(5, 5\)"):
+        computed(on_gpu(np.sqrt, x))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda x: on_gpu(x, np.sqrt), InputError, "function first"),
+        (lambda x: on_gpu("sqrt", x), InputError, "got 'sqrt'"),
+        (lambda x: on_gpu(np.sqrt), InputError, "array after the function"),
+        (lambda x: on_gpu(np.sqrt, X), UnsupportedArrayError, "from_array"),
+        (lambda x: on_gpu(np.sqrt, x.astype(object)), UnsupportedArrayError, "that GPUs compute"),
+        (lambda x: on_gpu(np.sqrt, x.astype(">f8")), UnsupportedArrayError, "astype"),
+        (lambda x: on_gpu(np.sqrt, x[x[:, 0] > 0]), ChunksError, "compute_chunk_sizes"),
+        (lambda x: on_gpu(np.add, x, x[:5]), InputError, "broadcast"),
+        (lambda x: on_gpu(np.sqrt, x.max()), InputError, "without axes"),
+        (lambda x: on_gpu(np.sqrt, x, axis=2), InputError, "2 axes of the output, got axis=2"),
+        (lambda x: on_gpu(np.sqrt, x, axis="x"), InputError, "got axis='x'"),
+        (lambda x: on_gpu(np.sqrt, x, part_bytes="much"), InputError, "got part_bytes='much'"),
+        (lambda x: on_gpu(np.sqrt, x, part_bytes=0), InputError, "at least one byte"),
+        (lambda x: on_gpu(np.sqrt, x, fallback="cpu"), InputError, "got 'cpu'"),
+        (lambda x: on_gpu(np.sqrt, x, reduce=1), InputError, "reduce=1"),
+        (lambda x: on_gpu(np.sqrt, x, depth=13), InputError, "no wider"),
+        (lambda x: on_gpu(np.sqrt, x, depth=1, boundary="mirror"), InputError, "mirror"),
+        (lambda x: on_gpu(np.sqrt, x, chunks=(5,)), ChunksError, "each of 2 axes"),
+        (lambda x: on_gpu(np.sqrt, x, chunks=((5, 5), 4)), ChunksError, r"of \(3, 2\) blocks"),
+        (lambda x: on_gpu(np.sqrt, x, chunks=(4, 5)), ChunksError, "axis that is cut"),
+        (lambda x: on_gpu(np.sqrt, x, chunks="wide"), ChunksError, "got chunks='wide'"),
+        (lambda x: on_gpu(lambda p: 1 / 0, x), InputError, "expected dtype=.*ZeroDivisionError"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_at_the_call(call, error, words):
+    with pytest.raises(error, match=words):
+        call(da.from_array(X, chunks=(5, 5)))
+
+
+def test_what_it_takes_of_a_gpu_is_known_before():
+    x = da.ones((1000, 100), chunks=(250, 100))
+    found = dask_p2p.estimate(
+        dask_p2p.map_on_gpu(np.sqrt, x, depth={0: 2}, part_bytes=100 * 800, dtype="f4")
+    )
+    assert found.parts == 3  # of 96 rows without their rims at most
+    assert found.input_bytes == 3 * 70656  # 84 + 4 rows, in units of 512
+    assert found.output_bytes == 4 * 35328, "one of them without its rims"
+    assert found.total_bytes == 3 * 70656 + 4 * 35328
+    there = on_gpu(np.sqrt, da.from_array(X, chunks=5)).persist(scheduler="sync")
+    assert dask_p2p.estimate(there, workers=2).input_bytes > 0, "of a transpose"
+    short = dask_p2p.map_on_gpu(np.sqrt, da.ones((50, 8), chunks=((9, 10, 31), 8)), part_bytes=640)
+    assert dask_p2p.estimate(short).total_bytes == 3 * 2 * 512
+
+
+def test_equal_calls_make_arrays_of_one_name():
+    with dask.config.set(scheduler="sync"):
+        y = on_gpu(np.sqrt, da.from_array(X, chunks=(5, 5)))
+        again = on_gpu(np.sqrt, da.from_array(X, chunks=(5, 5)))
+    assert y.name == again.name
+    assert y.name.startswith("p2p-on-gpu-")

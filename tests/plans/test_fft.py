@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from itertools import pairwise, product
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.geometry import split_evenly
+from dask_p2p.plans.fft import Stage, Transform, moved_cut, stages
+
+
+@st.composite
+def requests(draw):
+    """Chunks, a transform, and perhaps chunks of the result."""
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    chunks = tuple(split_evenly(n, draw(st.integers(1, min(n, 3)))) for n in lengths)
+    axes = draw(
+        st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=len(lengths), unique=True)
+    )
+    after = {axis: draw(st.integers(1, 12)) for axis in axes}
+    special = draw(st.sampled_from(["first", "last", ""]))
+    order = {special: axes[-1]} if special else {}
+    transform = Transform(after, **order, item_bytes=(8, 16), is_inverse=draw(st.booleans()))
+    final = None
+    if draw(st.booleans()):
+        ends = [after.get(axis, n) for axis, n in enumerate(lengths)]
+        final = tuple(split_evenly(n, draw(st.integers(1, min(n, 3)))) for n in ends)
+    return chunks, transform, final
+
+
+@given(requests())
+def test_each_axis_is_transformed_once_where_it_is_whole(request):
+    chunks, transform, final = request
+    way = stages(chunks, transform, final)
+    assert way[0].chunks == chunks
+    done, shape = [], list(map(sum, chunks))
+    for stage in way:
+        assert list(map(sum, stage.chunks)) == shape, "an exchange keeps the shape"
+        for axis in stage.axes:
+            assert len(stage.chunks[axis]) == 1
+            shape[axis] = transform.lengths[axis]
+        done += stage.axes
+    assert sorted(done) == sorted(transform.lengths)
+    # Within a stage the first axis is transformed before the others, and the last after them.
+    having = [stage.axes for stage in way if stage.axes]
+    assert transform.first is None or transform.first in having[0]
+    assert transform.last is None or transform.last in having[-1]
+    result = transform.after(way[-1].chunks, frozenset(way[-1].axes))
+    assert final is None or result == final
+
+
+@given(requests())
+def test_no_exchange_is_for_nothing(request):
+    chunks, transform, _ = request
+    way = stages(chunks, transform)
+    cut = sum(len(chunks[axis]) > 1 for axis in transform.lengths)
+    assert len(way) - 1 >= (cut > 0)
+    for before, after in pairwise(way):
+        assert transform.after(before.chunks, frozenset(before.axes)) != after.chunks
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+@pytest.mark.parametrize("is_inverse", [False, True])
+def test_slabs_take_one_exchange_and_keep_their_number(ndim, is_inverse):
+    for axis, parts in product(range(ndim), (2, 3, 5)):
+        chunks = tuple(split_evenly(12, parts) if a == axis else (12,) for a in range(ndim))
+        transform = Transform(dict.fromkeys(range(ndim), 12), is_inverse=is_inverse)
+        first, second = stages(chunks, transform)
+        assert second.axes == (axis,)
+        assert prod(map(len, second.chunks)) == parts
+        assert set(first.axes) == set(range(ndim)) - {axis}
+
+
+def turned(chunks, lengths, is_inverse):
+    """The chunks after a transform along all axes, and how many exchanges that took."""
+    transform = Transform(dict(enumerate(lengths)), is_inverse=is_inverse)
+    way = stages(chunks, transform)
+    return transform.after(way[-1].chunks, frozenset(way[-1].axes)), len(way) - 1
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 5, 2), (5, 4, 3)])
+@pytest.mark.parametrize("whole", [0, 1, 2])
+def test_pencils_take_two_exchanges_and_come_back(sizes, whole):
+    chunks = [sizes, (6, 6)] if whole else [(6, 6), sizes]
+    chunks.insert(whole, (12,))
+    there, exchanges = turned(tuple(chunks), (12, 12, 12), False)
+    assert exchanges == 2
+    assert prod(map(len, there)) == 6
+    assert turned(there, (12, 12, 12), True) == (tuple(chunks), 2)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 5, 2), (4, 4, 2, 2), (3, 3, 3, 3), (1, 4, 7)])
+def test_slabs_come_back(axis, sizes):
+    chunks = tuple(sizes if a == axis else (12,) for a in range(3))
+    there, _ = turned(chunks, (12, 12, 12), False)
+    assert turned(there, (12, 12, 12), True) == (chunks, 1)
+
+
+def fewest(chunks, remaining, left):
+    """By trial of all moves of one cut or several: the fewest exchanges, at most `left`."""
+    remaining = {axis for axis in remaining if chunks[axis] > 1}
+    if not remaining:
+        return 0
+    if not left:
+        return 99
+    whole = [axis for axis, n in enumerate(chunks) if n == 1]
+    best = 99
+    # Where each of the remaining cuts goes: to a whole axis of its own, or nowhere.
+    for targets in product([None, *whole], repeat=len(remaining)):
+        used = [target for target in targets if target is not None]
+        if not used or len(set(used)) < len(used):
+            continue
+        new = list(chunks)
+        for axis, target in zip(sorted(remaining), targets, strict=True):
+            if target is not None:
+                new[axis], new[target] = 1, chunks[axis]
+        still = {axis for axis in remaining if new[axis] > 1}
+        best = min(best, 1 + fewest(new, still, left - 1))
+    return best
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_no_way_of_moving_cuts_takes_fewer_exchanges(ndim):
+    for parts in product((1, 2, 3), repeat=ndim):
+        if 1 not in parts:
+            continue
+        chunks = tuple(split_evenly(12, n) for n in parts)
+        _, exchanges = turned(chunks, (12,) * ndim, False)
+        assert exchanges <= fewest(list(parts), set(range(ndim)), ndim), parts
+
+
+def test_chunks_of_the_result_that_leave_the_axis_whole_cost_nothing():
+    pencils = ((6, 6), (6, 6), (12,))
+    transform = Transform({0: 12, 1: 12, 2: 12})
+    slabs = ((12,), (12,), (3, 3, 3, 3))
+    assert stages(pencils, transform, slabs) == [Stage(pencils, (2,)), Stage(slabs, (0, 1))]
+
+
+def test_what_halves_goes_first_and_what_grows_last():
+    """Of two cuts that can move in any order, that of the axis which shrinks moves first."""
+    chunks = ((6, 6), (12,), (6, 6))
+    first = stages(chunks, Transform({0: 4, 2: 40}))[1]
+    assert first.axes == (0,)
+    assert stages(chunks, Transform({0: 40, 2: 4}))[1].axes == (2,)
+
+
+def test_parallel_work_is_kept_where_there_is_room():
+    """An axis of one element takes no cut while another has room."""
+    way = stages(((1,), (4, 4), (4, 4)), Transform({1: 8, 2: 8}))
+    assert min(prod(map(len, stage.chunks)) for stage in way) == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "others", "expected"),
+    [
+        ((4, 4), (8,), (4, 4)),
+        ((1, 7), (8,), (1, 7)),
+        ((4, 4), (2, 2), (1, 1, 1, 1)),
+        ((4, 4), (1,), (1,)),
+        ((2, 2), (0,), (0,)),
+    ],
+)
+def test_cuts_that_move(sizes, others, expected):
+    assert moved_cut(sizes, others) == expected

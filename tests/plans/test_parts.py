@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.geometry import box_slices
+from dask_p2p.plans.halo import halo_plan, rims_of
+from dask_p2p.plans.parts import Input, plan_parts, steps
+
+boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+
+
+def with_rims(x, chunks, depth, boundary):
+    """What each block with its rims holds, as `map_overlap` assembles them; and the rims."""
+    plan = halo_plan((chunks,), (depth,), (boundary,))
+    bounds = np.cumsum((0, *chunks))
+    blocks = []
+    for number in range(len(chunks)):
+        block = plan.block((number,))
+        out = np.zeros(block.shape, int)
+        for piece in block.pieces:
+            (source,) = block.sources[piece.source].block
+            own = x[bounds[source] : bounds[source + 1]]
+            out[box_slices(piece.dst)] = own[box_slices(piece.src)]
+        for fill in block.fills:
+            out[box_slices(fill.dst)] = fill.value
+        blocks.append(out)
+    return blocks, rims_of(plan)[0]
+
+
+@given(chunks=lengths, boundary=boundaries, data=st.data())
+def test_parts_have_the_rims_that_blocks_of_their_size_would_have(chunks, boundary, data):
+    x = np.arange(1, 1 + sum(chunks))
+    width = st.integers(0, min(4, len(x)))
+    depth = data.draw(st.tuples(width, width))
+    part_bytes = data.draw(st.integers(1, 100))
+    blocks, rims = with_rims(x, chunks, depth, boundary)
+    parts, sizes = [], []
+    for block, block_rims, length in zip(blocks, rims, chunks, strict=True):
+        given_block = Input(block.shape, 8, 0, block_rims, depth)
+        for part in plan_parts([given_block], length, part_bytes, 8).parts:
+            (read,), ((before, after),) = part.reads, part.rims
+            parts.append(block[slice(*read)])
+            sizes.append(part.own[1] - part.own[0])
+            assert len(parts[-1]) == before + sizes[-1] + after
+    expected, _ = with_rims(x, tuple(sizes), depth, boundary)
+    assert [part.tolist() for part in parts] == [each.tolist() for each in expected]
+    assert sum(sizes) == len(x)
+
+
+inputs = st.builds(
+    lambda shape, item, axis, depth: Input(
+        tuple(shape), item, None if axis is None else axis % len(shape), depth, depth
+    ),
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    st.sampled_from([1, 8, 16]),
+    st.none() | st.integers(0, 2),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+
+
+@given(
+    given_inputs=st.lists(inputs, min_size=1, max_size=3),
+    length=st.integers(0, 40),
+    part_bytes=st.integers(1, 3000),
+    row_bytes=st.integers(0, 64),
+    is_reduced=st.booleans(),
+    slots=st.integers(2, 4),
+)
+def test_parts_cover_the_block_once_and_keep_their_bounds(
+    given_inputs, length, part_bytes, row_bytes, is_reduced, slots
+):
+    blocks = []
+    for each in given_inputs:
+        shape = list(each.shape)
+        if each.axis is not None:
+            shape[each.axis] = length + sum(each.rims)
+        blocks.append(each._replace(shape=tuple(shape)))
+    plan = plan_parts(blocks, length, part_bytes, row_bytes, is_reduced)
+    ranges = [part.own for part in plan.parts]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == length
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    sizes = [stop - start for start, stop in ranges]
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) > 0 or length == 0
+    cut_bytes = sum(each.row_bytes for each in blocks if each.axis is not None)
+    first_cut = next((i for i, each in enumerate(blocks) if each.axis is not None), None)
+    for part in plan.parts:
+        ends, taken = plan.places(part), 0
+        for n, (each, read) in enumerate(zip(blocks, part.reads, strict=True)):
+            assert (read is None) == (each.axis is None)
+            if read is not None:
+                assert 0 <= read[0] <= read[1] <= each.shape[each.axis]
+            size = each.row_bytes * (1 if read is None else read[1] - read[0])
+            taken += size
+            assert ends[n] + size <= ends[n + 1], "inputs do not overlap in the slot"
+            assert ends[n] % 512 == 0
+        assert ends[-1] <= plan.slot_bytes
+        assert taken <= part_bytes or max(sizes) <= 1 or cut_bytes == 0
+        if is_reduced:
+            assert plan.result_bytes == row_bytes
+        elif first_cut is not None:
+            start, stop = part.reads[first_cut]
+            assert (stop - start) * row_bytes <= plan.result_bytes
+    taken, made = plan.device_bytes(slots)
+    assert taken == min(slots, len(sizes)) * plan.slot_bytes
+    assert 0 <= made - min(slots, len(sizes)) * plan.result_bytes <= slots * 511
+
+
+def test_rims_are_counted_among_the_bytes_of_a_part():
+    block = Input((12, 4), 8, 0, (2, 2), (2, 2))
+    plan = plan_parts([block], 8, 6 * 32, 32)
+    assert [part.reads for part in plan.parts] == [((i, i + 6),) for i in (0, 2, 4, 6)]
+
+
+TIMELINES = {"fill": "host", "empty": "host", "up": "up", "run": "run", "down": "down"}
+
+# What each step reads and writes: memory of the device and of the host, one of a kind for a slot.
+READS = {"up": ["pinned in"], "run": ["slot"], "down": ["slot", "result"], "empty": ["pinned out"]}
+WRITES = {
+    "fill": ["pinned in"],
+    "up": ["slot"],
+    "run": ["slot", "result"],  # a function may overwrite what it gets
+    "down": ["pinned out"],
+}
+
+COPIED_BY = {"pinned in": "fill", "pinned out": "empty"}  # memory that direct copies do not need
+
+
+def first_race(count, slots, is_reduced, direct=(), left_out=None):
+    """Issue all steps, and return the first two that touch the same memory in no order."""
+    clocks = {name: {} for name in ("host", "up", "run", "down")}
+    done, touched = {}, {}
+    for step in steps(count, slots, is_reduced):
+        if step.what in direct:
+            continue
+        own = clocks[TIMELINES[step.what]]
+        for timeline, tick in clocks["host"].items():  # it is issued after what the host has done
+            own[timeline] = max(own.get(timeline, 0), tick)
+        for earlier in step.after:
+            assert earlier in done, "it would wait for what is not issued yet"
+            if (earlier[0], step.what) != left_out:
+                for timeline, tick in done[earlier].items():
+                    own[timeline] = max(own.get(timeline, 0), tick)
+        timeline = TIMELINES[step.what]
+        own[timeline] = own.get(timeline, 0) + 1
+        done[step.what, step.part] = dict(own)
+        for kinds, is_write in ((READS, False), (WRITES, True)):
+            for kind in kinds.get(step.what, ()):
+                if kind == "result" and is_reduced and step.what != "run":
+                    continue
+                if COPIED_BY.get(kind) in direct:
+                    continue
+                place = (kind, step.part % slots)
+                for other, its_timeline, tick, written in touched.get(place, []):
+                    if (written or is_write) and own.get(its_timeline, 0) < tick:
+                        return other, step
+                touched.setdefault(place, []).append((step, timeline, own[timeline], is_write))
+    return None
+
+
+@given(
+    count=st.integers(1, 12),
+    slots=st.integers(2, 4),
+    is_reduced=st.booleans(),
+    direct=st.sets(st.sampled_from(["fill", "empty"])),
+)
+def test_no_step_comes_before_those_whose_memory_it_uses(count, slots, is_reduced, direct):
+    assert first_race(count, slots, is_reduced, direct) is None
+    order = list(steps(count, slots, is_reduced))
+    for what in TIMELINES:
+        parts = [step.part for step in order if step.what == what]
+        is_last_only = is_reduced and what in ("down", "empty")
+        assert parts == ([count - 1] if is_last_only else list(range(count)))
+    begun = ended = 0
+    for step in order:
+        begun += step.what == "up"
+        ended += step.what == ("run" if is_reduced else "down")
+        assert begun - ended <= min(2, slots), "a slot at a time is filled while one is in use"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "is_reduced", "direct"),
+    [
+        (("up", "fill"), False, {"empty"}),
+        (("down", "up"), False, {"empty"}),
+        (("run", "up"), True, {"fill"}),
+        (("up", "run"), False, {}),
+        (("run", "down"), False, {}),
+        (("down", "empty"), False, {}),
+    ],
+)
+def test_each_wait_is_needed(left_out, is_reduced, direct):
+    assert first_race(7, 3, is_reduced, direct, left_out) is not None

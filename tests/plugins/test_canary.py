@@ -1,0 +1,218 @@
+"""Private parts of Dask that this package replaces or reads, as it knows them.
+
+Where one of these tests fails with a new release of Dask, look at what has changed there, and at
+what relies on it here, before the range of releases is raised.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import metadata
+from itertools import count
+
+import dask.array as da
+import pytest
+from dask.task_spec import GraphNode
+from distributed import Client, LocalCluster, Scheduler, Worker, wait
+from distributed.scheduler import ALL_TASK_STATES, SchedulerState, TaskGroup, TaskState, WorkerState
+from distributed.worker_state_machine import TaskState as WorkerTaskState
+
+import dask_p2p
+from dask_p2p import versioned
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.errors import RegistrationError
+from dask_p2p.plugins.registration import workers_of
+
+#: What is replaced, with its parameters: see dask_p2p/plugins/placement.py.
+METHODS = {
+    "_add_to_processing": ["ts", "ws", "stimulus_id"],
+    "decide_worker_non_rootish": ["ts"],
+    "is_rootish": ["ts"],
+    "worker_objective": ["ts", "ws"],
+}
+
+
+@pytest.fixture(scope="module")
+def client():
+    """Of a scheduler and two workers in this process, into which tests can look."""
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        yield client
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_the_scheduler(name):
+    assert [*inspect.signature(getattr(Scheduler, name)).parameters] == ["self", *METHODS[name]]
+
+
+@pytest.mark.cluster
+def test_the_scheduler_calls_what_is_replaced(client):
+    """It looks them up on itself, at each call; else what takes their place is never called."""
+    scheduler = client.cluster.scheduler
+    called = set()
+
+    def spy(name):
+        original = getattr(scheduler, name)
+
+        def call(*args, **kwargs):
+            called.add(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in METHODS:
+            patch.setattr(scheduler, name, spy(name))
+        x = client.submit(lambda: 1, pure=False)
+        client.submit(lambda value: value, x, pure=False).result(timeout=60)
+        left, right = (client.scatter(i, workers=[w]) for i, w in enumerate(workers_of(client)))
+        client.submit(lambda *values: values, left, right, pure=False).result(timeout=60)
+    assert called == set(METHODS)
+
+
+@pytest.mark.cluster
+def test_the_message_that_a_worker_gets_for_a_task(client):
+    """The one that the worker's plugin changes: see `dask_p2p.plugins.worker.by_reference`."""
+    messages = []
+    workers = list(client.cluster.workers.values())
+    with pytest.MonkeyPatch.context() as patch:
+        for worker in workers:
+            original = worker.stream_handlers["compute-task"]
+
+            def spy(original=original, **message):
+                messages.append(message)
+                original(**message)
+
+            patch.setitem(worker.stream_handlers, "compute-task", spy)
+        x = da.ones((4, 6), chunks=(1, 6)).persist()
+        wait(x)
+        y = dask_p2p.transpose(x).persist()
+        wait(y)
+    ours = [message for message in messages if isinstance(message["run_spec"], AssembleTask)]
+    assert len(ours) == 4
+    for message in ours:
+        assert isinstance(message["run_spec"], GraphNode)
+        assert set(message["who_has"]) == set(message["nbytes"])
+        assert len(message["who_has"]) == 4
+        addresses = {worker.address for worker in workers}
+        assert all(set(holders) <= addresses for holders in message["who_has"].values())
+        assert all(type(nbytes) is int for nbytes in message["nbytes"].values())
+
+
+@pytest.mark.cluster
+def test_parts_of_a_worker_that_are_used(client):
+    for worker in client.cluster.workers.values():
+        assert {"compute-task", "remove-worker"} <= set(worker.stream_handlers)
+        assert isinstance(worker.metrics, dict)
+        assert isinstance(worker.handlers, dict)
+        assert isinstance(worker.plugins, dict)
+        assert isinstance(worker.local_directory, str)
+        assert hasattr(worker.data, "__contains__")
+
+
+@pytest.mark.cluster
+def test_parts_of_the_dashboard_that_are_used(client):
+    """See `dask_p2p.monitoring.page.dashboard`; `applications` are those of Dask's own pages."""
+    pytest.importorskip("bokeh")
+    from bokeh.server.tornado import BokehTornado
+    from distributed.dashboard.scheduler import applications, template_variables
+
+    scheduler = client.cluster.scheduler
+    variables = template_variables(scheduler)
+    assert variables is template_variables(scheduler), "kept for all pages"
+    assert {"status", "p2p"} <= set(variables["pages"])
+    assert all(set(plot) == {"url", "name"} for plot in variables["plots"])
+    dashboard, own = (
+        app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)
+    )
+    assert own.app_paths == set(own._applications)
+    assert dashboard.app_paths == set(applications) | own.app_paths
+
+
+def test_parts_of_states_that_are_used():
+    for cls, names in {
+        SchedulerState: ("workers", "tasks", "task_groups", "running", "valid_workers"),
+        TaskGroup: ("states",),
+        TaskState: (
+            *("run_spec", "key", "run_id", "dependencies", "dependents"),
+            *("who_has", "processing_on", "get_nbytes"),
+        ),
+        WorkerTaskState: ("run_id",),
+        WorkerState: ("memory_limit", "occupancy", "nthreads", "nbytes", "address"),
+    }.items():
+        known = {*dir(cls), *getattr(cls, "__annotations__", ())}
+        assert set(names) <= known, cls
+    assert {"waiting", "no-worker", "queued", "processing", "forgotten"} <= set(ALL_TASK_STATES)
+    assert [*inspect.signature(Worker.plugin_add).parameters][:2] == ["self", "plugin"]
+    assert {"check", "packages"} <= set(inspect.signature(Client._get_versions).parameters)
+
+
+@pytest.mark.cluster
+def test_get_versions_tells_of_this_package(client):
+    found = client.get_versions(packages=["click"])
+    told = [found["client"], found["scheduler"], *found["workers"].values()]
+    assert len(told) == 4
+    for each in told:
+        assert each["packages"]["dask-p2p"] == dask_p2p.__version__
+        assert each["packages"]["click"] == metadata.version("click")
+    with Client(client.scheduler.address) as other:  # which is warned of nothing: see pytest's own
+        assert "dask-p2p" not in other.get_versions(check=True)["client"]["packages"]
+
+
+@pytest.mark.parametrize("release", ["2024.12.1", "2099.1.0", "2099.1.0+3.gabc"])
+def test_a_release_outside_of_the_range_is_named(monkeypatch, release):
+    pretend(monkeypatch, release)
+    with pytest.raises(RegistrationError) as caught:
+        versioned.check_dask()
+    for part in (release, versioned.DASK_RELEASES, "pip install 'distributed>="):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("release", ["2026.7.1", "2026.7.1+3.gabc", "2026.7.2a1"])
+def test_a_release_within_the_range(monkeypatch, release):
+    pretend(monkeypatch, release)
+    versioned.check_dask()
+
+
+def pretend(monkeypatch, release):
+    """Have this process seem to have another release of Dask."""
+    real = metadata.version
+
+    def version(name):
+        return release if name == "distributed" else real(name)
+
+    monkeypatch.setattr(versioned.metadata, "version", version)
+
+
+@pytest.mark.cluster
+def test_registration_is_refused_outside_of_the_range(monkeypatch):
+    """Wherever that release is: here they are all one process."""
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        real = versioned.check_dask
+        for wrong in (0, 1, 2):  # the client, the scheduler, the worker
+            numbers = count()
+
+            def check(wrong=wrong, numbers=numbers):
+                with pytest.MonkeyPatch.context() as patch:
+                    if next(numbers) == wrong:
+                        pretend(patch, "2024.1.0")
+                    real()
+
+            for module in ("registration", "scheduler", "worker"):
+                monkeypatch.setattr(f"dask_p2p.plugins.{module}.check_dask", check)
+            with pytest.raises(RegistrationError, match=r"got .*distributed 2024\.1\.0"):
+                dask_p2p.register(client)
+            assert next(numbers) == wrong + 1
+        monkeypatch.undo()
+        dask_p2p.register(client)
+        assert client.submit(lambda: 1).result(timeout=60) == 1

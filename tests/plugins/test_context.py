@@ -1,0 +1,190 @@
+"""What transports and tasks get of the worker that they are on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import dask
+import numpy as np
+import pytest
+
+from dask_p2p.config import options, transport_classes
+from dask_p2p.monitoring.records import Record
+from dask_p2p.plugins.context import DaskWorkerContext
+from dask_p2p.transports.router import BlockRef
+
+
+class DeafWorker:
+    """A worker whose calls are never answered."""
+
+    address = "tcp://here"
+    local_directory = "/nowhere"
+    state = SimpleNamespace(tasks={})
+
+    def __init__(self):
+        self.data = {}
+        self.security = SimpleNamespace(require_encryption=False)
+        self.loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
+        self.called = []
+
+    def rpc(self, address):
+        async def op(**kwargs):
+            self.called.append(address)
+            await asyncio.sleep(60)
+
+        return SimpleNamespace(op=op)
+
+
+def deaf_context(data=()):
+    async def make():
+        worker = DeafWorker()
+        worker.data.update(data)
+        return DaskWorkerContext(worker, options())
+
+    return asyncio.run(make())
+
+
+def test_calls_to_a_worker_that_leaves_end_at_once():
+    async def main():
+        worker = DeafWorker()
+        context = DaskWorkerContext(worker, options())
+        waiting = asyncio.ensure_future(context.call("a", "op"))
+        other = asyncio.ensure_future(context.call("b", "op"))
+        await asyncio.sleep(0.01)
+        context.on_worker_left("a")
+        done, _ = await asyncio.wait([waiting], timeout=5)
+        assert done == {waiting}
+        with pytest.raises(ConnectionAbortedError, match="left the cluster"):
+            await waiting
+        with pytest.raises(ConnectionAbortedError, match="left the cluster"):
+            await asyncio.wait_for(context.call("a", "op"), 5)
+        assert worker.called == ["a", "b"], "it was not even tried"
+        context.on_workers_named(["a"])
+        again = asyncio.ensure_future(context.call("a", "op"))
+        await asyncio.sleep(0.01)
+        assert worker.called == ["a", "b", "a"]
+        for task in (again, other):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        context.close()
+
+    asyncio.run(main())
+
+
+def test_what_blocks_does_not_block_the_event_loop():
+    async def main():
+        context = DaskWorkerContext(DeafWorker(), options())
+        event = threading.Event()
+        context.loop.call_later(0.05, event.set)
+        assert await context.offload(event.wait, 10), "the loop could not set it"
+        threads = [thread for thread in threading.enumerate() if "p2p-serve" in thread.name]
+        context.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("kind", "order", "expected"),
+    [
+        ("cupy", "auto", ["ipc", "ucx", "pinned", "comm"]),
+        ("numpy", "auto", ["cma", "comm"]),
+        ("cupy", ["comm"], ["comm"]),
+        ("numpy", ["comm"], ["comm"]),
+    ],
+)
+def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, order, expected):
+    """One setting turns it off: nothing is published by itself, nothing is mapped."""
+    told = []
+    transports = {
+        name: SimpleNamespace(
+            name=name,
+            publish=lambda blocks, name=name: told.append((name, blocks)),
+            obstacle=lambda holder, kind, dtype: None,
+            probe=lambda holder, kind: None,
+        )
+        for name in transport_classes()
+    }
+    held = {("x", 0): np.ones(3), ("x", 1): np.ones(2), ("y", 0): np.ones(3), ("x", 2): "odd"}
+    context = deaf_context(held)
+    context.router.transports = transports
+    with dask.config.set({"p2p.transports.order": order}):
+        chosen = options()
+    own = {("x", 0): held["x", 0]}
+    context.publish(own, kind, chosen)
+    assert [name for name, _ in told] == expected
+    assert all(of.keys() == {("x", 0), ("x", 1)} for _, of in told), "also what others will read"
+    told.clear()
+    context.publish(own, kind, chosen)
+    assert all(of == own for _, of in told), "which is looked for once"
+    for number in range(3):
+        context.on_released(("x", number))
+        told.clear()
+        context.publish(own, kind, chosen)
+        anew = {("x", 0), ("x", 1)} if number == 2 else own.keys()
+        assert all(of.keys() == anew for _, of in told), "once more if all have been made anew"
+    ref = BlockRef("key", ("b",))
+    ways = context.router.routes(ref, kind, np.dtype("f8"), chosen.order(kind))
+    assert [way.transport.name for way in ways] == expected
+
+
+def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
+    monkeypatch.setattr("dask_p2p.engine.attempts._COUNTED_TASKS", 3)
+    context = deaf_context()
+    for key in range(10):
+        assert context.count_attempt(key, "why").count == 1
+    assert list(context.failed) == [7, 8, 9]
+    assert context.count_attempt(7, "again").count == 2
+    assert list(context.failed) == [8, 9, 7]
+    context.record(Record(9, 0.0, 1.0, error="why"))
+    assert list(context.failed) == [8, 9, 7], "it has not ended"
+    context.record(Record(7, 0.0, 1.0))
+    context.forget_attempts(8)
+    assert list(context.failed) == [9]
+    for key in range(12_000):
+        context.record(Record(key, 0.0, 1.0))
+    assert [record.key for record in context.records] == [*range(2000, 12_000)]
+    assert context.failed == {}
+
+
+def test_nothing_is_kept_of_calls_that_ended():
+    async def main():
+        context = DaskWorkerContext(DeafWorker(), options())
+        for address in ("a", "b"):
+            call = asyncio.ensure_future(context.call(address, "op"))
+            await asyncio.sleep(0.01)
+            assert context.usage()["calls"] == 1
+            if address == "a":
+                context.on_worker_left(address)
+            else:
+                call.cancel()
+            await asyncio.wait([call])
+            assert not call.cancelled() or address == "b"
+        assert context.usage()["calls"] == 0
+        context.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("address", "required", "expected"),
+    [
+        ("tcp://here", False, False),
+        ("tcp://here", None, False),
+        ("tcp://here", True, True),
+        ("tls://here", False, True),
+        ("wss://here", None, True),
+    ],
+)
+def test_where_nothing_may_leave_unencrypted(address, required, expected):
+    async def main():
+        worker = DeafWorker()
+        worker.address, worker.security.require_encryption = address, required
+        return DaskWorkerContext(worker, options()).encrypted_only
+
+    assert asyncio.run(main()) is expected

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.backends import backend_named
+from dask_p2p.backends.pinned import is_pinned
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
+from dask_p2p.transports.in_place.process_memory import address_of
+from tests.faults.support import BOUND_S, cluster_of, expected, source
+from tests.faults.test_soak import measure
+from tests.simulation.streams import emulated
+from tests.transports.loopback import wait_until
+
+MIB = 2**20
+
+
+class Worker:
+    """What output memory sees of Dask's."""
+
+    def __init__(self, limit_bytes=64 * MIB, used_bytes=0):
+        self.memory_manager = SimpleNamespace(memory_limit=limit_bytes)
+        self.used_bytes = used_bytes
+        self.monitor = SimpleNamespace(get_process_memory=lambda: self.used_bytes)
+        self.loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
+        self.address = "tcp://a"
+
+
+def taken(memory, shape=(MIB // 8,), dtype="f8"):
+    return memory.empty(shape, np.dtype(dtype), backend_named("numpy").queue())
+
+
+def on_loop(test):
+    return lambda: asyncio.run(test())
+
+
+@on_loop
+async def test_an_output_that_is_gone_makes_room_for_the_next():
+    memory = OutputMemory(Worker(), retain_s=60)
+    first = taken(memory)
+    where = address_of(first)
+    view = first[::2]
+    del first
+    assert address_of(taken(memory)) != where, "a view keeps it"
+    del view
+    memory.clear()
+    first = taken(memory, (128, 1024), "i4,f4")
+    where = address_of(first)
+    del first
+    assert memory.idle_bytes == MIB
+    assert address_of(taken(memory, (MIB,), "u1")) == where
+    memory.close()
+    assert memory.idle_bytes == 0
+
+
+class Clock:
+    """A loop whose time the test sets."""
+
+    def __init__(self):
+        self.now_s, self.calls = 0.0, []
+
+    def call_soon_threadsafe(self, function, *args):
+        function(*args)
+
+    def call_later(self, delay_s, function):
+        call = [self.now_s + delay_s, function]
+        self.calls.append(call)
+        return SimpleNamespace(cancel=lambda: call in self.calls and self.calls.remove(call))
+
+    def advance(self, seconds):
+        self.now_s += seconds
+        for due in [call for call in self.calls if call[0] <= self.now_s]:
+            self.calls.remove(due)
+            due[1]()
+
+
+@on_loop
+async def test_it_is_given_back_when_none_has_come_for_a_while():
+    worker = Worker()
+    worker.loop.asyncio_loop = clock = Clock()
+    memory = OutputMemory(worker, retain_s=2)
+    for _ in range(4):
+        taken(memory)  # and drop it
+        clock.advance(1.9)
+        assert memory.idle_bytes == MIB
+    clock.advance(0.2)
+    assert memory.idle_bytes == 0
+    taken(memory)
+    memory.close()
+    assert (memory.idle_bytes, clock.calls) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "used_bytes", "retain_s", "kept"),
+    [
+        (64 * MIB, 32 * MIB, 60, 4),
+        (64 * MIB, 32 * MIB + 1, 60, 0),
+        (63 * MIB, 0, 60, 3),
+        (15 * MIB, 0, 60, 0),
+        (None, 0, 60, 0),
+        (0, 0, 60, 0),
+        (64 * MIB, 0, 0, 0),
+    ],
+)
+def test_no_more_is_kept_than_there_is_room_for(limit_bytes, used_bytes, retain_s, kept):
+    async def main():
+        memory = OutputMemory(Worker(limit_bytes, used_bytes), retain_s)
+        outputs = [taken(memory) for _ in range(6)]
+        outputs.clear()
+        assert memory.idle_bytes == kept * MIB
+
+    asyncio.run(main())
+
+
+@on_loop
+async def test_what_is_small_or_large_or_of_objects_is_not_kept():
+    memory = OutputMemory(Worker(), retain_s=60)
+    assert taken(memory, (100, 10)).flags.owndata
+    assert taken(memory, (4 * MIB + 1,), "u1").flags.owndata, "too large to be kept"
+    assert taken(memory, (MIB,), object)[0] is None
+    assert taken(memory, (), "f8").shape == ()
+    gc.collect()
+    assert memory.idle_bytes == 0
+    assert not taken(memory, (4 * MIB,), "u1").flags.owndata
+    assert memory.idle_bytes == 4 * MIB
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return emulated(monkeypatch)
+
+
+def test_outputs_of_a_gpu_are_pinned_and_their_memory_is_kept(gpu):
+    async def main():
+        memory = PinnedOutputs(Worker(), 60, None)
+        first = taken(memory)
+        where = address_of(first)
+        assert is_pinned(first[::2])
+        assert memory.pinned_bytes == MIB
+        del first
+        assert (memory.idle_bytes, memory.pinned_bytes) == (MIB, MIB)
+        again = taken(memory, (MIB // 4, 1), "f4")
+        assert address_of(again) == where
+        assert len(gpu.pinned) == 1
+        odd = taken(memory, (5 * MIB // 16,))
+        assert memory.pinned_bytes == (1 + 3) * MIB, "not a power of two"
+        memory.close()
+        del again, odd
+        assert (memory.pinned_bytes, gpu.pinned) == (0, {})
+
+    asyncio.run(main())
+
+
+def test_what_is_small_or_large_is_not_pinned(gpu):
+    async def main():
+        memory = PinnedOutputs(Worker(), 60, None)
+        for shape in ((100,), (4 * MIB // 8 + 1,)):
+            assert not is_pinned(taken(memory, shape))
+        assert not is_pinned(taken(PinnedOutputs(Worker(None), 60, None)))
+        assert gpu.pinned == {}
+
+    asyncio.run(main())
+
+
+def test_no_more_is_pinned_than_half_of_the_limit(gpu):
+    async def main():
+        memory = PinnedOutputs(worker := Worker(16 * MIB), 60, None)
+        outputs = [taken(memory) for _ in range(10)]
+        assert [is_pinned(output) for output in outputs] == 8 * [True] + 2 * [False]
+        assert memory.pinned_bytes == 8 * MIB
+        worker.used_bytes = 9 * MIB  # of 16: it gives back what comes back
+        del outputs[:3]
+        assert (memory.idle_bytes, len(gpu.pinned)) == (0, 5)
+        worker.used_bytes = 0
+        outputs.append(taken(memory))
+        assert is_pinned(outputs[-1])
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_pinned_is_ordinary_memory_with_one_warning(gpu, monkeypatch):
+    def refused(*args):
+        raise RuntimeError("cudaErrorMemoryAllocation")
+
+    async def main():
+        said = []
+        monkeypatch.setattr(gpu, "pin", refused)
+        memory = PinnedOutputs(Worker(), 60, said.append)
+        outputs = [taken(memory) for _ in range(3)]
+        assert not any(map(is_pinned, outputs))
+        (text,) = said
+        assert text.startswith("dask_p2p: worker tcp://a: host memory cannot be pinned (Runtime")
+
+    asyncio.run(main())
+
+
+def test_an_output_may_outlive_its_worker():
+    """Whose loop is closed."""
+    memory, made = asyncio.run(_one(closes=False))
+    del made
+    memory, made = asyncio.run(_one(closes=True))
+    made[...] = 1
+    del made
+    assert memory.idle_bytes == 0
+
+
+async def _one(closes):
+    memory = OutputMemory(Worker(), retain_s=60)
+    output = taken(memory)
+    if closes:
+        memory.close()
+    return memory, output
+
+
+def idle_bytes(dask_worker):
+    return dask_worker.plugins[PLUGIN_NAME].context.outputs.idle_bytes
+
+
+def test_workers_give_the_memory_back():
+    """By default, soon after the last output is gone."""
+    shape = (2000, 4000)
+
+    def kept_bytes():
+        return sum(client.run(idle_bytes).values())
+
+    def transposed():
+        y = client.persist(dask_p2p.transpose(x))
+        some = client.compute(y[::97, ::89]).result(timeout=BOUND_S)
+        np.testing.assert_array_equal(some, expected(shape).T[::97, ::89])
+
+    with cluster_of(2) as client:
+        x = client.persist(source(shape, (1000, 4000)))
+        transposed()
+        wait_until(kept_bytes, BOUND_S)
+        wait_until(lambda: not kept_bytes(), BOUND_S)
+        before = client.run(measure)
+        for _ in range(3):
+            transposed()
+        # Blocks are released later than the futures.
+        wait_until(
+            lambda: all(
+                now["memory"] - before[worker]["memory"] < 16 * MIB  # of blocks of 32 MB
+                for worker, now in client.run(measure).items()
+            ),
+            BOUND_S,
+        )

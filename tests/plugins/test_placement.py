@@ -1,0 +1,262 @@
+"""What Dask's scheduler decides otherwise for this package's tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, get_worker, wait
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask
+from dask_p2p.plugins.placement import (
+    MEMORY_CHECK,
+    Overlay,
+    held_elements,
+    overlay_memory_check,
+    overlay_placement,
+)
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.tools.indexed import count_wrong, indexed_array
+from dask_p2p.versioned import Unreadable
+from tests.support import in_process, indexed, result_of
+
+MEBIBYTE = 2**20
+
+
+class Scheduler:
+    """What an overlay needs of Dask's."""
+
+    def __init__(self):
+        self.worker_plugins = {PLUGIN_NAME: b""}
+
+    def _add_to_processing(self, ts, ws, stimulus_id):
+        return ws.memory_limit
+
+    def other(self):
+        return "Dask's"
+
+
+def test_an_overlay_goes_when_it_is_not_wanted():
+    wanted = [True]
+    scheduler = Scheduler()
+    Overlay(scheduler, "other", lambda original: f"not {original()}", lambda: wanted[0])
+    assert scheduler.other() == "not Dask's"
+    # A second one takes the first one's place, and what it leaves behind is as it was.
+    Overlay(scheduler, "other", lambda original: f"never {original()}", lambda: wanted[0])
+    assert scheduler.other() == "never Dask's"
+    wanted.clear()
+    wanted.append(False)
+    assert scheduler.other() == "Dask's"
+    assert "other" not in vars(scheduler)
+
+
+def test_an_overlay_leaves_alone_who_came_after_it():
+    scheduler = Scheduler()
+    overlay = Overlay(scheduler, "other", lambda original: "ours", lambda: False)
+    scheduler.other = theirs = lambda: f"{overlay()}, and theirs"
+    assert scheduler.other() == "Dask's, and theirs"
+    assert vars(scheduler)["other"] is theirs
+
+
+def test_other_tasks_are_checked_by_dask():
+    scheduler, worker = Scheduler(), SimpleNamespace(address="a", memory_limit=7)
+    overlay_memory_check(scheduler, lambda: True, lambda address: None)
+    check = getattr(scheduler, MEMORY_CHECK)
+    (task,) = dask_p2p.transpose(da.ones((2, 2))).dask.layers.popitem()[1].values()
+    for spec, limit in ((None, 7), (task, 0)):
+        ts = SimpleNamespace(run_spec=spec)
+        assert check(ts, worker, stimulus_id="") == limit
+        assert worker.memory_limit == 7
+    scheduler.worker_plugins.clear()  # whole blocks will move
+    assert check(ts, worker, stimulus_id="") == 7
+
+
+def _transposed(client, shape, n_blocks, limit_bytes):
+    """Transpose an array that is larger than each worker's memory; check every element."""
+    x = client.persist(indexed_array(shape, ((shape[0] // n_blocks,) * n_blocks, shape[1:]), "f8"))
+    wait(x)
+    assert x.nbytes > limit_bytes
+    assert dask_p2p.estimate(x).total_bytes < limit_bytes
+    y = client.persist(dask_p2p.transpose(x))
+    wait(y)
+    del x
+    assert (
+        result_of(client, client.compute(count_wrong(y, shape, (1, 0), "numpy", np.dtype("f8"))))
+        == 0
+    )
+
+
+def test_an_array_larger_than_one_workers_memory():
+    limit_bytes = 400 * MEBIBYTE
+    with dask_p2p.local_cluster(6, memory_limit=limit_bytes) as cluster, Client(cluster) as client:
+        _transposed(client, (7200, 7400), 6, limit_bytes)
+
+
+# --- placement ---
+
+
+def placed(client, shape, chunks, worker_of):
+    """A persisted array whose blocks lie where `worker_of` an index says, by number."""
+    addresses = sorted(workers_of(client))
+    with dask.annotate(workers=lambda key: addresses[worker_of(key[1:])], allow_other_workers=True):
+        x = da.from_array(indexed(shape, float), chunks=chunks)
+    x = client.persist(x, optimize_graph=False)
+    wait(x)
+    return x
+
+
+def shares(client, x, lazy, y):
+    """Which share of what is read of `x` moved, which had to, and the blocks of each worker."""
+    wait(y)
+    holders, readers = client.who_has(x), client.who_has(y)
+    blocks, moved, least, read = Counter(), 0, 0, 0
+    for key, task in lazy.dask.layers[lazy.name].items():
+        held = held_elements(task, holders)
+        elements = sum(task.plan.source_elements(task.index))
+        (reader,) = readers[key]
+        blocks[reader] += 1
+        read += elements
+        moved += elements - held[reader]
+        least += elements - max(held.values())
+    return moved / read, least / read, sorted(blocks.values())
+
+
+def by_rows(blocks):
+    return lambda index: index[0] * 4 // blocks
+
+
+CASES = {
+    "blocks with rims": (
+        ((64, 64), (16, 16), by_rows(4)),
+        lambda x: dask_p2p.map_overlap(np.negative, x, 1),
+    ),
+    "a grid to slabs": (((64, 64), (16, 16), by_rows(4)), lambda x: dask_p2p.rechunk(x, (16, -1))),
+    "small blocks to slabs": (
+        ((64, 64), (4, 4), by_rows(16)),
+        lambda x: dask_p2p.rechunk(x, (8, -1)),
+    ),
+    "shifted slabs": (
+        ((800, 8), (100, 8), by_rows(8)),
+        lambda x: dask_p2p.rechunk(x, ((101, *(100,) * 6, 99), (8,))),
+    ),
+    "few blocks to many": (((400, 8), (100, 8), by_rows(4)), lambda x: dask_p2p.rechunk(x, (6, 8))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_more_moves_than_must(client, case):
+    dask_p2p.register(client)
+    (shape, chunks, worker_of), operation = CASES[case]
+    x = placed(client, shape, chunks, worker_of)
+    lazy = operation(x)
+    y = client.persist(lazy)
+    moved, least, blocks = shares(client, x, lazy, y)
+    assert moved <= least * 1.01
+    assert len(blocks) == 4
+    values = operation(da.from_array(indexed(shape, float), chunks=chunks))
+    np.testing.assert_array_equal(y.compute(), values.compute(scheduler="sync"))
+
+
+def test_a_transpose_is_spread_evenly(client):
+    """Though the first worker holds a few rows more than the others."""
+    dask_p2p.register(client)
+    x = placed(client, (403, 16), ((53, *(50,) * 7), (16,)), by_rows(8))
+    lazy = dask_p2p.transpose(x)
+    y = client.persist(lazy)
+    moved, _, blocks = shares(client, x, lazy, y)
+    assert blocks == [2, 2, 2, 2]
+    assert moved < 0.76
+    np.testing.assert_array_equal(y.compute(), indexed((403, 16), float).T)
+
+
+def test_restrictions_hold(client):
+    dask_p2p.register(client)
+    addresses = sorted(workers_of(client))
+    x = placed(client, (64, 8), (16, 8), by_rows(4))
+    y = client.persist(dask_p2p.rechunk(x, (8, 8)), workers=[addresses[1]])
+    wait(y)
+    assert {holder for holders in client.who_has(y).values() for holder in holders} == {
+        addresses[1]
+    }
+
+
+def test_work_is_stolen_from_who_holds_everything(client):
+    dask_p2p.register(client)
+
+    def slow(block):
+        time.sleep(0.2)
+        return -block
+
+    x = placed(client, (320, 8), (10, 8), lambda index: 0)
+    lazy = dask_p2p.map_overlap(slow, x, 1, meta=np.empty((0, 0)))
+    y = client.persist(lazy)
+    *_, blocks = shares(client, x, lazy, y)
+    assert len(blocks) > 1
+    np.testing.assert_array_equal(y.compute(), -indexed((320, 8), float))
+
+
+def test_a_task_of_another_version_is_placed_by_dask():
+    class Dasks(Scheduler):
+        def decide_worker_non_rootish(self, ts):
+            return "Dask's choice"
+
+        def is_rootish(self, ts):
+            return True
+
+        def worker_objective(self, ts, ws):
+            raise AssertionError("not asked")
+
+    scheduler = Dasks()
+    overlay_placement(scheduler, lambda: True)
+    (task,) = dask_p2p.transpose(da.ones((2, 2))).dask.layers.popitem()[1].values()
+    unreadable = AssembleTask("y", task.func, "y", Unreadable(None), *task.args[2:])
+    assert task.is_readable
+    assert not unreadable.is_readable
+    dependency = SimpleNamespace(key=task.blocks.items[0], who_has=[])
+    ts = SimpleNamespace(run_spec=unreadable, dependencies=[dependency])
+    assert scheduler.is_rootish(ts)
+    assert scheduler.decide_worker_non_rootish(ts) == "Dask's choice"
+    assert not scheduler.is_rootish(SimpleNamespace(run_spec=task, dependencies=[dependency]))
+
+
+def place(ctx, x):
+    return np.full_like(x, int(get_worker().name))
+
+
+def test_the_members_of_a_gang_are_spread():
+    """Though one worker has all blocks, and Dask would place all members there."""
+
+    async def main():
+        async with in_process(3, threads_per_worker=2) as (cluster, client):
+            await dask_p2p.register(client)
+            holder = cluster.workers[0].address
+            x = client.persist(da.ones((12, 2), chunks=(1, 2)), workers=[holder])
+            await wait(x)
+            for members in (3, 6):
+                y = await client.compute(dask_p2p.spmd(place, x, members=members))
+                assert Counter(y[:, 0]) == {0: 4, 1: 4, 2: 4}
+
+    asyncio.run(main())
+
+
+def test_members_go_where_their_blocks_are():
+    async def main():
+        async with in_process(3, threads_per_worker=2) as (cluster, client):
+            await dask_p2p.register(client)
+            for shift, order in enumerate(([2, 0, 1], [0, 2, 1], [1, 2, 0])):
+                holders = [cluster.workers[number].address for number in order]
+                with dask.annotate(workers=lambda key, holders=holders: holders[key[1]]):
+                    x = da.full((3, 2), shift, chunks=(1, 2))
+                x = client.persist(x, optimize_graph=False)
+                await wait(x)
+                y = await client.compute(dask_p2p.spmd(place, x, members=3))
+                assert y[:, 0].tolist() == order
+
+    asyncio.run(main())

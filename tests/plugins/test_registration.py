@@ -1,0 +1,390 @@
+"""How the plugins get onto clusters, and what happens where they cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import contextmanager
+from unittest.mock import Mock
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, Event, LocalCluster, get_client, wait, worker_client
+
+import dask_p2p
+from dask_p2p.engine import task as task_module
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import P2PWarning, RegistrationError
+from dask_p2p.plugins import notices
+from dask_p2p.plugins import registration as module
+from dask_p2p.plugins import scheduler as scheduler_module
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.transports.in_place.reading import DirectoryOptions
+from dask_p2p.transports.packed.ucx import UcxOptions
+from tests.support import import_path, indexed, result_of
+from tests.transports.loopback import wait_until
+
+SHAPE = (40, 12)
+X = indexed(SHAPE)
+
+
+@pytest.fixture(scope="module")
+def own_cluster():
+    with LocalCluster(
+        n_workers=2,
+        threads_per_worker=1,
+        dashboard_address=":0",
+        env={"PYTHONPATH": import_path()},
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def bare(own_cluster):
+    """A client of a cluster as it is before anybody registers."""
+    with Client(own_cluster) as client:
+        client.run_on_scheduler(_take_off)
+        client.run(_forget)
+        yield client
+
+
+async def _take_off(dask_scheduler):
+    if PLUGIN_NAME in dask_scheduler.worker_plugins:
+        await dask_scheduler.unregister_worker_plugin(None, PLUGIN_NAME)
+    if PLUGIN_NAME in dask_scheduler.plugins:
+        dask_scheduler.remove_plugin(PLUGIN_NAME)
+
+
+async def _forget(dask_worker):
+    if PLUGIN_NAME in dask_worker.plugins:  # of a preload
+        await dask_worker.plugin_remove(name=PLUGIN_NAME)
+    for known in (notices.warned, module.askers):
+        known.discard(dask_worker)
+
+
+def _has_plugin(dask_worker):
+    return task_module.plugin_context(dask_worker) is not None
+
+
+def have_plugin(client):
+    return all(client.run(_has_plugin).values())
+
+
+def lazy():
+    return dask_p2p.transpose(da.from_array(X, chunks=(10, 12)))
+
+
+def check(client, y):
+    np.testing.assert_array_equal(result_of(client, client.compute(y)), X.T)
+
+
+def test_transpose_registers_once_with_each_client(client, monkeypatch):
+    asked = []
+    real = module.ask
+
+    async def ask(scheduler):
+        asked.append(scheduler)
+        return await real(scheduler)
+
+    monkeypatch.setattr(module, "ask", ask)
+    for _ in range(3):
+        lazy()
+    assert len(asked) == 1
+
+
+def test_no_client_no_registration():
+    assert lazy().compute(scheduler="sync").shape == SHAPE[::-1]
+
+
+def test_register_is_idempotent(client):
+    dask_p2p.register(client)
+    ids = client.run(lambda dask_worker: id(dask_worker.plugins[PLUGIN_NAME]))
+    dask_p2p.register(client)
+    dask_p2p.register()
+    assert client.run(lambda dask_worker: id(dask_worker.plugins[PLUGIN_NAME])) == ids
+
+
+def test_workers_are_seen_though_the_client_asks_for_none_meanwhile(client, monkeypatch):
+    sync = client.sync
+
+    def with_a_periodic_look(function, *args, **kwargs):
+        found = sync(function, *args, **kwargs)
+        sync(client._update_scheduler_info, n_workers=0)
+        return found
+
+    monkeypatch.setattr(client, "sync", with_a_periodic_look)
+    assert client.scheduler_info(n_workers=-1)["workers"] == {}, "what this is about"
+    assert len(workers_of(client)) == 4
+
+
+def test_register_without_a_client():
+    with pytest.raises(ValueError, match=r"(?i)client"):
+        dask_p2p.register()
+
+
+def test_a_plugin_that_is_there_stays(bare):
+    """A second client has nothing taken off, under whose tasks ever."""
+    dask_p2p.register(bare)
+
+    def identity(dask_worker):
+        return id(dask_worker.plugins[PLUGIN_NAME])
+
+    before = bare.run(identity)
+    with Client(bare.cluster) as other:
+        dask_p2p.register(other)
+    assert bare.run(identity) == before
+
+
+def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "ANSWER_S", 1.0)
+    pids = bare.run(os.getpid)
+    (still, pid), *_ = pids.items()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        done = threading.Event()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            thread = threading.Thread(target=lambda: (lazy(), done.set()), daemon=True)
+            thread.start()
+            assert done.wait(60), "it waits for the worker"
+        (warning,) = [w for w in caught if w.category is P2PWarning]
+        assert str(warning.message).startswith(
+            "1 of 2 workers have not answered the registration for 1 s: they are busy or suspended "
+            f"({still}). Tasks sent there wait until they answer; close a worker"
+        )
+        assert warning.filename == __file__, "the user's line"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: have_plugin(bare), timeout_s=60)
+
+
+def test_a_warning_of_many_workers_names_some_and_has_the_line_of_a_coroutine():
+    class Mute:
+        """A scheduler of many workers that do not answer."""
+
+        async def register_scheduler_plugin(self, **kwargs):
+            pass
+
+        async def p2p_register(self):
+            workers = [f"tcp://w{i}" for i in range(9)]
+            return {"status": "ok", "failed": {}, "silent": workers, "workers": 12}
+
+    client = Mock(spec=Client, asynchronous=True, scheduler=Mute(), status="running")
+    client.scheduler_comm = None
+    named = r"^9 of 12 workers .* \(tcp://w0, .*tcp://w3, \.\.\.\)"
+    with pytest.warns(P2PWarning, match=named) as caught:
+        asyncio.run(_awaiting(client))
+    assert [w.filename for w in caught] == [__file__]
+
+
+async def _awaiting(client):
+    await dask_p2p.register(client)
+
+
+def test_a_graph_that_is_older_than_the_client(own_cluster):
+    y = lazy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Client(own_cluster) as bare:
+            bare.run_on_scheduler(_take_off)
+            bare.run(_forget)
+            x = bare.persist(da.from_array(X, chunks=(10, 12)))
+            wait(x)
+            check(bare, y)
+            wait_until(lambda: have_plugin(bare), timeout_s=60)
+            wait_until(lambda: any("whole blocks" in str(w.message) for w in caught))
+    said = [str(w.message) for w in caught if "whole blocks" in str(w.message)]
+    assert len(said) <= 2, "each worker says it once"
+    assert all("B were moved as whole blocks to tcp://" in text for text in said)
+
+
+@pytest.mark.parametrize("how", [worker_client, None])
+def test_within_a_task(bare, how):
+    def task():
+        if how is None:
+            y = lazy()
+            get_client()
+            return _has_plugin(task_module.current_worker()[0]), y.shape
+        with worker_client():
+            y = lazy()
+            return _has_plugin(task_module.current_worker()[0]), y.compute().shape
+
+    future = bare.submit(task, pure=False)
+    assert result_of(bare, future) == (True, SHAPE[::-1])
+    assert have_plugin(bare)
+
+
+def test_an_asynchronous_client_registers_meanwhile(bare):
+    async def main():
+        async with Client(bare.cluster.scheduler_address, asynchronous=True) as client:
+            y = lazy()
+            for _ in range(600):
+                if all((await client.run(_has_plugin)).values()):
+                    break
+                await asyncio.sleep(0.1)
+            assert all((await client.run(_has_plugin)).values())
+            np.testing.assert_array_equal(await client.compute(y), X.T)
+
+    asyncio.run(main())
+
+
+def test_no_warning_for_an_asynchronous_client_that_is_closed_meanwhile(monkeypatch):
+    class Gone:
+        status = "running"
+        scheduler = None
+
+    async def fail(scheduler):
+        raise OSError("Stream is closed")
+
+    monkeypatch.setattr(module, "ask", fail)
+    with pytest.warns(P2PWarning, match="Stream is closed"):
+        asyncio.run(module.register_later(Gone()))
+    closed = Gone()
+    closed.status = "closing"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(module.register_later(closed))
+
+
+def _lack_package(dask_worker):
+    """Make this process one where the package is not installed."""
+
+    class Nothing:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name.partition(".")[0] == "dask_p2p":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "dask_p2p"]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Nothing)
+
+
+def test_a_worker_without_the_package_is_named_and_not_lost(bare):
+    older = lazy()
+    precious = bare.scatter({"a": 1, "b": 2}, broadcast=True)
+    lacking, *_ = sorted(workers_of(bare))
+    bare.run(_lack_package, workers=[lacking])
+    try:
+        for _ in range(2):
+            with pytest.raises(RegistrationError, match=f"got worker {lacking}: .*No module named"):
+                dask_p2p.register(bare)
+        future = bare.compute(older, workers=[lacking], allow_other_workers=False)
+        with pytest.raises(RegistrationError, match=lacking):
+            result_of(bare, future)
+        bare.cancel(future)  # or it would be the same task that is asked for again
+        assert lacking in workers_of(bare)
+        assert bare.gather(precious) == {"a": 1, "b": 2}
+    finally:
+        del precious
+        bare.restart_workers([lacking])
+    dask_p2p.register(bare)
+    check(bare, lazy())
+
+
+def test_the_plugin_is_taken_off_while_tasks_wait(bare):
+    """They have references, which nobody can follow any more."""
+    x = bare.persist(da.from_array(X, chunks=(10, 12)))
+    wait(x)
+    gate = Event("gate", client=bare)
+    holding = [
+        bare.submit(lambda: Event("gate").wait(), pure=False, workers=[worker], priority=9)
+        for worker in workers_of(bare)
+    ]
+    dask_p2p.register(bare)
+    y = bare.compute(dask_p2p.transpose(x))
+    wait_until(lambda: sum(bare.run(_waiting).values()) >= 2, timeout_s=60)
+    bare.unregister_worker_plugin(PLUGIN_NAME)
+    gate.set()
+    np.testing.assert_array_equal(result_of(bare, y), X.T)
+    del holding
+
+
+def _waiting(dask_worker):
+    """Count the tasks with references that wait for a thread."""
+    return sum(
+        any(isinstance(item, task_module.BlockRef) for item in ts.run_spec.blocks.items)
+        for ts in dask_worker.state.tasks.values()
+        if ts.state == "ready" and isinstance(ts.run_spec, task_module.AssembleTask)
+    )
+
+
+OF_WORKER = (False, 64 * 2**20, 3.0)
+OF_CLIENT = {
+    "p2p.transports.ucx.allow-unencrypted": True,
+    "p2p.memory.staging-limit": "3 GiB",
+    "p2p.transports.directory.retain": "1 s",
+    "p2p.low-latency": True,
+}
+
+
+@contextmanager
+def worker_process(address, *args):
+    """A worker as a user starts it, with options of its own."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": import_path(),
+        "DASK_P2P__TRANSPORTS__UCX__ALLOW_UNENCRYPTED": "False",
+        "DASK_P2P__MEMORY__STAGING_LIMIT": "64 MiB",
+        "DASK_P2P__TRANSPORTS__DIRECTORY__RETAIN": "3 s",
+    }
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard"]
+    process = subprocess.Popen(
+        [*command, "--nthreads", "1", "--no-nanny", *args], env=env, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _own_options(dask_worker):
+    plugin = dask_worker.plugins[PLUGIN_NAME]
+    options = plugin.options
+    unencrypted = UcxOptions.of(options).allow_unencrypted
+    own = unencrypted, options.staging_limit_bytes, DirectoryOptions.of(options).retain_s
+    budgets = {
+        transport.packed.limit_bytes for transport in plugin.context.router.transports.values()
+    }
+    return own, id(plugin), budgets, sys.getswitchinterval()
+
+
+def test_workers_keep_their_own_options():
+    with (
+        LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        worker_process(cluster.scheduler_address, "--preload", "dask_p2p.preload"),
+    ):
+        client.wait_for_workers(1, timeout=60)
+        wait_until(lambda: have_plugin(client), timeout_s=60)
+        (before,) = client.run(_own_options).values()
+        with worker_process(cluster.scheduler_address), dask.config.set(OF_CLIENT):
+            client.wait_for_workers(2, timeout=60)
+            dask_p2p.register(client)
+            check(client, lazy())
+            after = client.run(_own_options).values()
+            assert before in after, "the plugin that was there is there"
+            for own, _, budgets, switch_s in after:
+                assert own == OF_WORKER
+                assert budgets == {64 * 2**20}
+                assert switch_s == 0.005
+
+
+def test_a_scheduler_that_refuses_is_an_error():
+    class Scheduler:
+        async def register_scheduler_plugin(self, **request):
+            pass
+
+        async def p2p_register(self):
+            return {"status": "error", "message": "OSError: too many open files"}
+
+    with pytest.raises(RegistrationError, match="too many open files"):
+        asyncio.run(module.ask(Scheduler()))

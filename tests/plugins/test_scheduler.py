@@ -1,0 +1,123 @@
+"""The scheduler plugin, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.monitoring.records import Record, packed, unpacked
+from dask_p2p.plugins import scheduler as module
+from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
+
+OK = {"status": "OK", "result": None}
+
+
+class Scheduler:
+    """What the plugin needs of Dask's: workers answer what they are told to, then no more."""
+
+    def __init__(self, **answers):
+        self.records = {}  # what a worker answers who is asked for them
+        self.answers = {worker: list(those) for worker, those in answers.items()}
+        self.workers = dict.fromkeys(answers)
+        self.plugins, self.handlers, self.worker_plugins = {}, {}, {}
+
+    def _add_to_processing(self, ts, ws, stimulus_id):
+        pass
+
+    is_rootish = decide_worker_non_rootish = _add_to_processing
+
+    def rpc(self, worker):
+        async def run(**request):
+            if not self.answers[worker]:
+                await asyncio.Event().wait()
+            answer = self.answers[worker].pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        async def p2p_records(since):
+            answer = self.records[worker]
+            if isinstance(answer, Exception):
+                raise answer
+            if isinstance(answer, dict):
+                return answer
+            if answer == "still":
+                await asyncio.Event().wait()
+            nothing = packed([])
+            return answer and {
+                "first": since,
+                "records": packed(answer[since:]),
+                "under_way": nothing,
+            }
+
+        return SimpleNamespace(run=run, p2p_records=p2p_records)
+
+    async def broadcast(self, **request):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+
+
+def registered(scheduler):
+    async def main():
+        plugin = P2PSchedulerPlugin()
+        await plugin.start(scheduler)
+        answer = await scheduler.handlers["p2p_register"]()
+        again = await plugin.register()
+        await plugin.close()
+        return answer, again
+
+    return asyncio.run(main())
+
+
+def test_workers_that_cannot_be_reached_are_tried_again():
+    scheduler = Scheduler(a=[OSError("not now"), OSError("nor now"), OK, OK])
+    assert registered(scheduler)[0] == {"status": "ok", "failed": {}, "silent": [], "workers": 1}
+    assert PLUGIN_NAME in scheduler.worker_plugins, "who joins later has it too"
+
+
+def test_workers_that_do_not_answer_are_named():
+    answer, again = registered(Scheduler(a=[OK, OK], still=[]))
+    assert answer == again == {"status": "ok", "failed": {}, "silent": ["still"], "workers": 2}
+
+
+def test_workers_that_cannot_take_part_are_named_until_they_can():
+    error = {"status": "error", "exception_text": "ConfigError('option ...')"}
+    answer, again = registered(Scheduler(a=[OK, OK], b=[error, OK]))
+    assert answer["failed"] == {"b": "ConfigError('option ...')"}
+    assert again["failed"] == {}
+
+
+def test_records_are_fetched_once_and_outlive_their_worker():
+    scheduler = Scheduler(good=[OK], still=[OK], left=[OK], plain=[OK], refuses=[OK])
+    noted = [Record((name, 0), float(i), i + 1.0, worker="good") for i, name in enumerate("xyz")]
+    scheduler.records = {"good": noted[:2], "still": "still", "left": OSError(), "plain": None}
+    scheduler.records["refuses"] = {"status": "error", "message": "since: expected an integer"}
+
+    async def main():
+        plugin = scheduler.plugins[PLUGIN_NAME] = P2PSchedulerPlugin()
+        await plugin.start(scheduler)
+        await plugin.register()
+        del scheduler.workers["left"]
+        answers = [await plugin.records()]
+        scheduler.records["good"] = noted
+        answers += await asyncio.gather(plugin.records(), plugin.records())
+        plugin.remove_worker(scheduler, "good")
+        answers += [await plugin.records(n=n) for n in (1, 9)]
+        assert plugin.ready()
+        del scheduler.plugins[PLUGIN_NAME]
+        assert plugin.ready() == [], "an open page asks nobody any more"
+        await plugin.close()
+        return answers
+
+    answers = asyncio.run(main())
+    assert {tuple(answer["silent"]) for answer in answers} == {("still", "refuses")}
+    got = [unpacked(answer["records"]) for answer in answers]
+    assert got == [noted[:2], noted, noted, noted[2:], noted[::-1]]

@@ -1,0 +1,133 @@
+"""The rewritten message under Dask's own validation of all its state machines."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import warnings
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from tests.support import in_process
+
+VALIDATE = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
+
+
+def cluster(test):
+    """Run a coroutine function on a client, a scheduler and four workers of this process."""
+
+    @functools.wraps(test)
+    def run():
+        async def main():
+            async with in_process(4, protocol="tcp://") as (made, client):
+                workers = list(made.workers.values())
+                assert made.scheduler.validate
+                assert all(worker.state.validate for worker in workers)
+                await asyncio.wait_for(test(client, made.scheduler, *workers), 60)
+                made.scheduler.validate_state()
+                for worker in made.workers.values():
+                    worker.state.validate_state()
+
+        with dask.config.set(VALIDATE):
+            asyncio.run(main())
+
+    del run.__wrapped__  # pytest would take its parameters for fixtures
+    return run
+
+
+def indexed(shape):
+    return np.arange(int(np.prod(shape)), dtype=float).reshape(shape)
+
+
+def source(shape, chunks):
+    return da.fromfunction(lambda i, j: i * shape[1] + j, shape=shape, chunks=chunks, dtype=float)
+
+
+@cluster
+async def test_a_transpose(c, s, *workers):
+    await dask_p2p.register(c)
+    x = c.persist(source((40, 30), (5, 30)))
+    await wait(x)
+    y = c.persist(dask_p2p.transpose(x))
+    np.testing.assert_array_equal(await c.compute(y), indexed((40, 30)).T)
+    # What a reader did not hold it was not given: nobody has more replicas than before.
+    assert all(len(ts.who_has) == 1 for key, ts in s.tasks.items() if key[0] == x.name)
+    assert sum(len(w.plugins[PLUGIN_NAME].context.records) for w in workers) == 8
+
+
+@cluster
+async def test_cancelled_and_wanted_again(c, s, *workers):
+    await dask_p2p.register(c)
+    x = c.persist(source((400, 300), (50, 300)))
+    await wait(x)
+    for pause_s in (0.0, 0.001, 0.005, 0.01, 0.02):
+        y = c.persist(dask_p2p.transpose(x))
+        await asyncio.sleep(pause_s)
+        await c.cancel(y)
+        y = c.persist(dask_p2p.transpose(x))
+        np.testing.assert_array_equal(await c.compute(y), indexed((400, 300)).T)
+        del y
+
+
+@cluster
+async def test_inputs_released_as_soon_as_the_last_reader_is_done(c, s, *workers):
+    await dask_p2p.register(c)
+    y = c.persist(dask_p2p.transpose(source((40, 30), (10, 30))))
+    await wait(y)
+    while any("p2p" not in str(key) for w in workers for key in w.data):
+        await asyncio.sleep(0.01)
+    np.testing.assert_array_equal(await c.compute(y), indexed((40, 30)).T)
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_a_worker_leaves_in_the_middle(graceful):
+    @cluster
+    async def run(c, s, *workers):
+        await dask_p2p.register(c)
+        x = c.persist(source((800, 600), (50, 600)))
+        await wait(x)
+        y = c.persist(dask_p2p.transpose(x))
+        await asyncio.sleep(0.01)
+        if graceful:
+            await c.retire_workers([workers[0].address])
+        else:
+            await workers[0].close(nanny=False)
+        np.testing.assert_array_equal(await c.compute(y), indexed((800, 600)).T)
+
+    run()
+
+
+@cluster
+async def test_blocks_that_move_between_assignment_and_pull(c, s, *workers):
+    await dask_p2p.register(c)
+    x = c.persist(source((400, 300), (25, 300)))
+    await wait(x)
+    for _ in range(3):
+        y = c.persist(dask_p2p.transpose(x))
+        await c.rebalance()
+        await c.replicate(x, n=2)
+        np.testing.assert_array_equal(await c.compute(y), indexed((400, 300)).T)
+        del y
+
+
+@cluster
+async def test_the_plugin_goes_while_tasks_run(c, s, *workers):
+    await dask_p2p.register(c)
+    x = c.persist(source((400, 300), (25, 300)))
+    await wait(x)
+    y = c.persist(dask_p2p.transpose(x))
+    await c.unregister_worker_plugin(PLUGIN_NAME)
+    for worker in workers:
+        assert PLUGIN_NAME not in worker.plugins
+        assert "p2p_comm_read" not in worker.handlers
+    y2 = c.persist(dask_p2p.transpose(x + 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        np.testing.assert_array_equal(await c.compute(y2), indexed((400, 300)).T + 1)
+    del y

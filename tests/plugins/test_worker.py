@@ -1,0 +1,146 @@
+"""The plugin on one worker: the message that it rewrites, and what it takes off again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.config import options
+from dask_p2p.engine.assembly import OutputSpec
+from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks
+from dask_p2p.plans import redistribution
+from dask_p2p.plugins.worker import P2PPlugin, by_reference
+from dask_p2p.transports.router import BlockRef
+from tests.support import in_process
+
+
+class FakeTask:
+    def with_references(self, references):
+        return references
+
+
+def message(who_has):
+    return {
+        "who_has": who_has,
+        "nbytes": dict.fromkeys(who_has, 8),
+        "run_spec": FakeTask(),
+        "key": 1,
+    }
+
+
+def test_by_reference_replaces_what_is_elsewhere():
+    sent = message({"here": ("a", "b"), "there": ("b", "a", "c"), "only": ("c",)})
+    got = by_reference(sent, {"here"}.__contains__, "a")
+    assert got["who_has"] == {"here": ("a", "b")}
+    assert got["nbytes"] == {"here": 8}
+    assert got["run_spec"] == {
+        "there": BlockRef("there", ("b", "c")),
+        "only": BlockRef("only", ("c",)),
+    }
+    assert sent["nbytes"] == {"here": 8, "there": 8, "only": 8}  # not changed in place
+
+
+def test_by_reference_leaves_alone_what_it_cannot_replace():
+    sent = message({"here": ("a",), "said-to-be-here": ("a",), "nowhere": ()})
+    assert by_reference(sent, {"here"}.__contains__, "a") is sent
+
+
+def test_holders_that_a_message_names_are_in_the_cluster():
+    """Again perhaps: a new worker may have the address of one that left."""
+    plan = redistribution(((2, 2), (4,)), (1, 0), ((4,), (4,)))
+    output = OutputSpec(("x",), np.dtype("f8"), "numpy", options())
+    keys = [("x", 0, 0), ("x", 1, 0)]
+    back, sent = [], []
+
+    async def main():
+        async with in_process(1) as (cluster, _):
+            (worker,) = cluster.workers.values()
+            worker.stream_handlers["compute-task"] = lambda **message: sent.append(message)
+            await worker.plugin_add(P2PPlugin(), catch_errors=False)
+            worker.plugins[PLUGIN_NAME].context.on_workers_named = back.extend
+            worker.data[keys[0]] = np.ones((2, 4))
+            here = worker.address
+            worker.stream_handlers["compute-task"](
+                run_spec=AssembleTask.of("y", plan, (0, 0), output, Blocks(*keys)),
+                who_has={keys[0]: [here, "b"], keys[1]: ["b", "c"]},
+                nbytes=dict.fromkeys(keys, 64),
+            )
+            return here
+
+    here = asyncio.run(main())
+    assert set(back) == {here, "b", "c"}
+    assert [message["who_has"] for message in sent] == [{keys[0]: [here, "b"]}]
+    assert sent[0]["run_spec"].dependencies == {keys[0]}, "the other is given as a reference"
+
+
+def test_an_error_of_the_plugin_keeps_nothing_from_dask():
+    """Neither that a worker left, nor the rest of the plugin's end."""
+
+    async def main():
+        async with in_process(1) as (cluster, client):
+            (worker,) = cluster.workers.values()
+            told = []
+            worker.stream_handlers["remove-worker"] = lambda **message: told.append(message)
+            await dask_p2p.register(client)
+            context = worker.plugins[PLUGIN_NAME].context
+
+            def fail(*args):
+                raise RuntimeError("trouble")
+
+            async def fail_to_close():
+                fail()
+
+            context.router.on_worker_left = fail
+            message = {"worker": "tcp://gone", "stimulus_id": "test"}
+            with pytest.raises(RuntimeError, match="trouble"):
+                worker.stream_handlers["remove-worker"](**message)
+            assert told == [message]
+            with pytest.raises(ConnectionAbortedError, match="left the cluster"):
+                await context.call("tcp://gone", "identity")
+            transports = context.router.transports
+            closed = [transport for transport in transports.values() if transport.name != "ucx"]
+            transports["ucx"].close = fail_to_close
+            reply = await worker.plugin_remove(name=PLUGIN_NAME)
+            assert reply["exception_text"] == "RuntimeError('trouble')"
+            assert all(transport.is_closed for transport in closed)
+            with pytest.raises(RuntimeError, match="after shutdown"):
+                await context.offload(int)
+            assert not [op for op in worker.handlers if op.startswith("p2p_")]
+
+    asyncio.run(main())
+
+
+def test_heartbeats_go_on_while_the_plugin_comes_and_goes():
+    """On GPU workers some of Dask's own metrics take a while."""
+
+    async def main():
+        async with in_process(1) as (cluster, _):
+            (worker,) = cluster.workers.values()
+            changed = asyncio.Event()
+
+            async def slow(worker):
+                await changed.wait()
+                return 1
+
+            worker.metrics = {"slow": slow, "last": lambda worker: 2}
+
+            async def beat():
+                changed.clear()
+                metrics = asyncio.ensure_future(worker.get_metrics())
+                await asyncio.sleep(0)  # now it waits for the slow one
+                return metrics
+
+            metrics = await beat()
+            await worker.plugin_add(P2PPlugin(), catch_errors=False)
+            changed.set()
+            assert (await metrics)["last"] == 2
+            metrics = await beat()
+            await worker.plugin_remove(name=PLUGIN_NAME)
+            changed.set()
+            assert (await metrics)["last"] == 2
+            assert [*worker.metrics] == ["slow", "last"]
+
+    asyncio.run(main())

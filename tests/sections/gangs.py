@@ -1,0 +1,39 @@
+"""Gangs whose members are threads here, with real links between them."""
+
+from __future__ import annotations
+
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+from dask_p2p.sections import Context
+from dask_p2p.sections.endpoint import Reach
+from dask_p2p.sections.links import Links, Peer
+
+BOUND_S = 20
+
+
+def run_gang(members, function, **kwargs):
+    """Call a function of a context on each member; return the results, or raise what one raised."""
+    links = [Links(Reach()) for _ in range(members.size)]
+    peers = [Peer("worker", f"{rank:032}", each.endpoint) for rank, each in enumerate(links)]
+    contexts = []
+    for rank, each in enumerate(links):
+        each.start(rank, peers)
+        contexts.append(Context(members, rank, each if members.size > 1 else None, **kwargs))
+
+    def run(ctx):
+        result = function(ctx)
+        ctx._gather("nothing more", b"")  # as members do
+        return result
+
+    with ThreadPoolExecutor(members.size) as threads:
+        futures = [threads.submit(run, ctx) for ctx in contexts]
+        done, _ = wait(futures, BOUND_S, FIRST_EXCEPTION)
+        first = next((each.exception() for each in done if each.exception()), None)
+        for each in links:
+            each.wake()  # ends those that wait, as the scheduler does
+        wait(futures, BOUND_S)
+    for each in links:
+        each.close()
+    if first is not None:
+        raise first
+    return [future.result() for future in futures]

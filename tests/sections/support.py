@@ -1,0 +1,44 @@
+"""What is left of gangs on a cluster."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+from dask_p2p.sections.scheduler import SectionsSchedulerPlugin
+from dask_p2p.sections.worker import SectionsPlugin
+
+BOUND_S = 60.0
+
+
+def _of_scheduler(dask_scheduler):
+    plugin = dask_scheduler.plugins.get(SectionsSchedulerPlugin.name)
+    gangs = list(plugin._coordinator._gangs) if plugin else []
+    return gangs + [str(key) for key in dask_scheduler.tasks if "p2p-spmd" in str(key)]
+
+
+def _of_worker(dask_worker):
+    import sys
+
+    plugin = dask_worker.plugins.get(SectionsPlugin.name)
+    members = [member.rank for member in plugin._members.values()] if plugin else []
+    members += plugin.saved.gangs if plugin else []
+    stacks = sys._current_frames().values()
+    functions = []
+    for frame in stacks:
+        while frame is not None:
+            functions.append(frame.f_code.co_name)
+            frame = frame.f_back
+    return members + [name for name in functions if name == "run_member"]
+
+
+def nothing_is_left(client):
+    """Wait until nothing of any gang is left: no task, no state, no thread."""
+    deadline_s = time.monotonic() + BOUND_S
+    while True:
+        gc.collect()  # a client keeps futures whose error was raised: a cycle with its traceback
+        scheduler, workers = client.run_on_scheduler(_of_scheduler), client.run(_of_worker)
+        if not scheduler and not any(workers.values()):
+            return
+        assert time.monotonic() < deadline_s, (scheduler, workers)
+        time.sleep(0.05)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import InputError
+from dask_p2p.plans.members import Members
+from dask_p2p.sections import Context
+
+
+@pytest.fixture
+def alone():
+    return Context(Members.at_most(((3,),), 1))
+
+
+def test_a_member_alone_exchanges_with_nobody(alone):
+    alone.barrier()
+    assert alone.allreduce(3) == 3
+    assert alone.allgather([1, 2]).tolist() == [[1, 2]]
+    value = np.ones(2)
+    found = alone.broadcast(value)
+    found += 1
+    assert value.tolist() == [1, 1], "the caller's own is not changed"
+
+
+def test_what_cannot_be_exchanged_is_refused(alone):
+    with pytest.raises(InputError, match="op: expected one of sum, prod, min, max, got 'mean'"):
+        alone.allreduce(3, "mean")
+    with pytest.raises(InputError, match="value: expected numbers, got dict"):
+        alone.allreduce({})
+    with pytest.raises(InputError, match="value: expected numbers, got str"):
+        alone.allgather("text")
+    with pytest.raises(InputError, match="root: expected a rank below 1, got 1"):
+        alone.broadcast(3, root=1)

@@ -1,0 +1,242 @@
+"""What may happen to gangs besides a worker that dies, on workers with one thread each."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from functools import partial
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+from dask_p2p import iterate, spmd
+from dask_p2p.sections.scheduler import SectionsSchedulerPlugin
+from dask_p2p.sections.worker import SectionsPlugin
+from tests.sections.support import nothing_is_left
+from tests.support import result_of
+from tests.transports.loopback import wait_until
+
+X = np.arange(96.0).reshape(8, 12)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster):
+    with Client(cluster) as client:
+        yield client
+
+
+def array():
+    return da.from_array(X, chunks=(2, 12))
+
+
+def stepping(ctx, x, steps=20, path=None, shift=0.0):
+    for step in ctx.steps(steps, save=[x], every=5):
+        x += ctx.allreduce(x.sum()) / 1e6 + shift
+        time.sleep(0.02)
+        if path is not None and step == 3:
+            path.touch()
+    return x
+
+
+def stepped(x=X, shift=0.0, steps=20):
+    x = x.copy()
+    for _ in range(steps):
+        x += sum(x[i : i + 2].sum() for i in range(0, 8, 2)) / 1e6 + shift
+    return x
+
+
+def test_two_gangs_at_once(client):
+    """Each of four members on two workers with a thread each, beside other tasks."""
+    both = [spmd(stepping, array(), members=4, shift=shift) for shift in (0.25, 0.5)]
+    others = client.map(lambda i: i + 1, range(20))
+    for y, shift in zip(dask.compute(*both), (0.25, 0.5), strict=True):
+        assert np.array_equal(y, stepped(shift=shift))
+    assert client.gather(others) == [*range(1, 21)]
+    del others
+    nothing_is_left(client)
+
+
+def test_cancels_at_any_time(client):
+    pauses = np.random.default_rng(0).uniform(0, 0.4, 12)
+    for number, pause_s in enumerate(pauses):
+        y = spmd(stepping, array(), members=4, shift=number / 8).persist()
+        time.sleep(pause_s)
+        client.cancel(y)
+    nothing_is_left(client)
+    y = spmd(stepping, array(), members=4)
+    assert np.array_equal(y.compute(), stepped())
+
+
+def test_a_worker_that_leaves_and_one_that_comes(client, cluster, tmp_path):
+    future = client.compute(spmd(stepping, array(), members=4, steps=60, path=tmp_path / "runs"))
+    wait_until((tmp_path / "runs").exists)
+    leaving = next(iter(client.nthreads()))
+    client.retire_workers([leaving])
+    cluster.scale(3)  # it still counts the one that leaves
+    assert np.array_equal(result_of(client, future), stepped(steps=60))
+    del future
+    client.wait_for_workers(2)
+    nothing_is_left(client)
+
+
+def test_a_restart(client, tmp_path):
+    y = spmd(stepping, array(), members=4, steps=1000, path=tmp_path / "runs").persist()
+    wait_until((tmp_path / "runs").exists)
+    client.restart()
+    del y
+    nothing_is_left(client)
+    assert np.array_equal(spmd(stepping, array(), members=4).compute(), stepped())
+
+
+def test_sections_leave_no_descriptor(client):
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    def smooth(u, out, shift):
+        out[:] = (u[:-2] + u[2:]) / 2 + shift
+
+    x = da.arange(12, chunks=3, dtype=float)
+    before = None
+    for shift in range(15):
+        iterate(smooth, x, 1, 3, members=4, shift=shift, checkpoint_every=1).compute()
+        if shift == 4:
+            before = client.run(descriptors)
+    nothing_is_left(client)
+    after = client.run(descriptors)
+    assert all(after[worker] <= count + 3 for worker, count in before.items()), (before, after)
+
+
+@pytest.fixture
+def running(client, tmp_path):
+    """A gang that runs: the future of what it makes, a worker, and its process."""
+    client.wait_for_workers(2, timeout=60)
+    path = tmp_path / "runs"
+    future = client.compute(spmd(stepping, array(), members=4, steps=60, path=path))
+    wait_until(path.exists)
+    pids = client.run(os.getpid)
+    victim = min(pids)
+    yield future, victim, pids[victim]
+    assert np.array_equal(result_of(client, future), stepped(steps=60))
+    future.release()
+    nothing_is_left(client)
+
+
+def test_a_worker_that_stands_still_for_a_while(client, running):
+    _, _, pid = running
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_a_worker_that_stands_still_for_good(client, running):
+    """Dask takes it off after `distributed.scheduler.worker-ttl`."""
+
+    async def take_off(dask_scheduler):
+        await dask_scheduler.remove_worker(victim, stimulus_id="test", close=False)
+
+    future, victim, pid = running
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        client.run_on_scheduler(take_off)
+        assert np.array_equal(result_of(client, future), stepped(steps=60))
+    finally:
+        os.kill(pid, signal.SIGKILL)  # the nanny starts another one
+
+
+@pytest.mark.parametrize("plugin", [SectionsPlugin, SectionsSchedulerPlugin])
+def test_a_plugin_that_is_taken_off(client, running, plugin):
+    async def from_worker(dask_worker):
+        await dask_worker.plugin_remove(plugin.name)
+
+    if plugin is SectionsPlugin:
+        client.run(from_worker)
+    else:
+        client.unregister_scheduler_plugin(plugin.name)
+
+
+def test_workers_that_are_paused(client, running):
+    """They begin no task, but their members go on."""
+    future, victim, _ = running
+
+    def set_fraction(fraction, dask_worker):
+        before = dask_worker.memory_manager.memory_pause_fraction
+        dask_worker.memory_manager.memory_pause_fraction = fraction
+        return before
+
+    def paused(dask_scheduler):
+        return len(dask_scheduler.workers) - len(dask_scheduler.running)
+
+    before = client.run(partial(set_fraction, 1e-9), workers=[victim])[victim]
+    wait_until(lambda: client.run_on_scheduler(paused) == 1)
+    result_of(client, future)
+    assert client.run_on_scheduler(paused) == 1
+    client.run(partial(set_fraction, before), workers=[victim])
+    wait_until(lambda: client.run_on_scheduler(paused) == 0)
+
+
+def test_a_client_that_dies(client, cluster, tmp_path):
+    process = multiprocessing.get_context("forkserver").Process(
+        target=as_client, args=(cluster.scheduler_address, tmp_path / "runs")
+    )
+    process.start()
+    wait_until((tmp_path / "runs").exists)
+    process.kill()
+    process.join()
+    nothing_is_left(client)
+
+
+def as_client(address, path):
+    with Client(address):
+        spmd(stepping, array(), members=4, steps=10_000, path=path).compute()
+
+
+def test_a_cancel_during_a_checkpoint(client, tmp_path):
+    y = spmd(checkpointing, array(), members=4, folder=tmp_path).persist()
+    wait_until(lambda: (tmp_path / "copying").exists())
+    client.cancel(y)
+    del y
+    time.sleep(0.1)
+    (tmp_path / "cancelled").touch()
+    nothing_is_left(client)
+
+
+class Slow(np.ndarray):
+    """Is copied for a checkpoint after others have their copies, and after the cancel."""
+
+    def __array_function__(self, *args):
+        (self.folder / "copying").touch()
+        wait_until((self.folder / "cancelled").exists)
+
+
+def checkpointing(ctx, x, folder):
+    ctx.checkpoint(1, x)
+    if ctx.rank == 1:
+        x = x.view(Slow)
+        x.folder = folder
+    ctx.checkpoint(2, x)
+    return x
+
+
+def test_a_function_that_keeps_the_lock(client):
+    """Python's: its worker does not answer meanwhile."""
+
+    def keeping(ctx, x):
+        ctx.barrier()
+        if ctx.rank == 1:
+            ctypes.PyDLL(None).usleep(1_500_000)
+        return x + ctx.allreduce(1.0)
+
+    assert np.array_equal(spmd(keeping, array(), members=4).compute(), X + 4)
+    nothing_is_left(client)

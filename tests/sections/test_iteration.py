@@ -1,0 +1,120 @@
+"""Functions of users that do not do what they are asked for; and what members keep from them."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import iterate, spmd
+from dask_p2p.errors import BlockMismatchError, UnsupportedArrayError
+
+X = np.arange(24.0).reshape(6, 4)
+
+
+def array(x=X):
+    return da.from_array(x, chunks=(3, 2))
+
+
+def computed(y):
+    return y.compute(scheduler="sync")
+
+
+def forgets(u, out):
+    return u + 1
+
+
+def misses_an_edge(u, out):
+    out[1:] = u[1:] + 1
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f4", "i4", "u8", "c8", "M8[s]"])
+@pytest.mark.parametrize(("function", "left"), [(forgets, 24), (misses_an_edge, 4)])
+def test_what_is_not_filled_is_named(function, left, dtype):
+    y = iterate(function, array(X.astype(dtype)), 0, 3, members=1)
+    with pytest.raises(BlockMismatchError, match=f"but it left {left} of 24 elements as they"):
+        computed(y)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "?", "f2", "U3", [("a", "f8")]])
+def test_small_elements_are_not_looked_at(dtype):
+    def copied(u, out):
+        out[:] = u
+
+    x = np.zeros((6, 4), dtype)
+    assert np.array_equal(computed(iterate(copied, array(x), 0, 2, members=1)), x)
+    every = np.frombuffer(bytes(range(256)), "u1").reshape(16, 16)
+    y = iterate(copied, da.from_array(every, chunks=8), 0, 2, members=1)
+    assert np.array_equal(computed(y), every)
+
+
+def test_ufuncs_fill_and_return_out():
+    y = iterate(lambda u, out: np.negative(u, out=out), array(), 0, 3, members=1)
+    assert np.array_equal(computed(y), -X)
+
+
+@pytest.mark.parametrize(
+    "made", [None, (), [1, 2], 3.0, np.ma.masked_less(X, 3)], ids=lambda made: type(made).__name__
+)
+def test_what_is_no_array(made):
+    with pytest.raises(BlockMismatchError, match=f"from the function, got {type(made).__name__}"):
+        computed(iterate(lambda u: made, array(), 0, 1, members=1))
+    with pytest.raises(BlockMismatchError, match=f"got .*{type(made).__name__}|got .*"):
+        computed(spmd(lambda ctx, x: made, array(), members=1))
+    with pytest.raises(BlockMismatchError, match="expected 2 arrays"):
+        computed(spmd(lambda ctx, x: made, array(), outputs=2, members=1)[0])
+
+
+def test_numbers_that_until_waits_for():
+    def filled(u, out):
+        out[:] = u
+
+    for function in (filled, lambda u: u):
+        y = iterate(function, array(), 0, 3, until=lambda size: size < 1, members=1)
+        with pytest.raises(BlockMismatchError, match="expected numbers for until="):
+            computed(y)
+
+
+def test_not_a_number_does_not_stop_it():
+    def nan(u, out):
+        out[:] = u + 1
+        return np.nan
+
+    y = iterate(nan, array(), 0, 5, until=lambda size: size < 1, members=1)
+    assert np.array_equal(computed(y), X + 5)
+
+
+def test_constants_are_the_functions_own():
+    """It would change what its caller has, and what it is given when it runs again."""
+    weight, bias = np.zeros(1), array() * 0
+
+    def counts(u, weight, bias, out):
+        weight += 1
+        bias += 1
+        out[:] = u + weight + bias
+
+    y = iterate(counts, array(), 0, 3, constants=(weight, bias), members=1)
+    for _ in range(2):
+        assert np.array_equal(computed(y), X + 12)
+    assert weight == 0
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        (lambda x: np.ma.masked_less(x, 3), UnsupportedArrayError),
+        (lambda x: x[:1, :1], BlockMismatchError),
+        (lambda x: x.astype("f4"), BlockMismatchError),
+    ],
+    ids=["masked", "of one element", "of another dtype"],
+)
+def test_blocks_that_are_not_what_their_array_says(block, error):
+    """A mask would be lost, one element be repeated."""
+    x = array().map_blocks(block, dtype=float, meta=np.empty((0, 0)))
+    for y in (
+        iterate(lambda u: u, x, 0, 1, members=1),
+        iterate(lambda u, c: u, array(), 0, 1, constants=(x,), members=1),
+        spmd(lambda ctx, u: u, x, members=1),
+    ):
+        with pytest.raises(error):
+            computed(y)

@@ -1,0 +1,213 @@
+"""Workers that are killed in the middle of a gang, at Dask's default settings, with nannies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from threading import Timer
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, wait
+
+from dask_p2p import iterate, spmd
+from tests.sections.support import nothing_is_left
+from tests.support import result_of
+from tests.transports.loopback import wait_until
+
+X = np.arange(96.0).reshape(8, 12)
+BOUND_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=2, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def three_workers(client):
+    """Wait for the workers. A nanny may fail to bring its own back on a busy machine."""
+    try:
+        client.wait_for_workers(3, timeout=30)
+    except TimeoutError:
+        client.cluster.scale(len(client.cluster.workers) + 1)
+        client.wait_for_workers(3, timeout=BOUND_S)
+
+
+def stepping(ctx, x, steps, folder, kill):
+    """Kills its own worker once, at a step."""
+    for step in range(steps):
+        total = ctx.allreduce(x.sum())
+        x += total / (step + 1e6)
+        time.sleep(0.02)
+        if (ctx.rank, step) == kill and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+@pytest.mark.parametrize("kill", [(0, 0), (1, 10), (3, 19)])
+def test_a_killed_worker_brings_all_members_again(client, tmp_path, kill):
+    x = da.from_array(X, chunks=(2, 12)) + 0.5
+    folders = [tmp_path / name for name in ("undisturbed", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "killed").touch()
+    undisturbed, disturbed = (
+        client.compute(spmd(stepping, x, members=4, steps=20, folder=folder, kill=kill))
+        for folder in folders
+    )
+    values = result_of(client, undisturbed)
+    began_s = time.monotonic()
+    assert np.array_equal(result_of(client, disturbed), values), "the same bits"
+    assert time.monotonic() - began_s < BOUND_S
+    assert (folders[1] / "killed").exists()
+    del undisturbed, disturbed
+    nothing_is_left(client)
+
+
+def test_an_output_that_is_lost_is_made_again(client):
+    """All members run again for one block."""
+
+    def running(ctx, x):
+        return x + ctx.allreduce(1.0)
+
+    y = client.persist(spmd(running, da.from_array(X, chunks=(1, 12)), members=3))
+    wait(y)
+    for _ in range(2):
+        holders = client.who_has(y)
+        victim = next(iter(holders.values()))[0]
+        client.run(os._exit, 1, workers=[victim], on_error="ignore")
+        assert np.array_equal(result_of(client, client.compute(y)), X + 3)
+    del y
+    nothing_is_left(client)
+
+
+def test_a_worker_dies_when_only_some_blocks_are_handed_out(client, tmp_path):
+    """Between commit and hand-out: outputs of some members are in memory, others are gone."""
+
+    def dying(ctx, x, path):
+        total = ctx.allreduce(1.0)
+        if ctx.rank == 1 and not path.exists():
+            path.touch()
+            Timer(0.3, os._exit, [1]).start()  # about when it commits
+            time.sleep(0.25)
+        return x + total
+
+    x = da.from_array(X, chunks=(1, 12))
+    y = spmd(dying, x, members=3, path=tmp_path / "died").map_blocks(slow, dtype=x.dtype)
+    assert np.array_equal(result_of(client, client.compute(y)), X + 3)
+    nothing_is_left(client)
+
+
+def slow(block):
+    time.sleep(0.1)
+    return block
+
+
+class DiesWhenCopied(np.ndarray):
+    """Kills its process as soon as it is copied for a checkpoint."""
+
+    def __array_function__(self, *args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stepping_on(ctx, x, folder, kill, where="in a step"):
+    """Notes its steps, and kills workers once: those of some ranks, or two, in a step."""
+    ranks, at = kill
+    earlier = any(folder.glob("* was killed"))  # all look before anyone gets as far as `at`
+    if ranks == "two workers":
+        workers = ctx.allgather(os.getpid())
+        ranks = [*{pid: rank for rank, pid in enumerate(workers)}.values()][:2]
+    for step in ctx.steps(20, [x], every=5):
+        note(folder / f"{ctx.rank}.log", step)
+        x += ctx.allreduce(x.sum()) / (step + 1e6)
+        if step == at and ctx.rank in ranks and not earlier:
+            (folder / f"{ctx.rank} was killed").touch()
+            wait_until(lambda: all((folder / f"{r} was killed").exists() for r in ranks))
+            if where == "in a step":
+                os.kill(os.getpid(), signal.SIGKILL)
+            ctx.checkpoint(step + 1, x.view(DiesWhenCopied))
+    return x
+
+
+def note(path, step):
+    with open(path, "a") as file:
+        file.write(f"{step}\n")
+
+
+def attempts(folder):
+    """The steps that each member made, by attempt."""
+    found = []
+    for path in sorted(folder.glob("*.log")):
+        steps = [*map(int, path.read_text().split())]
+        starts = [i for i, step in enumerate(steps) if not i or step != steps[i - 1] + 1]
+        found.append([steps[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kill", "where", "resumed"),
+    [
+        (([1], 17), "in a step", 15),
+        (([0], 2), "in a step", 0),  # there is no state yet
+        (([2], 14), "in a checkpoint", 10),  # of which there are some states only
+        (("two workers", 17), "in a step", 0),  # with both states of some member
+    ],
+)
+def test_members_go_on_from_the_last_checkpoint(client, tmp_path, kill, where, resumed):
+    three_workers(client)
+    x = da.from_array(X, chunks=(2, 12)) + 0.5
+    wanted = X + 0.5
+    for step in range(20):
+        # In the order in which the members add.
+        wanted = wanted + sum(wanted[i : i + 2].sum() for i in range(0, 8, 2)) / (step + 1e6)
+    y = spmd(stepping_on, x, folder=tmp_path, kill=kill, where=where, members=4)
+    future = client.compute(y)
+    assert np.array_equal(result_of(client, future), wanted), "the same bits"
+    for of_member in attempts(tmp_path):
+        assert of_member[-1] == [*range(resumed, 20)]
+        assert len(of_member) > 1
+    del future
+    nothing_is_left(client)
+
+
+def decaying(u, before, place, out, folder):
+    """A stencil in the real part, that counts its steps in the imaginary one."""
+    step = int(u.imag[1])
+    out.real = u.real[1:-1] + 0.1 * (u.real[2:] - 2 * u.real[1:-1] + u.real[:-2])
+    out.imag = step + 1
+    note(folder / f"{place[0]}.log", step)
+    time.sleep(0.002)
+    if step == 35 and place[0] == 3 and not (folder / "killed").exists():
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_stencil_goes_on_from_the_last_checkpoint(client, tmp_path):
+    three_workers(client)
+    x = np.random.default_rng(0).normal(size=12)
+    wanted = x
+    for _ in range(50):
+        u = np.pad(wanted, 1, "wrap")
+        wanted = u[1:-1] + 0.1 * (u[2:] - 2 * u[1:-1] + u[:-2])
+    y, before = iterate(
+        partial(decaying, folder=tmp_path),
+        (da.from_array(x + 0j, chunks=3), da.from_array(x + 0j, chunks=3)),
+        [1, 0],
+        50,
+        constants=(da.arange(12, chunks=3),),
+        checkpoint_every=10,
+        members=4,
+    )
+    assert np.array_equal(result_of(client, client.compute(y)), wanted + 50j), "the same bits"
+    for of_member in attempts(tmp_path):
+        assert of_member[-1] == [*range(30, 50)]
+    del y, before
+    nothing_is_left(client)

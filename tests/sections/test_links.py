@@ -1,0 +1,425 @@
+"""Links between members that are threads here."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from distributed import Security
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.errors import SectionError
+from dask_p2p.sections import endpoint
+from dask_p2p.sections import links as module
+from dask_p2p.sections.endpoint import Reach
+from dask_p2p.sections.link import HEADER
+from dask_p2p.sections.links import AttemptEndedError, Links, Peer
+
+BOUND_S = 20
+LARGE = 5_000_000  # bytes: more than sockets take at once
+
+
+TCP = Reach("127.0.0.1")
+
+
+@cache
+def tls():
+    """Between workers with certificates of one cluster, which nobody else has."""
+    security = Security.temporary()
+    listening = security.get_listen_args("worker")["ssl_context"]
+    connecting = security.get_connection_args("worker")["ssl_context"]
+    return Reach("127.0.0.1", listening, connecting)
+
+
+class Gang:
+    """Members that have started, each with a thread."""
+
+    def __init__(self, size, reach=TCP):
+        self.links = [Links(reach) for _ in range(size)]
+        self.peers = [
+            Peer("worker", f"{rank:032}", links.endpoint) for rank, links in enumerate(self.links)
+        ]
+        for rank, links in enumerate(self.links):
+            links.start(rank, self.peers)
+        self.threads = ThreadPoolExecutor(size)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.wake()  # those that a test that failed has left
+        self.threads.shutdown()
+        for links in self.links:
+            links.close()
+
+    def wake(self):
+        for links in self.links:
+            links.wake()
+
+    def begin(self, what):
+        """Have each member do something; return futures, by rank."""
+        return [self.threads.submit(what, rank, links) for rank, links in enumerate(self.links)]
+
+    def run(self, what):
+        return [future.result(BOUND_S) for future in self.begin(what)]
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Have members think that each is on a host of its own."""
+    kernels = itertools.count()
+    monkeypatch.setattr(endpoint, "_kernel_and_network", lambda: f"kernel-{next(kernels)}")
+
+
+@pytest.fixture(params=["one host", "tcp", "tls"])
+def gang(request):
+    if request.param != "one host":
+        request.getfixturevalue("hosts")
+    with Gang(3, tls() if request.param == "tls" else TCP) as gang:
+        yield gang
+
+
+@pytest.mark.parametrize("count", [0, 3, LARGE])
+def test_all_exchange_with_all(gang, count):
+    """In both directions at once: sockets take only a part of it before the other side reads."""
+
+    def exchange(rank, links):
+        others = {0, 1, 2} - {rank}
+        found = links.exchange(
+            "all", {r: bytes([10 * rank + r]) * count for r in others}, dict.fromkeys(others)
+        )
+        return {r: bytes(data) for r, data in found.items()}
+
+    for _ in range(2):
+        for rank, found in enumerate(gang.run(exchange)):
+            assert found == {r: bytes([10 * r + rank]) * count for r in {0, 1, 2} - {rank}}
+
+
+def test_one_way_and_in_place(gang):
+    into = bytearray(4)
+
+    def exchange(rank, links):
+        if rank == 0:
+            return links.exchange("down", {2: b"abcd"}, {})
+        return links.exchange("down", {}, {0: into} if rank == 2 else {})
+
+    gang.run(exchange)
+    assert into == b"abcd"
+
+
+def test_a_member_that_is_ahead_does_not_wait(gang):
+    """What it sends waits in the socket, in order."""
+    ahead = threading.Event()
+
+    def exchange(rank, links):
+        if rank < 2:
+            links.exchange("first", {1 - rank: b""}, {1 - rank: None})  # shakes hands, by TLS
+        if rank == 0:
+            for number in range(5):
+                links.exchange("ahead", {1: bytes([number])}, {})
+            ahead.set()
+            return None
+        if rank == 1:
+            assert ahead.wait(BOUND_S)
+            return [links.exchange("ahead", {}, {0: None})[0][0] for _ in range(5)]
+        return None
+
+    assert gang.run(exchange)[1] == [*range(5)]
+
+
+@pytest.mark.parametrize("count", [3, LARGE])
+def test_an_exchange_ends_when_it_is_waited_for_or_when_the_next_one_begins(gang, count):
+    def exchange(rank, links):
+        others = dict.fromkeys({0, 1, 2} - {rank})
+
+        def begin(call):
+            return links.begin(call, dict.fromkeys(others, bytes([rank]) * count), others)
+
+        first = begin("first")
+        second = begin("second")
+        found = [second(), first(), second()]
+        third = begin("third")
+        assert links.exchange("fourth", {}, {}) == {}
+        return [*found, third()]
+
+    for rank, found in enumerate(gang.run(exchange)):
+        for each in found:
+            assert each == {r: bytes([r]) * count for r in {0, 1, 2} - {rank}}
+
+
+def test_an_exchange_goes_on_beside_its_member(gang):
+    """Also of more than sockets take."""
+    arrived = threading.Barrier(3)
+
+    def exchange(rank, links):
+        others = dict.fromkeys({0, 1, 2} - {rank})
+        end = links.begin("x", dict.fromkeys(others, bytes(LARGE)), others, beside=True)
+        arrived.wait(BOUND_S)
+        deadline_s = time.monotonic() + BOUND_S
+        while links._waiting and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert not links._waiting, "all is here before anybody waits for it"
+        return [len(data) for data in end().values()]
+
+    assert gang.run(exchange) == [[LARGE, LARGE]] * 3
+
+
+def test_links_that_are_closed_end_what_goes_on_beside():
+    gang = Gang(2)
+    gang.run(lambda rank, links: links.exchange("x", {1 - rank: b""}, {1 - rank: None}))
+    gang.links[0].begin("y", {1: bytes(LARGE)}, {1: None}, beside=True)
+    beside = gang.links[0]._beside
+    assert beside.is_alive()
+    gang.links[0].close()
+    assert not beside.is_alive()
+    gang.links[1].close()
+    gang.threads.shutdown()
+
+
+def test_what_goes_on_beside_ends_with_the_link():
+    with Gang(2) as gang:
+        gang.run(lambda rank, links: links.exchange("x", {1 - rank: b""}, {1 - rank: None}))
+        end = gang.links[0].begin("y", {1: b""}, {1: None}, beside=True)
+        gang.links[1]._links[0].socket.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(AttemptEndedError):
+            end()
+
+
+def differing(rank, links):
+    others = dict.fromkeys({0, 1, 2} - {rank})
+    call = "this" if rank != 1 else "that"
+    return links.exchange(call, dict.fromkeys(others, b"x"), others)
+
+
+def test_different_calls_are_named(gang):
+    futures = gang.begin(differing)
+    wait(futures, BOUND_S, FIRST_EXCEPTION)
+    gang.wake()  # as the scheduler does
+    raised = [future.exception(BOUND_S) for future in futures]
+    named = [each for each in raised if isinstance(each, SectionError)]
+    assert named
+    for each in named:
+        assert "member 1 called that as number 1" in str(each)
+        assert "called this as number 1" in str(each)
+    assert all(isinstance(each, AttemptEndedError) for each in raised if each not in named)
+
+
+def test_other_lengths_are_different_calls(gang):
+    def exchange(rank, links):
+        if rank == 2:
+            return None
+        return links.exchange("same", {1 - rank: bytes(rank)}, {1 - rank: bytearray(1)})
+
+    assert isinstance(gang.begin(exchange)[1].exception(BOUND_S), SectionError)
+
+
+def waiting(rank, links):
+    return links.exchange("waits", {}, {1: None}) if rank != 1 else None
+
+
+def test_waking_ends_what_waits(gang):
+    futures = gang.begin(waiting)
+    assert not wait(futures[:1], 0.2).done
+    gang.wake()
+    for future in (futures[0], futures[2]):
+        assert isinstance(future.exception(BOUND_S), AttemptEndedError)
+    with pytest.raises(AttemptEndedError):
+        gang.links[0].exchange("later", {}, {1: None})
+
+
+def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
+    def exchange(rank, links):
+        if rank == 1:
+            links.exchange("first", {0: b"x"}, {})
+            return links._links[0].socket.shutdown(socket.SHUT_RDWR)
+        if rank == 0:
+            links.exchange("first", {}, {1: None})
+            return links.exchange("second", {}, {1: None})
+        return None
+
+    error = gang.begin(exchange)[0].exception(BOUND_S)
+    assert isinstance(error, AttemptEndedError)
+    assert "the link to member 1 on worker broke" in str(error)
+
+
+def test_a_peer_that_has_gone_cannot_be_reached(gang):
+    for listener in gang.links[1]._endpoint._listeners:
+        listener.close()
+    error = gang.begin(lambda rank, links: rank or links.exchange("x", {1: b""}, {}))[0].exception()
+    assert isinstance(error, AttemptEndedError)
+
+
+@pytest.mark.parametrize("reach", [TCP, pytest.param(None, id="tls")])
+def test_a_member_that_takes_nothing_for_long_is_not_lost(hosts, reach):
+    """It computes: its kernel answers."""
+    with Gang(2, replace(reach or tls(), timeout_s=0.2)) as gang:
+
+        def exchange(rank, links):
+            links.exchange("first", {1 - rank: b""}, {1 - rank: None})
+            if rank == 0:
+                return links.exchange("second", {1: bytes(LARGE)}, {})
+            time.sleep(1)
+            return len(links.exchange("second", {}, {0: None})[0])
+
+        assert gang.run(exchange)[1] == LARGE
+
+
+def test_a_failure_that_a_function_catches_is_raised_again(gang):
+    for listener in gang.links[1]._endpoint._listeners:
+        listener.close()
+
+    def exchange(rank, links):
+        with suppress(AttemptEndedError):
+            links.exchange("first", {1: b""}, {})
+        return links.exchange("second", {}, {2: None})
+
+    error = gang.begin(lambda rank, links: rank or exchange(rank, links))[0].exception(BOUND_S)
+    assert "the link to member 1 on worker broke" in str(error)
+
+
+@given(said=st.binary(max_size=100))
+def test_what_strangers_say_ends_nothing(said):
+    with Gang(2) as gang:
+        _, name, _, host, port = gang.links[1].endpoint.split()
+        for family, address in (
+            (socket.AF_UNIX, bytes.fromhex(name)),
+            (socket.AF_INET, (host, int(port))),
+        ):
+            with socket.socket(family) as stranger:
+                stranger.connect(address)
+                stranger.sendall(said)
+
+        def exchange(rank, links):
+            return bytes(links.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
+
+        assert gang.run(exchange) == [b"abc", b"abc"]
+
+
+headers = st.builds(
+    HEADER.pack,
+    st.sampled_from([1, 2, 2**64 - 1]),
+    st.sampled_from([0, 3, 4, 2**30 - 1, 2**64 - 1]),
+    st.sampled_from([b"x", b"xx", b"\xff", b""]),
+)
+
+
+@given(said=headers.flatmap(lambda h: st.binary().map(lambda more: h + more)) | st.binary())
+def test_headers_that_no_member_sends_are_refused(said):
+    with Gang(2) as gang:
+
+        def exchange(rank, links):
+            if rank == 0:
+                made = links._connect(1).socket
+                made.sendall(f"{gang.peers[0].ticket}{gang.peers[1].ticket}".encode() + said)
+                made.shutdown(socket.SHUT_WR)
+                return None
+            return links.exchange("x", {}, {0: bytearray(3)})
+
+        future = gang.begin(exchange)[1]
+        try:
+            assert future.result(BOUND_S) == {0: said[HEADER.size :][:3]}
+            assert said.startswith(HEADER.pack(1, 3, b"x"))
+        except (SectionError, AttemptEndedError):
+            pass
+
+
+def test_strangers_are_sent_away(gang):
+    """Those of other attempts, others that know no tickets, and those that say nothing."""
+    links, own = gang.links[1], gang.peers[1]
+    _, name, _, host, port = links.endpoint.split()
+    addresses = [
+        (socket.AF_UNIX, bytes.fromhex(name)),
+        (socket.AF_INET, (host, int(port))),
+    ]
+    strangers = []
+    for family, address in addresses:
+        for said in (
+            b"",
+            b"GET / HTTP/1.0\r\n\r\n",
+            f"{gang.peers[0].ticket}{'of another attempt':32}".encode(),
+            f"{'nobody':32}{own.ticket}".encode(),
+            b"\xff" * 64,
+        ):
+            stranger = socket.socket(family)
+            stranger.connect(address)
+            stranger.sendall(said)
+            strangers.append((stranger, len(said)))
+
+    def exchange(rank, links):
+        if rank == 2:
+            return None
+        return bytes(links.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
+
+    assert gang.run(exchange)[:2] == [b"abc", b"abc"]
+    for stranger, said in strangers:
+        if said == 64:
+            stranger.settimeout(BOUND_S)
+            with suppress(ConnectionResetError):
+                while stranger.recv(100):  # by TLS it is told that this is none
+                    pass
+        stranger.close()
+
+
+def test_links_leave_no_descriptor():
+    def exchange(rank, links):
+        others = dict.fromkeys({0, 1, 2} - {rank})
+        return links.exchange("x", dict.fromkeys(others, b"x"), others)
+
+    with Gang(3) as gang:
+        gang.run(exchange)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with Gang(3) as gang:
+            gang.run(exchange)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_clusters_that_must_encrypt_and_cannot_have_no_links_between_hosts(hosts):
+    with Gang(2, Reach()) as gang:
+        futures = gang.begin(lambda rank, links: rank or links.exchange("x", {1: b""}, {}))
+        with pytest.raises(SectionError, match="got none here and none on worker"):
+            futures[0].result(BOUND_S)
+
+
+def test_nobody_speaks_openly_with_a_member_that_encrypts(hosts):
+    with Gang(2, tls()) as gang:
+        gang.links[0]._endpoint._reach = TCP
+        futures = gang.begin(lambda rank, links: rank or links.exchange("x", {1: b""}, {}))
+        with pytest.raises(SectionError, match="got tcp here and tls on worker"):
+            futures[0].result(BOUND_S)
+
+
+def test_members_without_a_certificate_of_the_cluster_are_sent_away(hosts):
+    with Gang(2, tls()) as gang:
+        gang.links[0]._endpoint._reach = tls.__wrapped__()  # of another one
+        futures = gang.begin(lambda rank, links: links.exchange("x", {}, {1 - rank: None}))
+        assert isinstance(futures[0].exception(BOUND_S), AttemptEndedError)
+        assert not wait(futures[1:], 0.2).done
+
+
+@pytest.mark.parametrize(("cores", "spins"), [(2, False), (3, True)])
+def test_members_spin_where_each_has_a_core(monkeypatch, cores, spins):
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: range(cores))
+    looks = []
+    wait_for = Links._wait
+    monkeypatch.setattr(Links, "_wait", lambda *args: looks.append(1) or wait_for(*args))
+    monkeypatch.setattr(module, "_SPIN_S", BOUND_S)
+
+    def exchange(rank, links):
+        others = dict.fromkeys({0, 1, 2} - {rank})
+        return [links.exchange("x", dict.fromkeys(others, b"x"), others) for _ in range(50)]
+
+    with Gang(3) as gang:
+        gang.run(exchange)
+        looks.clear()  # those for connections
+        gang.run(exchange)
+    assert (len(looks) == 0) == spins

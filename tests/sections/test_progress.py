@@ -1,0 +1,150 @@
+"""What is known of members while they run, and after."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, Event, LocalCluster, wait
+
+import dask_p2p
+from dask_p2p import estimate, iterate, last_runs, spmd
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.monitoring.page.feed import TABLE
+
+BOUND_S = 30
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def x():
+    return da.ones((64, 8), chunks=(16, 8))
+
+
+def smooth(u, out):
+    np.add(u[2:], u[:-2], out=out)
+    out /= 2
+
+
+def gangs(y):
+    return {key[0] for key in y.dask.to_dict() if "-members-" in str(key[0])}
+
+
+def of(client, y):
+    """Compute an array, and return its run."""
+    names = gangs(y)
+    y = client.persist(y)
+    wait(y)
+    (run,) = (run for run in last_runs(client) if run.name in names)
+    return run
+
+
+def test_a_run_of_members(client, x, tmp_path):
+    y = iterate(smooth, x, {0: 1}, 50, members=2, checkpoint_every=None)
+    run = of(client, y)
+    assert (run.operation, run.shape, run.blocks, run.dtype) == (
+        "p2p-iterate",
+        (64, 8),
+        (2, 1),
+        "float64",
+    )
+    assert (len(run.made), run.attempts, run.failures) == (2, 2, ())
+    assert run.steps == 50
+    assert run.steps_per_s == min(50 / (r.stop_s - r.start_s) for r in run.records)
+    assert run.moved_bytes == 2 * 50 * estimate(y).step_bytes
+    assert run.transports == {"link": len(run.pairs)}
+    assert 0 < run.waited_share <= 1
+    assert run.waited_s.keys() == {(worker, holder) for worker, holder, _ in run.pairs}
+    text = repr(last_runs(client, n=1))
+    assert "50 of 50, " in text
+    assert "waited" in text.splitlines()[0]
+    file = tmp_path / "trace.json"
+    last_runs(client, n=1).to_trace(file)
+    tasks = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("cat") == "task"]
+    assert [task["args"]["steps"] for task in tasks] == [50, 50]
+    (row,) = last_runs(client, n=1).to_pandas().to_dict("records")
+    assert (row["steps"], row["waited_share"]) == (50, run.waited_share)
+
+
+def test_other_operations_have_no_columns_for_steps(client, x):
+    wait(client.persist(dask_p2p.rechunk(x, (64, 2))))
+    assert "waited" not in repr(last_runs(client, n=1))
+    assert last_runs(client, n=1)[0].summary()["steps"] == 0
+
+
+def test_one_member_and_loops_of_any_function(client, x):
+    def loop(ctx, a):
+        for _ in ctx.steps(7, every=None):
+            a += ctx.allreduce(1)
+        return a
+
+    run = of(client, spmd(loop, x, members=1))
+    assert (run.operation, run.steps, run.moved_bytes, run.waited_share) == ("p2p-spmd", 7, 0, 0)
+    run = of(client, spmd(loop, x, members=2))
+    assert (run.steps, run.moved_bytes) == (7, 2 * 7 * 8)
+
+
+def test_a_function_that_raises(client, x):
+    def fails(u, out):
+        raise ArithmeticError("on purpose")
+
+    y = client.persist(iterate(fails, x, 1, 5, members=2))
+    wait(y)
+    run = last_runs(client, n=1)[0]
+    assert run.made == ()
+    assert any("on purpose" in why for why in run.failures)
+    assert (run.steps, run.latest[0].attempt) == (0, 1)
+
+
+async def _look(dask_scheduler):
+    """Return the newest row of the page's table, as a browser would get it."""
+    feed = dask_scheduler.plugins[PLUGIN_NAME].feed
+    feed.look()
+    runs = feed.picture().runs
+    row = {name: runs[name][0] for name in ("name", "state", *TABLE)} if runs["name"] else {}
+    figures = dask_scheduler.plugins[PLUGIN_NAME].figures()
+    return row | {"members": sum(figures["members"].values())}
+
+
+def until(client, is_seen):
+    deadline_s = time.monotonic() + BOUND_S
+    while not is_seen(row := client.run_on_scheduler(_look)):
+        assert time.monotonic() < deadline_s, row
+        time.sleep(0.1)
+    return row
+
+
+def test_the_page_shows_how_far_members_are(client, x):
+    def held(u, out):
+        np.add(u[1:-1], 1, out=out)
+        if out.flat[0] == 4:
+            Event("go on").wait()
+
+    y = iterate(held, x * 0, {0: 1}, 10, boundary=0.0, members=2)
+    (name,) = gangs(y)
+    y = client.persist(y)
+    try:
+        row = until(client, lambda row: row.get("name") == name and row["steps"] > "0 of")
+        assert row["state"] == "running"
+        until(client, lambda row: row["steps"].startswith("3 of 10, "))
+        row = until(client, lambda row: row["progress"] >= 2 * 0.3 / 3)
+        assert row["progress"] == pytest.approx(2 * 0.3 / 3), "of two members, and the commit"
+        assert row["blocks"] == "0 of 2 x 1"
+        until(client, lambda row: row["members"] == 2)
+    finally:
+        Event("go on").set()
+    wait(y)
+    row = until(client, lambda row: row["state"] == "done" and row["members"] == 0)
+    assert (row["progress"], row["blocks"]) == (1.0, "2 of 2 x 1")
+    assert row["steps"].startswith("10 of 10, ")

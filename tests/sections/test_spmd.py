@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+from dask_p2p import spmd
+from dask_p2p.errors import (
+    AxesError,
+    BlockMismatchError,
+    ChunksError,
+    InputError,
+    SectionError,
+    UnsupportedArrayError,
+)
+from dask_p2p.sections import arguments as module
+from tests.sections.support import nothing_is_left
+
+BOUND_S = 5.0
+X = np.arange(240.0).reshape(24, 10)
+
+
+def array():
+    return da.from_array(X, chunks=((5, 7, 4, 8), (4, 6)))
+
+
+def normalized(ctx, x, power=1):
+    """Uses every call of the context."""
+    ctx.barrier()
+    total = ctx.allreduce(np.sum(x**power))
+    most = ctx.allreduce(x.max(axis=0), "max")
+    return x / total + most
+
+
+def expected(power=1):
+    return X / np.sum(X**power) + X.max(axis=0)
+
+
+@pytest.fixture(scope="module")
+def client():
+    """As users have them: nannies, two threads a worker."""
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_members_exchange_and_leave_nothing(client, members):
+    y = spmd(normalized, array(), members=members, power=2)
+    assert y.chunks == array().chunks
+    np.testing.assert_allclose(y.compute(), expected(2), rtol=1e-12)
+    nothing_is_left(client)
+
+
+def test_by_default_each_worker_has_a_member(client):
+    def size(ctx, x):
+        return np.full_like(x, ctx.size)
+
+    assert (spmd(size, array()).compute() == 2).all()
+
+
+def test_a_part_of_the_output_takes_all_members(client):
+    y = spmd(normalized, array(), members=4)
+    np.testing.assert_allclose(y[:3].compute(), expected()[:3], rtol=1e-12)
+
+
+def test_several_arrays_and_outputs(client):
+    def both(ctx, a, b):
+        return a + ctx.rank, b * ctx.allreduce(1.0)
+
+    p, q = spmd(both, array(), array() + 1, outputs=2, members=4)
+    p, q = dask.compute(p, q)
+    assert (q == (X + 1) * 4).all()
+    assert set((p - X).ravel()) == {0.0, 1.0, 2.0, 3.0}
+    nothing_is_left(client)
+
+
+@pytest.mark.parametrize("order", ["auto", ["comm"]])
+def test_members_redistribute_large_arrays(client, order):
+    """By reading each other's memory, or by messages where that is not wanted."""
+
+    def columns_doubled(ctx, x):
+        columns = ctx.redistribute(x, (1,))
+        reads = ctx._redistribution._reads
+        assert any(map(reads.reads_from, range(ctx.size))) == reads._is_allowed
+        assert reads._is_allowed == (order == "auto")
+        columns *= 2
+        return ctx.redistribute(columns, from_cut=(1,), out=x)
+
+    x = np.arange(2.0**18).reshape(512, 512)
+    with dask.config.set({"p2p.transports.order": order}):
+        y = spmd(columns_doubled, da.from_array(x, chunks=(100, 512)), members=3)
+        assert np.array_equal(y.compute(), 2 * x)
+
+
+def test_each_member_returns_values_of_its_own(client):
+    def described(ctx, x):
+        return x + 1, ctx.rank, [x.sum(), x.size]
+
+    y, ranks, sums = spmd(described, array(), members=4, per_member=(0, np.zeros(2)))
+    assert (ranks.chunks, ranks.dtype) == (((1,) * 4,), np.int64)
+    assert (sums.chunks, sums.dtype) == (((1,) * 4, (2,)), np.float64)
+    found, ranks, sums = dask.compute(y, ranks, sums)
+    assert np.array_equal(found, X + 1)
+    assert ranks.tolist() == [0, 1, 2, 3]
+    assert sums.sum(axis=0).tolist() == [X.sum(), X.size]
+    wrong = spmd(described, array(), members=2, per_member=(0, np.zeros(3)))
+    with pytest.raises(BlockMismatchError, match=r"value of shape \(3,\) .* got \(2,\) float64"):
+        wrong[2].compute()
+    with pytest.raises(BlockMismatchError, match="expected 1 array and 1 per_member from"):
+        spmd(described, array(), members=2, per_member=(0,))[0].compute()
+    with pytest.raises(BlockMismatchError, match=r"value of shape .* that becomes int64"):
+        spmd(described, array(), members=2, per_member=(0, np.zeros(2, int)))[1].compute()
+
+
+def test_examples_of_what_members_return_are_numbers():
+    for wrong in ({}, array()):
+        with pytest.raises(InputError, match="per_member: expected numbers or arrays of NumPy"):
+            spmd(normalized, array(), per_member=(wrong,))
+
+
+def test_sums_have_the_same_bits_everywhere(client):
+    def total(ctx, x):
+        return np.full_like(x, ctx.allreduce([0.1, 1e17, -1e17][ctx.rank % 3]))
+
+    y = spmd(total, array(), members=4)
+    runs = [y.compute(), y.compute()]
+    assert (runs[0] == ((0.1 + 1e17) - 1e17) + 0.1).all()
+    assert (runs[0] == runs[1]).all()
+
+
+def test_an_exception_of_one_is_raised_by_all(client):
+    def failing(ctx, x):
+        if ctx.rank == 1:
+            raise ZeroDivisionError("of member 1")
+        ctx.barrier()
+        return x
+
+    y = spmd(failing, array(), members=4).persist()
+    with pytest.raises(ZeroDivisionError, match="of member 1"):
+        y.compute()
+    del y
+    nothing_is_left(client)
+
+
+def test_with_retries_all_members_come_again(client, tmp_path):
+    def failing_once(ctx, x, path):
+        if ctx.rank == 1 and not path.exists():
+            path.touch()
+            raise OSError("once")
+        ctx.barrier()
+        return x
+
+    y = spmd(failing_once, array(), members=4, path=tmp_path / "failed")
+    assert (y.compute(retries=1) == X).all()
+
+
+def test_an_input_that_fails_ends_all(client):
+    def fails(block, block_info=None):
+        if block_info[0]["chunk-location"] == (2, 0):
+            raise ZeroDivisionError("an input")
+        return block
+
+    y = spmd(normalized, array().map_blocks(fails, dtype="f8"), members=4)
+    with pytest.raises((ZeroDivisionError, SectionError), match="an input"):
+        y.compute()
+    nothing_is_left(client)
+
+
+def test_different_calls_are_an_error_of_all(client):
+    def differing(ctx, x):
+        if ctx.rank == 1:
+            ctx.barrier()
+        return x + ctx.allreduce(1.0)
+
+    y = spmd(differing, array(), members=4)
+    began_s = time.monotonic()
+    with pytest.raises(SectionError) as raised:
+        y.compute()
+    assert time.monotonic() - began_s < BOUND_S  # that is, nobody waits
+    assert re.search(
+        r"member \d called allreduce\('sum'\) of <f8 \(\) as number 1", str(raised.value)
+    )
+    assert "member 1 called barrier() as number 1" in str(raised.value)
+
+    def returning_early(ctx, x):
+        if ctx.rank != 1:
+            ctx.barrier()
+        return x
+
+    with pytest.raises(SectionError, match="member 1 called nothing more"):
+        spmd(returning_early, array(), members=4).compute()
+
+    def of_other_shapes(ctx, x):
+        return x + ctx.allreduce(np.ones(1 + ctx.rank)).sum()
+
+    with pytest.raises(SectionError, match=r"member 0 called allreduce\('sum'\) of <f8 \(1,\)"):
+        spmd(of_other_shapes, array(), members=2).compute()
+    nothing_is_left(client)
+
+
+def test_a_wrong_output_is_named(client):
+    with pytest.raises(BlockMismatchError, match=r"expected 1 array of shape \(\d, 10\)"):
+        spmd(lambda ctx, x: x.ravel(), array(), members=4).compute()
+    with pytest.raises(BlockMismatchError, match="expected 2 arrays"):
+        spmd(lambda ctx, x: (x, x, x), array(), outputs=2, members=4)[1].compute()
+    with pytest.raises(BlockMismatchError, match="expected an array that becomes int64"):
+        spmd(lambda ctx, x: x + 0.5, array().astype(int), members=4).compute()
+    y = spmd(lambda ctx, x: x + 0.5, array().astype(int), members=4, dtype=float)
+    assert y.dtype == float
+    assert (y.compute() == X + 0.5).all()
+
+
+def test_each_member_has_its_share(client):
+    def where(ctx, x):
+        (top, bottom), (left, right) = ctx.box
+        assert np.array_equal(x, X[top:bottom, left:right])
+        assert ctx.allgather(ctx.rank).tolist() == [*range(ctx.size)]
+        assert ctx.broadcast(np.full(3, ctx.rank), root=2).tolist() == [2, 2, 2]
+        return np.full_like(x, 10 * ctx.grid[0] + ctx.grid[1])
+
+    assert (spmd(where, array(), members=8).compute() == 42).all()
+    assert (spmd(where, array(), members=8, cut=(-2,)).compute() == 41).all()
+
+
+def test_cancelled_members_leave_nothing(client):
+    def endless(ctx, x):
+        while True:
+            time.sleep(0.05)
+            ctx.barrier()
+
+    y = spmd(endless, array(), members=4).persist()
+    for _ in range(2):
+        time.sleep(0.5)
+        client.cancel(y)
+        nothing_is_left(client)
+        y = spmd(endless, array() + 1, members=4).persist()
+    client.cancel(y)
+    del y
+    nothing_is_left(client)
+    assert (spmd(lambda ctx, x: x + ctx.allreduce(1), array(), members=4).compute() == X + 4).all()
+
+
+def test_gangs_take_turns_beside_other_tasks(client):
+    ys = [spmd(normalized, array() + i, members=4) for i in range(6)]
+    others = client.map(lambda i: time.sleep(0.01) or i, range(40))
+    chain = spmd(normalized, spmd(normalized, array(), members=4), members=3)
+    *made, last = dask.compute(*ys, chain)
+    for i, y in enumerate(made):
+        np.testing.assert_allclose(y, (X + i) / np.sum(X + i) + (X + i).max(axis=0), rtol=1e-12)
+    once = expected()
+    np.testing.assert_allclose(last, once / once.sum() + once.max(axis=0), rtol=1e-12)
+    assert client.gather(others) == [*range(40)]
+    del others
+    nothing_is_left(client)
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "threads"])
+def test_without_a_cluster_there_is_one_member(scheduler):
+    with dask.config.set(scheduler=scheduler):
+        np.testing.assert_allclose(spmd(normalized, array(), members=1).compute(), expected())
+        with pytest.raises(InputError, match="expected a cluster for 4 members"):
+            spmd(normalized, array(), members=4).compute()
+
+
+def test_wrong_arguments_are_refused(monkeypatch):
+    def func(ctx, x):
+        return x
+
+    with pytest.raises(InputError, match="expected a function of a context and arrays"):
+        spmd(array(), func)
+    with pytest.raises(InputError, match="at least one Dask array"):
+        spmd(func)
+    with pytest.raises(InputError, match="number of members, at least 1, got members=0"):
+        spmd(func, array(), members=0)
+    with pytest.raises(InputError, match="number of outputs"):
+        spmd(func, array(), outputs="1")
+    with pytest.raises(
+        AxesError, match="cut: expected a tuple of axes of an array of 2 dimensions"
+    ):
+        spmd(func, array(), cut=(2,))
+    with pytest.raises(UnsupportedArrayError, match="expected a Dask array"):
+        spmd(func, X)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "backend_for", lambda meta: SimpleNamespace(name="cupy"))
+        with pytest.raises(UnsupportedArrayError, match="got cupy: members cannot exchange those"):
+            spmd(func, array())
+    with pytest.raises(ChunksError, match="expected the chunks of the first"):
+        spmd(func, array(), array().rechunk(3))
+    with pytest.raises(ChunksError, match="known chunk sizes"):
+        spmd(func, array()[array()[:, 0] > 3])

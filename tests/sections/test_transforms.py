@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_p2p.errors import AxesError, InputError, SectionError, UnsupportedArrayError
+from dask_p2p.geometry import box_slices
+from dask_p2p.plans.members import Members
+from dask_p2p.sections import Context
+from tests.sections.gangs import run_gang
+
+
+@st.composite
+def cases(draw):
+    sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple).filter(sum)
+    chunks = draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
+    ndim = len(chunks)
+    members = Members.at_most(chunks, draw(st.integers(1, 4)))
+    cut = st.none() | st.lists(st.integers(0, ndim - 1), min_size=1, max_size=2)
+    axes = st.lists(st.integers(-ndim, ndim - 1), min_size=1, unique_by=lambda a: a % ndim)
+    return members, draw(axes | st.none()), draw(cut), draw(cut)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from(["f4", "f8", "c8", "c16", "i2", "f2"]), st.booleans())
+def test_transforms_are_those_of_numpy(case, dtype, orthogonal):
+    members, axes, cut, from_cut = case
+    shape = tuple(map(sum, members.chunks))
+    rng, norm = np.random.default_rng(0), "ortho" if orthogonal else None
+    x = (9 * rng.normal(size=shape)).astype(dtype)
+    if x.dtype.kind == "c":
+        x += 1j * rng.normal(size=shape).astype(x.real.dtype)
+    along = range(len(shape)) if axes is None else axes
+    wanted = np.fft.fftn(x.astype("c16"), axes=along, norm=norm)
+    # NumPy is exact only to single precision where numbers are.
+    close = {"rtol": 0, "atol": 1e-3 if np.dtype(dtype).itemsize < 8 or dtype == "c8" else 1e-10}
+
+    def function(ctx):
+        part = x[box_slices(ctx.box_of(from_cut))].copy()
+        before = part.copy()
+        y = ctx.fftn(part, axes, cut=cut, from_cut=from_cut, norm=norm)
+        assert np.array_equal(part, before), "what is given stays as it is"
+        assert y.dtype == np.fft.fft(np.zeros(1, "f4" if dtype == "f2" else dtype)).dtype
+        np.testing.assert_allclose(y, wanted[box_slices(ctx.box_of(cut))], **close)
+        z = ctx.ifftn(y, axes, cut=from_cut, from_cut=cut, norm=norm)
+        np.testing.assert_allclose(z, part, **close)
+        if x.dtype.kind == "c":
+            return
+        half = np.fft.rfftn(x.astype("f8"), axes=along, norm=norm)
+        y = ctx.rfftn(part, axes, cut=cut, from_cut=from_cut, norm=norm)
+        np.testing.assert_allclose(y, half[box_slices(ctx.box_of(cut, half.shape))], **close)
+        z = ctx.irfftn(y, axes, cut=from_cut, from_cut=cut, norm=norm)
+        assert z.dtype.kind == "f"
+        np.testing.assert_allclose(z, part, **close)
+
+    run_gang(members, function)
+
+
+def test_other_arrays_than_those_of_the_section():
+    x = np.random.default_rng(0).normal(size=(5, 7))
+
+    def function(ctx):
+        rows = x[box_slices(ctx.box_of((0,), x.shape))]
+        y = ctx.rfftn(rows, cut=(1,), shape=x.shape, from_cut=(0,))
+        wanted = np.fft.rfftn(x)
+        np.testing.assert_allclose(y, wanted[box_slices(ctx.box_of((1,), wanted.shape))])
+        z = ctx.irfftn(y, from_cut=(1,), cut=(0,), shape=x.shape)
+        np.testing.assert_allclose(z, rows)
+
+    run_gang(Members(((1, 1, 1),), (3,)), function)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_wavenumbers_are_those_of_the_transform(real):
+    n, m = 12, 9
+    x = 2 * np.pi * np.arange(n)[:, None] / n
+    y = 2 * np.pi * np.arange(m) / m
+    f = np.sin(3 * x) * np.cos(2 * y)
+
+    def function(ctx):
+        transform, inverse = (ctx.rfftn, ctx.irfftn) if real else (ctx.fftn, ctx.ifftn)
+        waves = transform(f[box_slices(ctx.box)], cut=(1,))
+        kx, ky = ctx.wavenumbers((2 * np.pi / n, 2 * np.pi / m), cut=(1,), real=real)
+        assert np.broadcast_shapes(kx.shape, ky.shape) == waves.shape
+        laplacian = inverse(-(kx**2 + ky**2) * waves, from_cut=(1,))
+        np.testing.assert_allclose(laplacian, -13 * f[box_slices(ctx.box)], atol=1e-12)
+        (own,) = ctx.wavenumbers(0.5, axes=(0,), cut=(1,))
+        assert np.array_equal(own, 2 * np.pi * np.fft.fftfreq(n, 0.5)[:, None])
+
+    run_gang(Members(((5, 1, 6), (m,)), (3, 1)), function)
+
+
+def test_slabs_take_one_exchange(monkeypatch):
+    x = np.ones((4, 6, 3))
+
+    def function(ctx):
+        calls = []
+        begin = ctx._links.begin
+
+        def counting(call, *args):
+            calls.append(call.partition(" ")[0])
+            return begin(call, *args)
+
+        monkeypatch.setattr(ctx._links, "begin", counting)
+        y = ctx.fftn(x[box_slices(ctx.box)], cut=(1,))
+        ctx.ifftn(y, from_cut=(1,))
+        assert calls == ["fftn()", "ifftn()"]
+
+    run_gang(Members(((1, 1, 2), (6,), (3,)), (2, 1, 1)), function)
+
+
+def test_what_is_wrong_is_named():
+    ctx = Context(Members(((4,), (3,)), (1, 1)))
+    x = np.ones((4, 3))
+    for call, match in (
+        (lambda: ctx.fftn(x, (0, 0)), "expected axes of an array of 2 dimensions, each once"),
+        (lambda: ctx.fftn(x, cut=(2,)), "cut: expected a sequence of axes"),
+        (lambda: ctx.ifftn(x, from_cut=(2,)), "from_cut: expected a sequence of axes"),
+        (lambda: ctx.wavenumbers(axes=(3,)), "expected axes of an array of 2 dimensions"),
+    ):
+        with pytest.raises(AxesError, match=match):
+            call()
+    for call, match in (
+        (lambda: ctx.fftn(x.T), r"a: expected an array of shape \(4, 3\)"),
+        (lambda: ctx.irfftn(x), r"a: expected an array of shape \(4, 2\)"),
+        (lambda: ctx.fftn(x.astype("M8[s]")), "a: expected numbers, got dtype datetime64"),
+        (lambda: ctx.rfftn(x + 1j), "a: expected real numbers, got dtype complex128"),
+        (lambda: ctx.fftn(x, norm="none"), "expected a norm of"),
+        (lambda: ctx.fftn(x, shape=(4, -1)), "shape: expected lengths of axes"),
+        (lambda: ctx.fftn(np.ones((0, 3)), shape=(0, 3)), "expected elements along the axes"),
+    ):
+        with pytest.raises(InputError, match=match):
+            call()
+    with pytest.raises(UnsupportedArrayError, match=r"numpy\.ma"):
+        ctx.fftn(np.ma.masked_equal(x, 1))
+
+    def differing(ctx):
+        part = np.ones((2, 4), complex)
+        return ctx.redistribute(part, (1,)) if ctx.rank else ctx.fftn(part, cut=(1,))
+
+    with pytest.raises(SectionError, match=r"called fftn\(\) of \(4, 4\), \(2, 1\) to \(1, 2\)"):
+        run_gang(Members(((2, 2), (4,)), (2, 1)), differing)

@@ -1,0 +1,363 @@
+"""A CuPy that does nothing late, but knows what could be: streams, events and memory, recorded.
+
+Each stream and the host have a clock of all of them (Lamport; Fidge, Mattern). An access of memory
+is ordered after another one if its clock has seen that. So one run finds every read that may come
+before its write, every write that may come before a read, and memory that is given back while a
+stream may still use it, in whatever order a GPU would have done it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+
+from dask_p2p.backends import device, part_streams, pinned
+from dask_p2p.backends.part_streams import PartStreams
+from dask_p2p.backends.slots import KeptSlots
+from tests.simulation.gpu import OneDevice
+
+HOST = "host"
+_MEMORY_BYTES = 2**22
+_ALIGNMENT_BYTES = 512
+_WORD_BYTES = 8
+
+
+class RaceError(AssertionError):
+    """Two accesses of the same memory, of which at least one is a write, in no order."""
+
+
+class Recorder:
+    """The device: its memory, its streams, and all accesses so far."""
+
+    def __init__(self):
+        self.clocks = defaultdict(lambda: defaultdict(int))  # by timeline
+        self.memory = np.zeros(_MEMORY_BYTES, "u1")
+        self.base = address_of(self.memory)
+        self.used_bytes = 0
+        self.idle = defaultdict(list)  # memory that came back, by stream and size
+        self.accesses = defaultdict(list)  # (what, timeline, tick, is_write) by word
+        self.streams = {}
+        self._numbers = itertools.count(1)
+        self.current = [self.stream("null")]
+        self.pinned = {}  # sizes by address, of the host
+        self.live_bytes = self.most_bytes = 0
+        self.limit_bytes = _MEMORY_BYTES
+        self.pageable_copies = 0
+        self.cupy = _cupy(self)
+
+    # --- clocks ---
+
+    def stream(self, name=None):
+        number = next(self._numbers)
+        stream = self.streams[number] = Stream(self, number, name or f"stream {number}")
+        return stream
+
+    def join(self, timeline, clock):
+        own = self.clocks[timeline]
+        for other, tick in clock.items():
+            own[other] = max(own[other], tick)
+
+    def do(self, timeline, what, reads=(), writes=()):
+        """Note an operation that the host gives to a timeline now."""
+        self.join(timeline, self.clocks[HOST])
+        clock = self.clocks[timeline]
+        clock[timeline] += 1
+        for arrays, is_write in ((reads, False), (writes, True)):
+            for array in arrays:
+                self._access(what, timeline, clock, addresses(array), is_write)
+
+    def _access(self, what, timeline, clock, where, is_write):
+        for address in where:
+            earlier = self.accesses[address]
+            if not is_write and not any(written for *_, written in earlier):
+                raise RaceError(f"{what} on {timeline} reads what nobody has written")
+            for other, its_timeline, tick, written in earlier:
+                if (written or is_write) and clock[its_timeline] < tick:
+                    raise RaceError(
+                        f"{what} on {timeline} may come before {other} on {its_timeline}"
+                    )
+            if is_write:  # later accesses that are ordered after this are after those, too
+                earlier.clear()
+            earlier.append((what, timeline, clock[timeline], is_write))
+
+    # --- memory ---
+
+    def empty(self, shape, dtype):
+        """Allocate as a pool does: on the current stream, what came back to it first."""
+        stream, dtype = self.current[-1], np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=int)) * dtype.itemsize
+        size_bytes = -(-max(1, nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if self.live_bytes + size_bytes > self.limit_bytes:
+            raise MemoryError(f"{size_bytes} bytes are wanted")
+        self.live_bytes += size_bytes
+        self.most_bytes = max(self.most_bytes, self.live_bytes)
+        idle = self.idle[stream, size_bytes]
+        if idle:
+            start = idle.pop()
+        else:
+            start, self.used_bytes = self.used_bytes, self.used_bytes + size_bytes
+            assert self.used_bytes <= _MEMORY_BYTES
+        owner = Allocation()
+        weakref.finalize(owner, self._give_back, stream, start, size_bytes).atexit = False
+        values = self.memory[start : start + nbytes].view(dtype).reshape(shape)
+        return Array(self, values, owner)
+
+    def _give_back(self, stream, start, size_bytes):
+        """What comes next on the stream of its allocation may use it; on others it must be idle."""
+        self.live_bytes -= size_bytes
+        clock = defaultdict(int, self.clocks[HOST])
+        for timeline, tick in self.clocks[stream.name].items():
+            clock[timeline] = max(clock[timeline], tick)
+        first = (self.base + start) // _WORD_BYTES
+        for address in range(first, first + size_bytes // _WORD_BYTES):
+            for what, timeline, tick, _ in self.accesses[address]:
+                if clock[timeline] < tick:
+                    self.failed = RaceError(
+                        f"memory is given back before {what} on {timeline} is done"
+                    )
+        self.idle[stream, size_bytes].append(start)
+
+    failed = None  # what a finalizer found, which may not raise
+
+    def check(self):
+        if self.failed is not None:
+            raise self.failed
+
+    def written(self, values, stream=None):
+        """An array that holds these values, written by a task on a stream that is waited for."""
+        array = self.empty(values.shape, values.dtype)
+        self.do(HOST if stream is None else stream.name, "the producer", writes=[array])
+        array.values[...] = values
+        return array
+
+    def at(self, pointer, shape, strides):
+        """Bytes of the device or of the host, as a copy engine reaches them."""
+        if 0 <= pointer - self.base < _MEMORY_BYTES:
+            return np.ndarray(shape, "u1", self.memory, pointer - self.base, strides)
+        starts = [start for start, size in self.pinned.items() if 0 <= pointer - start < size]
+        self.pageable_copies += not starts
+        size_bytes = (shape[0] - 1) * strides[0] + shape[-1]
+        raw = (ctypes.c_char * size_bytes).from_address(pointer)
+        return np.ndarray(shape, "u1", raw, 0, strides)
+
+    def pin(self, pointer, size_bytes, flags):
+        taken = self.pinned.items()
+        if any(pointer < at + size and at < pointer + size_bytes for at, size in taken):
+            raise RuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+        self.pinned[pointer] = size_bytes
+
+    def unpin(self, pointer):
+        size_bytes = self.pinned.pop(pointer)
+        clock = self.clocks[HOST]
+        for address in range(pointer // _WORD_BYTES, (pointer + size_bytes) // _WORD_BYTES):
+            for what, timeline, tick, _ in self.accesses.get(address, ()):
+                if clock[timeline] < tick:
+                    self.failed = RaceError(f"memory is unpinned before {what} on {timeline}")
+
+    def synchronize(self):
+        """As allocating memory does: wait for all streams."""
+        for stream in self.streams.values():
+            stream.synchronize()
+        return 0
+
+    def read(self, array):
+        """Read an array on the host, as a peer may that knows it to be written."""
+        self.do(HOST, "a reader", reads=[array])
+        return array.values.copy()
+
+
+class Allocation:
+    """What all arrays of one piece of memory keep alive."""
+
+
+class Array:
+    """Stands for `cupy.ndarray`; its values are those that a GPU would give in the right order."""
+
+    __module__ = "cupy"
+    device = OneDevice()
+
+    def __init__(self, recorder, values, owner):
+        self.recorder, self.values, self.owner = recorder, values, owner
+
+    def __getattr__(self, name):  # shape, strides, dtype and the like
+        return getattr(self.values, name)
+
+    def __getitem__(self, item):
+        return Array(self.recorder, self.values[item], self.owner)
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=address_of(self.values), device_id=0, array=self)
+
+    def copy(self):
+        copy = self.recorder.empty(self.shape, self.dtype)
+        self.recorder.cupy.copyto(copy, self)
+        return copy
+
+    def set(self, values, stream):
+        self.recorder.do(stream.name, "an upload", writes=[self])
+        self.values[...] = values
+
+    def get(self, stream):
+        self.recorder.do(stream.name, "a download", reads=[self])
+        stream.synchronize()
+        return self.values.copy()
+
+
+class Stream:
+    def __init__(self, recorder, ptr, name):
+        self.recorder, self.ptr, self.name = recorder, ptr, name
+
+    def record(self, event=None):
+        event = event or Event(self.recorder)
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        self.recorder.join(self.name, event.clock)
+
+    def synchronize(self):
+        self.recorder.join(HOST, self.recorder.clocks[self.name])
+
+    def __enter__(self):
+        self.recorder.current.append(self)
+        return self
+
+    def __exit__(self, *exc):
+        self.recorder.current.pop()
+
+
+class Event:
+    done = False
+
+    def __init__(self, recorder):
+        self.recorder, self.clock = recorder, {}
+
+    def record(self, stream):
+        self.recorder.do(stream.name, "an event")
+        self.clock = dict(self.recorder.clocks[stream.name])
+
+    def synchronize(self):
+        self.recorder.join(HOST, self.clock)
+
+
+def address_of(values):
+    return values.__array_interface__["data"][0]
+
+
+def addresses(array):
+    """The words of 8 bytes that an array has a part in."""
+    first = address_of(getattr(array, "values", array))
+    offsets = np.zeros((), int)
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        offsets = np.add.outer(offsets, np.arange(length) * stride)
+    return {(first + int(offset)) // _WORD_BYTES for offset in offsets.ravel()}
+
+
+def _cupy(recorder):
+    """Stands for the package, as far as queues use it."""
+
+    def memcpy2d(dst, dst_pitch, src, src_pitch, width, height, kind, stream):
+        to = recorder.at(dst, (height, width), (dst_pitch, 1))
+        of = recorder.at(src, (height, width), (src_pitch, 1))
+        what = "a copy engine"
+        recorder.do(recorder.streams[stream].name, what, reads=[of], writes=[to])
+        to[...] = of
+
+    def memcpy(dst, src, size_bytes, kind, stream):
+        memcpy2d(dst, size_bytes, src, size_bytes, size_bytes, 1, kind, stream)
+
+    def make_stream(non_blocking=True, priority=0):
+        return recorder.stream()
+
+    make_stream.null = recorder.current[0]
+    runtime = SimpleNamespace(
+        CUDARuntimeError=RuntimeError,
+        getDevice=lambda: 0,
+        getDeviceCount=lambda: 1,
+        malloc=lambda size_bytes: recorder.synchronize(),
+        free=lambda address: None,
+        hostRegister=lambda *args: recorder.pin(*args),
+        hostUnregister=lambda pointer: recorder.unpin(pointer),
+        memcpyAsync=memcpy,
+        streamIsCapturing=lambda stream: False,
+        memcpy2DAsync=memcpy2d,
+    )
+    cuda = SimpleNamespace(
+        Stream=make_stream,
+        Device=lambda number: nullcontext(),
+        Event=lambda disable_timing=False: Event(recorder),
+        get_elapsed_time=lambda start, stop: 1.0,
+        runtime=runtime,
+    )
+
+    class AnyArray(type):
+        """The type of arrays, and what makes one in memory that is there."""
+
+        def __instancecheck__(cls, instance):
+            return isinstance(instance, Array)
+
+        def __call__(cls, shape, dtype, data):
+            size = int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
+            raw = data.array.values.reshape(-1)[:size]
+            return Array(recorder, raw.view(dtype).reshape(shape), data.array.owner)
+
+    class ndarray(metaclass=AnyArray):  # noqa: N801
+        pass
+
+    def broadcast_to(array, shape):
+        return Array(recorder, np.broadcast_to(array.values, shape), array.owner)
+
+    def copyto(dst, src):
+        recorder.do(recorder.current[-1].name, "a kernel", reads=[src], writes=[dst])
+        dst.values[...] = src.values
+
+    return SimpleNamespace(
+        __name__="cupy",
+        cuda=cuda,
+        empty=recorder.empty,
+        ndarray=ndarray,
+        broadcast_to=broadcast_to,
+        copyto=copyto,
+    )
+
+
+def kernels(recorder):
+    """Stands for `dask_p2p.backends.cupy_kernels`."""
+
+    def permute_into(dst, src, axes, *, stream, low_occupancy=False):
+        recorder.do(stream.name, "a kernel", reads=[src], writes=[dst])
+        dst.values[...] = src.values.transpose(axes)
+
+    return SimpleNamespace(permute_into=permute_into)
+
+
+def emulated(monkeypatch):
+    """A recorder in the place of CuPy, and of what parts of host arrays go through."""
+    recorder = Recorder()
+
+    def copy_on_host(to, of):
+        recorder.do(HOST, "a thread", reads=[of], writes=[to])
+        to[...] = of
+
+    monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
+    for where, name, value in (
+        (PartStreams, "_per_thread", threading.local()),
+        (PartStreams, "_kept_slots", KeptSlots()),
+        (PartStreams, "_kept_host_slots", KeptSlots()),
+        (device, "_private", {}),
+        (pinned, "_start", lambda: None),
+        (pinned, "_leaving", SimpleNamespace(put=lambda item: item[0]())),  # at once
+        (pinned, "_warned", set()),
+        (part_streams, "copy_on_host", copy_on_host),
+    ):
+        monkeypatch.setattr(where, name, value)
+    return recorder

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.errors import ChunksError, InputError
+
+xr = pytest.importorskip("xarray")
+
+import dask_p2p.xarray  # noqa: E402
+
+T, Y, X = 2, 6, 8
+VALUES = np.random.default_rng(0).normal(size=(T, Y, X))
+
+
+def spread(u, out, weight=0.1):
+    """Along the last axis alone."""
+    out[:] = u[..., 1:-1] + weight * (u[..., 2:] - u[..., :-2])
+
+
+def wave(u, before, speed, factor, out):
+    out[:] = 2 * u[:, 1:-1] - before + factor * speed * (u[:, 2:] - u[:, :-2])
+
+
+@pytest.fixture
+def array():
+    coords = {"y": np.arange(6.0), "x": np.arange(8) * 2.0, "station": "north"}
+    data = da.from_array(VALUES, chunks=(1, 3, 4))
+    result = xr.DataArray(data, coords, ("t", "y", "x"), "u", {"units": "K"})
+    result.encoding = {"dtype": "float32"}
+    return result
+
+
+@pytest.fixture
+def dataset(array):
+    u = array.isel(t=0)
+    speed = xr.DataArray(np.linspace(1, 2, X), {"x": array.x}, ("x",))
+    return xr.Dataset({"u": u, "before": u.T.chunk(x=2) + 1, "speed": speed}, attrs={"of": "test"})
+
+
+def computed(result):
+    return result.compute(scheduler="threads")
+
+
+def test_an_array(array):
+    result = array.p2p.iterate(spread, {"x": 1}, 3, boundary={"x": "periodic"}, weight=0.2)
+    assert result.chunks == array.chunks
+    assert result.encoding == {}
+    wanted = VALUES
+    for _ in range(3):
+        wanted = wanted + 0.2 * (np.roll(wanted, -1, 2) - np.roll(wanted, 1, 2))
+    xr.testing.assert_identical(computed(result), computed(array.copy(data=wanted)))
+    same = dask_p2p.iterate(spread, array.data, {2: 1}, 3, boundary={2: "periodic"}, weight=0.2)
+    assert result.data.name == same.name
+
+
+def test_what_is_in_memory_is_one_block(array):
+    result = array.compute().p2p.iterate(spread, {"x": (1, 1)}, 2)
+    assert result.chunks == ((T,), (Y,), (X,))
+    xr.testing.assert_identical(computed(result), computed(array.p2p.iterate(spread, {"x": 1}, 2)))
+
+
+@pytest.mark.parametrize("depth", [{"x": 1}, [{"x": 1}, {}]], ids=["of all", "of each"])
+def test_fields_and_constants_by_name(dataset, depth):
+    """Those whose dimensions come in another order are turned; what lacks some is repeated."""
+
+    def function(u, before, speed, factor, out):
+        assert speed.shape == out.shape
+        wave(u, before[:, 1:-1] if isinstance(depth, dict) else before, speed, factor, out)
+
+    given = {"boundary": 0.0, "constants": ["speed", 0.5]}
+    result = dataset.p2p.iterate(function, depth, 3, fields=["u", "before"], **given)
+    u, before = VALUES[0], VALUES[0] + 1
+    for _ in range(3):
+        out = np.empty_like(u)
+        wave(np.pad(u, ((0, 0), (1, 1))), before, dataset.speed.values, 0.5, out)
+        u, before = out, u
+    assert np.array_equal(computed(result.u).values, u)
+    assert np.array_equal(computed(result.before).values, before)
+    assert (result.attrs, result.u.attrs) == (dataset.attrs, dataset.u.attrs)
+    xr.testing.assert_identical(result.speed, dataset.speed)
+    of_arrays = dataset.u.p2p.iterate(
+        function, depth, 3, fields=[dataset.before], boundary=0.0, constants=[dataset.speed, 0.5]
+    )
+    assert isinstance(of_arrays, tuple)
+    assert [each.name for each in of_arrays] == ["u", "before"]
+    assert [each.data.name for each in of_arrays] == [result.u.data.name, result.before.data.name]
+
+
+def test_constants_of_an_array(array):
+    """A coordinate by its name, one number as an array, and one for all members."""
+
+    def scaled(u, x, factor, table, out):
+        assert (factor, table.shape) == (2.0, (3,))
+        out[:] = x * factor * table[0]
+
+    constants = ["x", xr.DataArray(2.0), np.ones(3)]
+    result = array.p2p.iterate(scaled, {}, 1, constants=constants)
+    assert (computed(result) == array.x * 2).all()
+
+
+def test_wrong_names(array, dataset):
+    dims = r"of the dimensions \('t', 'y', 'x'\), got .*'z'"
+    for wrong in ({"depth": {"z": 1}}, {"depth": [{"z": 1}]}, {"boundary": {"z": 0}}):
+        with pytest.raises(InputError, match=dims):
+            array.p2p.iterate(spread, **{"depth": {"x": 1}, "steps": 1, **wrong})
+    with pytest.raises(InputError, match=r"got depth={'x': 9} .*\(dimension 'x'\)"):
+        array.p2p.iterate(spread, {"x": 9}, 1)
+    with pytest.raises(InputError, match=r"boundary out of .*got 'open'"):
+        array.p2p.iterate(spread, {"x": 1}, 1, boundary={"x": "open"})
+    for fields in (None, ["u", "v"], [dataset.u], ()):
+        with pytest.raises(InputError, match=r"names of the dataset's arrays, \('u', 'before', "):
+            dataset.p2p.iterate(spread, {"x": 1}, 1, fields=fields)
+    with pytest.raises(InputError, match=r"fields: expected DataArrays, .* got str"):
+        array.p2p.iterate(spread, {"x": 1}, 1, fields="u")
+    with pytest.raises(InputError, match=r"fields: expected the dimensions .*got \('y', 'x'\)"):
+        array.p2p.iterate(spread, {"x": 1}, 1, fields=[dataset.u])
+    with pytest.raises(InputError, match=r"constants: expected the name of .*'before'.* got 'v'"):
+        dataset.p2p.iterate(spread, {"x": 1}, 1, fields="u", constants=["v"])
+    with pytest.raises(InputError, match="constants: expected dimensions out of those"):
+        dataset.p2p.iterate(spread, {"x": 1}, 1, fields="u", constants=[array])
+
+
+def test_labels_that_differ(array):
+    shifted = array.assign_coords(x=array.x + 1)
+    for wrong in ({"fields": [shifted]}, {"constants": [shifted.isel(t=0)]}):
+        with pytest.raises(InputError, match=r"sizes and labels of the newest field .*Align them"):
+            array.p2p.iterate(spread, {"x": 1}, 1, **wrong)
+    unlabelled = array.isel(t=0).drop_vars("x").isel(x=slice(3))
+    with pytest.raises(InputError, match="sizes and labels"):
+        array.p2p.iterate(spread, {"x": 1}, 1, constants=[unlabelled])
+
+
+def test_chunks_that_are_unknown(array):
+    data = array.data[:, array.data[0, :, 0] > 0]
+    with pytest.raises(ChunksError, match="expected known chunk sizes"):
+        xr.DataArray(data, dims=("t", "y", "x")).p2p.iterate(spread, {"x": 1}, 1)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.geometry import (
+    block_indices,
+    block_shape,
+    box_shape,
+    box_size,
+    box_slices,
+    normal_axes,
+    split_box,
+    split_evenly,
+)
+
+
+@given(st.integers(0, 1000), st.integers(1, 50))
+def test_split_evenly(length, parts):
+    sizes = split_evenly(length, parts)
+    assert len(sizes) == parts
+    assert sum(sizes) == length
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+    assert (min(sizes) == 0) == (length < parts)
+
+
+@st.composite
+def two_cuts(draw):
+    """Two ways to cut one axis, empty pieces included."""
+    length = draw(st.integers(0, 40))
+
+    def cut():
+        inner = draw(st.lists(st.integers(0, length), max_size=6))
+        bounds = [0, *sorted(inner), length]
+        return tuple(b - a for a, b in pairwise(bounds))
+
+    return cut(), cut()
+
+
+boxes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted).map(tuple), max_size=4)
+
+
+@given(boxes.map(tuple), st.integers(1, 50))
+def test_split_box_covers_it_once_within_the_limit(box, max_elements):
+    parts = [*split_box(box, max_elements)]
+    count = np.zeros((10,) * len(box), int)
+    for part in parts:
+        assert 0 < box_size(part) <= max_elements or all(n == 1 for n in box_shape(part))
+        count[box_slices(part)] += 1
+    expected = np.zeros_like(count)
+    expected[box_slices(box)] = 1
+    np.testing.assert_array_equal(count, expected)
+
+
+def test_split_box_cuts_the_first_axis_first_so_that_parts_stay_contiguous():
+    assert [*split_box(((0, 4), (5, 15)), 20)] == [((0, 2), (5, 15)), ((2, 4), (5, 15))]
+
+
+def test_box_slices_of_no_axes_give_a_view():
+    array = np.array(3.0)
+    view = array[box_slices(())]
+    assert isinstance(view, np.ndarray)
+    assert np.shares_memory(view, array)
+
+
+@pytest.mark.parametrize(
+    ("axes", "ndim", "expected"),
+    [
+        (None, 3, (2, 1, 0)),
+        ((-1, 0, -2), 3, (2, 0, 1)),
+        ((), 0, ()),
+        ((0, 0), 2, None),
+        ((0, 2), 2, None),
+        ((0, -3), 2, None),
+        ((0,), 2, None),
+        ((0, 1, 2), 2, None),
+        ((0.5, 1), 2, None),
+        (5, 2, None),
+    ],
+)
+def test_normal_axes(axes, ndim, expected):
+    assert normal_axes(axes, ndim) == expected
+
+
+def test_block_indices_and_shapes():
+    chunks = ((3, 1), (4,), (2, 0))
+    indices = list(block_indices(chunks))
+    assert indices == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
+    assert block_shape(chunks, (1, 0, 1)) == (1, 4, 0)
+    assert list(block_indices(())) == [()]

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from distributed import Client
+
+import dask_p2p
+from dask_p2p.errors import InputError
+from dask_p2p.inputs import checked_count
+
+TAKE_A_CLIENT = (dask_p2p.check, dask_p2p.last_runs, dask_p2p.register)
+
+
+@pytest.mark.parametrize("function", TAKE_A_CLIENT)
+def test_what_is_no_open_client(function, cluster):
+    with Client(cluster) as closed:
+        pass
+    with pytest.raises(InputError, match="the client is closed"):
+        function(closed)
+    for other in (cluster, cluster.scheduler_address):
+        with pytest.raises(InputError, match=r"expected a distributed\.Client, got .*tcp://"):
+            function(other)
+
+
+def test_an_asynchronous_client_that_is_closed(cluster):
+    async def main():
+        async with Client(cluster.scheduler_address, asynchronous=True) as client:
+            assert await dask_p2p.register(client) is None
+        for function in TAKE_A_CLIENT:
+            with pytest.raises(InputError, match="the client is closed"):
+                function(client)
+
+    asyncio.run(main())
+
+
+def test_numbers():
+    assert checked_count("things", n=np.int64(3)) == 3
+    for wrong in (0, -1, 2.5, "3", True, None):
+        with pytest.raises(InputError, match=rf"expected a number of things.*got n={wrong!r}"):
+            checked_count("things", n=wrong)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+from tests.support import persisted
+
+xr = pytest.importorskip("xarray")
+
+import dask_p2p.xarray  # noqa: E402, F401
+
+
+def field(shape=(12, 10), starts=(-3.0, 7.0), steps=(0.5, 0.25), dtype="D", chunks=4):
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
+    values = values.astype(dtype) if dtype == "D" else values.real.astype(dtype)
+    coords = {
+        name: start + step * np.arange(n)
+        for name, n, start, step in zip("xy", shape, starts, steps, strict=True)
+    }
+    coords["height"] = ("y", np.arange(shape[1]))
+    coords["station"] = "north"
+    return xr.DataArray(
+        da.from_array(values, chunks=chunks), coords, ("x", "y"), "u", {"units": "m"}
+    )
+
+
+def integral(a, name, frequencies):
+    """Sums as they are defined, of the array in memory."""
+    at = a[name].values
+    waves = np.exp(-2j * np.pi * np.outer(frequencies, at)) * (at[1] - at[0])
+    return np.moveaxis(
+        np.tensordot(waves, a.values, (1, a.get_axis_num(name))), 0, a.get_axis_num(name)
+    )
+
+
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("shape", [(12, 10), (9, 7)])
+def test_true_phase_and_amplitude_are_those_of_the_integral(shape, shift):
+    a = field(shape)
+    s = a.p2p.fft("x", shift=shift)
+    assert s.dims == ("freq_x", "y")
+    assert (s.freq_x.values[0] == 0) != shift
+    np.testing.assert_allclose(s.values, integral(a, "x", s.freq_x.values), atol=1e-12)
+    assert s.freq_x.attrs == {
+        "spacing": pytest.approx(2 / shape[0]),
+        "direct_lag": -3 + shape[0] // 2 / 2,
+    }
+    assert (s.name, s.attrs, str(s.station.values)) == ("u", {"units": "m"}, "north")
+    assert {"height", "y"} <= {*s.coords}
+    assert "height" not in a.p2p.fft().coords
+
+
+def test_as_numpy_does_it():
+    a = field()
+    s = a.p2p.fft(shift=False, true_phase=False, true_amplitude=False)
+    np.testing.assert_allclose(s.values, np.fft.fftn(a.values), atol=1e-12)
+    s = a.p2p.fft(true_phase=False, true_amplitude=False, prefix="k")
+    assert s.dims == ("kx", "ky")
+    np.testing.assert_allclose(s.values, np.fft.fftshift(np.fft.fftn(a.values)), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["d", "f"])
+def test_real_numbers(dtype):
+    a = field(dtype=dtype)
+    s = a.p2p.fft(["x"], real_dim="y")
+    assert s.shape == (12, 6)
+    assert s.dtype == ("D" if dtype == "d" else "F")
+    both = a.p2p.fft().sel(freq_y=s.freq_y.values[:-1])
+    np.testing.assert_allclose(s.values[:, :-1], both.values, atol=1e-12 if dtype == "d" else 1e-5)
+    assert_same(s.p2p.ifft(real_dim="freq_y"), a)
+
+
+def assert_same(back, a):
+    assert (back.dims, back.dtype) == (a.dims, a.dtype)
+    np.testing.assert_allclose(back.values, a.values, atol=1e-6 if a.dtype == "f" else 1e-12)
+    for name in a.dims:
+        np.testing.assert_allclose(back[name].values, a[name].values, atol=1e-12)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("true", [True, False])
+@pytest.mark.parametrize("shape", [(12, 10), (9, 7)])
+def test_round_trips(shape, true, shift):
+    a = field(shape)
+    s = a.p2p.fft(shift=shift, true_phase=true, true_amplitude=true)
+    back = s.p2p.ifft(true_phase=true, true_amplitude=true)
+    assert_same(back, a)
+    assert "freq_y" in s.p2p.ifft("freq_x").dims
+
+
+def test_times_and_arrays_in_memory_and_without_coordinates():
+    hours = np.arange("2026-01-01", "2026-01-02", dtype="M8[h]").astype("M8[ns]")
+    a = xr.DataArray(np.cos(2 * np.pi * np.arange(24) / 6), {"t": hours}, ["t"])
+    s = a.p2p.fft()
+    top = s.freq_t.values[np.argmax(abs(s.values))]
+    assert abs(top) == pytest.approx(1 / (6 * 3600))
+    assert s.freq_t.attrs["direct_lag"] == 12 * 3600
+    assert xr.DataArray(np.ones(4), dims="z").p2p.fft().freq_z.values[0] == -0.5
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda a: a.p2p.fft("z"), AxesError, r"dimensions of \('x', 'y'\)"),
+        (lambda a: a.p2p.fft(["x", "x"]), AxesError, "each once"),
+        (lambda a: a.p2p.ifft(), AxesError, "dim=None"),
+        (lambda a: a.to_dataset().p2p.fft(), UnsupportedArrayError, "one by one"),
+        (lambda a: a.assign_coords(x=np.arange(12) ** 2).p2p.fft(), InputError, "'x'.*even"),
+        (lambda a: a.isel(x=[0]).p2p.fft(), InputError, "two values"),
+        (lambda a: a.p2p.ifft("y", prefix=""), InputError, "zero in their place along 'y'"),
+        (lambda a: a.p2p.fft(real_dim="x"), InputError, "x.real"),
+    ],
+)
+def test_wrong_input_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call(field())
+
+
+def test_on_workers(client):
+    a = field(dtype="d")
+    a = a.copy(data=persisted(client, a.data))
+    np.testing.assert_allclose(a.p2p.fft().p2p.ifft().values, a.values, atol=1e-12)

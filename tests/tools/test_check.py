@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import dask
+import dask.array as da
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import Obstacle
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.tools.check import FAR, Link, Report, Status, find_problems
+from dask_p2p.transports.probe import most_probe_bytes
+from tests.support import given_up, persisted, used
+
+VERSIONS = {"dask": "1", "cupy": "14", "ucxx": None}
+GOOD = Status(
+    address="a",
+    host="node",
+    had_plugin=True,
+    kind="cupy",
+    gpu="NVIDIA H200",
+    mig=False,
+    memory_resource="PoolMemoryResource",
+    pool_bytes=2**30,
+    cupy_uses_rmm=True,
+    link_gbs=450.0,
+    leased_bytes=0,
+    versions=VERSIONS,
+)
+LINK = Link("a", "b", "ipc", 330.0, 1e-3)
+
+
+def test_a_good_cluster_has_no_problems():
+    assert find_problems([GOOD, replace(GOOD, address="b")], [LINK], VERSIONS) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "cure"),
+    [
+        ({"had_plugin": False}, "plugin was missing", "dask_p2p.register"),
+        ({"pool_bytes": 2**30 + 256}, "no multiple of 2 MiB", "rmm_pool_size"),
+        ({"memory_resource": "CudaAsyncMemoryResource"}, "CudaAsyncMemoryResource", "multiple"),
+        ({"memory_resource": "ManagedMemoryResource"}, "ManagedMemoryResource", "multiple"),
+        ({"cupy_uses_rmm": False}, "another pool than RMM's", "external_lib_list"),
+        ({"mig": True}, "MIG", "whole GPUs"),
+        ({"versions": {**VERSIONS, "dask": "2"}}, "dask 2, here 1", "the same everywhere"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_each_cause_is_named_once_with_its_cure(changes, words, cure):
+    workers = [replace(GOOD, address=address, **changes) for address in "ab"]
+    (problem,) = find_problems(workers, [LINK], VERSIONS)
+    assert words in problem.what
+    assert cure in problem.cure
+    assert problem.workers == ("a", "b")
+
+
+def test_what_is_not_comparable_is_no_difference():
+    here = {**VERSIONS, "cupy": None, "ucxx": "0.52"}
+    assert find_problems([GOOD], [], here) == []
+
+
+@pytest.mark.parametrize("code", ["other-namespace", "no-peer-access", "failed"])
+def test_obstacles_between_workers_have_remedies(code):
+    obstacle = Obstacle(code, "something is in the way", "Take it away")
+    links = [
+        replace(LINK, reader=reader, transport="comm", obstacles={"ipc": obstacle})
+        for reader in "aab"
+    ]
+    (problem,) = find_problems([GOOD], links, VERSIONS)
+    assert problem.what == "ipc is not used: something is in the way"
+    assert problem.cure == "Take it away"
+    assert problem.workers == ("a", "b")
+
+
+def test_who_knows_no_remedy_is_told_of_the_order():
+    link = replace(LINK, transport="comm", obstacles={"ipc": Obstacle("failed", "something new")})
+    (problem,) = find_problems([GOOD], [link], VERSIONS)
+    assert "p2p.transports.order" in problem.cure
+
+
+@pytest.mark.parametrize("code", ["other-kind", "same-process", "other-host"])
+def test_what_is_as_it_should_be_is_no_problem(code):
+    link = replace(LINK, transport="comm", obstacles={"ipc": Obstacle(code, "...")})
+    assert find_problems([GOOD], [link], VERSIONS) == []
+
+
+def test_a_pair_that_nothing_joins():
+    link = replace(LINK, transport=None, error="TransferError: no answer")
+    (problem,) = find_problems([GOOD], [link], VERSIONS)
+    assert "no transport brings blocks from b: TransferError: no answer" in problem.what
+    assert "TransferError: no answer" in str(Report([GOOD], [link], [problem]))
+
+
+FAR_LINKS = [
+    Link("a", "b", "cma", 3.0, 1e-4),
+    Link("b", "a", "cma", 5.0, 1e-4),
+    *(
+        Link(reader, holder, "comm", 0.5, 2e-3, {"cma": Obstacle("other-host", "on <others>")})
+        for reader, holder in (("a", "c"), ("b", "c"))
+    ),
+    Link("c", "a", None, 0.0, 0.0, error="TransferError: no answer"),
+    Link("c", "b", "comm", 0.5, 2e-3, {"ucx": Obstacle("not-installed", "no ucxx")}),
+]
+
+
+def test_hosts_in_pairs():
+    hosts = {"a": "one", "b": "one", "c": "two"}
+    workers = [replace(GOOD, address=address, host=host) for address, host in hosts.items()]
+    report = Report(workers, FAR_LINKS, find_problems(workers, FAR_LINKS, VERSIONS))
+    one, out, back = report.hosts
+    assert (one.reader, one.holder, one.transports, one.gbs) == ("one", "one", {"cma": 2}, 4.0)
+    assert one.in_the_way == ()
+    assert (out.reader, out.holder, out.transports) == ("one", "two", {"comm": 2})
+    assert out.in_the_way == ("cma: on <others>",)
+    assert (back.reader, back.holder) == ("two", "one")
+    assert back.transports == {"none": 1, "comm": 1}
+    assert back.latency_s == 2e-3
+    assert back.in_the_way == ("ucx: no ucxx", "TransferError: no answer")
+    assert not any("on <others>" in problem.what for problem in report.problems)
+    text = repr(report)
+    assert text == str(report)
+    assert "cma 2" in text
+    assert "no ucxx" in text
+    html = report._repr_html_()
+    assert html.count("<table>") == 5, "workers, hosts, transports, speeds and latencies"
+    assert "cma: on &lt;others&gt;" in html
+    assert "<others>" not in html
+    assert "Worker 2: no transport brings blocks from a" in text
+    assert "Nothing is in the way." in repr(Report(workers, FAR_LINKS, []))
+
+
+def measure_little():
+    """Measure small blocks, and find no transport quicker than the first one."""
+    from dask_p2p.tools import check
+
+    check.FAR, check.most_probe_bytes = 1e9, lambda *_: 2**20
+
+
+def measure_well():
+    from dask_p2p.tools import check
+
+    check.FAR, check.most_probe_bytes = FAR, most_probe_bytes
+
+
+@pytest.fixture
+def calm(client):
+    """A client of workers whose measurements a busy machine does not change."""
+    client.run(measure_little)
+    yield client
+    client.run(measure_well)
+
+
+def test_a_cluster(calm):
+    dask_p2p.register(calm)
+    report = dask_p2p.check(calm)
+    addresses = sorted(workers_of(calm))
+    assert [worker.address for worker in report.workers] == addresses
+    assert {(link.reader, link.holder) for link in report.links} == {
+        (a, b) for a in addresses for b in addresses if a != b
+    }
+    for link in report.links:
+        assert link.transport == "cma", given_up(calm)
+        assert link.error is None
+        assert link.gbs > 0
+        assert 0 < link.latency_s < 10
+    assert report.problems == []
+    lines = str(report).splitlines()
+    first, second = lines[lines.index("Transport") + 2 :][:2]
+    assert first.split() == ["to", "0", "-", "cma", "cma", "cma"]
+    assert second.split() == ["to", "1", "cma", "-", "cma", "cma"]
+
+
+def leased_bytes(client):
+    return client.run(lambda dask_worker: dask_worker.plugins[PLUGIN_NAME].leased_bytes)
+
+
+def test_nothing_is_left_afterwards(calm):
+    dask_p2p.check(calm)
+    assert set(leased_bytes(calm).values()) == {0}
+
+
+def test_the_transport_is_what_a_task_would_use(calm):
+    dask_p2p.register(calm)
+    with dask.config.set({"p2p.transports.order": ["ucx"]}):
+        report = dask_p2p.check()
+    assert {link.transport for link in report.links} == {"ucx"}
+    assert {link.transport for link in dask_p2p.check(calm).links} == {"cma"}, given_up(calm)
+
+
+def test_a_plugin_that_was_missing():
+    # With two ways, a busy machine may make one look slow, which is a problem that is told.
+    with (
+        dask.config.set({"p2p.transports.order": ["comm"]}),
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        client.run(measure_little)
+        (problem,) = dask_p2p.check(client).problems
+        assert set(leased_bytes(client).values()) == {0}, "also of what proved the ways"
+        assert "plugin was missing" in problem.what
+        assert dask_p2p.check(client).problems == []
+
+
+def slow_down():
+    """Have all blocks come late by cma; measure them only once, and small ones."""
+    import time
+
+    from dask_p2p.tools import check
+    from dask_p2p.transports.in_place.cma import CmaTransport
+
+    check.REPEATS, check.most_probe_bytes = 1, lambda *_: 2**20
+    opened = CmaTransport.regions
+
+    def opened_late(*args):
+        time.sleep(0.4)
+        return opened(*args)
+
+    CmaTransport.regions = opened_late
+
+
+def test_a_transport_that_is_quicker_by_far_is_used_and_told():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        client.run(slow_down)
+        with dask.config.set({"p2p.transports.order": ["cma", "comm"]}):
+            report = dask_p2p.check(client)
+        assert {(link.transport, link.quicker) for link in report.links} == {("cma", "comm")}
+        (problem,) = report.problems
+        assert problem.what == "comm is more than 2 times as fast as cma"
+        assert "Name it first in p2p.transports.order" in problem.cure
+        report = dask_p2p.check(client)
+        assert {link.transport for link in report.links} == {"comm"}
+        assert [p.what for p in report.problems] == [
+            "cma is not used: comm is more than 2 times as fast"
+        ]
+        x = persisted(client, da.ones((40, 30), chunks=(10, 30)))
+        assert used(client, persisted(client, dask_p2p.transpose(x))) == {"comm"}
+
+
+def test_an_asynchronous_client(calm, cluster):
+    async def checked():
+        async with Client(cluster.scheduler_address, asynchronous=True) as client:
+            return await dask_p2p.check(client)
+
+    report = asyncio.run(checked())
+    assert len(report.links) == 12
+    assert {link.error for link in report.links} == {None}
+
+
+def test_without_a_client():
+    with pytest.raises(ValueError, match="No clients found"):
+        dask_p2p.check()

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+import pytest
+from distributed import Client
+
+import dask_p2p
+from dask_p2p.errors import InputError
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.tools import cluster
+from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, _visible, round_down, usable_gpus
+
+
+class FakeNvml(types.ModuleType):
+    """Two GPUs with 10 and 20 GB free."""
+
+    free_bytes = (10_000_000_001, 20_000_000_001)
+
+    def nvmlInit(self):  # noqa: N802
+        pass
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, name):  # noqa: N802
+        return {"GPU-a": 0, "GPU-b": 1}[name]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+        return types.SimpleNamespace(free=self.free_bytes[handle])
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Two GPUs, CuPy and dask-cuda seem to be there; gives what the cluster was made with."""
+    made = types.ModuleType("dask_cuda")
+    made.LocalCUDACluster = dict
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
+    monkeypatch.setitem(sys.modules, "dask_cuda", made)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def no_gpus(monkeypatch):
+    monkeypatch.setattr(cluster, "usable_gpus", list)
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_cpu_cluster():
+    with dask_p2p.local_cluster(2) as made, Client(made) as client:
+        workers = workers_of(client)
+        assert made.scheduler_address.startswith("tcp://")
+        assert len(workers) == 2
+        for address, worker in workers.items():
+            assert address.startswith("tcp://")
+            assert worker["nthreads"] == 1
+        processes = client.run(lambda: __import__("os").getpid())
+        assert len({*processes.values()}) == 2
+        assert len(cluster.device_names(client, "numpy")) == 2
+
+
+def test_overrides_win(monkeypatch, two_gpus):
+    import distributed
+
+    monkeypatch.setattr(distributed, "LocalCluster", dict)
+    chosen = dask_p2p.local_cluster(gpus=False)
+    assert chosen["n_workers"] == 4
+    given = dask_p2p.local_cluster(3, gpus=False, threads_per_worker=5, protocol="tls://")
+    assert (given["n_workers"], given["threads_per_worker"]) == (3, 5)
+    assert given["protocol"] == "tls://"
+    given = dask_p2p.local_cluster(rmm_pool_size="1 GiB", protocol="ucx")
+    assert (given["rmm_pool_size"], given["protocol"]) == ("1 GiB", "ucx")
+    assert "rmm_pool_size" not in dask_p2p.local_cluster(rmm_async=True)
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_no_gpus():
+    with pytest.raises(InputError, match=r"expected 1 usable GPU.*found 0.*gpus=False"):
+        dask_p2p.local_cluster(gpus=True)
+    with pytest.raises(InputError, match="expected 3 usable"):
+        dask_p2p.local_cluster(3, gpus=True)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("wrong", [-1, 0, "four", 2.5, True])
+def test_numbers_of_workers_that_are_none(wrong):
+    for gpus in (None, True, False):
+        with pytest.raises(InputError, match=f"number of workers, at least 1, got .*={wrong!r}"):
+            dask_p2p.local_cluster(wrong, gpus=gpus)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpu_cluster():
+    made = dask_p2p.local_cluster()
+    assert made["CUDA_VISIBLE_DEVICES"] == ["0", "1"]
+    assert (made["n_workers"], made["threads_per_worker"], made["protocol"]) == (2, 1, "tcp")
+    assert made["rmm_allocator_external_lib_list"] == ["cupy"]
+    assert made["rmm_pool_size"] % POOL_GRANULE_BYTES == 0
+    assert 7_990_000_000 < made["rmm_pool_size"] <= 8_000_000_000
+    assert dask_p2p.local_cluster(1, gpus=True)["CUDA_VISIBLE_DEVICES"] == ["0"]
+    with pytest.raises(InputError, match=r"expected 3 usable GPU.*found 2"):
+        dask_p2p.local_cluster(3)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_pool_is_for_the_gpus_that_are_used(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
+    made = dask_p2p.local_cluster(gpus=True)
+    assert made["CUDA_VISIBLE_DEVICES"] == ["GPU-b"]
+    assert 15_990_000_000 < made["rmm_pool_size"] <= 16_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        (None, ["0", "1"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("1", ["1"]),
+        ("1, 0", ["1", "0"]),
+        ("0,7,1", ["0"]),
+        ("0,-1,1", ["0"]),
+        ("GPU-a,MIG-b", ["GPU-a", "MIG-b"]),
+    ],
+)
+def test_visible_devices(setting, names):
+    assert _visible(setting, 2) == names
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_usable_gpus(monkeypatch):
+    assert usable_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert usable_gpus() == ["1"]
+    monkeypatch.setattr(FakeNvml, "nvmlInit", lambda self: 1 / 0)
+    assert usable_gpus() == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert usable_gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "rounded_bytes"),
+    [(0, 0), (1, 0), (2**21 - 1, 0), (2**21, 2**21), (42 * 2**30 + 256, 42 * 2**30)],
+)
+def test_pools_are_whole_granules(size_bytes, rounded_bytes):
+    assert round_down(size_bytes) == rounded_bytes
+    assert rounded_bytes % POOL_GRANULE_BYTES == 0
+
+
+@pytest.mark.gpu(2)
+def test_gpu_names():
+    with dask_p2p.local_cluster(2) as made, Client(made) as client:
+        names = cluster.device_names(client, "cupy")
+        assert len(names) == 2
+        assert all(names)

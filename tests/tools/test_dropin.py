@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import asyncio
+import doctest
+import inspect
+from types import SimpleNamespace
+
+import dask
+import dask.array as da
+import distributed.shuffle
+import numpy as np
+import pytest
+from dask.array.overlap import map_overlap
+from dask.array.utils import assert_eq, meta_from_array
+from distributed import Client, Scheduler, Worker, futures_of
+from distributed.shuffle._rechunk import rechunk_p2p
+
+import dask_p2p
+from dask_p2p import fft
+from dask_p2p.errors import ConfigError
+from dask_p2p.tools import dropin
+from tests.support import persisted, used
+
+#: From eight slabs on Dask chooses p2p by itself where there is a client.
+X = np.arange(64 * 48.0).reshape(64, 48)
+SLABS = (8, -1)
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    dask_p2p.uninstall()
+    assert distributed.shuffle.rechunk_p2p is rechunk_p2p
+    assert da.map_overlap is da.overlap.map_overlap is map_overlap
+
+
+@pytest.fixture
+def x():
+    return da.from_array(X, chunks=SLABS)
+
+
+def is_ours(y):
+    return any(name.startswith("p2p-") for name in y.dask.layers)
+
+
+def is_dasks(y):
+    return any(name.startswith("rechunk-p2p-") for name in y.dask.layers)
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(dropin).failed == 0
+
+
+def test_what_is_replaced_has_the_same_parameters():
+    """Another Dask may call it otherwise."""
+    stock = inspect.signature(rechunk_p2p)
+    assert [*stock.parameters][:2] == [*inspect.signature(dropin.rechunked).parameters][:2]
+    assert all(p.kind is p.KEYWORD_ONLY for p in [*stock.parameters.values()][2:])
+
+
+def test_code_that_exists_uses_this_package(client, x):
+    xarray = pytest.importorskip("xarray")
+    x = persisted(client, x)
+    named = xarray.DataArray(x, dims=("a", "b"))
+    operations = {
+        "rechunk": lambda: x.rechunk({0: -1, 1: 6}),
+        "function": lambda: da.rechunk(x, (-1, 6)),
+        "transposed": lambda: x.T.rechunk((6, -1)),
+        "xarray": lambda: named.chunk({"a": -1, "b": 6}).data,
+    }
+    for name, operation in operations.items():
+        stock = operation()
+        with dask_p2p.install():
+            y = operation()
+        assert is_dasks(stock), name
+        assert is_ours(y), name
+        assert not is_dasks(y), name
+        assert y.chunks == stock.chunks, name
+        assert (y.dtype, type(meta_from_array(y))) == (stock.dtype, type(meta_from_array(stock))), (
+            name
+        )
+        y = persisted(client, y)
+        np.testing.assert_array_equal(y.compute(), X.T if name == "transposed" else X, name)
+        assert used(client, y), name
+
+
+def test_what_dask_does_by_tasks_it_still_does(client, x):
+    with dask_p2p.install():
+        for y in (x.rechunk((-1, 6), method="tasks"), x.rechunk((16, -1))):
+            assert not is_ours(y)
+            assert not is_dasks(y)
+    with dask.config.set({"array.rechunk.method": "tasks"}), dask_p2p.install():
+        assert not is_ours(x.rechunk((-1, 6)))
+
+
+def test_without_a_client(x):
+    with dask_p2p.install():
+        assert not is_ours(x.rechunk((-1, 6)))
+        y = x.rechunk((-1, 6), method="p2p")
+    assert is_ours(y)
+    assert_eq(y, X, scheduler="threads")
+
+
+@pytest.mark.parametrize("dtype", [">f8", "M8[s]", "O", [("a", "i2"), ("b", "f4")]], ids=str)
+def test_keeps_dtypes(client, dtype):
+    values = np.arange(64).reshape(8, 8).astype("i8").astype(dtype)
+    with dask_p2p.install():
+        y = da.from_array(values, chunks=(1, 8)).rechunk((8, 1))
+    assert is_ours(y)
+    assert y.dtype == values.dtype
+    result = y.compute()
+    assert result.dtype == values.dtype
+    np.testing.assert_array_equal(result, values)
+
+
+@pytest.mark.parametrize("order", [None, ["comm"]], ids=["auto", "comm"])
+@pytest.mark.parametrize("dtype", [">i4", ">f8", ">c16", ">U3"])
+def test_byte_orders_of_arrays_that_a_client_sends(client, dtype, order):
+    """Dask makes native blocks of many of them, and declares them as they were."""
+    values = np.arange(64).reshape(8, 8).astype("i8").astype(dtype)
+    a = persisted(client, da.from_array(values, chunks=(2, 4)))
+    (block, *_) = futures_of(a)
+    assert client.submit(byte_order, block).result() == "="
+    with dask.config.set({"p2p.transports.order": order or "auto"}):
+        with dask_p2p.install():
+            results = {"rechunk": a.rechunk((8, 1), method="p2p")}
+            results["transposed"] = a.T.rechunk((8, 1), method="p2p")
+        results["transpose"] = dask_p2p.transpose(a)
+        results["overlap"] = dask_p2p.map_overlap(np.copy, a, depth={0: 1}, boundary="none")
+    for name, y in results.items():
+        y = persisted(client, y)
+        orders = client.gather([client.submit(byte_order, block) for block in futures_of(y)])
+        assert set(orders) == {">"}, name
+        assert used(client, y) == {"comm"}, "the others move bytes as they are"
+        expected = values.T if name.startswith("transpose") else values
+        np.testing.assert_array_equal(y.compute(), expected, name)
+
+
+def byte_order(block):
+    return block.dtype.byteorder
+
+
+def test_arrays_that_it_does_not_take_go_dasks_way(x):
+    masked = da.ma.masked_greater(x, 100)
+    unknown = x[x[:, 0] > 1000]
+    with dask_p2p.install():
+        for y in (masked, unknown):
+            assert is_dasks(y.rechunk({1: 6}, method="p2p"))
+
+
+def test_blocks_of_another_library_of_unknown_sizes(x):
+    """They go by tasks: Dask's own way fails with blocks on GPUs."""
+    unknown = x[x[:, 0] > 1000]
+    with dask_p2p.install(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dropin, "np", SimpleNamespace(ndarray=()))  # of which nothing is one
+        y = unknown.rechunk({1: 6}, method="p2p")
+    assert not is_dasks(y)
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), X[X[:, 0] > 1000])
+
+
+def mean_of_three(block):
+    return (block + np.roll(block, 1, 0) + np.roll(block, -1, 0)) / 3
+
+
+def test_every_way_to_map_overlap(x):
+    ways = {
+        "method": lambda: x.map_overlap(mean_of_three, 1),
+        "function": lambda: da.map_overlap(mean_of_three, x, depth=1, boundary="none"),
+        "module": lambda: da.overlap.map_overlap(mean_of_three, x, depth={0: 1}),
+    }
+    for name, way in ways.items():
+        stock = way()
+        with dask_p2p.install() as used:
+            y = way()
+        assert used.counts == {"map_overlap": 1}, name
+        assert is_ours(y), name
+        assert not is_ours(way()), name
+        assert_eq(y, stock, scheduler="sync")
+
+
+#: What is done in Dask's place; the page on existing code tells the same.
+CHANGES = {
+    "always": {
+        "gradient": lambda x, a: da.gradient(x, axis=0),
+        "differentiate": lambda x, a: a.differentiate("t").data,
+        "windows": lambda x, a: da.lib.stride_tricks.sliding_window_view(x, 3, axis=0),
+        "rolling": lambda x, a: a.rolling(t=5).mean().data,
+    },
+    "method": {
+        "quantile": lambda x, a: a.quantile(0.5, "t").data,
+        "shift": lambda x, a: a.shift(t=1).data,
+        "polyfit": lambda x, a: a.polyfit("t", 1).polyfit_coefficients.data,
+        "median": lambda x, a: da.median(x, axis=0),
+        "da.quantile": lambda x, a: da.quantile(x, 0.5, axis=0),
+        "shuffle": lambda x, a: da.shuffle(x, [[*range(0, 64, 2)], [*range(1, 64, 2)]], 0),
+        "gufunc": lambda x, a: da.apply_gufunc(
+            np.sort, "(i)->(i)", x, axis=0, allow_rechunk=True, output_dtypes=float
+        ),
+        "fft2": lambda x, a: da.fft.fft2(x.rechunk(-1)),
+        "blocks that do not fit": lambda x, a: x[:48].T + x[:48],
+        "inv": lambda x, a: da.linalg.inv((x[:48] + 9_999 * da.eye(48, 8)).rechunk(16)),
+    },
+    "never": {
+        "overlap": lambda x, a: da.overlap.overlap(x, 1, "none"),
+        "groupby": lambda x, a: a.groupby(a.t % 3).mean().data,
+        "coarsen": lambda x, a: a.coarsen(t=4).mean().data,
+        "pad": lambda x, a: a.pad(t=2).data,
+        "cumsum": lambda x, a: x.cumsum(axis=0),
+        "topk": lambda x, a: da.topk(x, 3, axis=0),
+        "product": lambda x, a: x @ x.T,
+        "svd": lambda x, a: da.linalg.svd(x)[1],
+        "qr": lambda x, a: abs(da.linalg.qr(x)[1]),
+        "an order": lambda x, a: x[[*range(63, -1, -2)]],
+        "reshape": lambda x, a: x.reshape(-1),
+    },
+}
+
+
+@pytest.mark.parametrize("when", CHANGES)
+def test_what_changes(x, when):
+    xarray = pytest.importorskip("xarray")
+    a = xarray.DataArray(x, dims=("t", "x"), coords={"t": np.arange(64.0)})
+    for name, operation in CHANGES[when].items():
+        stock = operation(x, a)
+        with dask_p2p.install() as used:
+            by_default = operation(x, a)
+        assert (used.count > 0) is (when == "always"), name
+        with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install() as used:
+            by_method = operation(x, a)
+        assert (used.count > 0) is (when != "never"), name
+        for y in (by_default, by_method):
+            assert y.chunks == stock.chunks, name
+            got, expected = dask.compute(y, stock, scheduler="sync")
+            np.testing.assert_allclose(got, expected, atol=1e-9, err_msg=name)
+
+
+def test_overlaps_that_it_does_not_take_go_dasks_way(x):
+    masked = da.ma.masked_greater(x, 100)
+    unknown = x[x[:, 0] >= 0]  # all of them
+    with dask_p2p.install() as used:
+        y = masked.map_overlap(np.negative, (1, 0))
+        with pytest.raises(AssertionError):  # Dask's own
+            unknown.map_overlap(np.negative, (1, 0))
+        with pytest.raises(ValueError, match="larger than your array"):  # Dask's own, too
+            x.map_overlap(np.negative, 1_000)
+    assert used.count == 0
+    assert not is_ours(y)
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), -masked.compute(scheduler="sync"))
+
+
+def test_what_was_done_in_dasks_place_is_counted(x):
+    with dask_p2p.install() as used:
+        assert repr(used) == "<dask_p2p in Dask's place: nothing yet>"
+        x.rechunk((-1, 6), method="p2p")
+        x.rechunk((-1, 6), method="tasks")
+        with dask_p2p.install() as inner:
+            x.rechunk((-1, 6), method="p2p").map_overlap(np.negative, 1)
+        da.ma.masked_greater(x, 100).rechunk({1: 6}, method="p2p")
+    x.rechunk((-1, 6), method="p2p")
+    assert used.counts == {"rechunk": 2, "map_overlap": 1}
+    assert used.count == 3
+    assert repr(used) == "<dask_p2p in Dask's place: rechunk 2, map_overlap 1>"
+    assert inner.count == 2
+
+
+def test_installing_twice_and_taking_it_off(x):
+    dask_p2p.install()
+    with dask_p2p.install():  # changes nothing, and so takes nothing off
+        pass
+    dask_p2p.install()
+    assert is_ours(x.rechunk((-1, 6), method="p2p"))
+    dask_p2p.uninstall()
+    assert distributed.shuffle.rechunk_p2p is rechunk_p2p
+    dask_p2p.uninstall()
+    with pytest.raises(KeyError), dask_p2p.install():
+        raise KeyError
+    assert distributed.shuffle.rechunk_p2p is rechunk_p2p
+
+
+def test_others_replace_the_same_function(x):
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def before(*args, **kwargs):
+            seen.append("before")
+            return rechunk_p2p(*args, **kwargs)
+
+        patch.setattr(distributed.shuffle, "rechunk_p2p", before)
+        dask_p2p.install()
+        ours = distributed.shuffle.rechunk_p2p
+
+        def after(*args, **kwargs):
+            seen.append("after")
+            return ours(*args, **kwargs)
+
+        patch.setattr(distributed.shuffle, "rechunk_p2p", after)
+        assert is_ours(x.rechunk((-1, 6), method="p2p"))
+        dask_p2p.uninstall()
+        assert distributed.shuffle.rechunk_p2p is after
+        assert is_dasks(x.rechunk((-1, 6), method="p2p"))
+    assert seen == ["after", "after", "before"]
+
+
+def test_beside_an_optimiser_of_all_arrays(client, x):
+    seen = []
+
+    def optimise(graph, keys, **kwargs):
+        seen.append(list(graph.layers))
+        return da.optimize(graph, keys, **kwargs)
+
+    with dask.config.set(array_optimize=optimise), dask_p2p.install():
+        y = x.rechunk((-1, 6)) + 1
+        (best,) = dask.optimize(y)
+    assert is_ours(y)
+    assert any(name.startswith("p2p-rechunk-") for name in seen[0])
+    np.testing.assert_array_equal(best.compute(), X + 1)
+
+
+def test_downstream_of_dasks_own_functions(client):
+    """What Dask rechunks within."""
+    values = np.random.default_rng(0).random((16, 16))
+    x = da.from_array(values, chunks=(2, -1))
+    with dask_p2p.install():
+        y = da.fft.fft(x.rechunk((-1, 2)), axis=0)
+        z = x[:, ::-1].rechunk((-1, 2)).sum(axis=0)[3:5]
+    assert is_ours(y)
+    assert is_ours(z)
+    np.testing.assert_array_equal(y.compute(), np.fft.fft(values, axis=0))
+    np.testing.assert_allclose(z.compute(), values[:, ::-1].sum(axis=0)[3:5])
+
+
+def test_transforms_of_axes_that_are_cut():
+    values = np.random.default_rng(0).random((8, 6))
+    cut, whole = da.from_array(values, chunks=3), da.from_array(values)
+    names = [name for name in fft.__all__ if not name.endswith(("freq", "shift", "estimate"))]
+    with dask_p2p.install() as used:
+        for name in names:
+            function, expected = getattr(da.fft, name), getattr(np.fft, name)
+            assert_eq(function(cut), expected(values))
+            options = {"axes": (0, 1)} if name[-1] in "2n" else {"axis": 0}
+            assert_eq(
+                function(cut, norm="ortho", **options), expected(values, norm="ortho", **options)
+            )
+            s = 5 if name[-1] == "t" else (5, 4)
+            assert_eq(function(cut, s, *options.values()), expected(values, s, *options.values()))
+        assert_eq(np.fft.fft(cut, n=5), np.fft.fft(values, n=5))  # which Dask is asked for
+        assert used.counts == {"fft": 3 * len(names) + 1}
+        assert_eq(da.fft.fft(whole), np.fft.fft(values))
+        with pytest.warns(DeprecationWarning, match="axes"):
+            stock = da.fft.fftn(whole[..., None], (5, 4))
+        with pytest.raises(ValueError, match="Duplicate axes"):
+            da.fft.fftn(cut, axes=(0, 0))
+        assert used.count == 3 * len(names) + 1
+        first = da.fft.fftn(cut[..., None], (5, 4))
+        assert_eq(first, stock)
+    with pytest.raises(ValueError, match="single chunk"):
+        da.fft.fft(cut)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_by_preload_in_a_client(cluster, x, wanted):
+    preloads = {"distributed.client.preload": ["dask_p2p.preload"], "p2p.install": wanted}
+    with dask.config.set(preloads), Client(cluster):
+        assert is_ours(x.rechunk((-1, 6))) is wanted
+    assert is_ours(x.rechunk((-1, 6), method="p2p")) is wanted
+
+
+def test_by_preload_on_a_worker():
+    """Its tasks may make arrays."""
+
+    async def run():
+        nothing = {"dashboard_address": ":0", "preload": ["dask_p2p.preload"]}
+        async with Scheduler(**nothing) as scheduler:
+            assert distributed.shuffle.rechunk_p2p is rechunk_p2p
+            async with Worker(scheduler.address, **nothing):
+                assert distributed.shuffle.rechunk_p2p is not rechunk_p2p
+
+    with dask.config.set({"p2p.install": True}):
+        asyncio.run(run())
+
+
+def test_an_option_that_is_neither_yes_nor_no():
+    from dask_p2p.config import installs_with_preload
+
+    with (
+        dask.config.set({"p2p.install": "of course"}),
+        pytest.raises(ConfigError, match=r"p2p.install is 'of course': expected true or false"),
+    ):
+        installs_with_preload()

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p.tools.indexed import _bands, count_wrong, indexed_array, modulus
+
+DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", ">f4"]
+
+
+def wrong(y, shape, axes=(1, 0), **kwargs):
+    return int(count_wrong(y, shape, axes, **kwargs).compute(scheduler="sync"))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "longdouble"])
+def test_values(dtype):
+    shape = (300, 7, 5)
+    x = indexed_array(shape, ((100, 150, 50), 4, 5), dtype)
+    found = x.compute(scheduler="sync")
+    linear = np.arange(np.prod(shape)).reshape(shape)
+    assert found.dtype == np.dtype(dtype) == x.dtype
+    assert x.chunks == ((100, 150, 50), (4, 3), (5,))
+    np.testing.assert_array_equal(found, (linear % modulus(dtype)).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "?"])
+def test_the_largest_value_is_exact(dtype):
+    largest = modulus(dtype) - 1
+    assert int(np.array([largest]).astype(dtype).real[0]) == largest
+
+
+@pytest.mark.parametrize("dtype", ["O", "U3", "M8[s]", "V4"])
+def test_dtypes_without_such_values(dtype):
+    with pytest.raises(ValueError, match="expected a boolean, integer, float or complex dtype"):
+        indexed_array((4, 4), 2, dtype).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (4, 3), (3, 4, 5)])
+def test_nothing_is_wrong(shape):
+    axes = tuple(reversed(range(len(shape))))
+    y = indexed_array(shape, 2 if shape else (), "f4").transpose(axes)
+    assert wrong(y, shape, axes) == 0
+
+
+def test_all_blocks_are_counted():
+    y = indexed_array((10, 6), (5, 2), "i8").T
+    assert y.numblocks == (3, 2)
+    assert wrong(y + 1, (10, 6)) == 60
+    first = da.concatenate([y[:2] + 1, y[2:]]).rechunk(y.chunks)
+    assert wrong(first, (10, 6)) == 20
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_changed_element(dtype):
+    x = indexed_array((40, 30), (10, 30), dtype).compute(scheduler="sync")
+    y = x.T.copy()
+    y[17, 3] = not y[17, 3] if dtype == "?" else y[17, 3] + 1
+    assert wrong(da.from_array(y, chunks=(10, 40)), (40, 30)) == 1
+
+
+def test_two_tiles_changed_places():
+    x = indexed_array((64, 64), (16, 64), "f4").compute(scheduler="sync")
+    y = x.T.copy()
+    y[:16, 16:32], y[:16, 32:48] = y[:16, 32:48].copy(), y[:16, 16:32].copy()
+    assert wrong(da.from_array(y, chunks=(16, 64)), (64, 64)) == 2 * 16 * 16
+
+
+def test_a_tile_that_was_not_transposed():
+    x = indexed_array((64, 64), (16, 64), "f4").compute(scheduler="sync")
+    y = x.T.copy()
+    y[16:32, 16:32] = y[16:32, 16:32].T.copy()
+    assert wrong(da.from_array(y, chunks=(16, 64)), (64, 64)) == 16 * 15  # the diagonal stays
+
+
+def test_another_dtype():
+    y = indexed_array((4, 6), (2, 6), "i4").T
+    assert wrong(y, (4, 6), dtype="i4") == 0
+    assert wrong(y, (4, 6), dtype="i8") == 24  # the values are equal
+    lying = y.map_blocks(lambda block: block.astype("f8"), dtype="i4")
+    assert wrong(lying, (4, 6)) == 24
+
+
+def test_a_block_of_another_shape():
+    y = indexed_array((4, 6), (2, 6), "i4").T
+    lying = y.map_blocks(lambda block: block[:-1], dtype="i4", chunks=y.chunks)
+    assert wrong(lying, (4, 6)) == 24
+
+
+def test_bands_cover_a_block_in_little_parts():
+    bands = list(_bands([(3, 14), (0, 5)], (5, 20), (1, 0), "numpy", np.dtype("i4"), elements=20))
+    assert [n for rows, _ in bands for n in range(*rows.indices(11))] == [*range(11)]
+    assert max(values.size for _, values in bands) == 20
+    values = np.concatenate([values for _, values in bands])
+    assert np.array_equal(values, np.arange(100).reshape(5, 20).T[3:14, 0:5])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    import cupy
+
+    y = indexed_array((64, 48), (16, 48), "f4", kind="cupy").T
+    assert isinstance(y.blocks[0, 0].compute(scheduler="sync"), cupy.ndarray)
+    assert wrong(y, (64, 48), kind="cupy") == 0
+    assert wrong(y + 1, (64, 48), kind="cupy") == 64 * 48

@@ -1,0 +1,201 @@
+"""``cma`` between the worker processes of a cluster: what NumPy blocks take by default."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.plugins.registration import workers_of
+from tests.support import persisted, result_of, tls_client, used
+from tests.transports.loopback import wait_until
+
+
+@pytest.mark.parametrize(
+    "dtype", ["f8", "?", "c16", "f2", "M8[ns]", "U3", [("a", "i1"), ("b", ">f8")]], ids=str
+)
+def test_values_of_any_dtype(client, dtype):
+    x = np.zeros((300, 200), dtype)
+    x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
+    a = persisted(client, da.from_array(x, chunks=(70, 150)))
+    with dask.config.set({"p2p.transports.cma.part-bytes": "5 kB"}):
+        y = persisted(client, dask_p2p.transpose(a))
+    got = y.compute()
+    assert got.dtype == x.dtype
+    assert got.tobytes() == x.T.tobytes()
+    assert used(client, y) == {"cma"}
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("axes", [(2, 1, 0), (1, 0, 2), (0, 2, 1)], ids=str)
+def test_boxes_and_modes(client, axes, mode):
+    x = np.arange(15 * 21 * 13.0).reshape(15, 21, 13)
+    a = persisted(client, da.from_array(x, chunks=(4, 10, 13)))
+    with dask.config.set({"p2p.mode": mode, "p2p.transports.cma.part-bytes": 1}):
+        y = persisted(client, dask_p2p.transpose(a, axes))
+    np.testing.assert_array_equal(y.compute(), x.transpose(axes))
+    assert used(client, y) == {"cma"}
+
+
+def test_blocks_of_any_memory_layout(client):
+    x = np.arange(90 * 80.0).reshape(90, 80)
+    a = da.from_array(x, chunks=(30, 80))
+    for view in (np.asfortranarray, lambda block: block[:, ::-1].copy()[:, ::-1]):
+        b = persisted(client, a.map_blocks(view, dtype=float))
+        y = persisted(client, dask_p2p.transpose(b))
+        np.testing.assert_array_equal(y.compute(), x.T)
+        assert used(client, y) == {"cma"}
+
+
+def test_objects_go_another_way_without_a_warning(client):
+    x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
+    a = persisted(client, da.from_array(x, chunks=(4, 2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = persisted(client, dask_p2p.transpose(a))
+    assert y.compute().tolist() == x.T.tolist()
+    assert used(client, y) == {"comm"}
+
+
+def test_elements_that_lie_far_apart_go_another_way_without_a_warning(client):
+    x = np.arange(100_000 * 8.0).reshape(100_000, 8)
+    a = persisted(client, da.from_array(x, chunks=(25_000, 8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = persisted(client, dask_p2p.transpose(a, chunks=(2, -1)))
+        assert used(client, y) == {"comm"}
+        np.testing.assert_array_equal(y.compute(), x.T)
+    z = persisted(client, dask_p2p.transpose(da.ones((400, 400), chunks=(100, 400))))
+    assert used(client, z) == {"cma"}, "it is still preferred"
+
+
+def test_nothing_is_kept(client):
+    a = persisted(client, da.random.random((400, 300), chunks=(100, 300)))
+    y = persisted(client, dask_p2p.transpose(a))
+    assert used(client, y) == {"cma"}
+    del a, y
+
+    def in_use(dask_worker):
+        return sum(dask_worker.plugins[PLUGIN_NAME].context.usage().values())
+
+    wait_until(lambda: set(client.run(in_use).values()) == {0})
+
+
+def refuse(*args):
+    raise PermissionError(1, "Operation not permitted")
+
+
+def forbid_reading(dask_worker):
+    """Have the kernel refuse, as a security module may."""
+    from dask_p2p.transports.in_place import process_memory
+
+    process_memory.read = refuse
+
+
+def test_where_the_kernel_refuses_blocks_come_by_messages_and_check_says_so():
+    x = np.arange(480.0).reshape(40, 12)
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        client.run(forbid_reading)
+        a = persisted(client, da.from_array(x, chunks=(10, 12)))
+        y = persisted(client, dask_p2p.transpose(a))
+        np.testing.assert_array_equal(y.compute(), x.T)
+        assert used(client, y) == {"comm"}
+        (problem,) = dask_p2p.check(client).problems
+    assert "cma is not used: its memory may not be read" in problem.what
+    assert "SYS_PTRACE" in problem.cure
+
+
+def test_a_tls_cluster():
+    """Nothing leaves the host, as with `ipc`."""
+    x = np.arange(480.0).reshape(40, 12)
+    with tls_client() as client:
+        a = persisted(client, da.from_array(x, chunks=(10, 12)))
+        y = persisted(client, dask_p2p.transpose(a))
+        np.testing.assert_array_equal(y.compute(), x.T)
+        assert used(client, y) == {"cma"}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
+    """Reading needs nothing of a holder but that it is there: one that hangs does not matter."""
+    shape = (60, 40)
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        a = da.fromfunction(lambda i, j: i * 40 + j, shape=shape, chunks=(20, 40), dtype=float)
+        a = persisted(client, a)
+        y = persisted(client, dask_p2p.transpose(a))  # all have met, and published their blocks
+        del y
+        reader, holder, _ = sorted(workers_of(client))
+        (pid,) = client.run(os.getpid, workers=[holder]).values()
+
+        def stop_it(pid, how, dask_worker):
+            from dask_p2p.transports.in_place import process_memory
+
+            real = process_memory.read
+
+            def read(*args):
+                os.kill(pid, how)
+                process_memory.read = real
+                return real(*args)
+
+            process_memory.read = read
+
+        client.run(stop_it, pid, how, workers=[reader])
+        whole = dask_p2p.transpose(a, chunks=-1)
+        z = client.compute(
+            whole, workers=[reader], allow_other_workers=how == signal.SIGKILL, retries=0
+        )
+        try:
+            np.testing.assert_array_equal(result_of(client, z), np.arange(2400.0).reshape(shape).T)
+        finally:
+            if how == signal.SIGSTOP:
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_no_holder_is_asked_to_publish_what_another_task_will_read(client):
+    """A worker's first task publishes all blocks that it has of the array, not its own sources."""
+    a = np.arange(64 * 48.0).reshape(64, 48)
+    x = persisted(client, da.from_array(a, chunks=(4, 6)))
+
+    def count(dask_worker):
+        transport = dask_worker.plugins[PLUGIN_NAME].context.router.transports["cma"]
+        held = sum(key[0] == x.name for key in dask_worker.data)
+        return held, transport.usage()["published"] if held else 0
+
+    y = persisted(client, dask_p2p.rechunk(x, (16, 48)))
+    for held, published in client.run(count).values():
+        assert published >= held
+    assert used(client, y) == {"cma"}
+    np.testing.assert_array_equal(y.compute(), a)
+
+
+def test_regions_are_copied_to_where_they_belong(client, monkeypatch):
+    """Where no axes are permuted and rows are long: no buffer is taken for them."""
+    a = np.arange(80 * 200.0).reshape(80, 200)
+    x = persisted(client, da.from_array(a, chunks=(20, 100)))
+
+    def taken(dask_worker):
+        return dask_worker.plugins[PLUGIN_NAME].context.router.transports["cma"].kept_bytes
+
+    before = client.run(taken)
+    y = persisted(client, dask_p2p.rechunk(x, (40, 200)))
+    assert used(client, y) == {"cma"}
+    assert client.run(taken) == before
+    np.testing.assert_array_equal(y.compute(), a)
+    np.testing.assert_array_equal(dask_p2p.rechunk(x, (40, 9)).compute(), a)  # short rows

@@ -1,0 +1,254 @@
+"""The bookkeeping of mappings, with a CUDA runtime that only counts."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import TransferError
+from dask_p2p.transports.in_place import cuda_ipc
+from dask_p2p.transports.in_place.cuda_ipc import Mappings, Place, array_at
+from tests.transports.loopback import wait_until
+
+MIB = 2**20
+GPU_BYTES = 2**30
+
+
+class FakeRuntime:
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def __init__(self):
+        self.open = {}  # address -> handle
+        self.refused = set()  # handles
+        self.in_the_way = {}  # handle -> address that must be closed first
+        self._next = 4096
+
+    def ipcOpenMemHandle(self, handle):  # noqa: N802
+        if handle in self.refused or self.in_the_way.get(handle) in self.open:
+            raise self.CUDARuntimeError("cudaErrorInvalidValue")
+        self._next += 4096
+        self.open[self._next] = handle
+        return self._next
+
+    def memGetInfo(self):  # noqa: N802
+        return GPU_BYTES, GPU_BYTES
+
+    def ipcCloseMemHandle(self, address):  # noqa: N802
+        del self.open[address]
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = FakeRuntime()
+    fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    cuda_ipc._device_bytes.cache_clear()
+    return runtime
+
+
+def place(buffer_id, handle="aa", base=None, nbytes=MIB):
+    """Of a block in an allocation; by default allocations do not overlap."""
+    base = buffer_id * GPU_BYTES if base is None else base
+    return Place("gpu", handle, buffer_id, base, nbytes, 0)
+
+
+def acquire(mappings, process, *args, block_bytes=1, **more):
+    return mappings.acquire(process, place(*args, **more), block_bytes)
+
+
+def opened(runtime):
+    return {handle.hex() for handle in runtime.open.values()}
+
+
+def test_an_allocation_is_opened_once(runtime):
+    mappings = Mappings()
+    first = acquire(mappings, "p", 1, "aa")
+    again = acquire(mappings, "p", 1, "aa")
+    assert first is again
+    assert len(runtime.open) == len(mappings) == 1
+
+
+def test_processes_and_buffers_are_told_apart_though_handles_are_alike(runtime):
+    mappings = Mappings()
+    found = {
+        id(acquire(mappings, process, buffer_id, "aa"))
+        for process in ("p", "q")
+        for buffer_id in (1, 2)
+    }
+    assert len(found) == len(runtime.open) == 4
+
+
+def test_a_mapping_is_kept_while_it_is_read_and_closed_after(runtime):
+    mappings = Mappings()
+    read, idle = acquire(mappings, "p", 1, "aa"), acquire(mappings, "p", 2, "bb")
+    other = acquire(mappings, "q", 1, "cc")
+    mappings.release(idle)
+    mappings.retire("p")
+    mappings.close_unused()
+    assert set(runtime.open) == {read.address, other.address}
+    mappings.release(read)
+    assert set(runtime.open) == {other.address}
+    mappings.release(other)
+    assert set(runtime.open) == {other.address}, "its process is still there"
+    mappings.retire(None)
+    mappings.close_unused()
+    assert runtime.open == {}
+    assert len(mappings) == 0
+
+
+def test_an_allocation_of_one_block_is_closed_with_its_last_user(runtime):
+    """Else its memory would stay taken when its owner frees it with the block."""
+    mappings = Mappings()
+    first = acquire(mappings, "p", 1, nbytes=MIB, block_bytes=MIB - 100)
+    again = acquire(mappings, "p", 1, nbytes=MIB, block_bytes=MIB - 100)
+    mappings.release(first)
+    assert len(runtime.open) == 1
+    mappings.release(again)
+    assert runtime.open == {}
+    assert len(mappings) == 0
+
+
+def test_what_nobody_used_for_long_is_closed(runtime, monkeypatch):
+    now_s = [1000.0]
+    monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    mappings = Mappings()
+    used, idle, fresh = (acquire(mappings, "p", n, f"{n:02x}") for n in range(3))
+    mappings.release(idle)
+    now_s[0] += Mappings.UNUSED_S
+    mappings.release(fresh)
+    mappings.close_unused()
+    assert opened(runtime) == {"00", "02"}
+    assert used.users == 1
+
+
+def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
+    monkeypatch.setattr(Mappings, "UNUSED_S", 0.1)
+    mappings = Mappings()
+    used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
+    mappings.release(idle)
+    wait_until(lambda: opened(runtime) == {"00"}, 5)
+    mappings.release(used)
+    wait_until(lambda: opened(runtime) == set(), 5)
+
+
+def test_what_is_in_use_at_the_end_is_closed_when_it_is_released(runtime):
+    mappings = Mappings()
+    used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
+    mappings.release(idle)
+    mappings.close()
+    assert opened(runtime) == {"00"}
+    mappings.release(used)
+    assert opened(runtime) == set()
+
+
+def test_unused_mappings_of_a_process_are_bounded_by_what_a_gpu_has(runtime, monkeypatch):
+    now_s = iter(range(1000))
+    monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    mappings = Mappings()
+    third = GPU_BYTES // 3
+    kept = acquire(mappings, "p", 0, "00", nbytes=MIB)
+    other = acquire(mappings, "q", 0, "ff", nbytes=third)
+    mappings.release(other)
+    for buffer_id in range(1, 9):
+        mappings.release(acquire(mappings, "p", buffer_id, f"{buffer_id:02x}", nbytes=third))
+    assert kept.address in runtime.open, "it is in use"
+    assert opened(runtime) == {"00", "ff", "07", "08"}
+
+
+def test_an_allocation_in_the_place_of_a_freed_one_is_not_read_through_the_old_mapping(runtime):
+    """The driver may answer with the mapping that it has: closed first, it cannot."""
+    mappings = Mappings()
+    old = acquire(mappings, "p", 1, "aa", base=4096, nbytes=MIB)
+    elsewhere = acquire(mappings, "q", 1, "bb", base=4096, nbytes=MIB)
+    mappings.release(old)
+    new = acquire(mappings, "p", 2, "aa", base=4096 + MIB - 1, nbytes=MIB)
+    assert set(runtime.open) == {elsewhere.address, new.address}
+
+
+def test_an_allocation_that_is_read_cannot_have_been_freed(runtime):
+    mappings = Mappings()
+    acquire(mappings, "p", 1, "aa", base=4096, nbytes=MIB)
+    with pytest.raises(TransferError, match="freed an allocation that is still being read"):
+        acquire(mappings, "p", 2, "bb", base=4096, nbytes=MIB)
+    assert opened(runtime) == {"aa"}
+
+
+def test_nobody_waits_for_the_mapping_of_another_process(runtime, monkeypatch):
+    """To open a handle can take seconds."""
+    mappings, slow, go_on = Mappings(), threading.Event(), threading.Event()
+    map_it = runtime.ipcOpenMemHandle
+
+    def map_slowly(handle):
+        if handle.hex() == "aa":
+            slow.set()
+            go_on.wait(30)
+        return map_it(handle)
+
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_slowly)
+    threads = [threading.Thread(target=acquire, args=(mappings, "p", 1, "aa")) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert slow.wait(30)
+    mappings.release(acquire(mappings, "q", 1, "bb"))
+    assert opened(runtime) == {"bb"}
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(runtime.open) == 2, "it was opened once"
+
+
+def test_what_is_in_the_way_is_closed(runtime):
+    mappings = Mappings()
+    old = acquire(mappings, "p", 1, "aa")
+    used = acquire(mappings, "p", 2, "bb")
+    mappings.release(old)
+    runtime.in_the_way[bytes.fromhex("cc")] = old.address
+    new = acquire(mappings, "p", 3, "cc")
+    assert set(runtime.open) == {used.address, new.address}
+
+
+def test_a_handle_that_does_not_open(runtime):
+    mappings = Mappings()
+    runtime.refused.add(bytes.fromhex("aa"))
+    with pytest.raises(TransferError, match="cannot be mapped: cudaErrorInvalidValue"):
+        acquire(mappings, "p", 1, "aa")
+    assert len(mappings) == 0
+    runtime.refused.clear()
+    assert acquire(mappings, "p", 1, "aa").users == 1
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        np.zeros((4, 6))[1:3, 2:5],
+        np.zeros((4, 6)).T,
+        np.zeros((4, 6))[::-1, ::-2],
+        np.zeros((4, 6))[:, ::-1][2],
+        np.zeros(()),
+    ],
+    ids=lambda v: f"{v.shape}-{v.strides}",
+)
+def test_an_array_covers_the_memory_of_its_elements(monkeypatch, view):
+    made = {}
+
+    def unowned(address, size_bytes, owner, device):
+        made.update(address=address, size_bytes=size_bytes)
+
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(getDevice=lambda: 0),
+        UnownedMemory=unowned,
+        MemoryPointer=lambda memory, offset: offset,
+    )
+    fake = SimpleNamespace(cuda=cuda, ndarray=lambda *args: args)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    first = view.__array_interface__["data"][0]
+    shape, dtype, offset, strides = array_at(first, view.shape, view.strides, view.dtype)
+    low, high = np.lib.array_utils.byte_bounds(view)
+    assert (made["address"], made["size_bytes"]) == (low, high - low)
+    assert made["address"] + offset == first
+    assert (shape, dtype, strides) == (view.shape, view.dtype, view.strides)

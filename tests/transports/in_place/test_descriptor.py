@@ -1,0 +1,49 @@
+"""Who can read whom, and what descriptors must say; the rest is tested with each transport."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.transports.in_place.descriptor import Descriptor, Peer, separation
+from dask_p2p.transports.reading import Request
+from dask_p2p.transports.replies import dtype_text
+
+HERE = Peer("boot", "pid:[1]", 1000, 1, "/tmp/a", "aa")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"boot_id": "other"}, "other-host"),
+        ({"pid_namespace": "pid:[2]"}, "other-namespace"),
+        ({"user": 0}, "other-user"),
+        ({"pid": 1}, "same-process"),
+        ({"refusal": "its disk is full"}, "no-directory"),
+    ],
+)
+def test_what_keeps_processes_from_reading_each_other(changes, code):
+    there = replace(HERE, pid=2)
+    assert separation(HERE, there) is None
+    assert separation(HERE, replace(there, **changes)).code == code
+
+
+def test_a_descriptor_that_is_not_that_of_the_block():
+    block = Request(("x", 0), "holder", (2, 3), np.dtype("f8"), "cupy", [])
+    published = Descriptor("('x', 0)", (2, 3), (24, 8), dtype_text(np.dtype("f8")), {"address": 1})
+    assert Descriptor.parse(published.text(), block, "t") == published
+    with pytest.raises(TransferError, match=r"t: .* is that of \('x', 1\)"):
+        Descriptor.parse(replace(published, key="('x', 1)").text(), block, "t")
+    with pytest.raises(BlockMismatchError):
+        Descriptor.parse(replace(published, shape=(3, 2)).text(), block, "t")
+    wrong = [{"strides": strides} for strides in ("ab", None, (8,), (2**64, 8), (8.0, 8))]
+    wrong += [{"shape": shape} for shape in (None, 7, ("2", "3"))] + [{"dtype": None}]
+    for changes in wrong:
+        with pytest.raises(TransferError, match=r"t: the descriptor of .* cannot be read"):
+            Descriptor.parse(replace(published, **changes).text(), block, "t")
+    for torn in (b"", b"\xff", b"[" * 100_000, published.text()[:-1], b"{}", b"[]"):
+        with pytest.raises(TransferError, match=r"t: the descriptor of .* cannot be read"):
+            Descriptor.parse(torn, block, "t")

@@ -1,0 +1,227 @@
+"""``ipc`` between two processes on two GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dask_p2p.config import options
+from dask_p2p.transports.in_place.ipc import IpcTransport
+from dask_p2p.transports.in_place.reading import DirectoryOptions
+from tests.support import with_section
+from tests.transports.conformance import Conformance
+from tests.transports.in_place.opening import Opening
+from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
+
+OPTIONS = with_section(options(), DirectoryOptions, retain_s=60.0)
+
+
+def hold(connection, folder):
+    """Be the holder: a process with a GPU of its own that does what the other end says."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    # Another order, as dask-cuda's workers have.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(reversed(visible[:2]))
+    import cupy
+
+    loop = EventLoop()
+    host = LoopbackHost("holder", loop.loop, {}, folder)
+    transport = IpcTransport(host, OPTIONS)
+    host.handlers.update(transport.handlers())
+    while (order := connection.recv()) is not None:
+        what, args = order
+        try:
+            if what == "put":
+                key, array = args
+                loop.run(_release(transport, key))
+                host.blocks[key] = cupy.asarray(array, order="K")
+                result = None
+            elif what == "put rows":  # all of one allocation
+                for key, row in enumerate(cupy.asarray(args)):
+                    loop.run(_release(transport, key))
+                    host.blocks[key] = row
+                result = None
+            elif what == "give memory back":
+                cupy.get_default_memory_pool().free_all_blocks()
+                result = None
+            elif what == "drop":
+                del host.blocks[args]
+                loop.run(_release(transport, args))
+                result = None
+            elif what == "call":
+                op, kwargs = args
+                result = loop.run(host.handlers[op](**kwargs))
+            elif what == "serving":
+                transport.publish(host.blocks)
+                result = None
+            elif what == "kept":
+                result = (loop.run(_expire(transport)), len(transport.directory))[1]
+            elif what == "close":
+                result = loop.run(transport.close())
+            connection.send((True, result))
+        except Exception as exc:
+            connection.send((False, repr(exc)))
+
+
+async def _release(transport, key):
+    transport.on_released(key)
+
+
+async def _expire(transport):
+    transport.directory.expire(60.0)
+
+
+class RemoteHost:
+    """The holder, seen from here."""
+
+    def __init__(self, folder):
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=hold, args=(other, folder))
+        self._process.start()
+        self._lock = threading.Lock()
+        self.calls = []
+
+    def ask(self, what, args=None):
+        with self._lock:
+            self._connection.send((what, args))
+            assert self._connection.poll(60), "the holder does not answer"
+            good, result = self._connection.recv()
+        assert good, result
+        return result
+
+    def close(self):
+        self._connection.send(None)
+        self._process.join(30)
+
+
+class Host(LoopbackHost):
+    async def call(self, address, op, **kwargs):
+        other = self._network[address]
+        other.calls.append(op)
+        return await asyncio.to_thread(other.ask, "call", (op, kwargs))
+
+
+@pytest.fixture(scope="module")
+def pair(loop, tmp_path_factory):
+    network = {}
+    here = Host("reader", loop.loop, network, tmp_path_factory.mktemp("reader"))
+    network["holder"] = RemoteHost(str(tmp_path_factory.mktemp("holder")))
+    yield here, network["holder"]
+    network["holder"].close()
+    here.close()
+
+
+@pytest.fixture
+def setup(pair, loop, tmp_path_factory):
+    here, there = pair
+    reader = IpcTransport(here, OPTIONS)
+    there.calls.clear()
+    closed = []
+
+    def close_holder():
+        there.ask("close")
+        closed.append(True)
+
+    yield SimpleNamespace(
+        reader=reader,
+        holder="holder",
+        kind="cupy",
+        put=lambda key, array: there.ask("put", (key, array)),
+        drop=lambda key: there.ask("drop", key),
+        close_holder=close_holder,
+        to_numpy=lambda array: array.get(),
+        there=there,
+    )
+    loop.run(reader.close())
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.filterwarnings("default")
+class TestIpc(Conformance, Opening):
+    is_eager = True
+
+    # The holder is one process for all tests, and may have blocks of others.
+    test_a_block_that_cannot_be_opened = None
+
+    def kept(self, setup):
+        return setup.there.ask("kept")
+
+    def open(self, setup, key, array, *boxes, **options):
+        assert setup.reader.obstacle(setup.holder, setup.kind, np.dtype("f8")) is None
+        return super().open(setup, key, array, *boxes, **options)
+
+    # The holder is one process for all tests: this one, which ends it, comes last (see below).
+    test_a_holder_that_is_closing_refuses = None
+
+    def test_numpy_blocks_are_not_for_ipc(self, setup):
+        obstacle = setup.reader.obstacle(setup.holder, "numpy", np.dtype("f8"))
+        assert obstacle.code == "other-kind"
+
+    def test_what_is_published_need_not_be_asked_for(self, setup, block):
+        key, array = block
+        setup.there.ask("serving")
+        setup.there.calls.clear()
+        got = self.read(setup, key, array, ((0, 6), (0, 10)))
+        np.testing.assert_array_equal(got, array)
+        assert "p2p_ipc_publish" not in setup.there.calls
+
+    def test_what_is_not_published_is_asked_for_once(self, setup, block):
+        key, array = block
+        setup.drop(key)
+        setup.put(key, array)
+        for _ in range(2):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+        assert setup.there.calls.count("p2p_ipc_publish") == 1
+
+    def test_an_allocation_is_mapped_once(self, setup):
+        array = np.arange(80.0).reshape(5, 4, 4)
+        setup.there.ask("put rows", array)
+        for i in range(5):
+            got = self.read(setup, i, array[i], ((0, 4), (0, 4)))
+            np.testing.assert_array_equal(got, array[i])
+        assert len(setup.reader.mappings) == 1
+
+    def test_memory_that_comes_and_goes(self, setup):
+        # Each time a new allocation, perhaps at the place of one that is still mapped here.
+        for i in range(100):
+            array = np.full((64, 64), float(i))
+            setup.put("block", array)
+            got = self.read(setup, "block", array, ((0, 64), (0, 64)))
+            np.testing.assert_array_equal(got, array)
+            setup.drop("block")
+            setup.there.ask("give memory back")
+
+    def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
+        key, array = block
+        for other in list(range(5)):
+            setup.put(other, array)
+            setup.drop(other)
+        remote = self.open(setup, key, array)
+        before = setup.there.ask("kept")
+        setup.drop(key)
+        assert setup.there.ask("kept") == before, "it is being read"
+        remote.close()
+        wait_until(lambda: setup.there.ask("kept") == before - 1)
+
+    def test_leaving_closes_mappings_that_are_not_used(self, setup, block, loop):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        in_use = remote.request().result(5)
+
+        async def forget():
+            setup.reader.on_worker_left(setup.holder)
+
+        loop.run(forget())
+        np.testing.assert_array_equal(in_use.get(), array)  # still mapped
+        assert len(setup.reader.mappings) == 1
+        remote.close()
+        wait_until(lambda: len(setup.reader.mappings) == 0)
+
+    def test_zz_a_holder_that_is_closing_refuses(self, setup, block):
+        Conformance.test_a_holder_that_is_closing_refuses(self, setup, block)

@@ -1,0 +1,353 @@
+"""``ipc`` without GPUs: what is mapped is the holder's own NumPy arrays, while they are there."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+import time
+import weakref
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dask_p2p.backends.cupy import CUPY
+from dask_p2p.config import options
+from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, Obstacle, TransferError
+from dask_p2p.transports.in_place import cuda_ipc, ipc, same_host
+from dask_p2p.transports.in_place import descriptor as description
+from dask_p2p.transports.in_place.ipc import IpcTransport
+from dask_p2p.transports.in_place.leases import OWNER, Leases
+from dask_p2p.transports.in_place.reading import DirectoryOptions
+from dask_p2p.transports.replies import ask_and_wait
+from tests.support import with_section
+from tests.transports.conformance import Conformance
+from tests.transports.in_place.opening import RIM, Opening
+from tests.transports.in_place.test_cuda_ipc import FakeRuntime
+from tests.transports.loopback import linked, wait_until
+
+MIB = 2**20
+
+
+class Device:
+    """Allocations of a GPU, known by their handles."""
+
+    def __init__(self):
+        self.runtime = FakeRuntime()
+        self.allocations = {}  # handle -> weak reference to the array in it
+        self.fails = False
+
+    def export(self, block):
+        number = len(self.allocations)
+        handle = number.to_bytes(4, "big")
+        self.allocations[handle] = weakref.ref(block)
+        return cuda_ipc.Place("aa", handle.hex(), number, number * MIB, MIB, 0)
+
+    def array_at(self, address, shape, strides, dtype):
+        if self.fails:
+            raise RuntimeError("the device is lost")
+        block = self.allocations[self.runtime.open[address]]()
+        assert block is not None, "the holder has let go of what is mapped"
+        assert (block.shape, block.strides, block.dtype) == (shape, strides, dtype)
+        return block
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=device.runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda_ipc, "export", device.export)
+    monkeypatch.setattr(cuda_ipc, "array_at", device.array_at)
+    monkeypatch.setattr(CUPY, "empty", np.empty)
+    monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda: "aa")
+    monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: None)
+    monkeypatch.setattr(ipc, "wait_until_written", lambda blocks, any_stream: None)
+    monkeypatch.setattr(same_host, "backend_for", lambda block: SimpleNamespace(name="cupy"))
+    describe = IpcTransport.describe
+    pids = {"reader": 1, "holder": 2}
+    monkeypatch.setattr(
+        IpcTransport,
+        "describe",
+        lambda transport: replace(describe(transport), pid=pids[transport.worker.address]),
+    )
+    return device
+
+
+@pytest.fixture
+def setup(device, loop, tmp_path):
+    chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
+    with linked(IpcTransport, loop, tmp_path, chosen) as setup:
+        setup.kind, setup.device = "cupy", device
+        setup.put = lambda key, array: setup.host.blocks.update({key: array.copy(order="K")})
+        yield setup
+
+
+def nothing_is_kept(setup, key):
+    """No lease and no user of a mapping."""
+    setup.drop(key)
+    return len(setup.serving.directory) == 0 and not any(
+        mapping.users for mapping in setup.reader.mappings._open.values()
+    )
+
+
+TOO_FAR = Obstacle("too-far", "too far apart", "Bring them together")
+
+
+class TestIpcEmulated(Conformance, Opening):
+    is_eager = True
+
+    def test_what_is_published_need_not_be_asked_for(self, setup, block):
+        key, array = block
+        setup.serving.publish(setup.host.blocks)
+        self.read(setup, key, array, ((0, 6), (0, 10)))
+        assert "p2p_ipc_publish" not in setup.host.calls
+        assert nothing_is_kept(setup, key)
+
+    def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array)
+        setup.drop(key)
+        assert len(setup.serving.directory) == 1, "it is being read"
+        remote.close()
+        setup.serving.directory.expire(60)
+        assert len(setup.serving.directory) == 0
+
+    def test_a_holder_that_ended_while_it_was_read(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        remote.request()
+        remote.confirm()
+        setup.serving.directory.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
+        with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
+            remote.confirm()
+        remote.close()
+        with pytest.raises(TransferError, match=r"published and withdrew block .* 3 times"):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+
+    def test_the_holder_of_an_opened_block_ends(self, setup, block):
+        key, array = block
+        opened = self.opened(setup, key, array)
+        setup.serving.directory.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
+        assert not opened.holder_lives()
+        with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
+            opened.confirm()
+        opened.close()
+
+    def test_an_opened_block_stays_mapped(self, setup, block, loop):
+        """Also when it is long since it was opened, and when its holder is said to have left."""
+        key, array = block
+        opened = self.opened(setup, key, array)
+        setup.reader.mappings.retire(None)
+        setup.reader.mappings.close_unused()
+        np.testing.assert_array_equal(self.look(setup, opened), array)
+        assert len(setup.device.runtime.open) == 1
+        opened.close()
+        assert setup.device.runtime.open == {}
+        assert nothing_is_kept(setup, key)
+
+    @pytest.mark.parametrize("lasts", [False, True])
+    def test_memory_is_unmapped_before_its_lease_ends(self, setup, monkeypatch, lasts):
+        """The holder may free it as soon as that has ended."""
+        array = np.arange(90_000.0).reshape(300, 300)  # most of its allocation
+        setup.put("large", array)
+        opened = (self.opened if lasts else self.open)(setup, "large", array, RIM)
+        setup.drop("large")
+        (published,) = setup.serving.directory.withdrawn
+        unmap, leased = setup.device.runtime.ipcCloseMemHandle, []
+
+        def unmap_and_look(address):
+            unmap(address)
+            leased.append(setup.serving.directory.is_locked(published.entry))
+
+        monkeypatch.setattr(setup.device.runtime, "ipcCloseMemHandle", unmap_and_look)
+        opened.close()
+        assert leased == [True]
+        assert setup.serving.directory.expire(60) == 0
+
+    @pytest.mark.parametrize("lasts", [False, True])
+    def test_a_lease_ends_though_its_memory_cannot_be_unmapped(self, setup, monkeypatch, lasts):
+        array = np.arange(90_000.0).reshape(300, 300)
+        setup.put("large", array)
+        opened = (self.opened if lasts else self.open)(setup, "large", array, RIM)
+        setup.drop("large")
+
+        def fail(address):
+            raise RuntimeError("the device is lost")
+
+        monkeypatch.setattr(setup.device.runtime, "ipcCloseMemHandle", fail)
+        with pytest.raises(RuntimeError, match="device is lost"):
+            opened.close()
+        assert setup.serving.directory.expire(60) == 0
+
+    @pytest.mark.parametrize(
+        ("change", "error", "words"),
+        [
+            ({"key": "('x-1', 1, 0)"}, TransferError, r"is that of \('x-1', 1, 0\)"),
+            ({"shape": (10, 6)}, BlockMismatchError, r"it is .*\(10, 6\)"),
+            ({"dtype": "int64 <i8"}, BlockMismatchError, "it is int64"),
+            ({"shape": None}, TransferError, "cannot be read"),
+            ({"more": 1}, TransferError, "cannot be read"),
+            ({"place": {"handle": "00"}}, TransferError, "cannot be read"),
+            ({"place": 1}, TransferError, "cannot be read"),
+            (None, TransferError, "cannot be read"),
+        ],
+        ids=str,
+    )
+    def test_a_descriptor_that_is_not_of_the_block(
+        self, setup, block, monkeypatch, change, error, words
+    ):
+        key, array = block
+        real = description.Descriptor.text
+
+        def text(published):
+            if change is None:
+                return real(published)[:-1]
+            return json.dumps({**asdict(published), **change}).encode()
+
+        monkeypatch.setattr(description.Descriptor, "text", text)
+        with pytest.raises(error, match=words):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+        assert setup.device.runtime.open == {}, "nothing was mapped"
+        assert nothing_is_kept(setup, key)
+
+    @pytest.mark.parametrize("what", ["it is not mapped", "it is not made an array"])
+    def test_memory_that_cannot_be_had_leaves_nothing_behind(self, setup, block, what):
+        key, array = block
+        if what == "it is not mapped":
+            setup.device.runtime.refused.add(bytes(4))
+        else:
+            setup.device.fails = True
+        with pytest.raises((TransferError, RuntimeError), match=r"cannot be mapped|device is lost"):
+            self.open(setup, key, array)
+        assert nothing_is_kept(setup, key)
+
+    def test_leaving_closes_mappings_that_are_not_used(self, setup, block, loop):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+
+        async def forget():
+            setup.reader.on_worker_left(setup.holder)
+
+        loop.run(forget())
+        assert len(setup.device.runtime.open) == 1, "it is being read"
+        remote.close()
+        wait_until(lambda: setup.device.runtime.open == {})
+        assert setup.reader.usage()["mapped"] == 0
+
+    def test_a_worker_that_left_is_not_known_any_more(self, setup, block, loop):
+        key, array = block
+
+        async def forget():
+            setup.reader.on_worker_left(setup.holder)
+
+        for _ in range(2):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+            assert setup.reader.usage()["mapped"] == 1
+            loop.run(forget())
+            wait_until(lambda: setup.reader.usage()["mapped"] == 0)
+        assert setup.device.runtime.open == {}
+        assert setup.host.calls.count("p2p_ipc_peer") == 2
+
+    def test_a_reader_that_closes_twice_is_counted_once(self, setup, block):
+        key, array = block
+        remote = self.open(setup, key, array)
+        remote.close()
+        remote.close()
+        remote = self.open(setup, key, array)
+        (mapping,) = setup.reader.mappings._open.values()
+        assert mapping.users == 1
+        remote.close()
+
+    def test_nothing_is_published_before_its_values_are_there(self, setup, block, monkeypatch):
+        key, array = block
+        published = []
+        monkeypatch.setattr(
+            ipc,
+            "wait_until_written",
+            lambda blocks, any_stream: published.append(len(setup.serving.directory)),
+        )
+        self.read(setup, key, array, ((0, 6), (0, 10)))
+        assert published == [0]
+
+    def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
+        setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
+        setup.serving.publish(setup.host.blocks)
+        assert setup.serving.usage()["published"] == 1
+        wait_until(lambda: setup.serving.usage()["published"] == 0)
+
+    @pytest.mark.parametrize("error", [OSError("full"), ValueError("closed"), TransferError("no")])
+    def test_what_cannot_be_published_does_not_keep_a_task_from_its_work(
+        self, setup, block, monkeypatch, error
+    ):
+        def fail(block):
+            raise error
+
+        key, array = block
+        monkeypatch.setattr(cuda_ipc, "export", fail)
+        setup.serving.publish(setup.host.blocks)
+        with pytest.raises(TransferError, match=f"holder could not send .*{error}"):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+
+    def test_what_is_not_as_declared_is_not_published(self, setup, block):
+        key, array = block
+        with pytest.raises(BlockMismatchError):
+            self.open(setup, key, array.T)
+        assert setup.serving.usage()["published"] == 0
+
+    def test_an_event_loop_that_is_stuck(self, setup, loop):
+        loop.loop.call_soon_threadsafe(time.sleep, 1)
+        with pytest.raises(TransferError, match="ipc: the worker's event loop did not respond"):
+            ask_and_wait(
+                "ipc", setup.reader.worker, "holder", "p2p_ipc_peer", -9.8, "where it runs"
+            )
+
+    def test_a_directory_that_cannot_be_read(self, setup, block, monkeypatch):
+        def take(leases, key):
+            raise PermissionError("not yours")
+
+        key, array = block
+        monkeypatch.setattr(Leases, "take", take)
+        with pytest.raises(
+            TransferError, match="the descriptors of holder cannot be read: not yours"
+        ):
+            self.read(setup, key, array, ((0, 6), (0, 10)))
+
+    def test_numpy_blocks_are_not_for_ipc(self, setup):
+        assert setup.reader.obstacle("holder", "numpy", np.dtype("f8")).code == "other-kind"
+
+    @pytest.mark.parametrize("said", [{}, {"peer": None}, {"peer": {"pid": 1}}, None], ids=str)
+    def test_a_holder_that_does_not_say_where_it_runs(self, setup, block, said):
+        real = setup.host.handlers["p2p_ipc_peer"]
+
+        async def answer():
+            return said
+
+        setup.host.handlers["p2p_ipc_peer"] = answer
+        assert (
+            "does not say where it runs"
+            in setup.reader.obstacle("holder", "cupy", np.dtype("f8")).text
+        )
+        setup.host.handlers["p2p_ipc_peer"] = real
+        assert setup.reader.obstacle("holder", "cupy", np.dtype("f8")) is None, "it is asked again"
+
+    def test_a_holder_that_may_not_be_mapped_is_not(self, setup, block, monkeypatch):
+        key, array = block
+        monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: TOO_FAR)
+        assert setup.reader.obstacle("holder", "cupy", np.dtype("f8")) == TOO_FAR
+        with pytest.raises(TransferError, match="holder cannot be read in place: too far apart"):
+            self.open(setup, key, array)
+        assert setup.device.runtime.open == {}
+
+    def test_closing_lets_go_of_everything(self, setup, block, loop):
+        key, array = block
+        self.read(setup, key, array, ((0, 6), (0, 10)))
+        assert setup.reader.usage()["mapped"] == setup.serving.usage()["published"] == 1
+        assert setup.serving.leased_bytes == array.nbytes
+        loop.run(setup.reader.close())
+        loop.run(setup.serving.close())
+        assert setup.serving.expiring.cancelled()
+        assert setup.device.runtime.open == {}
+        assert setup.serving.usage()["published"] == setup.serving.leased_bytes == 0

@@ -1,0 +1,1019 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import itertools
+import multiprocessing
+import os
+import resource
+import signal
+import stat
+import tempfile
+import threading
+import time
+import weakref
+from contextlib import suppress
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dask_p2p.errors import UnsuitableError
+from dask_p2p.transports.in_place import leases as module
+from dask_p2p.transports.in_place.leases import (
+    DESCRIPTOR_BYTES,
+    FILE,
+    OWNER,
+    Leases,
+    PublishedBlocks,
+)
+from tests.transports.loopback import wait_until
+
+
+class Block:
+    """Stands for memory; a weak reference tells when it is gone."""
+
+
+def publish(directory, key, block, text):
+    directory.publish(key, lambda: block, lambda block: text)
+
+
+class Lease:
+    """A lease on one block, with an open file of its own."""
+
+    def __init__(self, leases, entry, text):
+        self.leases, self.entry, self.text = leases, entry, text
+        self.holder_lives, self.close = leases.holder_lives, leases.close
+
+
+def take(folder, key):
+    try:
+        leases = Leases(folder)
+    except FileNotFoundError:
+        return None
+    taken = leases.take(key)
+    if taken is None:
+        leases.close()
+        return None
+    return Lease(leases, *taken)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    directory = PublishedBlocks(str(tmp_path))
+    yield directory
+    directory.close()
+
+
+def test_a_descriptor_can_be_taken(directory):
+    publish(directory, "key", Block(), b"text")
+    lease = take(directory.folder, "key")
+    assert lease.text == b"text"
+    lease.close()
+    lease.close()
+    assert take(directory.folder, "other") is None
+
+
+def test_several_readers_at_once(directory):
+    publish(directory, "key", Block(), b"text")
+    leases = [take(directory.folder, "key") for _ in range(3)]
+    assert all(leases)
+    directory.withdraw("key")
+    for left, lease in zip((1, 1, 0), leases, strict=True):
+        lease.close()
+        assert directory.expire(60) == left
+
+
+def test_a_block_is_kept_until_the_last_reader_lets_go(directory):
+    block = Block()
+    alive = weakref.ref(block)
+    publish(directory, "key", block, b"text")
+    del block
+    lease = take(directory.folder, "key")
+    directory.withdraw("key")
+    gc.collect()
+    assert alive() is not None
+    assert take(directory.folder, "key") is None, "nobody new may read it"
+    lease.close()
+    assert directory.expire(60) == 0
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.fixture
+def one_bucket(monkeypatch):
+    """All keys may have the same entries."""
+    monkeypatch.setattr(module, "bucket_of", lambda digest: 0)
+
+
+def before_locking(monkeypatch, do):
+    """Have something done when a reader has found an entry, and not locked it."""
+    real = Leases.lock
+
+    def lock(leases, *args):
+        monkeypatch.setattr(Leases, "lock", real)
+        do()
+        real(leases, *args)
+
+    monkeypatch.setattr(Leases, "lock", lock)
+
+
+def test_a_descriptor_withdrawn_between_finding_and_locking_is_not_taken(directory, monkeypatch):
+    publish(directory, "key", Block(), b"text")
+
+    def do():
+        directory.withdraw("key")
+        assert len(directory) == 0, "nobody reads: the block is gone"
+
+    before_locking(monkeypatch, do)
+    assert take(directory.folder, "key") is None
+
+
+def test_an_entry_replaced_between_finding_and_locking_is_not_taken(directory, monkeypatch):
+    publish(directory, "key", Block(), b"text")
+
+    def do():
+        publish(directory, "key", Block(), b"more")
+        assert len(directory) == 1, "nobody reads: the block is gone"
+
+    before_locking(monkeypatch, do)
+    assert take(directory.folder, "key") is None, "what it is now is found the next time"
+    assert take(directory.folder, "key").text == b"more"
+
+
+@pytest.mark.usefixtures("one_bucket")
+@pytest.mark.parametrize("other", ["key", "other"])
+def test_an_entry_used_again_between_finding_and_locking(directory, monkeypatch, other):
+    publish(directory, "key", Block(), b"text")
+    before = directory.published["key"].entry
+
+    def do():
+        directory.withdraw("key")
+        publish(directory, other, Block(), b"another text")
+        assert directory.published[other].entry == before
+
+    before_locking(monkeypatch, do)
+    lease = take(directory.folder, "key")
+    if other == "key":
+        assert lease.text == b"another text", "it is read when it cannot change any more"
+        directory.withdraw("key")
+        assert len(directory) == 1
+    else:
+        assert lease is None
+        directory.withdraw("other")
+        assert len(directory) == 0, "a reader that found something else left its entry"
+
+
+@pytest.mark.usefixtures("one_bucket")
+def test_an_entry_is_not_used_again_before_the_last_reader_lets_go(directory):
+    publish(directory, "key", Block(), b"text")
+    lease = take(directory.folder, "key")
+    directory.withdraw("key")
+    for i in range(200):
+        publish(directory, i, Block(), b"%d" % i)
+        assert directory.published[i].entry != lease.entry
+        assert directory.expire(0) == 1
+    lease.close()
+    directory.expire(60)
+    publish(directory, "key", Block(), b"text")
+    assert directory.published["key"].entry == lease.entry
+
+
+def test_entries_are_used_again(directory):
+    """However many come and go, the file takes no more of the disk."""
+    path, sizes = os.path.join(directory.folder, FILE), set()
+    for _ in range(1000):
+        publish(directory, "key", Block(), b"text")
+        directory.withdraw("key")
+        sizes.add((os.stat(path).st_size, os.stat(path).st_blocks))
+    assert len(sizes) == 1
+
+
+def publish_many(directory, count):
+    for i in range(count):
+        publish(directory, i, Block(), b"%d" % i)
+
+
+def test_many_blocks(directory):
+    """Readers find what was there before and what comes then; the file is sparse."""
+    path = os.path.join(directory.folder, FILE)
+    publish(directory, "first", Block(), b"first")
+    first, size_bytes = take(directory.folder, "first"), os.stat(path).st_size
+    publish_many(directory, 1000)
+    leases = Leases(directory.folder)
+    for i in range(1000):
+        assert leases.take(i)[1] == b"%d" % i
+    leases.close()
+    assert os.stat(path).st_size == size_bytes == OWNER + 1
+    assert os.stat(path).st_blocks * 512 < size_bytes / 10
+    directory.withdraw("first")
+    assert directory.expire(60) == 1001
+    first.close()
+    assert directory.expire(60) == 1000
+
+
+@pytest.mark.usefixtures("one_bucket")
+def test_a_block_for_which_no_entry_is_free(directory):
+    """It is refused so that another transport brings it, this time; it hurts no other."""
+    publish_many(directory, 64)
+    for key in ("one more", 7):  # another block for a key that has an entry needs a second one
+        with pytest.raises(UnsuitableError, match="no entry is free"):
+            publish(directory, key, Block(), b"text")
+        assert take(directory.folder, key) is None
+    for i in {*range(64)} - {7}:
+        lease = take(directory.folder, i)
+        assert lease.text == b"%d" % i
+        lease.close()
+    publish(directory, "one more", Block(), b"text")
+    lease = take(directory.folder, "one more")
+    assert lease.text == b"text"
+    lease.close()
+
+
+def test_keys_spread_over_all_entries(directory):
+    used = {module.bucket_of(module.digest_of(("x-0123", i, 0))) for i in range(20_000)}
+    assert len(used) == 1024
+    assert max(used) + 64 * 16 == module.INDEX_BYTES
+    slots = [module.slot_of(entry) for entry in (0, 16, max(used) + 63 * 16)]
+    assert slots == [module.INDEX_BYTES, module.INDEX_BYTES + 2048, OWNER - 2048]
+
+
+def test_a_descriptor_that_is_too_long(directory):
+    publish(directory, "key", Block(), b"x" * DESCRIPTOR_BYTES)
+    lease = take(directory.folder, "key")
+    assert lease.text == b"x" * DESCRIPTOR_BYTES
+    lease.close()
+    with pytest.raises(
+        UnsuitableError, match=f"{DESCRIPTOR_BYTES + 1} bytes, more than {DESCRIPTOR_BYTES}"
+    ):
+        publish(directory, "key", Block(), b"x" * (DESCRIPTOR_BYTES + 1))
+    assert take(directory.folder, "key") is None, "that was another block"
+    assert len(directory) == 0
+
+
+def test_texts_do_not_touch_each_other(directory):
+    texts = [bytes([i]) * (DESCRIPTOR_BYTES if i % 2 else i) for i in range(100)]
+    for i, text in enumerate(texts):
+        publish(directory, i, Block(), text)
+    for i, text in enumerate(texts):
+        lease = take(directory.folder, i)
+        assert lease.text == text
+        lease.close()
+
+
+@pytest.mark.usefixtures("one_bucket")
+def test_a_digest_across_two_entries_is_not_found(directory, monkeypatch):
+    digests = {"a": b"0123456789abcdef", "b": b"ghijklmnopqrstuv", "c": b"89abcdefghijklmn"}
+    monkeypatch.setattr(module, "digest_of", digests.get)
+    for key in "ab":
+        publish(directory, key, Block(), b"text")
+    assert take(directory.folder, "b").text == b"text"
+    assert take(directory.folder, "c") is None
+
+
+def test_publishing_again_replaces(directory):
+    publish(directory, "key", Block(), b"old")
+    old = take(directory.folder, "key")
+    publish(directory, "key", Block(), b"new")
+    new = take(directory.folder, "key")
+    assert (old.text, new.text) == (b"old", b"new")
+    assert len(directory) == 2
+    old.close()
+    assert directory.expire(60) == 1
+    new.close()
+
+
+def test_there_is_a_descriptor_at_any_time_while_one_replaces_another(directory, monkeypatch):
+    looks = []
+
+    def looking(real):
+        def look(*args):
+            done = real(*args)
+            lease = take(directory.folder, "key")
+            looks.append(lease.text)
+            lease.close()
+            return done
+
+        return look
+
+    publish(directory, "key", Block(), b"old")
+    monkeypatch.setattr(os, "pwrite", looking(os.pwrite))
+    publish(directory, "key", Block(), b"new")
+    assert looks == [b"old", b"old", b"new"], "written, entered, the old one withdrawn"
+
+
+def test_a_descriptor_is_found_when_it_is_whole(directory, monkeypatch):
+    looks, real = [], os.pwrite
+
+    def pwrite(*args):
+        done = real(*args)
+        lease = take(directory.folder, "key")
+        looks.append(lease and lease.text)
+        return done
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    publish(directory, "key", Block(), b"text")
+    assert looks == [None, b"text"]
+
+
+def content(directory):
+    with open(os.path.join(directory.folder, FILE), "rb") as file:
+        return file.read()
+
+
+def test_publishing_the_same_block_again_leaves_its_descriptor_where_it_is(directory):
+    """Two readers that ask for it at a time have two threads publish it."""
+    block = Block()
+    publish(directory, "key", block, b"text")
+    (old,) = (entry.touched_s for entry in directory.published.values())
+    before = content(directory)
+    lease = take(directory.folder, "key")
+    time.sleep(0.001)
+    publish(directory, "key", block, b"text")
+    assert content(directory) == before
+    assert len(directory) == 1
+    assert directory.published["key"].touched_s > old
+    lease.close()
+
+
+def test_renewing_is_for_the_same_block(directory):
+    block = Block()
+    assert not directory.touch("key", block)
+    publish(directory, "key", block, b"text")
+    assert directory.touch("key", block)
+    assert not directory.touch("key", Block())
+
+
+@pytest.mark.parametrize("when", ["it is looked for", "it is described"])
+def test_a_block_released_while_it_is_being_published_is_not_published(directory, when):
+    """Dask's event loop does not wait for the thread that publishes it."""
+    block = Block()
+
+    def release(at):
+        if at == when:
+            directory.withdraw("other")
+            directory.withdraw("key")
+        return {"it is looked for": block, "it is described": b"text"}[at]
+
+    find, describe = (lambda: release("it is looked for")), (lambda _: release("it is described"))
+    with pytest.raises(KeyError):
+        directory.publish("key", find, describe)
+    assert take(directory.folder, "key") is None
+    assert directory.coming == {}
+    publish(directory, "key", block, b"text")
+    assert len(directory) == 1
+
+
+def test_another_block_released_meanwhile_does_not_matter(directory):
+    block = Block()
+    directory.publish("key", lambda: directory.withdraw("other") or block, lambda _: b"text")
+    assert directory.touch("key", block)
+
+
+def test_two_threads_that_publish_the_same_block(directory):
+    """The second to be ready finds what the first has published, and readers may know that."""
+    block = Block()
+
+    def describe(_):
+        publish(directory, "key", block, b"first")
+        return b"second"
+
+    directory.publish("key", lambda: block, describe)
+    assert len(directory) == 1
+    lease = take(directory.folder, "key")
+    assert lease.text == b"first"
+    lease.close()
+
+
+def test_an_old_block_is_not_freed_under_the_lock(directory):
+    """Freeing a GPU's memory may take long."""
+    was_free = []
+
+    class Old(Block):
+        def __del__(self):
+            thread = threading.Thread(target=directory.touch, args=("other", self), daemon=True)
+            thread.start()
+            thread.join(5)
+            was_free.append(not thread.is_alive())
+
+    publish(directory, "key", Old(), b"old")
+    publish(directory, "key", Old(), b"new")
+    directory.withdraw("key")
+    publish(directory, "key", Old(), b"newer")
+    directory.expire(0)
+    assert was_free == [True, True, True]
+
+
+def test_descriptors_expire(directory):
+    publish(directory, "key", Block(), b"text")
+    assert directory.expire(60) == 1
+    assert directory.expire(0) == 0
+    assert take(directory.folder, "key") is None
+
+
+def test_closing(directory):
+    publish(directory, "key", Block(), b"text")
+    lease = take(directory.folder, "key")
+    assert directory.close() == 1
+    assert lease.holder_lives(), "the last reader must not think that the holder was killed"
+    lease.close()
+    assert directory.close() == 0
+    assert not os.path.exists(directory.folder)
+    with pytest.raises(ValueError, match="closed"):
+        publish(directory, "key", Block(), b"text")
+    assert take(directory.folder, "key") is None
+
+
+def test_only_this_user_can_look(directory):
+    publish(directory, "key", Block(), b"text")
+    assert stat.S_IMODE(os.stat(directory.folder).st_mode) == 0o700
+    assert os.listdir(directory.folder) == [FILE]
+    assert stat.S_IMODE(os.stat(os.path.join(directory.folder, FILE)).st_mode) == 0o600
+
+
+def test_nobody_can_guess_where_it_is(tmp_path):
+    """Or another user could make the folder first, where a parent lets everybody in."""
+    directories = [PublishedBlocks(str(tmp_path)) for _ in range(20)]
+    names = [os.path.basename(directory.folder).removeprefix("p2p-") for directory in directories]
+    assert all(len(name) >= 8 for name in names)
+    for characters in zip(*names, strict=True):
+        assert len({*characters}) > 5, "they are not drawn at random"
+    for directory in directories:
+        directory.close()
+
+
+def test_links_are_not_followed(tmp_path, monkeypatch):
+    victim, folder = tmp_path / "victim", tmp_path / "p2p-guessed"
+    victim.write_text("whole")
+    folder.mkdir()
+    os.symlink(victim, folder / FILE)
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: str(folder))
+    directory = PublishedBlocks(str(tmp_path))
+    with pytest.raises(ValueError, match="File exists"):
+        publish(directory, "key", Block(), b"text")
+    assert victim.read_text() == "whole"
+
+
+def test_a_file_that_somebody_else_removed(directory):
+    """What its readers still read is kept all the same."""
+    block = Block()
+    alive = weakref.ref(block)
+    publish(directory, "key", block, b"text")
+    del block
+    lease = take(directory.folder, "key")
+    os.unlink(os.path.join(directory.folder, FILE))
+    directory.withdraw("key")
+    gc.collect()
+    assert alive() is not None
+    assert take(directory.folder, "key") is None
+    lease.close()
+    assert directory.expire(60) == 0
+    gc.collect()
+    assert alive() is None
+    assert take(directory.folder, "key") is None
+
+
+def open_files(directory):
+    """Count the open files of a directory; others of this process come and go."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            count += directory.folder in os.readlink(f"/proc/self/fd/{fd}")
+    return count
+
+
+def fail(patch, function, numbers, error):
+    """Have some calls fail, counted from 1."""
+    real, calls = getattr(os, function), itertools.count(1)
+
+    def failing(*args):
+        if next(calls) in numbers:
+            raise error
+        return real(*args)
+
+    patch.setattr(os, function, failing)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_descriptor_that_cannot_be_written_can_be_later(directory, monkeypatch, number):
+    before = open_files(directory)
+    with monkeypatch.context() as patch:
+        fail(patch, "pwrite", {number}, OSError("no space left on device"))
+        with pytest.raises(OSError, match="no space"):
+            publish(directory, "key", Block(), b"text")
+    assert len(directory) == 0
+    assert open_files(directory) == before
+    publish(directory, "key", Block(), b"text")
+    lease = take(directory.folder, "key")
+    assert lease.text == b"text"
+    lease.close()
+
+
+def test_a_descriptor_that_cannot_be_taken_back_is_kept(directory, monkeypatch):
+    """Readers may find it."""
+    with monkeypatch.context() as patch:
+        real, calls = os.pwrite, itertools.count(1)
+
+        def pwrite(*args):
+            number = next(calls)
+            if number == 3:
+                raise OSError("Input/output error")
+            real(*args)
+            return 0 if number == 2 else len(args[1])  # the entry is there, and said not to be
+
+        patch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(OSError, match="as a whole"):
+            publish(directory, "key", Block(), b"text")
+    assert len(directory) == 1
+    assert directory.expire(60) == 0
+    assert take(directory.folder, "key") is None
+
+
+def test_no_file_descriptor_is_left(directory):
+    before = open_files(directory)
+    publish_many(directory, 50)
+    assert open_files(directory) == before
+    assert take(directory.folder, "nothing") is None
+    leases = Leases(directory.folder)
+    entries = [leases.take(i)[0] for i in range(50)]
+    assert leases.take("nothing") is None
+    assert open_files(directory) == before + 1, "one for all leases"
+    for entry in entries:
+        leases.end(entry)
+    leases.close()
+    leases.close()
+    assert open_files(directory) == before
+    leases = Leases(directory.folder)
+    del leases
+    assert open_files(directory) == before, "nobody refers to it"
+
+
+def test_a_lease_ends_before_the_others_of_its_holder(directory):
+    publish_many(directory, 2)
+    leases = Leases(directory.folder)
+    (first, _), _ = leases.take(0), leases.take(1)
+    directory.withdraw(0)
+    directory.withdraw(1)
+    assert directory.expire(60) == 2
+    leases.end(first)
+    assert directory.expire(60) == 1
+    leases.close()
+    assert directory.expire(60) == 0
+
+
+def test_two_leases_of_one_reader_on_a_block_end_with_the_last(directory):
+    """They are one lock."""
+    publish(directory, "key", Block(), b"text")
+    leases = Leases(directory.folder)
+    entry, again = leases.take("key")[0], leases.take("key")[0]
+    directory.withdraw("key")
+    leases.end(entry)
+    assert directory.expire(60) == 1
+    leases.end(again)
+    assert directory.expire(60) == 0
+    leases.close()
+
+
+def test_a_lease_that_cannot_be_ended_ends_with_the_file(directory, monkeypatch):
+    publish(directory, "key", Block(), b"text")
+    lease = take(directory.folder, "key")
+
+    def fail(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", fail)
+        lease.leases.end(lease.entry)
+    directory.withdraw("key")
+    assert directory.expire(60) == 1
+    lease.close()
+    assert directory.expire(60) == 0
+
+
+def test_what_is_closed_fails_whatever_is_open_under_its_number_now(directory, tmp_path):
+    publish(directory, "key", Block(), b"text")
+    leases = Leases(directory.folder)
+    entry, _ = leases.take("key")
+    leases.close()
+    other = os.open(os.path.join(directory.folder, FILE), os.O_RDONLY)
+    try:
+        leases.end(entry)
+        for use in (leases.holder_lives, lambda: leases.take("key"), lambda: leases.lock(entry)):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                use()
+    finally:
+        os.close(other)
+
+
+def test_a_reader_that_may_open_no_more_files(directory):
+    publish(directory, "key", Block(), b"text")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            take(directory.folder, "key")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    take(directory.folder, "key").close()
+    assert open_files(directory) == 1
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 17, 2**16, 2**20, 2**20 + 1])
+def test_a_file_that_is_no_table(tmp_path, size_bytes):
+    (tmp_path / FILE).write_bytes(b"\xff" * size_bytes)
+    for _ in range(2):
+        assert take(str(tmp_path), "key") is None
+
+
+@pytest.mark.parametrize("full", ["disk", "limit"])
+def test_a_disk_without_room_is_found_when_the_file_is_made(tmp_path, monkeypatch, full):
+    if full == "disk":
+        fail(monkeypatch, "pwrite", {1}, OSError(errno.ENOSPC, "No space left on device"))
+        assert "No space left" in PublishedBlocks(str(tmp_path)).refusal
+    else:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        try:
+            assert "File too large" in PublishedBlocks(str(tmp_path)).refusal
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not os.listdir(tmp_path)
+
+
+def _publish_and_lease_many(parent, count, connection):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    directory = PublishedBlocks(parent)
+    for key in range(count):
+        publish(directory, key, Block(), b"%d" % key)
+    leases = Leases(directory.folder)
+    assert [int(leases.take(key)[1]) for key in range(count)] == [*range(count)]
+    leases.close()
+    leases = Leases(directory.folder)
+    taken = [leases.take(key) for key in range(0, count, 30)]
+    assert directory.expire(0) == len(taken)
+    leases.close()
+    connection.send((directory.close(), len(os.listdir("/proc/self/fd"))))
+
+
+def test_open_files_do_not_grow_with_the_blocks(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # which is quicker
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+        process = context.Process(target=_publish_and_lease_many, args=(folder, 3000, there))
+        process.start()
+        there.close()
+        left, open_files = here.recv()
+        process.join()
+    assert left == 0
+    assert open_files < 30
+
+
+def _in_child(function):
+    """Fork, and have the child do something and live on; give its process id."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(60)  # whatever becomes of the test
+            os.write(writing, b"1" if function() else b"0")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    went_well = os.read(reading, 1) == b"1"
+    os.close(reading)
+    if not went_well:
+        _end(child)
+    assert went_well
+    return child
+
+
+def _end(child):
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_does_not_write_the_parents_file(directory, tmp_path):
+    """Nor the file that has the number by which the table was known."""
+    publish(directory, "key", Block(), b"text")
+    other, block = tmp_path / "other", directory.published["key"].block
+
+    def look():
+        opened = [os.open(other, os.O_RDWR | os.O_CREAT) for _ in range(50)]
+        directory.withdraw("key")
+        with suppress(OSError):
+            publish(directory, "key", Block(), b"of the child")
+        return opened and other.stat().st_size == 0
+
+    before = content(directory)
+    _end(_in_child(look))
+    assert content(directory) == before
+    assert directory.touch("key", block)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_keeps_no_lease(directory):
+    block = Block()
+    alive = weakref.ref(block)
+    publish(directory, "key", block, b"text")
+    publish(directory, "other", Block(), b"more")
+    del block
+    lease, other = take(directory.folder, "key"), take(directory.folder, "other")
+
+    def look():
+        lease.close()  # it is the parent's
+        return not open_files(directory)
+
+    child = _in_child(look)
+    try:
+        directory.withdraw("key")
+        assert directory.expire(60) == 2, "the parent has both leases, whatever the child does"
+        lease.close()
+        assert directory.expire(60) == 1, "the parent's lease has ended, and the child has none"
+        assert alive() is None
+        other.close()
+        directory.withdraw("other")
+        assert len(directory) == 0
+    finally:
+        _end(child)
+
+
+def _started(function, *args):
+    """A process that runs a function, and what it sends first; it gets a connection to send by."""
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    process = context.Process(target=function, args=(*args, there))
+    process.start()
+    assert here.poll(30)
+    return process, here.recv()
+
+
+def _publish_and_fork(parent, connection):
+    directory = PublishedBlocks(parent)
+    publish(directory, "key", Block(), b"text")
+    connection.send((directory.folder, _in_child(lambda: True)))
+    signal.pause()
+
+
+def test_a_killed_holders_child_does_not_stand_in_for_it(tmp_path):
+    holder, (folder, child) = _started(_publish_and_fork, str(tmp_path))
+    try:
+        lease = take(folder, "key")
+        assert lease.holder_lives()
+        holder.kill()
+        holder.join()
+        assert not lease.holder_lives()
+        assert take(folder, "key") is None
+        lease.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *((tempfile, "mkdtemp"), (os, "open"), (fcntl, "fcntl"), (os, "pwrite")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_directory_that_cannot_be_made_refuses_blocks(tmp_path, monkeypatch, owner, name):
+    real = getattr(owner, name)
+
+    def fail(*args, **kwargs):
+        if name == "open" and not str(args[0]).endswith(FILE):
+            return real(*args, **kwargs)
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        directory = PublishedBlocks(str(tmp_path))
+    assert "Function not implemented" in directory.refusal
+    assert not os.listdir(tmp_path)
+    with pytest.raises(ValueError, match="Function not implemented"):
+        publish(directory, "key", Block(), b"text")
+    directory.withdraw("key")
+    assert directory.expire(0) == directory.close() == len(directory) == 0
+
+
+def test_a_directory_lingers_until_the_last_reader_is_done(directory):
+    block = Block()
+    alive = weakref.ref(block)
+    publish(directory, "key", block, b"text")
+    del block
+    lease = take(directory.folder, "key")
+    assert directory.close() == 1
+    directory.linger()
+    time.sleep(0.01)
+    assert lease.holder_lives()
+    assert alive() is not None
+    lease.close()
+    wait_until(lambda: alive() is None and not os.path.exists(directory.folder))
+
+
+def test_a_descriptor_that_cannot_be_withdrawn_is_tried_again(directory, monkeypatch):
+    """As long as it is there readers may take it."""
+    publish(directory, "key", Block(), b"text")
+    with monkeypatch.context() as patch:
+        fail(patch, "pwrite", {1}, OSError(errno.EIO, "Input/output error"))
+        directory.withdraw("key")
+        assert len(directory) == 1
+    lease = take(directory.folder, "key")
+    assert directory.expire(60) == 1
+    assert take(directory.folder, "key") is None
+    lease.close()
+    assert directory.expire(60) == 0
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_full_disk_leaves_no_half_a_descriptor(directory, monkeypatch, number):
+    publish(directory, "key", Block(), b"old")
+    with monkeypatch.context() as patch:
+        real, calls = os.pwrite, itertools.count(1)
+
+        def pwrite(fd, data, start):
+            return real(fd, data[:2] if next(calls) == number else data, start)
+
+        patch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(OSError, match="as a whole"):
+            publish(directory, "key", Block(), b"new")
+    assert take(directory.folder, "key") is None
+    assert len(directory) == 0
+    assert module.digest_of("key")[:2] not in content(directory)
+
+
+def _hold(folder, taken):
+    lease = take(folder, "key")
+    taken.set()
+    signal.pause()
+    lease.close()
+
+
+def test_a_killed_readers_lease_ends(directory):
+    context = multiprocessing.get_context("forkserver")
+    taken = context.Event()
+    publish(directory, "key", Block(), b"text")
+    reader = context.Process(target=_hold, args=(directory.folder, taken))
+    reader.start()
+    assert taken.wait(30)
+    directory.withdraw("key")
+    assert directory.expire(60) == 1, "it is being read"
+    reader.kill()
+    reader.join()
+    wait_until(lambda: directory.expire(60) == 0)
+
+
+class _Freed:
+    """A block that says when it is freed."""
+
+    def __init__(self, freed, serial):
+        self._freed, self._serial = freed, serial
+
+    def __del__(self):
+        self._freed[self._serial] = 1
+
+
+def _read_for(seconds, folder, freed, connection):
+    end_s, count, wrong = time.monotonic() + seconds, 0, 0
+    while time.monotonic() < end_s:
+        lease = take(folder, count % 3)
+        count += 1
+        if lease is not None:
+            serial = int(lease.text[:9])
+            wrong += lease.text != b"%09d" % serial * (1 + serial % 50)
+            wrong += any(freed[serial] for _ in range(3))
+            lease.close()
+    connection.send((count, wrong))
+
+
+def test_what_others_have_leased_is_never_freed(directory):
+    """Slots are written, withdrawn and used again while two processes look for them."""
+    context = multiprocessing.get_context("forkserver")
+    freed = context.RawArray("b", 10**6)
+    here, there = context.Pipe()
+    args = (0.5, directory.folder, freed, there)
+    readers = [context.Process(target=_read_for, args=args) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    serial = 0
+    while any(reader.is_alive() for reader in readers):
+        text = b"%09d" % serial * (1 + serial % 50)
+        publish(directory, serial % 3, _Freed(freed, serial), text)
+        if serial % 4 == 3:
+            directory.withdraw(serial // 4 % 3)
+        directory.expire(60)
+        serial += 1
+    results = [here.recv() for _ in readers]
+    assert all(count > 100 and not wrong for count, wrong in results), (serial, results)
+    assert directory.expire(0) == 0
+    assert sum(freed) == serial
+
+
+def _publish(parent, text, connection):
+    directory = PublishedBlocks(parent)
+    publish(directory, "key", Block(), text)
+    connection.send(directory.folder)
+    signal.pause()
+
+
+def test_a_killed_holders_descriptors_are_not_taken(tmp_path):
+    holder, folder = _started(_publish, str(tmp_path), b"text")
+    lease = take(folder, "key")
+    assert lease.text == b"text"
+    assert lease.holder_lives()
+    holder.kill()
+    holder.join()
+    assert os.listdir(folder), "it could not clean up"
+    assert not lease.holder_lives(), "who has a lease finds out"
+    assert take(folder, "key") is None
+    lease.close()
+
+
+def test_a_worker_in_the_place_of_a_killed_one(tmp_path):
+    """At the same address, in the same folder, with the same key: of another run."""
+    folders = []
+    for run in (1, 2, 3):
+        holder, folder = _started(_publish, str(tmp_path), b"run %d" % run)
+        folders.append(folder)
+        left_behind = folders[:-1]
+        assert all(os.listdir(folder) == [FILE] for folder in left_behind)
+        assert [take(folder, "key") for folder in left_behind] == [None] * (run - 1)
+        lease = take(folders[-1], "key")
+        assert lease.text == b"run %d" % run
+        holder.kill()
+        holder.join()
+        assert not lease.holder_lives()
+        lease.close()
+    assert len(set(folders)) == 3
+
+
+class Protocol(RuleBasedStateMachine):
+    """Any order of publishing, taking, withdrawing and letting go: what is leased is there."""
+
+    def __init__(self):
+        super().__init__()
+        import tempfile
+
+        self.parent = tempfile.TemporaryDirectory()
+        self.directory = PublishedBlocks(self.parent.name)
+        self.alive = {}  # serial number -> weak reference
+        self.published = {}  # key -> serial number
+        self.leases = []  # (serial number, lease)
+        self.serial = 0
+
+    @rule(key=st.sampled_from("ab"))
+    def publish(self, key):
+        self.serial += 1
+        block = Block()
+        self.alive[self.serial] = weakref.ref(block)
+        publish(self.directory, key, block, b"%d" % self.serial)
+        self.published[key] = self.serial
+
+    @rule(key=st.sampled_from("ab"))
+    def take(self, key):
+        lease = take(self.directory.folder, key)
+        assert (lease is not None) == (key in self.published)
+        if lease is not None:
+            assert int(lease.text) == self.published[key]
+            self.leases.append((self.published[key], lease))
+
+    @rule(key=st.sampled_from("ab"))
+    def withdraw(self, key):
+        self.directory.withdraw(key)
+        self.published.pop(key, None)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def let_go(self, data):
+        _, lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        lease.close()
+
+    @rule()
+    def expire(self):
+        self.directory.expire(60)
+
+    @invariant()
+    def what_is_leased_is_there(self):
+        for serial, _ in self.leases:
+            assert self.alive[serial]() is not None
+
+    @invariant()
+    def what_is_not_needed_is_gone_after_a_sweep(self):
+        self.directory.expire(60)
+        needed = {serial for serial, _ in self.leases} | set(self.published.values())
+        assert {s for s, ref in self.alive.items() if ref() is not None} == needed
+
+    def teardown(self):
+        for _, lease in self.leases:
+            lease.close()
+        assert self.directory.close() == 0
+        self.parent.cleanup()
+
+
+TestProtocol = Protocol.TestCase
+TestProtocol.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -1,0 +1,89 @@
+"""Workers that cannot publish descriptors, or have few file descriptors of the system's left."""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import warnings
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from tests.support import persisted, used
+from tests.transports.loopback import wait_until
+
+NO_FOLDERS = """
+import errno, tempfile
+
+def mkdtemp(*args, real=tempfile.mkdtemp, prefix=None, **kwargs):
+    if prefix == "p2p-":
+        raise OSError(errno.ENOSPC, "No space left on device", kwargs["dir"])
+    return real(*args, prefix=prefix, **kwargs)
+
+tempfile.mkdtemp = mkdtemp
+"""
+
+
+def transposed(client, shape, chunks, name=None):
+    x = np.arange(float(np.prod(shape))).reshape(shape)
+    a = persisted(client, da.from_array(x, chunks=chunks, name=name))
+    y = persisted(client, dask_p2p.transpose(a, chunks=(shape[1] // 4, -1)))
+    np.testing.assert_array_equal(y.compute(), x.T)
+    return used(client, y)
+
+
+def warned(client):
+    events = client.get_events("warn")
+    return [pickle.loads(event["message"]) for _, event in events]
+
+
+def setup_is_whole(dask_worker):
+    plugin = dask_worker.plugins[PLUGIN_NAME]
+    return plugin.context is not None and dask_worker.handlers.keys() >= {"p2p_comm_read"}
+
+
+def test_workers_that_cannot_publish_are_read_by_messages():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        assert transposed(client, (40, 12), (10, 12)) == {"cma"}
+        assert not caught
+        cluster.new_spec["options"]["preload"] = [NO_FOLDERS]
+        cluster.scale(3)  # one that joins late
+        client.wait_for_workers(3, timeout=60)
+        assert all(client.run(setup_is_whole).values())
+        assert transposed(client, (120, 12), (10, 12)) == {"cma", "comm"}
+        (text,) = warned(client)
+        assert "cannot be set up: No space left on device" in text
+        assert "--local-directory" in text
+        wait_until(lambda: [str(warning.message) for warning in caught] == [text])
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def test_more_blocks_than_a_worker_may_open_files(pair):
+    limits = pair.run(resource.getrlimit, resource.RLIMIT_NOFILE)
+    pair.run(resource.setrlimit, resource.RLIMIT_NOFILE, (128, max(limits.values())[1]))
+    assert transposed(pair, (300, 8), (1, 8)) == {"cma"}
+    assert not warned(pair)
+    pair.run(resource.setrlimit, resource.RLIMIT_NOFILE, max(limits.values()))
+
+
+def test_blocks_whose_descriptors_are_too_long_are_sent_by_messages(pair):
+    assert transposed(pair, (40, 12), (10, 12), "x" * 3000) == {"comm"}
+    assert transposed(pair, (40, 12), (10, 12)) == {"cma"}, "others as before"
+    assert not warned(pair)

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.transports.in_place import process_memory
+from dask_p2p.transports.in_place.process_memory import (
+    MOST_RUNS,
+    address_of,
+    allow_readers,
+    is_supported,
+    read,
+    read_into,
+    runs_of,
+)
+
+
+def read_view(view, pid=None):
+    runs = runs_of(address_of(view), view.shape, view.strides, view.itemsize)
+    memory = np.empty(int(np.prod(runs.shape)) * view.itemsize, np.uint8)
+    found = read(os.getpid() if pid is None else pid, runs, view.dtype, memory)
+    return runs, np.broadcast_to(found, view.shape)
+
+
+@st.composite
+def views(draw):
+    """Regions of arrays of any memory layout: permuted, stepped, reversed, repeated."""
+    dtype = draw(st.sampled_from(["u1", "f4", ">i8", "c16", "M8[ns]", "S3", "i2,f8"]))
+    extents = draw(st.lists(st.integers(1, 9), max_size=4))
+    whole = np.zeros(extents, dtype)
+    whole.reshape(-1).view("u1")[:] = np.arange(whole.nbytes) % 251
+    view = whole.transpose(draw(st.permutations(range(whole.ndim))))
+    for axis in range(view.ndim):
+        step = draw(st.sampled_from([1, 1, 2, -1, -3]))
+        view = view[(slice(None),) * axis + (slice(None, None, step),)]
+        if draw(st.integers(0, 4)) == 0:
+            first = view[(slice(None),) * axis + (slice(0, 1),)]
+            view = np.broadcast_to(first, view.shape)
+    return view
+
+
+@given(views())
+def test_any_memory_layout(view):
+    _, found = read_view(view)
+    assert found.dtype == view.dtype
+    assert found.tobytes() == view.tobytes()
+
+
+@given(views(), st.data())
+def test_a_region_is_copied_to_where_it_belongs(view, data):
+    """Or nowhere, if it lies there in another order."""
+    margins = [data.draw(st.integers(0, 2)) for _ in view.shape]
+    whole = np.zeros([n + 2 * m for n, m in zip(view.shape, margins, strict=True)], view.dtype)
+    whole.reshape(-1).view("u1")[:] = 77
+    inner = tuple(slice(m, m + n) for n, m in zip(view.shape, margins, strict=True))
+    expected = whole.copy()
+    runs = runs_of(address_of(view), view.shape, view.strides, view.itemsize)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_memory, "_SHORT_RUN_BYTES", 1)
+        patch.setattr(process_memory, "MOST_RUNS", data.draw(st.integers(1, 5)))
+        is_done = read_into(os.getpid(), runs, whole[(*inner, ...)])
+    if is_done:
+        expected[inner] = view
+    elif view.flags.c_contiguous and not any(margins) and view.nbytes:
+        pytest.fail("one run is copied to one")
+    assert whole.tobytes() == expected.tobytes()
+
+
+def test_short_runs_are_not_copied_one_by_one():
+    view = np.arange(64.0).reshape(8, 8)
+    runs = runs_of(address_of(view), view.shape, view.strides, view.itemsize)
+    whole = np.zeros((8, 10))
+    assert not read_into(os.getpid(), runs, whole[:, :8])
+    assert not whole.any()
+
+
+def test_a_region_that_is_nowhere():
+    runs = runs_of(8, (64,), (8,), 8)  # of no process
+    with pytest.raises(OSError, match="address"):
+        read_into(os.getpid(), runs, np.zeros(64))
+
+
+def test_runs_are_as_long_as_can_be():
+    array = np.arange(4 * 5 * 6.0).reshape(4, 5, 6)
+    assert len(read_view(array)[0].addresses) == 1
+    assert len(read_view(array[:, 1:3])[0].addresses) == 4
+    assert len(read_view(array.T)[0].addresses) == 1
+    assert len(read_view(array[..., ::-1])[0].addresses) == 1
+    assert len(read_view(array[:, :, 2:4])[0].addresses) == 20
+
+
+@pytest.mark.parametrize("rows", [MOST_RUNS - 1, MOST_RUNS, MOST_RUNS + 1, 3 * MOST_RUNS])
+def test_more_runs_than_one_call_takes(rows):
+    array = np.arange(rows * 3.0).reshape(rows, 3)
+    _, found = read_view(array[:, 1:])
+    np.testing.assert_array_equal(found, array[:, 1:])
+
+
+def test_items_without_bytes():
+    assert read_view(np.empty((3, 2), "V0"))[1].shape == (3, 2)
+
+
+CHILD = """
+import numpy, sys
+from dask_p2p.transports.in_place.process_memory import address_of, allow_readers
+allow_readers()
+array = numpy.arange(1000.0)
+print(address_of(array), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_another_process_that_ends():
+    assert is_supported()
+    array = np.arange(1000.0)
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        address = int(child.stdout.readline())
+        runs = runs_of(address, array.shape, array.strides, 8)
+        memory = np.empty(array.nbytes, np.uint8)
+        np.testing.assert_array_equal(read(child.pid, runs, array.dtype, memory), array)
+        child.kill()
+        child.wait()
+        with pytest.raises(OSError, match="No such process") as caught:
+            read(child.pid, runs, array.dtype, memory)
+        assert caught.value.errno == errno.ESRCH
+
+
+@pytest.mark.parametrize("there", ["nothing", "a part"])
+def test_memory_that_is_not_there(there):
+    import mmap
+
+    page_bytes = mmap.PAGESIZE
+    view = np.frombuffer(mmap.mmap(-1, page_bytes), np.uint8)
+    address = 8 if there == "nothing" else address_of(view) + page_bytes - 8
+    runs = runs_of(address, (2 * page_bytes,), (2 * page_bytes,), 1)._replace(
+        addresses=np.array([address, 8], np.uint64), run_bytes=8
+    )
+    with pytest.raises(OSError, match="Bad address"):
+        read(os.getpid(), runs, np.dtype("u1"), np.empty(2 * page_bytes, np.uint8))
+
+
+def test_allowing_readers_does_no_harm():
+    allow_readers()

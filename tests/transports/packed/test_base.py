@@ -1,0 +1,138 @@
+"""What holders do with requests, whatever the transport."""
+
+from __future__ import annotations
+
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.config import options
+from dask_p2p.transports.packed.base import Asked, PackedTransport, Target
+from tests.transports.loopback import LoopbackHost
+
+BOXES = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
+PARTS = [(number, box) for number in range(3) for box in BOXES]
+
+
+class LateQueue(HostQueue):
+    """Packs when somebody waits for it, as a GPU might."""
+
+    def __init__(self, happened):
+        super().__init__(NUMPY)
+        self._happened, self._waiting = happened, []
+
+    def pack(self, dst, src):
+        block = weakref.ref(src.base)
+        start = (src.ctypes.data - src.base.ctypes.data) // src.base.strides[0]
+        self._happened.append("begun")
+        self._waiting.append((dst, block, slice(start, start + src.shape[0])))
+
+    def synchronize(self):
+        for dst, block, rows in self._waiting:
+            assert block() is not None, "its memory may be another's by now"
+            dst[...] = block()[rows]
+        self._waiting.clear()
+        self._happened.append("packed")
+
+
+class Memory(Target):
+    """One array for each region."""
+
+    def __init__(self, happened):
+        self.happened, self.packed = happened, []
+
+    def pack(self, number, queue, region):
+        self.packed.append(np.empty_like(region))
+        queue.pack(self.packed[-1], region)
+        return self.packed[-1]
+
+    def send(self):
+        self.happened.append("sent")
+
+    def close(self):
+        self.happened.append("closed")
+        super().close()
+
+
+class ToMemory(PackedTransport):
+    name = "memory"
+    footprint = landing = obstacle = None
+
+    def own_bytes(self, asked):
+        return [48 for _ in asked.parts]
+
+    async def target(self, asked, where):
+        where.append(Memory(where))
+        return where[-1]
+
+
+@pytest.fixture
+def holder(loop, tmp_path, monkeypatch):
+    host = LoopbackHost("holder", loop.loop, {}, tmp_path)
+    made = ToMemory(host, options())
+    made.happened = []
+    monkeypatch.setattr(NUMPY, "queue", lambda beside_copies: LateQueue(made.happened))
+    # A worker has each block only until it is asked for.
+    host.block = host.blocks.pop
+    yield made
+    host.close()
+
+
+def serve(holder, loop, parts=PARTS, wait_s=1.0):
+    """Return the answers, and the regions that were packed."""
+    blocks = [(number, (4, 3)) for number in range(3)]
+    asked = Asked(blocks, parts, "float64 <f8", 8, False, time.monotonic() + wait_s)
+    target = Memory(holder.happened)
+
+    async def packed():
+        target.begin(*await holder.reserve(asked))
+        return await holder.worker.offload(holder.pack_all, target)
+
+    return loop.run(packed()), target.packed
+
+
+def test_blocks_are_kept_until_they_are_packed_and_are_packed_before_they_are_sent(holder, loop):
+    values = np.arange(36.0).reshape(3, 4, 3)
+    holder.worker.blocks.update({number: values[number].copy() for number in range(3)})
+    answers, packed = serve(holder, loop)
+    assert answers == [{"status": "ok"}] * 6
+    np.testing.assert_array_equal(np.concatenate(packed), values.reshape(12, 3))
+    assert holder.happened == [*["begun", "begun", "packed"] * 3, "sent", "closed"]
+    assert holder.packed.reserved_bytes == 0
+
+
+def test_where_nothing_can_be_packed_nothing_is_sent(holder, loop):
+    answers, packed = serve(holder, loop)
+    assert (answers, packed) == ([{"status": "missing"}] * 6, [])
+    assert holder.happened == ["closed"]
+
+
+def test_all_is_over_before_an_error_is_told(holder, loop, monkeypatch):
+    def fail(*args):
+        raise OSError("no memory")
+
+    holder.worker.blocks[0] = np.ones((4, 3))
+    monkeypatch.setattr(Memory, "pack", fail)
+    with pytest.raises(OSError, match="no memory"):
+        serve(holder, loop)
+    assert holder.happened == ["packed", "closed"]
+    assert holder.packed.reserved_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "taken_bytes", "fit"), [(288, 0, 6), (287, 0, 3), (287, 200, 1), (10, 0, 1)]
+)
+def test_as_many_regions_are_packed_as_there_is_room_for(
+    holder, loop, limit_bytes, taken_bytes, fit
+):
+    holder.packed.limit_bytes = limit_bytes
+    taken = holder.packed.reserve(taken_bytes)
+    holder.worker.blocks.update({number: np.ones((4, 3)) for number in range(3)})
+    answers, packed = serve(holder, loop)
+    assert len(answers) == len(packed) == fit
+    taken[0].close()
+    assert holder.packed.reserved_bytes == 0

@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import TransferError
+from dask_p2p.transports.packed.messenger import Messenger, ucxx_obstacle
+from tests.transports.loopback import wait_until
+
+
+@pytest.fixture
+def pair():
+    one, other = Messenger(None), Messenger(None)
+    yield one, other
+    one.close()
+    other.close()
+
+
+def numbers(nbytes):
+    return np.resize(np.arange(251, dtype="u1"), nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 8191, 8192, 2**20, 2**24 + 3])
+@pytest.mark.parametrize("receiver_first", [True, False])
+def test_a_message_arrives_whole(pair, nbytes, receiver_first):
+    here, there = pair
+    target = np.zeros(nbytes, "u1")
+    if receiver_first:
+        received = here.receive(target, 7)
+        sent = there.send(here.address, numbers(nbytes), 7)
+    else:
+        sent = there.send(here.address, numbers(nbytes), 7)
+        received = here.receive(target, 7)
+    received.result(20)
+    sent.result(20)
+    assert received.done
+    np.testing.assert_array_equal(target, numbers(nbytes))
+
+
+def test_tags_tell_messages_apart_whatever_their_order(pair):
+    here, there = pair
+    targets = [np.zeros(50_000, "u1") for _ in range(20)]
+    sent = [
+        there.send(here.address, np.full(50_000, tag, "u1"), 2**63 + tag)
+        for tag in reversed(range(20))
+    ]
+    received = [here.receive(target, 2**63 + tag) for tag, target in enumerate(targets)]
+    for message in [*sent, *received]:
+        message.result(20)
+    assert [set(target.tolist()) for target in targets] == [{tag} for tag in range(20)]
+    assert here.under_way == there.under_way == 0
+
+
+def test_threads_that_send_and_receive_at_once(pair):
+    def exchange(number):
+        here, there = pair if number % 2 else pair[::-1]
+        for i in range(20):
+            tag = 1000 * number + i
+            target = np.zeros(100_000 + i, "u1")
+            received = here.receive(target, tag)
+            there.send(here.address, numbers(100_000 + i), tag).result(20)
+            received.result(20)
+            np.testing.assert_array_equal(target, numbers(100_000 + i))
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(exchange, range(6)))
+    assert pair[0].under_way == pair[1].under_way == 0
+
+
+@pytest.mark.parametrize("nbytes", [101, 2**20])
+def test_a_message_that_is_too_long(pair, nbytes):
+    here, there = pair
+    received = here.receive(np.zeros(100, "u1"), 3)
+    there.send(here.address, numbers(nbytes), 3)
+    with pytest.raises(TransferError, match=r"(?i)truncated"):
+        received.result(20)
+
+
+def test_a_message_that_does_not_come(pair):
+    here, there = pair
+    start_s = time.monotonic()
+    with pytest.raises(TransferError, match=r"no message within 0\.2 s"):
+        here.receive(np.zeros(10, "u1"), 1).result(0.2)
+    assert time.monotonic() - start_s < 5
+    wait_until(lambda: here.under_way == 0)  # its array is free again
+    target = np.zeros(10, "u1")
+    received = here.receive(target, 2)
+    there.send(here.address, numbers(10), 2).result(20)
+    received.result(20)
+    assert target.tolist() == list(range(10))
+
+
+def test_a_message_that_nobody_takes(pair):
+    here, there = pair
+    large = numbers(2**22)
+    with pytest.raises(TransferError, match="within"):
+        there.send(here.address, large, 1).result(0.3)
+    wait_until(lambda: there.under_way == 0)
+    # The same two can go on.
+    target = np.zeros(2**22, "u1")
+    received = here.receive(target, 2)
+    there.send(here.address, large, 2).result(20)
+    received.result(20)
+    np.testing.assert_array_equal(target, large)
+
+
+def test_forgetting_an_address_and_sending_there_again(pair):
+    here, there = pair
+    for tag in range(3):
+        received = here.receive(np.zeros(100, "u1"), tag)
+        there.send(here.address, numbers(100), tag).result(20)
+        received.result(20)
+        there.forget(here.address)
+    there.forget(b"nobody")
+
+
+def test_resting_and_going_on(pair):
+    here, there = pair
+    assert here.rest(0)
+    for tag in range(3):
+        received = here.receive(np.zeros(2**20, "u1"), tag)
+        assert not here.rest(0)
+        there.send(here.address, numbers(2**20), tag).result(20)
+        received.result(20)
+        assert not here.rest(60)
+        assert here.rest(0)
+        assert there.rest(0)
+
+
+def test_closing_ends_what_is_on_its_way():
+    messenger = Messenger(None)
+    messages = [
+        messenger.receive(np.zeros(10, "u1"), 1),
+        messenger.send(messenger.address, numbers(2**22), 2),
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(message.result, 60) for message in messages]
+        messenger.close()
+        for result in waiting:
+            with pytest.raises(TransferError, match=r"(?i)closing|cancel"):
+                result.result(5)
+    with pytest.raises(TransferError, match="the worker is closing"):
+        messenger.receive(np.zeros(10, "u1"), 1)
+    with pytest.raises(TransferError, match="the worker is closing"):
+        messenger.send(messenger.address, np.zeros(10, "u1"), 1)
+    messenger.close()
+
+
+def test_closing_stops_its_threads():
+    def used():
+        messenger = Messenger(None)
+        received = messenger.receive(np.zeros(10, "u1"), 1)
+        messenger.send(messenger.address, numbers(10), 1).result(20)
+        received.result(20)
+        return messenger
+
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    used().close()  # UCX has threads of its own, which it keeps
+    before = threads()
+    messengers = [used() for _ in range(3)]
+    assert threads() > before
+    for messenger in messengers:
+        messenger.close()
+    wait_until(lambda: threads() <= before)
+
+
+@pytest.mark.parametrize("nbytes", [100, 2**20])
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize("first", ["who closed", "the other one"])
+def test_an_endpoint_that_the_other_one_closed(pair, first, both_ways, nbytes):
+    """Once that is known, messages arrive: whoever sends first, and whoever did before."""
+
+    def exchange(sender, receiver, tag):
+        target = np.zeros(nbytes, "u1")
+        received = receiver.receive(target, tag)
+        sender.renew(receiver.address, receiver.closed(sender.address))
+        sender.send(receiver.address, numbers(nbytes), tag).result(20)
+        received.result(20)
+        np.testing.assert_array_equal(target, numbers(nbytes))
+
+    here, there = pair
+    start_s = time.monotonic()
+    for tag in range(0, 100, 10):
+        exchange(here, there, tag)
+        if both_ways:
+            exchange(there, here, tag + 1)
+        here.forget(there.address)
+        ways = [(here, there), (there, here)]
+        if both_ways:
+            for number, way in enumerate(ways if first == "who closed" else ways[::-1]):
+                exchange(*way, tag + 2 + number)
+        elif first == "the other one" or tag % 20:
+            exchange(there, here, tag + 2)
+            there.forget(here.address)
+            exchange(here, there, tag + 3)
+    assert time.monotonic() - start_s < 20
+
+
+def test_an_older_word_about_endpoints_changes_nothing(pair):
+    here, there = pair
+    here.send(there.address, numbers(10), 1)
+    here.renew(there.address, 2)  # the second, which here has not been yet
+    assert there.address not in here.endpoints
+    here.send(there.address, numbers(10), 2)
+    for old in (0, 1, 2):
+        here.renew(there.address, old)
+    assert there.address in here.endpoints
+    assert here.closed(there.address) == 2
+
+
+def test_endpoints_that_cannot_have_been_are_not_made(pair):
+    here, there = pair
+    with pytest.raises(TransferError, match="has closed endpoint 2147483648"):
+        here.renew(there.address, 2**31)
+    assert not here.endpoints
+
+
+def test_without_ucxx(monkeypatch):
+    assert ucxx_obstacle() is None
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    assert ucxx_obstacle.__wrapped__().code == "not-installed"
+    with pytest.raises(TransferError, match="UCX does not start: ModuleNotFoundError"):
+        Messenger(None)
+
+
+def answer(connection):
+    """Send what is asked for: a process of its own."""
+    messenger = Messenger(None)
+    connection.send_bytes(messenger.address)
+    sent = []
+    while True:
+        address, tag, nbytes = connection.recv()
+        sent.append(messenger.send(address, numbers(nbytes), tag))
+
+
+@pytest.fixture
+def other_process():
+    context = multiprocessing.get_context("forkserver")
+    connection, theirs = context.Pipe()
+    process = context.Process(target=answer, args=(theirs,), daemon=True)
+    process.start()
+    yield process, connection
+    process.kill()  # also where it is stopped, or just gone
+    process.join()
+
+
+def take_nothing(connection):
+    """Close with a message that nobody took, and end: a process of its own."""
+    messenger = Messenger(None)
+    messenger.receive(np.zeros(10, "u1"), 1)  # UCX is driven from now on
+    connection.send_bytes(messenger.address)
+    connection.recv()
+    messenger.close()
+    del messenger
+    gc.collect()
+    connection.send("closed")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+def test_closing_does_not_wait_for_a_sender_that_is_stopped(other_process, how):
+    sender, theirs = other_process
+    theirs.recv_bytes()
+    context = multiprocessing.get_context("forkserver")
+    connection, end = context.Pipe()
+    process = context.Process(target=take_nothing, args=(end,), daemon=True)
+    process.start()
+    theirs.send((connection.recv_bytes(), 5, 2**25))
+    time.sleep(0.2)  # for word of it to get there
+    os.kill(sender.pid, how)
+    connection.send("close")
+    try:
+        assert connection.poll(20), "it hangs"
+        process.join(20)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("nbytes", [100, 2**25])
+def test_between_processes(other_process, nbytes):
+    _, connection = other_process
+    connection.recv_bytes()
+    here = Messenger(None)
+    target = np.zeros(nbytes, "u1")
+    received = here.receive(target, 5)
+    connection.send((here.address, 5, nbytes))
+    received.result(20)
+    here.close()
+    np.testing.assert_array_equal(target, numbers(nbytes))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+@pytest.mark.parametrize("moment_s", [0, 0.005, pytest.param(0.02, marks=pytest.mark.slow)])
+def test_a_sender_that_is_stopped_in_the_middle(other_process, how, moment_s):
+    """It ends with the whole message or with an error, and the receiver lives on."""
+    process, connection = other_process
+    connection.recv_bytes()
+    here = Messenger(None)
+    target = np.zeros(2**26, "u1")
+    received = here.receive(target, 5)
+    connection.send((here.address, 5, 2**26))
+    wait_until(lambda: target[0] or target[1] or received.done or not moment_s)
+    time.sleep(moment_s)
+    os.kill(process.pid, how)
+    try:
+        received.result(0.3)
+    except TransferError:
+        pass
+    else:
+        np.testing.assert_array_equal(target, numbers(2**26))
+    other = Messenger(None)
+    small = np.zeros(10, "u1")
+    received = here.receive(small, 6)
+    other.send(here.address, numbers(10), 6).result(20)
+    received.result(20)
+    here.close()
+    other.close()

@@ -1,0 +1,589 @@
+"""``pinned`` between two workers of one process: NumPy blocks, and CuPy blocks of made-up GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import threading
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.config import options
+from dask_p2p.errors import TransferError, UnsuitableError
+from dask_p2p.transports import buffers
+from dask_p2p.transports.packed import base, segments
+from dask_p2p.transports.packed import pinned as module
+from dask_p2p.transports.packed.pinned import PinnedOptions, PinnedTransport
+from dask_p2p.transports.packed.segments import Segment, Segments
+from tests.support import with_section
+from tests.transports.loopback import linked, wait_until
+from tests.transports.packed.conformance import PackedConformance
+from tests.transports.reading import open_block
+
+WHOLE = ((0, 6), (0, 10))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_garbage():
+    """Each test looks for what is left, after a garbage collection: have that be quick."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def setup(loop, tmp_path):
+    with linked(PinnedTransport, loop, tmp_path, options()) as setup:
+        yield setup
+
+
+def inodes(segments):
+    """Of which files there are segments."""
+    return [segment.name.inode for segment in list(segments._by_address.values())]
+
+
+def shared_files():
+    """Inodes of the segments that this process has open or mapped."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split()[4] for line in maps if segments.FILE_NAME in line}
+    opened = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # that of the listing itself
+            continue
+        if segments.FILE_NAME in path:
+            opened.add(str(os.stat(f"/proc/self/fd/{fd}").st_ino))
+    return mapped | opened
+
+
+class Pinned(PackedConformance):
+    def open(self, setup, key, array, *boxes, part_bytes=2**25, **changes):
+        of = setup.holder, key, array.shape, array.dtype, setup.kind
+        chosen = with_section(
+            replace(self.options, **changes), PinnedOptions, part_bytes=part_bytes
+        )
+        return open_block(setup.reader, *of, boxes, chosen)
+
+    def test_large_regions_come_in_parts(self, setup):
+        array = np.arange(300 * 400.0).reshape(300, 400)
+        setup.put("block", array)
+        asked = setup.host.calls
+        got = self.read(setup, "block", array, ((7, 290), (3, 400)), part_bytes=2**16)
+        np.testing.assert_array_equal(got, array[7:290, 3:])
+        assert asked.count("p2p_pinned_read") >= 283 * 397 * 8 / 2**16
+
+    def test_memory_is_used_again(self, setup, block):
+        key, array = block
+        for i in range(20):
+            setup.host.blocks[key] = setup.host.blocks[key] + 1
+            got = self.read(setup, key, array, WHOLE)
+            np.testing.assert_array_equal(got, array + i + 1)
+            del got
+        assert setup.serving.usage()["mapped"] <= 2  # a thread may let go of it a little later
+
+    def test_regions_stay_while_others_come(self, setup, block):
+        key, array = block
+        kept = []
+        for _ in range(10):
+            setup.host.blocks[key] = setup.host.blocks[key] + 1
+            remote = self.open(setup, key, array, WHOLE)
+            kept.append(remote.request().result(20))
+            remote.close()
+        for i, region in enumerate(kept):
+            np.testing.assert_array_equal(setup.to_numpy(region), array + i + 1)
+
+    def test_a_reader_that_left(self, setup, loop, block):
+        key, array = block
+        assert setup.reader.obstacle("holder", setup.kind, array.dtype) is None
+        self.read(setup, key, array, WHOLE)
+
+        async def forget():
+            setup.serving.on_worker_left("reader")
+            setup.reader.on_worker_left("holder")
+
+        loop.run(forget())
+        wait_until(lambda: setup.serving.usage()["mapped"] == 0)
+        calls = setup.host.calls
+        calls.clear()
+        assert setup.reader.obstacle("holder", setup.kind, array.dtype) is None
+        assert len(calls) == 1, "another worker may be there"
+        self.read(setup, key, array, WHOLE)
+
+    def test_the_probe(self, setup):
+        setup.reader.probe("holder", setup.kind)
+        original = setup.host.probes.block
+        setup.host.probes.block = lambda key: original(key) ^ 1
+        with pytest.raises(TransferError, match="65536 of 65536 bytes of a probe arrived changed"):
+            setup.reader.probe("holder", setup.kind)
+
+    @pytest.mark.parametrize("why", ["it takes too long", "the reading is closed"])
+    def test_memory_of_a_call_without_an_answer_is_not_used_again(self, setup, block, why):
+        """The holder is late, and writes when the reader has gone on."""
+        key, array = block
+        pack, here, go_on, written = (
+            setup.serving.pack_all,
+            *(threading.Event() for _ in range(3)),
+        )
+
+        def late(*args):
+            here.set()
+            assert go_on.wait(20)
+            try:
+                return pack(*args)
+            finally:
+                written.set()
+
+        setup.serving.pack_all = late
+        timeout_s = 0.1 if why == "it takes too long" else 20.0
+        remote = self.open(setup, key, array, WHOLE, request_timeout_s=timeout_s)
+        pending = remote.request()
+        assert here.wait(20)
+        if why == "it takes too long":
+            with pytest.raises(TransferError, match="no answer of holder"):
+                pending.result(20)
+        remote.close()
+        wait_until(lambda: setup.reader.usage()["requested"] == 0)
+        del remote, pending
+        gc.collect()
+        setup.serving.pack_all = pack
+        other = self.open(setup, key, array, WHOLE)
+        region = other.request().result(20)
+        setup.host.blocks[key] = setup.host.blocks[key] + 1
+        go_on.set()
+        assert written.wait(20)
+        np.testing.assert_array_equal(setup.to_numpy(region), array)
+        other.close()
+
+    def test_closing_lets_go_of_all_memory(self, setup, block, loop):
+        key, array = block
+        before = shared_files()
+        self.read(setup, key, array, WHOLE)
+        assert shared_files() - before
+        for transport in (setup.reader, setup.serving):
+            loop.run(transport.close())
+        assert shared_files() <= before
+
+    @pytest.mark.parametrize("answers", [None, 5, [], [{}], [5], [{"status": "ok"}] * 3], ids=str)
+    def test_answers_that_make_no_sense(self, setup, block, answers):
+        async def lie(**kwargs):
+            return {"status": "ok", "parts": answers}
+
+        setup.host.handlers["p2p_pinned_read"] = lie
+        key, array = block
+        remote = self.open(setup, key, array, WHOLE, ((0, 1), (0, 1)))
+        with pytest.raises(TransferError, match="pinned: holder"):
+            remote.request().result(20)
+        remote.close()
+
+
+class TestPinned(Pinned):
+    @pytest.mark.parametrize("limit_bytes", [2**20, 2**13])
+    def test_what_the_last_reading_needed_is_kept(self, setup, limit_bytes):
+        """Whatever the worker's own options say of parts, but no more than may be staged."""
+        array = np.arange(14 * 2**9.0).reshape(14, 2**9)
+        setup.put("block", array)
+        own = replace(setup.reader.options, staging_limit_bytes=limit_bytes)
+        setup.reader.options = with_section(own, PinnedOptions, part_bytes=512)
+        pool = setup.reader.segments["numpy"]
+        kept = []
+        for _ in range(2):
+            pairs = [((i, i + 2), (0, 2**9)) for i in range(0, 14, 2)]
+            remote = self.open(setup, "block", array, *pairs, part_bytes=2**13)
+            for pending in [remote.request() for _ in pairs]:
+                pending.result(20)
+            remote.close()
+            del remote, pending
+            gc.collect()
+            kept.append(set(inodes(pool)))
+            assert pool.idle_bytes <= limit_bytes
+        assert len(kept[0]) == (7 if limit_bytes == 2**20 else 1)
+        if limit_bytes == 2**20:
+            assert kept[0] == kept[1], "the same are used again"
+
+    def test_no_more_memory_is_lent_than_a_task_may_hold(self, setup):
+        """Whatever the sizes of the regions are: answers are counted, and not regions."""
+        array = np.arange(100 * 2**10.0).reshape(100, 2**10)
+        setup.put("block", array)
+        thin = [((i, i + 1), (j, j + 4)) for i in range(8) for j in range(0, 2**10, 16)]
+        wide = [((i, i + 1), (0, 2**10)) for i in range(8)]
+        most = 0
+        for boxes in (thin, wide, wide + thin, thin + wide, (thin[:20] + wide) * 3):
+            remote = self.open(setup, "block", array, *boxes, part_bytes=2**13)
+            ahead = deque()
+            for region in remote.reading:
+                ahead.append(region)
+                del region
+                most = max(most, len(inodes(setup.reader.segments["numpy"])))
+                while len(ahead) > remote.reading.ahead:
+                    region = ahead.popleft()
+                    expected = array[tuple(slice(*pair) for pair in region.box)]
+                    np.testing.assert_array_equal(region.result(20), expected)
+                    del region
+            while ahead:
+                ahead.popleft().result(20)
+            remote.close()
+        in_flight = setup.reader.footprint(self.options, "numpy").parts_in_flight
+        assert in_flight <= most <= in_flight + 1
+
+    def test_a_holder_unmaps_what_its_reader_gave_up(self, setup, block):
+        key, array = block
+        regions = []
+        for _ in range(4):
+            remote = self.open(setup, key, array, WHOLE)
+            regions.append(remote.request().result(20))
+            remote.close()
+        assert setup.serving.usage()["mapped"] == 4
+        setup.reader.segments[setup.kind].clear()
+        del regions[1:], remote
+        setup.reader.segments[setup.kind].clear()
+        self.read(setup, key, array, WHOLE)
+        assert setup.serving.usage()["mapped"] == 2
+
+
+class TestPinnedWithSums(Pinned):
+    options = replace(options(), checksum=True)
+
+    def test_what_changes_on_its_way_is_found(self, setup, block):
+        key, array = block
+        sum_of = base.region_sum
+
+        def flip(key, box, region, algorithm):
+            made = sum_of(key, box, region, algorithm)
+            region[0, 0] += 1
+            return made
+
+        base.region_sum = flip
+        try:
+            with pytest.raises(TransferError, match=r"pinned: .* arrived changed"):
+                self.read(setup, key, array, WHOLE)
+        finally:
+            base.region_sum = sum_of
+
+
+# --- what is in the way ---
+
+
+def test_objects_are_an_obstacle(setup):
+    assert setup.reader.obstacle("holder", "numpy", np.dtype(object)).code == "objects"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kernel": "another"}, "different hosts"),
+        ({"pid_namespace": "another"}, "different PID namespaces"),
+        ({"pid": 2**22 + 1}, "cannot be opened"),
+        ({"fd": 10**6}, "cannot be opened"),
+        ({"fd": 0}, "not where it says"),
+        ({"inode": 1}, "not what it says"),
+        ({"size_bytes": 1024}, "not what it says"),
+    ],
+    ids=str,
+)
+def test_memory_that_a_holder_cannot_open_is_an_obstacle(setup, monkeypatch, change, words):
+    make = Segment.make
+
+    def elsewhere(size_bytes):
+        segment = make(size_bytes)
+        segment.name = segment.name._replace(**change)
+        return segment
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "make", elsewhere)
+        assert words in str(setup.reader.obstacle("holder", "numpy", np.dtype("f8")))
+        calls = setup.host.calls.copy()
+        assert words in str(setup.reader.obstacle("holder", "numpy", np.dtype("f8")))
+        assert setup.host.calls == calls, "it is asked once"
+
+
+def test_a_holder_that_does_not_answer_is_asked_again(setup):
+    answer = setup.host.handlers.pop("p2p_pinned_read")
+    assert setup.reader.obstacle("holder", "numpy", np.dtype("f8")).code == "no-answer"
+    setup.host.handlers["p2p_pinned_read"] = answer
+    assert setup.reader.obstacle("holder", "numpy", np.dtype("f8")) is None
+
+
+def test_memory_that_might_become_shorter_is_not_mapped():
+    segment = Segment.make(4096)
+    name = segment.name._replace(fd=os.memfd_create("dask-p2p", os.MFD_ALLOW_SEALING))
+    os.ftruncate(name.fd, 4096)
+    try:
+        with pytest.raises(UnsuitableError, match="not what it says"):
+            Segment.open(name._replace(inode=os.fstat(name.fd).st_ino))
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(segment.name.fd, 0)
+    finally:
+        os.close(name.fd)
+
+
+def test_where_memory_is_full_other_ways_are_left(setup, monkeypatch):
+    """Said before anything is written there: later it would be a signal."""
+
+    def full(fd, start, size_bytes):
+        raise OSError(28, "No space left on device")
+
+    array = np.ones((3, 4))
+    setup.put("block", array)
+    before = shared_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert "No space left" in str(setup.reader.obstacle("holder", "numpy", np.dtype("f8")))
+        with pytest.raises(TransferError, match=r"no memory to share: .* No space left"):
+            PackedConformance().read(setup, "block", array, ((0, 3), (0, 4)))
+    assert shared_files() <= before
+    assert setup.reader.usage() == {"opened": 0, "requested": 0, "serving": 0, "mapped": 0}
+
+
+GOOD = {
+    "blocks": [(("x-1", 0, 0), (6, 10))],
+    "parts": [(0, WHOLE)],
+    "dtype": "float64 <f8",
+    "item_bytes": 8,
+    "wait_s": 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"item_bytes": 4}, "mismatch"),
+        ({"dtype": "float32 <f4"}, "mismatch"),
+        ({"blocks": [("other", (6, 10))]}, "missing"),
+    ],
+    ids=str,
+)
+def test_regions_that_cannot_be_packed(setup, loop, change, status):
+    setup.put(("x-1", 0, 0), np.ones((6, 10)))
+    segment = Segment.make(4096)
+    request = {**GOOD, "where": tuple(segment.name), **change}
+    reply = loop.run(setup.host.handlers["p2p_pinned_read"](**request))
+    assert [answer["status"] for answer in reply["parts"]] == [status]
+    assert not segment.bytes.any()
+
+
+def test_memory_is_not_mapped_for_what_cannot_be_packed(setup, loop):
+    setup.put(("x-1", 0, 0), np.ones((6, 10)))
+    segment = Segment.make(4096)
+    for change in ({"dtype": "float32 <f4"}, {"blocks": [("other", (6, 10))]}, {"item_bytes": 4}):
+        request = {**GOOD, "where": tuple(segment.name), **change}
+        loop.run(setup.host.handlers["p2p_pinned_read"](**request))
+    assert setup.serving.usage()["mapped"] == 0
+
+
+def test_memory_that_is_mapped_is_bounded(setup, loop, monkeypatch):
+    """What is used is kept, whoever asks for it; of what nobody uses for long, nothing."""
+    setup.put(("x-1", 0, 0), np.ones((6, 10)))
+    monkeypatch.setattr(module, "_MOST_MAPPED", 4)
+    used = Segment.make(4096)
+    others = [Segment.make(4096) for _ in range(10)]
+    for other in others:
+        for segment in (used, other):
+            request = {**GOOD, "where": tuple(segment.name)}
+            assert loop.run(setup.host.handlers["p2p_pinned_read"](**request))["status"] == "ok"
+    assert setup.serving.usage()["mapped"] == 4
+    assert {used.name, others[-1].name} < set(setup.serving._mapped)
+    del segment, other, others[:]
+    gc.collect()
+    last = Segment.make(8192)
+    loop.run(setup.host.handlers["p2p_pinned_read"](**GOOD, where=tuple(last.name)))
+    assert set(setup.serving._mapped) == {used.name, last.name}, "its readers gave up the others"
+
+
+def test_memory_that_goes_leaves_nothing():
+    before = shared_files()
+    pool = Segments("numpy", 2**20)
+    segment, memory = pool.lend(5000)
+    assert inodes(pool) == [segment.name.inode]
+    other = Segment.open(segment.name)
+    memory[:3] = 1, 2, 3
+    assert other.bytes[:3].tolist() == [1, 2, 3]
+    del memory
+    assert pool.idle_bytes == segment.name.size_bytes
+    pool.clear()
+    del segment
+    assert inodes(pool) == []
+    other.bytes[:3] = 4  # who has it mapped may use it as long as they like
+    del other
+    assert shared_files() <= before
+
+
+# --- made-up GPUs ---
+
+
+class Device(np.ndarray):
+    """Stands for `cupy.ndarray`."""
+
+    __module__ = "cupy"
+    memory = None
+
+    def __array_finalize__(self, other):
+        self.memory = getattr(other, "memory", None)
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+
+
+class Stream:
+    """Nothing that is queued is done before somebody waits for it."""
+
+    def __init__(self, non_blocking):
+        self.queued = deque()
+        self.ptr = self
+
+    def synchronize(self):
+        self.before_copies()
+        while self.queued:
+            self.queued.popleft()()
+
+    def before_copies(self):
+        """Called before copies are waited for."""
+
+
+class FakeCupy(SimpleNamespace):
+    """Host memory that a GPU reads or writes has to be pinned, in the process that does it."""
+
+    def __init__(self):
+        self.pinned = {}
+        self.fails = False
+        runtime = SimpleNamespace(
+            hostRegister=self._register,
+            hostUnregister=self.pinned.pop,
+            getDevice=lambda: 0,
+            memcpyAsync=self._copy,
+        )
+        cuda = SimpleNamespace(
+            runtime=runtime,
+            UnownedMemory=lambda *args: args,
+            MemoryPointer=lambda memory, offset: memory,
+            Stream=Stream,
+        )
+        super().__init__(cuda=cuda, ndarray=self._array)
+
+    def _register(self, address, nbytes, flags):
+        assert address not in self.pinned, "CUDA refuses that"
+        if self.fails:
+            raise RuntimeError("cudaErrorMemoryAllocation")
+        self.pinned[address] = nbytes
+
+    def _copy(self, to, start, nbytes, kind, stream):
+        assert any(at <= start <= start + nbytes <= at + n for at, n in self.pinned.items())
+        stream.queued.append(partial(ctypes.memmove, to, start, nbytes))
+
+    def _array(self, shape, dtype, memory):
+        address, nbytes, owner, _ = memory
+        assert self.pinned.get(address) == nbytes or hasattr(owner.memory, "on_device")
+        interface = {"data": (address, False), "shape": shape, "typestr": "|u1", "version": 3}
+        made = np.asarray(SimpleNamespace(__array_interface__=interface)).view(Device)
+        made.memory = owner
+        return made
+
+
+class DeviceMemory:
+    """What `Buffers` gets of CuPy."""
+
+    on_device, device_id = True, 0
+
+    def __init__(self, kind, size_bytes):
+        self._bytes = np.empty(size_bytes, np.uint8)
+        self.ptr = self._bytes.ctypes.data
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    cupy = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for owner in (segments, buffers):
+        monkeypatch.setattr(owner, "current_device", lambda: 0)
+    monkeypatch.setattr(buffers, "allocate", DeviceMemory)
+    monkeypatch.setattr(segments, "_per_thread", threading.local())
+
+    @contextmanager
+    def no_device(*blocks):
+        yield
+
+    monkeypatch.setattr(segments, "device_work", no_device)
+    monkeypatch.setattr(base, "device_of", no_device)
+    monkeypatch.setattr(base, "backend_for", lambda block: CUPY)
+    monkeypatch.setattr(CUPY, "queue", lambda beside_copies=False: HostQueue(NUMPY))
+    return cupy
+
+
+@pytest.fixture
+def on_gpu(cupy, setup, loop):
+    setup.kind, setup.cupy = "cupy", cupy
+    yield setup
+    gc.collect()
+    for transport in (setup.reader, setup.serving):
+        loop.run(transport.close())
+    # A thread that has just answered may let go of what it answered with a little later.
+    wait_until(lambda: gc.collect() is not None and cupy.pinned == {})
+
+
+class TestPinnedOnGpus(Pinned):
+    @pytest.fixture
+    def setup(self, on_gpu):
+        return on_gpu
+
+    @pytest.mark.skip(reason="a kernel of the queue checks it on real GPUs")
+    def test_the_probe(self, setup):
+        pass
+
+    def test_both_pin_memory_once(self, setup, block):
+        key, array = block
+        for _ in range(5):
+            self.read(setup, key, array, WHOLE)
+            assert len(setup.cupy.pinned) == 2
+
+    def test_memory_of_a_copy_under_way_is_not_used_again(self, setup, block, monkeypatch):
+        key, array = block
+        here, go_on = threading.Event(), threading.Event()
+
+        def wait(stream):
+            here.set()
+            assert go_on.wait(20)
+
+        monkeypatch.setattr(Stream, "before_copies", wait)
+        remote = self.open(setup, key, array, WHOLE)
+        remote.request()
+        assert here.wait(20)
+        remote.close()
+        wait_until(lambda: setup.reader.usage()["requested"] == 0)
+        pool = setup.reader.segments["cupy"]
+        assert pool.idle_bytes == 0
+        go_on.set()
+        del remote
+        wait_until(lambda: (gc.collect() is not None and pool.idle_bytes > 0) or not inodes(pool))
+
+    def test_memory_that_cannot_be_pinned(self, setup, block):
+        key, array = block
+        setup.cupy.fails = True
+        with pytest.raises(TransferError, match="no memory to share: cudaErrorMemory"):
+            self.read(setup, key, array, WHOLE)
+        setup.cupy.fails = False
+        self.read(setup, key, array, WHOLE)
+
+
+def test_segments_of_another_size_make_room():
+    """Those of an earlier reading would have each one of this reading made anew."""
+    segments = Segments("numpy", 4 * 2**16)
+    for size_bytes in (2**17, 2**16, 2**18):
+        lent = [segments.lend(size_bytes) for _ in range(2**18 // size_bytes)]
+        inodes = {segment.name.inode for segment, _ in lent}
+        del lent
+        assert segments.idle_bytes == 2**18
+        again = [segments.lend(size_bytes) for _ in inodes]
+        assert {segment.name.inode for segment, _ in again} == inodes, "none was made anew"
+        del again

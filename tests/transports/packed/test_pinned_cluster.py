@@ -1,0 +1,112 @@
+"""``pinned`` between the workers of a cluster, with NumPy blocks."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.transports.packed.segments import FILE_NAME
+from tests.faults.support import (
+    BOUND_S,
+    addresses,
+    as_new,
+    cluster_of,
+    expected,
+    held,
+    one_block_each,
+    set_trap,
+    source,
+)
+from tests.support import persisted, used
+from tests.transports.loopback import wait_until
+
+ORDER = {"p2p.transports.order": ["pinned"], "p2p.transports.pinned.part-bytes": "64 kiB"}
+
+
+@pytest.fixture(autouse=True)
+def _by_pinned():
+    with dask.config.set(ORDER):
+        yield
+
+
+def own_segments(kind, dask_worker):
+    """Inodes of the segments that this worker has made."""
+    pinned = dask_worker.plugins[PLUGIN_NAME].context.router.transports["pinned"]
+    segments = pinned.segments[kind]._by_address.values()
+    return {segment.name.inode for segment in list(segments)}
+
+
+def mapped_segments(dask_worker):
+    """Inodes of all segments that this worker has mapped, its own included."""
+    with open("/proc/self/maps") as maps:
+        return {int(line.split()[4]) for line in maps if f"/memfd:{FILE_NAME}" in line}
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_values(client, checksum):
+    a = persisted(client, source((1500, 1100), (200, 1100)))
+    for _ in range(5):
+        with dask.config.set({"p2p.checksum": checksum}):
+            y = persisted(client, dask_p2p.transpose(a))
+        assert used(client, y) == {"pinned"}
+        np.testing.assert_array_equal(y.compute(), expected((1500, 1100)).T)
+        del y
+    # Seven of a part each, and one by which workers have met. A thread that made a checksum may let
+    # go of one when the next is needed already.
+    owned = client.run(own_segments, "numpy")
+    assert all(len(of) <= 8 + 2 * checksum for of in owned.values()), owned
+
+
+def test_objects_go_another_way(client):
+    x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
+    a = persisted(client, da.from_array(x, chunks=(4, 2)))
+    y = persisted(client, dask_p2p.transpose(a))
+    assert y.compute().tolist() == x.T.tolist()
+    assert used(client, y) == {"comm"}
+
+
+@pytest.fixture(scope="module")
+def mortal():
+    """Workers that tests kill, one after another."""
+    with cluster_of(3, ORDER | {"p2p.timeouts.request": "5s"}) as client:
+        yield client
+
+
+@pytest.mark.parametrize("moment", ["serving", "placed"])
+def test_a_worker_that_is_killed_leaves_nothing(mortal, moment):
+    """While it packs for another one, and while it reads."""
+    x = source((1200, 900), (400, 900))
+    with as_new(mortal, 3) as client, dask.config.set(ORDER):
+        workers = victim, *others = addresses(client)
+        a = one_block_each(client, x, workers)
+        wait(a)
+        persisted(client, dask_p2p.transpose(a, chunks=(100, -1)))
+        of_victim = client.run(own_segments, "numpy", workers=[victim])[victim]
+        assert of_victim & client.run(mapped_segments)[others[0]]
+        if moment == "serving":
+            client.run(die_while_packing, workers=[victim])
+        else:
+            client.run(set_trap, "placed", 2, "kill", workers=[victim])
+        y = one_block_each(client, dask_p2p.transpose(a), workers)
+        result = client.compute(y).result(timeout=BOUND_S)
+        np.testing.assert_array_equal(result, expected((1200, 900)).T)
+        assert victim not in addresses(client)
+        wait_until(lambda: not of_victim & set().union(*client.run(mapped_segments).values()))
+        assert all(of["pinned.serving"] == 0 for of in held(client).values())
+
+
+def die_while_packing(dask_worker):
+    pinned = dask_worker.plugins[PLUGIN_NAME].context.router.transports["pinned"]
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pinned.pack_all = die

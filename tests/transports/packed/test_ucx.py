@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.config import options
+from dask_p2p.errors import BlockMismatchError, SilentError, TransferError
+from dask_p2p.transports.packed import ucx as ucx_module
+from dask_p2p.transports.packed.messenger import Message
+from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
+from tests.support import with_section
+from tests.transports.loopback import linked, wait_until
+from tests.transports.packed.conformance import PackedConformance
+
+
+@pytest.fixture
+def setup(loop, tmp_path):
+    with linked(UcxTransport, loop, tmp_path, options()) as setup:
+        yield setup
+
+
+def resting(loop):
+    """Tasks of an event loop that have UCX rest now and then."""
+    tasks = asyncio.all_tasks(loop.loop)
+    return [task for task in tasks if task.get_coro().__qualname__ == "UcxTransport._rest"]
+
+
+class TestUcx(PackedConformance):
+    def test_a_structured_block_with_other_fields(self, setup):
+        """Of the same sizes at the same places: its bytes would do, its values would not."""
+        real = np.ones((2, 2), [("a", "i1"), ("b", ">f8")])
+        setup.put("block", real)
+        for other in (
+            [("a", "u1"), ("b", ">f8")],
+            [("b", "i1"), ("a", ">f8")],
+            [("a", "i1"), ("b", "V8")],
+            [("b", ">f8"), ("a", "i1")],
+            [("a", "i1"), ("b", "i1", (8,))],
+            [("a", "i1"), ("b", [("c", "f4"), ("d", "f4")])],
+            "V9",
+        ):
+            declared = real.view("V9") if other == "V9" else np.ones((2, 2), other)
+            with pytest.raises(BlockMismatchError, match="declared as"):
+                self.read(setup, "block", declared, ((0, 1), (0, 1)))
+        aligned = np.dtype([("a", "i1"), ("b", "f8")], align=True)
+        equal = np.dtype({"names": "ab", "formats": ["i1", "f8"], "offsets": [0, 8]})
+        assert aligned == equal
+        setup.put("block", np.ones((2, 2), aligned))
+        self.read(setup, "block", np.ones((2, 2), equal), ((0, 1), (0, 1)))
+
+    def test_ucx_rests_when_there_is_nothing_to_do(self, setup, block, monkeypatch):
+        monkeypatch.setattr(ucx_module, "_REST_S", 0.05)
+        key, array = block
+        for _ in range(2):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+            for transport in (setup.reader, setup.serving):
+                messenger = transport.messenger()
+                wait_until(lambda messenger=messenger: messenger.rest(3600))
+
+    def test_closing_takes_back_what_was_asked(self, setup, block):
+        asked, ended = threading.Event(), threading.Event()
+
+        async def answer(**kwargs):
+            asked.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+
+        setup.host.handlers["p2p_ucx_read"] = answer
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 1), (0, 1)))
+        remote.request()
+        assert asked.wait(10)
+        remote.close()
+        assert ended.wait(10)
+        wait_until(lambda: not any(setup.reader.usage().values()))
+
+    def test_closing_before_anything_is_asked(self, setup, loop, block):
+        key, array = block
+        setup.reader.messenger()
+        go_on = threading.Event()
+        loop.loop.call_soon_threadsafe(go_on.wait, 30)
+        remote = self.open(setup, key, array, ((0, 1), (0, 1)))
+        remote.request()
+        remote.close()
+        go_on.set()
+        wait_until(lambda: not any(setup.reader.usage().values()))
+
+    def test_tags_do_not_start_at_the_same_place(self, setup):
+        """What was meant for a process that died must not come for the right thing here."""
+        places = {next(UcxTransport(setup.host, options()).tags) for _ in range(10)}
+        assert len(places) == 10
+        assert max(places) > 2**40
+
+    def test_room_is_given_back_whatever_fails(self, setup, block, monkeypatch):
+        def fail(queue):
+            raise RuntimeError("the device is lost")
+
+        key, array = block
+        monkeypatch.setattr(HostQueue, "synchronize", fail)
+        with pytest.raises(TransferError, match="the device is lost"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+        assert setup.serving.packed.reserved_bytes == 0
+
+    def test_after_it_is_closed_nothing_is_started(self, setup, loop, monkeypatch):
+        monkeypatch.setattr(ucx_module, "Messenger", None)  # which cannot be called
+        for transport in (setup.reader, setup.serving):
+            loop.run(transport.close())
+            with pytest.raises(TransferError, match="the worker is closing"):
+                transport.messenger()
+
+    def test_no_thread_and_no_timer_is_left(self, setup, loop, block):
+        key, array = block
+        self.read(setup, key, array, ((0, 1), (0, 1)))
+        assert len(resting(loop)) == 2
+        for transport in (setup.reader, setup.serving):
+            loop.run(transport.close())
+        wait_until(lambda: not resting(loop))
+        wait_until(lambda: not [t for t in threading.enumerate() if "p2p-ucx-send" in t.name])
+
+    def test_closing_waits_for_what_is_being_started(self, setup, loop, monkeypatch):
+        starting, go_on = threading.Event(), threading.Event()
+        closed = []
+
+        def start(device):
+            starting.set()
+            assert go_on.wait(10)
+            return SimpleNamespace(
+                close=lambda: closed.append(True), under_way=0, rest=lambda idle_s: False
+            )
+
+        monkeypatch.setattr(ucx_module, "Messenger", start)
+        with ThreadPoolExecutor(1) as threads:
+            started = threads.submit(setup.reader.messenger)
+            assert starting.wait(10)
+            closing = asyncio.run_coroutine_threadsafe(setup.reader.close(), loop.loop)
+            wait_until(lambda: setup.reader.is_closed)
+            time.sleep(0.1)  # for it to get to where it waits
+            go_on.set()
+            started.result(10)
+            closing.result(10)
+        assert closed == [True]
+        wait_until(lambda: not resting(loop))  # nobody looks after it any more
+
+    def test_objects_and_encryption_are_obstacles(self, setup):
+        assert setup.reader.obstacle("holder", "numpy", np.dtype(object)).code == "objects"
+        setup.reader.worker.encrypted_only = True
+        said = setup.reader.obstacle("holder", "numpy", np.dtype("f8"))
+        assert said.code == "unencrypted"
+        assert "requires encryption" in said.text
+        assert "p2p.transports.ucx.allow-unencrypted" in said.remedy
+
+    def test_a_holder_that_may_not_send_unencrypted(self, setup, block):
+        key, array = block
+        setup.host.encrypted_only = True
+        with pytest.raises(TransferError, match="requires encryption"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+
+    def test_the_probe(self, setup):
+        setup.reader.probe("holder", "numpy")
+        original = setup.host.probes.block
+        setup.host.probes.block = lambda key: original(key) ^ 1
+        with pytest.raises(TransferError, match="65536 of 65536 bytes of a probe arrived changed"):
+            setup.reader.probe("holder", "numpy")
+
+    def test_buffers_are_used_again(self, setup, block):
+        key, array = block
+        for _ in range(20):
+            self.read(setup, key, array, ((0, 6), (2, 10)))
+        for side in (setup.reader, setup.serving):
+            wait_until(lambda side=side: side.usage()["messages"] == 0)
+            assert 512 <= side.buffers["numpy"].idle_bytes <= 3 * 512
+
+    def test_a_reader_that_is_not_there(self, setup, loop, block):
+        key, _ = block
+        request = {
+            "blocks": [(key, (6, 10))],
+            "parts": [(0, ((0, 6), (0, 10)))],
+            "dtype": "float64 <f8",
+            "item_bytes": 8,
+            "where": (1, "nobody", 0),
+            "wait_s": 1.0,
+        }
+        reply = loop.run(setup.host.handlers["p2p_ucx_read"](**request))
+        assert reply["status"] == "error"
+        assert "nobody" in reply["message"]
+        assert setup.serving.usage()["messages"] == 0
+
+    @pytest.mark.parametrize("address", [None, "text", b"", bytes(2**17)], ids=lambda a: str(a)[:9])
+    def test_a_reader_that_tells_no_address(self, setup, block, address):
+        async def answer():
+            return {"status": "ok", "address": address}
+
+        setup.reader.worker.handlers["p2p_ucx_peer"] = answer
+        key, array = block
+        with pytest.raises(TransferError, match="reader did not send its UCX address"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+
+    def test_a_message_that_never_comes(self, setup, block):
+        async def lie(**kwargs):
+            return {"status": "ok", "parts": [{"status": "ok"}]}
+
+        setup.host.handlers["p2p_ucx_read"] = lie
+        key, array = block
+        with pytest.raises(TransferError, match=r"ucx: block .* does not come: no message within"):
+            self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.2)
+
+    def test_a_message_that_does_not_get_through(self, setup, block, monkeypatch):
+        """The holder answers, and says so before the reader gives it up: other transports work."""
+        key, array = block
+
+        def stuck(message, timeout_s):
+            assert timeout_s < 2.0, "earlier than the reader"
+            raise SilentError("no message within 1.5 s")
+
+        monkeypatch.setattr(Message, "result", stuck)
+        with pytest.raises(SilentError, match=r"ucx: holder could not send .* no message within"):
+            self.read(setup, key, array, ((0, 1), (0, 10)), request_timeout_s=2.0)
+        assert setup.serving.packed.reserved_bytes == 0
+
+    def test_a_holder_that_stops_in_the_middle(self, setup, block):
+        """What comes is good; what does not ends with the holder's reason, long before time."""
+        key, array = block
+        take, packed = setup.serving.buffers["numpy"].take, []
+
+        def fail_at_third(shape, dtype):
+            packed.append(shape)
+            if len(packed) == 3:
+                raise MemoryError("no room")
+            return take(shape, dtype)
+
+        setup.serving.buffers["numpy"].take = fail_at_third
+        remote = self.rows(setup, key, array, host_part_bytes=128)
+        for i in range(2):
+            np.testing.assert_array_equal(remote.request().result(20), array[i : i + 1])
+        with pytest.raises(TransferError, match="no room"):
+            remote.request().result(20)
+        remote.close()
+        wait_until(lambda: setup.reader.usage()["messages"] == 0)
+
+    def rows(self, setup, key, array, **parts):
+        rows = [((i, i + 1), (0, array.shape[1])) for i in range(array.shape[0])]
+        sections = with_section(self.options, UcxOptions, **parts).sections
+        return self.open(setup, key, array, *rows, sections=sections)
+
+    def test_the_next_message_is_packed_while_the_one_before_is_sent(self, setup, monkeypatch):
+        array = np.arange(4 * 2**14).reshape(4, 2**14)  # rows that UCX does not send at once
+        setup.put("block", array)
+        packed, packing, result = [], setup.serving._pack, Message.result
+
+        def pack(*args):
+            packed.append(args)
+            return packing(*args)
+
+        def wait(message, timeout_s):
+            wait_until(lambda: len(packed) >= 2)
+            result(message, timeout_s)
+
+        setup.serving._pack = pack
+        monkeypatch.setattr(Message, "result", wait)
+        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        requests = [remote.request(), remote.request()]
+        for i, request in enumerate(requests):
+            np.testing.assert_array_equal(request.result(20), array[i : i + 1])
+        remote.close()
+
+    def test_no_more_messages_are_waited_for_than_are_asked_for(self, setup):
+        array = np.arange(20 * 2**14).reshape(20, 2**14)
+        setup.put("block", array)
+        remote = self.rows(setup, "block", array, parts_in_flight=2, host_part_bytes=2**17)
+        assert setup.reader.usage()["messages"] == 0
+        ahead = deque()
+        for i in range(20):
+            while len(ahead) < min(3, 20 - i):
+                ahead.append(remote.request())
+            assert remote.reading.ahead == min(2, i + len(ahead))
+            np.testing.assert_array_equal(ahead.popleft().result(20), array[i : i + 1])
+        assert setup.serving.buffers["numpy"].idle_bytes <= 5 * 2**17
+
+    def test_an_endpoint_that_the_reader_closed(self, setup):
+        """As after a message that nobody took: the holder leaves the other half of it behind."""
+        key, array = "block", np.arange(2.0**17).reshape(256, 512)  # what is small gets through
+        setup.put(key, array)
+        setup.reader.worker.blocks[key] = array
+        back = SimpleNamespace(
+            reader=setup.serving, holder="reader", kind="numpy", to_numpy=np.asarray
+        )
+        whole = ((0, 256), (0, 512))
+        for ways in ((back, setup), (setup, back)):
+            for way in ways:
+                self.read(way, key, array, whole)
+            setup.reader.messenger().forget(setup.serving.messenger().address)
+            got = self.read(setup, key, array, whole, request_timeout_s=5.0)
+            np.testing.assert_array_equal(got, array)
+
+    def test_a_worker_that_left_and_came_back(self, setup, block):
+        key, array = block
+        asked = setup.reader.worker.calls
+        for times in (1, 2):
+            self.read(setup, key, array, ((0, 1), (0, 10)))
+            assert len(setup.serving.messenger().endpoints) == 1
+            for transport, other in ((setup.reader, "holder"), (setup.serving, "reader")):
+                transport.worker.loop.call_soon_threadsafe(transport.on_worker_left, other)
+            wait_until(lambda: setup.serving.messenger().endpoints == {})
+            assert asked.count("p2p_ucx_peer") == times, "its address is another one, perhaps"

@@ -1,0 +1,116 @@
+"""``ucx`` between the workers of a cluster, whose own protocol is another one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from tests.support import persisted, tls_client, used
+from tests.transports.loopback import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _prefer_ucx():
+    with dask.config.set(
+        {"p2p.transports.order": ["ucx"], "p2p.transports.ucx.host-part-bytes": "64 kiB"}
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    "dtype", ["f8", "?", "c16", "M8[ns]", "U3", [("a", "i1"), ("b", ">f8")]], ids=str
+)
+def test_values_of_any_dtype(client, dtype):
+    x = np.zeros((300, 200), dtype)
+    x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
+    a = persisted(client, da.from_array(x, chunks=(70, 150)))
+    y = persisted(client, dask_p2p.transpose(a))
+    got = y.compute()
+    assert got.dtype == x.dtype
+    assert got.tobytes() == x.T.tobytes()
+    assert used(client, y) == {"ucx"}
+
+
+def test_many_parts_on_and_on(client):
+    x = np.arange(1500 * 1100.0).reshape(1500, 1100)
+    a = da.fromfunction(lambda i, j: i * 1100 + j, shape=x.shape, chunks=(200, 1100), dtype=float)
+    a = persisted(client, a)
+    for _ in range(10):
+        y = persisted(client, dask_p2p.transpose(a))
+        assert used(client, y) == {"ucx"}
+        np.testing.assert_array_equal(y.compute(), x.T)
+        del y
+
+    def in_use(dask_worker):
+        return sum(dask_worker.plugins[PLUGIN_NAME].context.usage().values())
+
+    wait_until(lambda: set(client.run(in_use).values()) == {0})
+
+
+def test_objects_go_another_way_without_a_warning(client):
+    x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
+    a = persisted(client, da.from_array(x, chunks=(4, 2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = persisted(client, dask_p2p.transpose(a))
+    assert y.compute().tolist() == x.T.tolist()
+    assert used(client, y) == {"comm"}
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
+    x = np.arange(480.0).reshape(40, 12)
+    with (
+        dask.config.set({"p2p.transports.ucx.allow-unencrypted": allowed}),
+        tls_client() as client,
+    ):
+        a = persisted(client, da.from_array(x, chunks=(10, 12)))
+        y = persisted(client, dask_p2p.transpose(a))
+        np.testing.assert_array_equal(y.compute(), x.T)
+        assert used(client, y) == ({"ucx"} if allowed else {"comm"})
+
+        def obstacle(dask_worker):
+            ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
+            return ucx.obstacle("anybody", "numpy", np.dtype("f8"))
+
+        for said in client.run(obstacle).values():
+            assert said is None if allowed else said.code == "unencrypted"
+
+
+@pytest.mark.parametrize(
+    ("how", "moment_s"),
+    [
+        pytest.param(signal.SIGKILL, 0.3, id="SIGKILL-0.3"),
+        pytest.param(signal.SIGTERM, 0.0, id="SIGTERM-0.0"),
+        pytest.param(signal.SIGKILL, 0.0, id="SIGKILL-0.0", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 0.3, id="SIGTERM-0.3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_worker(how, moment_s):
+    shape = (3000, 1500)
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        a = persisted(
+            client,
+            da.fromfunction(
+                lambda i, j: i * 1500 + j, shape=shape, chunks=(250, 1500), dtype=float
+            ),
+        )
+        pid = next(iter(client.run(os.getpid).values()))
+        y = client.persist(dask_p2p.transpose(a))
+        time.sleep(moment_s)
+        os.kill(pid, how)
+        expected = np.arange(3000 * 1500.0).reshape(shape).T
+        np.testing.assert_array_equal(client.compute(y).result(timeout=60), expected)

@@ -1,0 +1,108 @@
+"""Arithmetic of parts: what is configured where that fits, and never more than the limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.backends import MOST_UNREAD, SLOTS
+from dask_p2p.config import options
+from dask_p2p.transports import OWN, CmaTransport, CommTransport, IpcTransport, UcxTransport
+from dask_p2p.transports.buffers import buffer_bytes
+from dask_p2p.transports.footprint import idle_bytes, packed_bytes, staging_bytes
+from dask_p2p.transports.in_place.cma import CmaOptions
+from dask_p2p.transports.in_place.ipc import IpcOptions
+from dask_p2p.transports.packed.comm import CommOptions
+from dask_p2p.transports.packed.pinned import PinnedOptions, PinnedTransport
+from dask_p2p.transports.packed.ucx import UcxOptions
+from tests.support import with_section
+
+comm_footprint, ucx_footprint = CommTransport.footprint, UcxTransport.footprint
+
+
+def ipc_footprint(options):
+    return IpcTransport.footprint(options, "cupy")
+
+
+def cma_footprint(options):
+    return CmaTransport.footprint(options, "numpy")
+
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+KINDS = ("numpy", "cupy")
+
+
+def test_defaults_are_not_cut():
+    chosen = options()
+    assert ipc_footprint(chosen).part_bytes == 128 * MIB
+    assert ucx_footprint(chosen, "cupy").part_bytes == 256 * MIB
+    assert ucx_footprint(chosen, "numpy").part_bytes == 16 * MIB
+    pinned = PinnedTransport.footprint(chosen, "cupy")
+    assert (pinned.part_bytes, pinned.parts_in_flight) == (32 * MIB, 6)
+    assert comm_footprint(chosen, "cupy").part_bytes == 16 * MIB
+    assert comm_footprint(chosen, "numpy").part_bytes == 16 * MIB
+    cma = cma_footprint(chosen)
+    assert (cma.part_bytes, cma.parts_in_flight) == (MIB, 0), "one after another"
+
+
+@given(
+    limit_bytes=st.integers(16 * KIB, 4 * GIB),
+    part_bytes=st.integers(1, 8 * GIB),
+    in_flight=st.integers(1, 4),
+    order=st.sampled_from([None, *((transport.name, "comm") for transport in OWN)]),
+    kind=st.sampled_from(KINDS),
+)
+def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_flight, order, kind):
+    chosen = replace(options(), staging_limit_bytes=limit_bytes, transports=order)
+    parts = {"part_bytes": part_bytes, "parts_in_flight": in_flight}
+    chosen = with_section(chosen, CommOptions, **parts)
+    chosen = with_section(chosen, UcxOptions, **parts, host_part_bytes=part_bytes)
+    chosen = with_section(chosen, IpcOptions, staging_bytes=part_bytes)
+    chosen = with_section(chosen, CmaOptions, part_bytes=part_bytes)
+    chosen = with_section(chosen, PinnedOptions, part_bytes=part_bytes)
+    unread = MOST_UNREAD if kind == "cupy" else 0
+    slots = SLOTS * (ipc_footprint(chosen).part_bytes or 0)
+    if kind != "cupy" or "ipc" not in chosen.order(kind):
+        slots = 0
+    comm, ucx = comm_footprint(chosen, kind), ucx_footprint(chosen, kind)
+    on_device = 1 + unread if kind == "cupy" else 0
+    assert slots + (in_flight + 1 + on_device) * comm.part_bytes <= limit_bytes
+    in_flight = ucx.parts_in_flight
+    assert slots + (in_flight + 1 + unread) * buffer_bytes(ucx.part_bytes) <= limit_bytes
+    pinned = PinnedTransport.footprint(chosen, kind)
+    held = pinned.parts_in_flight + 1 + (unread + 2 if kind == "cupy" else 0)
+    assert slots + held * buffer_bytes(pinned.part_bytes) <= limit_bytes
+    assert buffer_bytes(cma_footprint(chosen).part_bytes) <= limit_bytes
+    assert cma_footprint(chosen).part_bytes <= min(part_bytes, GIB)
+    assert comm.part_bytes <= part_bytes
+    assert ucx.part_bytes <= part_bytes
+    for largest_bytes in (0, 100 * KIB, 100 * GIB):
+        held_bytes = staging_bytes(chosen, kind, largest_bytes, 100 * GIB, 8)
+        assert held_bytes <= limit_bytes
+    assert packed_bytes(chosen, kind, 100, 100 * GIB) <= limit_bytes
+    for transport in OWN:
+        assert transport.footprint(chosen, kind).idle_bytes(chosen) <= limit_bytes
+    assert idle_bytes(replace(chosen, transports=("comm",)), kind) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_limit_of_one_byte_leaves_parts_of_one(kind):
+    chosen = replace(options(), staging_limit_bytes=1)
+    assert comm_footprint(chosen, kind).part_bytes == 1
+    ucx = ucx_footprint(chosen, kind)
+    assert (ucx.part_bytes, ucx.parts_in_flight) == (512, 0), "one after another"
+    assert ipc_footprint(chosen).part_bytes is None, "kernels read the other GPU's memory in place"
+
+
+def test_what_is_staged_is_not_more_than_what_comes():
+    """And a buffer of cma, which reads one region of this host beside what comes from others."""
+    chosen = options()
+    assert staging_bytes(chosen, "numpy", 0, 0, 8) == 0
+    assert staging_bytes(chosen, "numpy", 1000, 1500, 8) == 1500 + 1024
+    assert staging_bytes(chosen, "numpy", 1000, 100_000, 8) == 100_000 + 1024
+    assert staging_bytes(chosen, "numpy", 16 * MIB, GIB, 8) == 48 * MIB + MIB
+    assert packed_bytes(chosen, "numpy", 3, 1000) == 1000
+    assert packed_bytes(chosen, "numpy", 0, 1000) == 0

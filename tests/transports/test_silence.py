@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from dask_p2p.config import options
+from dask_p2p.errors import BlockUnavailableError, SilentError, TransferError, UnreachableError
+from dask_p2p.transports import silence
+from dask_p2p.transports.silence import SilenceLog, is_given_up
+
+OPTIONS = replace(options(), request_timeout_s=30.0, attempts=4)
+UNREACHABLE, SILENT = UnreachableError("no answer"), SilentError("no message")
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(silence, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def log():
+    return SilenceLog()
+
+
+def note(log, clock, start_s, error=UNREACHABLE, holder="a", now_s=None):
+    """An attempt waits for a holder, and notes how it failed."""
+    clock.now_s = start_s + OPTIONS.request_timeout_s if now_s is None else now_s
+    log.note(holder, "ucx", error, start_s, OPTIONS)
+    return clock.now_s
+
+
+def asks(log, start_s, holder="a", transport="ucx"):
+    """Whether an attempt asks the holder."""
+    try:
+        log.check(holder, transport, start_s, OPTIONS)
+    except TransferError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("error", "others_too"), [(UNREACHABLE, True), (SILENT, False)])
+def test_attempts_that_have_begun_do_not_wait_and_later_ones_ask_again(
+    log, clock, error, others_too
+):
+    assert asks(log, 0.0)
+    end_s = note(log, clock, 0.0, error)
+    for start_s in (0.0, 20.0, end_s):
+        with pytest.raises(type(error), match=str(error)):
+            log.check("a", "ucx", start_s, OPTIONS)
+        assert asks(log, start_s, transport="comm") is not others_too
+        assert asks(log, start_s, holder="b")
+    assert asks(log, end_s + 0.1)
+
+
+@pytest.mark.parametrize("error", [TransferError("broken"), BlockUnavailableError("gone")])
+def test_other_failures_are_no_silence(log, clock, error):
+    note(log, clock, 0.0, error)
+    assert asks(log, 0.0)
+    assert log.lasted_s("a", "ucx") == 0.0
+
+
+@pytest.mark.parametrize(("error", "transport"), [(UNREACHABLE, None), (SILENT, "ucx")])
+def test_what_comes_from_a_holder_ends_its_silence(log, clock, error, transport):
+    note(log, clock, 0.0, error)
+    note(log, clock, 31.0, error)
+    log.heard("a", transport if transport is None else "comm")
+    log.heard("b")
+    assert asks(log, 0.0) is (transport is None)
+    log.heard("a", transport)
+    assert asks(log, 0.0)
+    assert log.lasted_s("a", "ucx") == 0.0
+
+
+def test_a_worker_that_left_is_forgotten(log, clock):
+    for holder in "ab":
+        for error in (UNREACHABLE, SILENT):
+            note(log, clock, 0.0, error, holder)
+    log.on_worker_left("a")
+    assert asks(log, 0.0)
+    assert not asks(log, 0.0, holder="b")
+    assert {holder for holder, _ in log.known} == {"b"}
+
+
+def test_it_lasts_from_one_attempt_to_the_next_whichever_tasks_they_are_at(log, clock):
+    start_s = 0.0
+    for attempt in range(OPTIONS.attempts):
+        assert asks(log, start_s)
+        assert is_given_up(OPTIONS, log.lasted_s("a", "comm")) is False
+        end_s = note(log, clock, start_s)
+        assert log.lasted_s("a", "comm") == attempt * 30.5
+        start_s = end_s + 0.5
+    assert is_given_up(OPTIONS, log.lasted_s("a", "comm"))
+
+
+def test_threads_that_wait_at_the_same_time_count_once(log, clock):
+    """However many there are, there is one attempt more in 30 seconds, and none is spent sooner."""
+    note(log, clock, 0.0)
+    for start_s in range(1, 30):
+        note(log, clock, float(start_s))
+    assert log.lasted_s("a", "comm") == 0.0
+    assert asks(log, 30.1), "it has begun after the silence was found"
+    note(log, clock, 30.1)
+    assert log.lasted_s("a", "comm") == pytest.approx(30.1)
+
+
+def test_a_holder_that_nobody_asked_for_long_is_not_known_to_be_silent(log, clock):
+    end_s = note(log, clock, 0.0)
+    assert log.is_silent("a", end_s + 32.0, OPTIONS)
+    assert not log.is_silent("a", end_s + 32.1, OPTIONS)
+    note(log, clock, end_s + 32.1)
+    assert log.lasted_s("a", "comm") == 0.0
+
+
+def test_one_that_is_given_up_fails_tasks_at_once_for_two_seconds_and_is_then_asked(log, clock):
+    note(log, clock, 0.0)
+    end_s = note(log, clock, 31.0, now_s=200.0)
+    for start_s in (end_s + 1.0, end_s + 2.0):
+        assert not asks(log, start_s)
+        note(log, clock, start_s, now_s=start_s)  # which has not asked
+    assert asks(log, end_s + 2.1)
+    note(log, clock, end_s + 2.1)
+    assert is_given_up(OPTIONS, log.lasted_s("a", "comm"))
+
+
+def test_a_connection_that_is_refused_at_once_is_no_long_silence(log, clock):
+    for attempt in range(100):
+        note(log, clock, attempt / 10, now_s=attempt / 10 + 0.01)
+    assert not is_given_up(OPTIONS, log.lasted_s("a", "comm"))
+
+
+def test_it_does_not_grow_with_the_holders_of_a_long_life(log, clock):
+    for number in range(10_000):
+        note(log, clock, number * 60.0, holder=f"{number}")
+    assert len(log.known) <= 3600 / 60
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda log: log.note("a", "ucx", SILENT, 1e9, OPTIONS),
+        lambda log: log.on_worker_left("a"),
+    ],
+    ids=["note", "left"],
+)
+def test_what_one_thread_hears_is_not_lost_to_another_one(log, act):
+    log.note("b", "ucx", SILENT, 1e9, OPTIONS)
+    hearing = threading.Thread(target=log.heard, args=("b", "ucx"))
+
+    class Watched(dict):
+        def items(self):
+            seen = list(super().items())
+            hearing.start()
+            hearing.join(0.2)
+            return seen
+
+    log.known = Watched(log.known)
+    act(log)
+    hearing.join()
+    assert ("b", "ucx") not in log.known
