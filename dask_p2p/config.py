@@ -131,7 +131,7 @@ def option(name: str, parse: Callable[[Any], _T]) -> _T:
     return declared
 
 
-@versioned(defaults=lambda: options(), shared=True)
+@versioned(shared=True)
 @dataclass(frozen=True)
 class Options:
     """What a task needs to know; made by `options`."""
@@ -183,7 +183,7 @@ class Section:
 
     @classmethod
     def of(cls: type[_S], options: Options) -> _S:
-        """Return what came with `options`; from another version of the package, this process' own.
+        """Return what came with `options`; of a transport that the client lacks, this process' own.
 
         Raises
         ------
@@ -207,8 +207,7 @@ def section(name: str) -> Callable[[type[_S]], type[_S]]:
 
     def decorate(cls: type[_S]) -> type[_S]:
         cls.name = name
-        made = dataclass(frozen=True, slots=True)(cls)
-        return versioned(defaults=made.configured)(made)
+        return versioned()(dataclass(frozen=True, slots=True)(cls))
 
     return decorate
 
