@@ -78,12 +78,11 @@ class Feed:
         ask: Callable[[str], Awaitable[list[Record] | None]],
         tasks: Callable[[str], Tasks],
     ) -> None:
-        self.records = records
-        self._workers, self.ask, self._tasks = workers, ask, tasks
+        self.records, self.ask = records, ask
+        self._workers, self._tasks = workers, tasks
         self._under_way: dict[str, list[Record]] = {}
         self._asked: dict[str, asyncio.Future[None]] = {}  # that have not answered
-        #: When the last round of questions began, by the monotonic clock.
-        self.last_round_s = 0.0
+        self.last_round_s = 0.0  # when questions were asked last, by the monotonic clock
         self._inputs: Any = None  # of the newest picture
         self._picture = picture([])
 
@@ -152,17 +151,14 @@ def picture(
     if is_cut and len(runs) > 1:
         runs = runs[:-1]
     left = dict(tasks or {})
-    with_tasks = [(run, _take_tasks(run, left)) for run in runs]
-    running = frozenset(run.name for run, known in with_tasks if run.under_way or known.left)
-    rows = [_row(run, known) for run, known in with_tasks[:_MOST_RUNS]]
+    # Only the newest run of an array may have tasks left, unless it has made all.
+    known = [left.pop(run.name, Tasks()) for run in runs]
+    known = [of if len(r.made) < of.total else Tasks() for r, of in zip(runs, known, strict=True)]
+    pairs = [*zip(runs, known, strict=True)]
+    running = frozenset(run.name for run, of in pairs if run.under_way or of.left)
+    rows = [_row(run, of) for run, of in pairs[:_MOST_RUNS]]
     table = as_columns(rows, ("name", "state", *TABLE))
     return Picture(links(records, workers), bars(runs), table, running)
-
-
-def _take_tasks(run: Run, tasks: dict[str, Tasks]) -> Tasks:
-    """Take those that the run may have: only the newest of an array, unless it has made all."""
-    known = tasks.pop(run.name, Tasks())
-    return Tasks() if len({record.key for record in run.made}) >= known.total else known
 
 
 def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
