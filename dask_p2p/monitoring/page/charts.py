@@ -79,10 +79,7 @@ def as_columns(rows: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Columns
 
 
 def links(records: Iterable[Record], workers: Iterable[str] = ()) -> Chart:
-    """Return a matrix of workers: a `Cell` for each pair of a reader and a holder.
-
-    `workers` are in it also where they moved nothing.
-    """
+    """Return a matrix of workers, also of `workers` that moved nothing: a `Cell` for each pair."""
     read: defaultdict[tuple[str, str], _Stages] = defaultdict(lambda: defaultdict(list))
     failed: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # why, by transport
     moved = Counter(dict.fromkeys(workers, 0))
@@ -131,10 +128,9 @@ def _figures(
 
 
 def bars(runs: Sequence[Run]) -> Chart:
-    """Return the newest runs as bars over time: a row a worker, columns as `Bar` names them.
+    """Return the newest runs, which come first, as bars over time: a row a worker.
 
-    `runs` come with the newest first. Where the bars of a few tasks would be too many, a task has
-    one stage for all its holders.
+    Where the bars of a few tasks would be too many, a task has one stage for all its holders.
     """
     records = sorted((r for run in _newest(runs) for r in run.records), key=lambda r: -r.start_s)
     moved: Counter[str] = Counter()
@@ -210,15 +206,12 @@ def _all_of(record: Record) -> Stage:
         return stages[0]
     begun_s = min((stage.begun_s for stage in stages), default=0.0)
     end_s = max((stage.begun_s + (stage.wire_s or 0.0) for stage in stages), default=0.0)
-    return Stage(
-        holder=f"{len(stages)} holders",
-        transport=", ".join(sorted({stage.transport for stage in stages})),
-        nbytes=sum(stage.nbytes for stage in stages),
-        waited_s=sum(stage.waited_s for stage in stages),
-        wire_s=end_s - begun_s,
-        begun_s=begun_s,
-        kernel_s=sum(stage.kernel_s for stage in stages),
+    names = ", ".join(sorted({stage.transport for stage in stages}))
+    nbytes, waited_s, kernel_s = (
+        sum(getattr(stage, of) for stage in stages) for of in ("nbytes", "waited_s", "kernel_s")
     )
+    holders, wire_s = f"{len(stages)} holders", end_s - begun_s
+    return Stage(holders, names, nbytes, waited_s, wire_s, begun_s, kernel_s)
 
 
 def _newest(runs: Sequence[Run]) -> Iterator[Run]:

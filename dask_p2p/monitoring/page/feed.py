@@ -6,9 +6,9 @@ Nothing here needs bokeh. Any number of pages share one feed, and each of its pi
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dask.utils import format_bytes
@@ -19,8 +19,6 @@ from dask_p2p.monitoring.records import Record, RecordStore
 from dask_p2p.monitoring.runs import Run, runs_of
 
 __all__ = ["INTERVAL_S", "TABLE", "Feed", "Picture", "Tasks", "picture"]
-
-logger = logging.getLogger(__name__)
 
 #: Between two questions to a worker, at least.
 INTERVAL_S = 0.5
@@ -54,29 +52,14 @@ class Picture(NamedTuple):
 
 
 class Feed:
-    """Asks the workers twice a second while somebody looks, and not at all otherwise.
-
-    Everything runs on the scheduler's event loop.
-
-    Parameters
-    ----------
-    records
-        Where the scheduler keeps what workers have told.
-    workers
-        Returns the addresses of those that may be asked.
-    ask
-        Brings a worker's new records to `records`, and returns those of its tasks under way; None
-        without an answer.
-    tasks
-        Returns the tasks of an output array, by its name.
-    """
+    """Asks the workers twice a second while somebody looks; all on the scheduler's event loop."""
 
     def __init__(
         self,
-        records: RecordStore,
-        workers: Callable[[], Iterable[str]],
-        ask: Callable[[str], Awaitable[list[Record] | None]],
-        tasks: Callable[[str], Tasks],
+        records: RecordStore,  # of the scheduler: what workers have told
+        workers: Callable[[], Iterable[str]],  # addresses of those that may be asked
+        ask: Callable[[str], Awaitable[list[Record] | None]],  # a worker; returns those under way
+        tasks: Callable[[str], Tasks],  # of an output array, by its name
     ) -> None:
         self.records, self.ask = records, ask
         self._workers, self._tasks = workers, tasks
@@ -127,9 +110,8 @@ class Feed:
 
     async def _ask_one(self, worker: str) -> None:
         try:
-            self._under_way[worker] = await self.ask(worker) or []
-        except Exception:  # the page goes on with what the others tell
-            logger.debug("no answer of %s for the dashboard", worker, exc_info=True)
+            with suppress(Exception):  # the page goes on with what the others tell
+                self._under_way[worker] = await self.ask(worker) or []
         finally:
             self._asked.pop(worker, None)
 
@@ -147,16 +129,14 @@ def picture(
     for those that may have some left; `is_cut` says that there were older records, perhaps of the
     oldest run.
     """
-    runs: Sequence[Run] = runs_of(records)
-    if is_cut and len(runs) > 1:
-        runs = runs[:-1]
-    left = dict(tasks or {})
-    # Only the newest run of an array may have tasks left, unless it has made all.
-    known = [left.pop(run.name, Tasks()) for run in runs]
-    known = [of if len(r.made) < of.total else Tasks() for r, of in zip(runs, known, strict=True)]
-    pairs = [*zip(runs, known, strict=True)]
-    running = frozenset(run.name for run, of in pairs if run.under_way or of.left)
-    rows = [_row(run, of) for run, of in pairs[:_MOST_RUNS]]
+    found = runs_of(records)
+    runs = found[:-1] if is_cut and len(found) > 1 else found
+    known, left = [], dict(tasks or {})
+    for run in runs:  # only the newest of an array may have tasks left, unless it has made all
+        of_array = left.pop(run.name, Tasks())
+        known.append((run, of_array if len(run.made) < of_array.total else Tasks()))
+    running = frozenset(run.name for run, of in known if run.under_way or of.left)
+    rows = [_row(run, of) for run, of in known[:_MOST_RUNS]]
     table = as_columns(rows, ("name", "state", *TABLE))
     return Picture(links(records, workers), bars(runs), table, running)
 
