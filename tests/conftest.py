@@ -89,8 +89,9 @@ may_start_clusters = False
 
 def starts_cluster(item):
     """Tell whether a test, one of its fixtures, or a helper of theirs names a class of clusters."""
-    fixtures = item._fixtureinfo.name2fixturedefs.values()
-    return any(map(names_starter, [item.function, *(defs[-1].func for defs in fixtures)]))
+    fixtures = item._fixtureinfo.name2fixturedefs.values()  # with those that they override
+    functions = [each.func for of_name in fixtures for each in of_name]
+    return any(map(names_starter, [item.function, *functions]))
 
 
 @cache  # cases of one test have it in common, and fixtures
