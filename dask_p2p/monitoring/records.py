@@ -167,15 +167,9 @@ def unpacked(data: bytes) -> list[Record]:
 
 
 class RecordLog:
-    """The newest records. Any thread may call it.
+    """The newest records. Any thread may call it."""
 
-    Parameters
-    ----------
-    size
-        Records and their stages that are kept, in all.
-    """
-
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int) -> None:  # of records and their stages, in all
         self.size = size
         self._kept: deque[Record] = deque()
         self._weight = 0
@@ -192,13 +186,9 @@ class RecordLog:
                 self._weight -= 1 + len(self._kept.popleft().stages)
 
     def since(self, number: int) -> tuple[int, list[Record]]:
-        """Return the records from this number on, as far as they are kept.
+        """Return the records from this number on, as far as kept, and the number of the first.
 
-        Returns
-        -------
-        int
-            Number of the first one that is returned; the first that there ever was has number 0.
-        list of Record
+        The first that there ever was has number 0.
         """
         with self._lock:
             gone = self._count - len(self._kept)

@@ -47,12 +47,7 @@ def transformed(
 ) -> DaskArray:
     """Transform along the last of these axes as `kind`, along the others from complex to complex.
 
-    Parameters
-    ----------
-    kind : str
-        Name of the one-dimensional function.
-    x, s, axes, norm, chunks
-        See `dask_p2p.fft.fftn`.
+    `kind` is the name of the one-dimensional function; for the others see `dask_p2p.fft.fftn`.
     """
     _check_numbers(x, kind)
     check_norm(norm)

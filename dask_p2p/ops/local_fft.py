@@ -30,21 +30,12 @@ Step: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 @versioned()
 @dataclass(frozen=True)
 class LocalTransform:
-    """Transforms a block, step by step.
+    """Transforms a block, step by step."""
 
-    Parameters
-    ----------
-    steps : tuple of Step
-        In their order, by the axes of the result.
-    norm : str
-        As NumPy takes it.
-    order : tuple of int, optional
-        Axis ``i`` of the block is axis ``order[i]`` of the result; the block is its own then, to
-        be overwritten. By default the axes have their order, and the block is another's.
-    """
-
-    steps: tuple[Step, ...]
-    norm: str
+    steps: tuple[Step, ...]  # in their order, by the axes of the result
+    norm: str  # as NumPy takes it
+    #: Axis ``i`` of the block is axis ``order[i]`` of the result; the block is its own then, to be
+    #: overwritten. By default the axes have their order, and the block is another's.
     order: tuple[int, ...] | None = None
 
     @property

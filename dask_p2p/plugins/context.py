@@ -60,17 +60,9 @@ _PING_S = 0.2  # for a worker that was given up to say that it is there
 
 
 class DaskWorkerContext(AttemptLog):
-    """What transports and tasks need of the Dask worker that they are on: a `WorkerContext`.
+    """What transports and tasks need of the Dask worker that they are on: a `WorkerContext`."""
 
-    Parameters
-    ----------
-    worker
-        Dask's.
-    options
-        The worker's own.
-    """
-
-    def __init__(self, worker: Worker, options: Options) -> None:
+    def __init__(self, worker: Worker, options: Options) -> None:  # the worker's own
         super().__init__(worker.address)
         self.router = Router({}, self.warn, worker.address, self.note_fallback)
         self.records = RecordLog(_RECORDS)

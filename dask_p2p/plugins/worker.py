@@ -210,14 +210,7 @@ def by_reference(
 ) -> dict[str, Any]:
     """Return a ``compute-task`` message with remote dependencies replaced by references.
 
-    Parameters
-    ----------
-    message
-        What the scheduler sent, without its ``op``.
-    is_here
-        Whether this worker holds a key in memory, or spilled.
-    address
-        This worker's.
+    `is_here` tells whether the worker, whose address is given, holds a key in memory or spilled.
     """
     references = {
         key: BlockRef(key, tuple(sorted(set(holders) - {address})))
