@@ -185,10 +185,7 @@ class Section:
     def of(cls: type[_S], options: Options) -> _S:
         """Return what came with `options`; of a transport that the client lacks, this process' own.
 
-        Raises
-        ------
-        ConfigError
-            If it has to be read, and has a value that it cannot have.
+        `ConfigError` if it has to be read, and has a value that it cannot have.
         """
         for given in options.sections:
             if type(given) is cls:
@@ -245,10 +242,8 @@ def checked_options() -> Options:
 
     Workers do not refuse them: a configuration may be shared with other versions of the package.
 
-    Raises
-    ------
-    ConfigError
-        If there is no option of a name that is set, or one has a value that it cannot have.
+    `ConfigError` if there is no option of a name that is set, or one has a value that it cannot
+    have.
     """
     known = _defaults_by_name()
     for name, value in _by_name({"p2p": dask.config.get("p2p", {})}):
@@ -276,10 +271,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def options() -> Options:
     """Read the options that travel with tasks.
 
-    Raises
-    ------
-    ConfigError
-        If an option has a value that it cannot have.
+    `ConfigError` if an option has a value that it cannot have.
     """
     transports = transport_classes().values()
     declared = dict.fromkeys(known for transport in transports for known in transport.sections)

@@ -88,10 +88,8 @@ def versioned(*, strict: bool = False, shared: bool = False) -> Callable[[_C], _
 def read(version: str, module: str, name: str, values: tuple[Any, ...]) -> Any:
     """Return a value from what was pickled; these parameters stay as they are in all versions.
 
-    Raises
-    ------
-    VersionError
-        If another version wrote it, or its class, perhaps of another package, is not here.
+    `VersionError` if another version wrote it, or its class, perhaps of another package, is not
+    here.
     """
     check_version(version)
     try:
@@ -113,16 +111,10 @@ def check_version(version: str) -> None:
 
 
 class Unreadable:
-    """Stands for a value that another version of the package has written.
-
-    Parameters
-    ----------
-    error : P2PError
-        To be raised where the value is needed.
-    """
+    """Stands for a value that another version of the package has written."""
 
     def __init__(self, error: P2PError) -> None:
-        self.error = error
+        self.error = error  # to be raised where the value is needed
 
 
 def check_readable(*values: Any) -> None:

@@ -23,21 +23,11 @@ __all__ = ["Post", "assemble_tasks", "output_spec"]
 
 @dataclass(frozen=True)
 class Post:
-    """What is done to each assembled block before its task ends.
+    """What is done to each assembled block before its task ends."""
 
-    Parameters
-    ----------
-    function : callable
-        Makes the output block of the assembled block and its index.
-    chunks : tuple of tuple of int
-        Of what it returns.
-    meta : array
-        Empty array of the type and dtype of what it returns.
-    """
-
-    function: Callable[[Any, Index], Any]
-    chunks: Chunks
-    meta: Array
+    function: Callable[[Any, Index], Any]  # of the assembled block and its index
+    chunks: Chunks  # of what it returns
+    meta: Array  # empty, of the type and dtype of what it returns
 
     def __dask_tokenize__(self) -> Any:
         # A CuPy array would be brought to the host, twice, and the class be pickled.

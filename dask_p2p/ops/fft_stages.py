@@ -135,13 +135,7 @@ def _with_long_axis(
 
 
 def check_norm(norm: Any) -> None:
-    """Refuse what says nothing about which direction is scaled.
-
-    Raises
-    ------
-    InputError
-        If it is no norm.
-    """
+    """Refuse what says nothing about which direction is scaled; `InputError` if it is no norm."""
     if norm not in (None, *_NORMS):
         raise InputError(f"expected a norm of {_NORMS}, or None for the first, got norm={norm!r}.")
 
@@ -162,10 +156,7 @@ def _check_numbers(x: DaskArray, kind: str) -> None:
 def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
     """Return some axes of an array without negative numbers.
 
-    Raises
-    ------
-    AxesError
-        If there are none, or one is none of the array's, or is given twice.
+    `AxesError` if there are none, or one is none of the array's, or is given twice.
     """
     try:
         given = tuple(index(axis) for axis in axes)

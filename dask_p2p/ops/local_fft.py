@@ -89,10 +89,7 @@ class LocalTransform:
 
         It lies in memory of outputs that are gone, which the system need not provide.
 
-        Raises
-        ------
-        MemoryLimitError
-            If the transform can never fit into the worker's memory.
+        `MemoryLimitError` if the transform can never fit into the worker's memory.
         """
         backend, (_, context) = backend_for(block), current_worker()
         if context is None:

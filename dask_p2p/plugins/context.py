@@ -258,12 +258,9 @@ class DaskWorkerContext(AttemptLog):
 
     @answering
     async def new_records(self, since: Any = 0) -> dict[str, Any]:
-        """Answer the scheduler, which has all records before this number.
+        """Answer the scheduler, which has all records before this number, as `RecordLog.since`.
 
-        Returns
-        -------
-        dict
-            ``first`` and ``records``: as of `RecordLog.since`; ``under_way``: of tasks that run.
+        ``under_way`` are those of tasks that run.
         """
         first, records = self.records.since(checked_integer("since", since, 0, _MOST_RECORDS))
         running = map(self._numbered, self.under_way())

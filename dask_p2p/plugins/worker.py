@@ -51,10 +51,7 @@ _REFUSAL = (
 class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     """Makes a worker take part in peer-to-peer transfers.
 
-    Parameters
-    ----------
-    options : Options, optional
-        The worker's own; tasks bring theirs with them. By default those configured on the worker.
+    Options are the worker's own, by default as configured there; tasks bring theirs with them.
     """
 
     name = PLUGIN_NAME
