@@ -108,23 +108,6 @@ class SameHostTransport(Transport):
             raise TransferError(f"{self.name}: {message}", obstacle=obstacle)
         return SameHostReading(self, requests, peer, options)
 
-    def open(self, wanted: Request, options: Options) -> OpenBlock:
-        """Lease a block until it is closed, to read regions of it again and again.
-
-        The boxes of `wanted` are what is read at a time, if that is known; others may be read, too.
-        It raises `TransferError` or `BlockMismatchError` if it cannot be opened: nothing is left
-        open.
-        """
-        reading = self.read([wanted], options)
-        try:
-            opened = reading.open(0)
-        except BaseException:
-            reading.close()
-            raise
-        opened.lasts = True
-        opened.ending.append(reading.close)  # which closes the block first
-        return opened
-
     def _known(self, holder: str) -> tuple[Peer, Obstacle | None]:
         """Return where a worker runs, and what keeps its memory from being read.
 

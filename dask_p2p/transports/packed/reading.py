@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,14 @@ from dask_p2p.geometry import Box, box_shape, box_size
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.packed.checksums import check_sum
 from dask_p2p.transports.packed.pace import Pace
-from dask_p2p.transports.reading import Pending, Reading, Region, Request
+from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text, in_dtype, mismatch
 from dask_p2p.types import Array, DType
 
 if TYPE_CHECKING:
     from dask_p2p.transports.packed.base import PackedTransport
 
-__all__ = ["Answer", "Landing", "MemoryLanding", "PackedReading", "places_of", "region_at"]
+__all__ = ["Landing", "MemoryLanding", "PackedReading", "answered", "places_of", "region_at"]
 
 _MOST_PARTS = 256  # in one answer: each may be a frame of its own
 _ALIGNMENT_BYTES = 128  # what a GPU reads at once
@@ -116,7 +116,7 @@ class PackedReading(Reading):
         self._last.append(len(parts))
         self.ahead = sum(self._last)
         for number, part in enumerate(parts):
-            yield part.on_its_way(Answer(call, number))
+            yield part.on_its_way(partial(answered, call, number), call.done)
 
     def _batches(self) -> Iterator[list[Region]]:
         """Group small parts, up to the size of one part."""
@@ -172,12 +172,16 @@ class PackedReading(Reading):
 
     async def _ask(self, parts: Sequence[Region], where: Any, messages: int = 1) -> Sequence[Any]:
         """Ask for parts, which come in so many messages; return the answers about them."""
-        first, named = self.requests[parts[0].request], self.named(parts)
-        others = len(named["blocks"]) - 1
+        first = self.requests[parts[0].request]
+        # Each block is named once, and then numbered.
+        numbers = {number: i for i, number in enumerate(dict.fromkeys(p.request for p in parts))}
+        others = len(numbers) - 1
         about = f"block {first.key!r}" + (f" and {others} others" if others else "")
         limit_s = self.timeout_s * messages  # of which each may take as long
         asking = ask(
-            self.worker, first.holder, self._transport.op, limit_s, about, **named,
+            self.worker, first.holder, self._transport.op, limit_s, about,
+            blocks=[(self.requests[n].key, self.requests[n].shape) for n in numbers],
+            parts=[(numbers[part.request], part.box) for part in parts],
             dtype=dtype_text(first.dtype), item_bytes=first.dtype.itemsize, where=where,
             wait_s=self.timeout_s * _HOLDERS_SHARE, checksum=self._with_sums,
         )  # fmt: skip
@@ -215,23 +219,13 @@ class PackedReading(Reading):
         return region
 
 
-@dataclass(frozen=True, slots=True)
-class Answer(Pending):
-    """One of the parts that a call is about."""
-
-    call: Future[list[Any]]
-    number: int
-
-    def done(self) -> bool:
-        return self.call.done()
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        answers = self.call.result(timeout_s)
-        # It is the caller's own from here on.
-        region, answers[self.number] = answers[self.number], None
-        if isinstance(region, Exception):
-            raise region
-        return region
+def answered(call: Future[list[Any]], number: int, timeout_s: float | None, *_: Any) -> Any:
+    """Return one of the parts that a call is about."""
+    answers = call.result(timeout_s)
+    region, answers[number] = answers[number], None  # it is the caller's own from here on
+    if isinstance(region, Exception):
+        raise region
+    return region
 
 
 def places_of(boxes: Sequence[Box], item_bytes: int) -> tuple[list[int], int]:

@@ -24,8 +24,8 @@ from typing import Any
 
 from dask_p2p.errors import SilentError, TransferError
 from dask_p2p.transports.packed.messenger import NAP_S, Message
-from dask_p2p.transports.packed.reading import Answer, PackedReading, region_at
-from dask_p2p.transports.reading import Failed, Pending, Region
+from dask_p2p.transports.packed.reading import PackedReading, answered, region_at
+from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import check_reply
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
 from dask_p2p.types import Array
@@ -62,7 +62,7 @@ class StreamedReading(PackedReading):
         try:
             mailboxes = transport.mailboxes(self, len(row))
         except TransferError as exc:
-            yield from (part.on_its_way(Failed(exc)) for part in row)
+            yield from (part.failed(exc) for part in row)
             return
         tags = [mailbox.tag for mailbox in mailboxes]
         where = (tags, mailboxes[0].reader, mailboxes[0].closed)
@@ -74,12 +74,13 @@ class StreamedReading(PackedReading):
             try:
                 memory, message = transport.look_out(self, part, tag)
             except TransferError as exc:
-                yield part.on_its_way(Failed(exc))
+                yield part.failed(exc)
                 continue
             self._expected.add(message)
             shape = [stop - start for start, stop in part.box]
             region = region_at(memory, 0, shape, self.requests[part.request].dtype)
-            yield part.on_its_way(_Streamed(self, part, message, region, call, number))
+            streamed = _Streamed(self, part, message, region, call, number)
+            yield part.on_its_way(streamed.result, streamed.done)
 
     def arrived(self, message: Message) -> None:
         """Note that a message need not be looked out for any longer."""
@@ -90,7 +91,7 @@ class StreamedReading(PackedReading):
         self.arrived(message)
         transport: Any = self._transport
         transport.messenger().end(message)
-        return Answer(self._call([part]), 0).result(self.timeout_s + EVENT_LOOP_GRACE_S)
+        return answered(self._call([part]), 0, self.timeout_s + EVENT_LOOP_GRACE_S)
 
     def close(self) -> None:
         super().close()
@@ -100,7 +101,7 @@ class StreamedReading(PackedReading):
 
 
 @dataclass(slots=True)
-class _Streamed(Pending):
+class _Streamed:
     """A region in one of a row of messages."""
 
     reading: StreamedReading
@@ -113,7 +114,7 @@ class _Streamed(Pending):
     def done(self) -> bool:
         return self.message.done or self.call.done()
 
-    def result(self, timeout_s: float | None = None, /) -> Any:
+    def result(self, *_: Any) -> Any:
         deadline_s = time.monotonic() + self.reading.timeout_s
         while not self.message.done:
             if self.call.done() and not self._is_sent():
