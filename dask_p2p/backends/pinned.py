@@ -19,7 +19,7 @@ import numpy as np
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.first_touch import first_touch
 
-__all__ = ["CANNOT_PIN", "Pinned", "is_pinned", "registered", "warn_once"]
+__all__ = ["CANNOT_PIN", "Pinned", "is_pinned", "pin_while", "registered", "warn_once"]
 
 CANNOT_PIN = "host memory cannot be pinned"
 _REMEDY = (
@@ -42,14 +42,19 @@ class Pinned:
         self.bytes = np.frombuffer(pages, np.uint8)
         first_touch(self.bytes)
         self.nbytes = size_bytes
-        unpin = _register(self.bytes)
-        _start()
-        weakref.finalize(self, _leaving.put, (unpin, self.bytes)).atexit = False
+        pin_while(self, self.bytes)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
         interface: dict[str, Any] = self.bytes.__array_interface__
         return interface
+
+
+def pin_while(owner: Any, memory: np.ndarray[Any, Any]) -> None:
+    """Pin memory until its owner goes, or a little longer: ending it takes a while."""
+    unpin = _register(memory)
+    _start()
+    weakref.finalize(owner, _leaving.put, (unpin, memory)).atexit = False
 
 
 def is_pinned(array: Any) -> bool:

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_p2p.backends import Backend, backend_named
-from dask_p2p.backends.device import current_device, device_work
+from dask_p2p.backends.device import current_device
 from dask_p2p.backends.hardware import kernel_and_namespace
+from dask_p2p.backends.pinned import pin_while
 from dask_p2p.errors import UnsuitableError
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.requests import checked_integer, checked_text
@@ -32,7 +33,6 @@ __all__ = ["FILE_NAME", "Segment", "SegmentName", "Segments", "to_device"]
 FILE_NAME = "dask-p2p"  # which `/proc` shows
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 _per_thread = threading.local()
-_PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags: for all GPUs of the process, and kernels
 
 
 class SegmentName(NamedTuple):
@@ -128,30 +128,18 @@ class Segment:
         return self.bytes.__array_interface__
 
     def pin(self) -> None:
-        """Have GPUs reach it, until it goes. Idempotent."""
-        import cupy
-
+        """Have GPUs reach it, until it goes: for use by the thread's one. Idempotent."""
         with self._lock:
             if not self._is_pinned:
-                runtime = cupy.cuda.runtime
-                runtime.hostRegister(self.ptr, self.bytes.nbytes, _PORTABLE_AND_MAPPED)
-                unpin = weakref.finalize(self, _unpin, self.bytes)
-                unpin.atexit = False
+                pin_while(self, self.bytes)
                 self._is_pinned = True
+        self.device_id = current_device()
 
     def array(self, backend: Backend) -> Any:
         """Return it as a 1-D array of bytes."""
         if backend.on_device:
             self.pin()
-            self.device_id = current_device()
         return backend.bytes_of(self, self.bytes.nbytes, self)
-
-
-def _unpin(memory: np.ndarray[Any, Any]) -> None:
-    import cupy
-
-    with device_work():
-        cupy.cuda.runtime.hostUnregister(int(memory.ctypes.data))
 
 
 class Segments(Buffers):
@@ -172,7 +160,6 @@ class Segments(Buffers):
         segment = Segment.make(size_bytes)
         if backend_named(self.kind).on_device:
             segment.pin()
-            segment.device_id = current_device()
         self._by_address[segment.ptr] = segment
         return segment
 
