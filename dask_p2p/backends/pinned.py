@@ -19,7 +19,7 @@ import numpy as np
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.first_touch import first_touch
 
-__all__ = ["CANNOT_PIN", "Pinned", "is_pinned", "pin_while", "registered", "warn_once"]
+__all__ = ["CANNOT_PIN", "Pinned", "is_pinned", "register", "registered", "warn_once"]
 
 CANNOT_PIN = "host memory cannot be pinned"
 _REMEDY = (
@@ -42,19 +42,14 @@ class Pinned:
         self.bytes = np.frombuffer(pages, np.uint8)
         first_touch(self.bytes)
         self.nbytes = size_bytes
-        pin_while(self, self.bytes)
+        unpin = register(self.bytes)
+        _start()
+        weakref.finalize(self, _leaving.put, (unpin, self.bytes)).atexit = False
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
         interface: dict[str, Any] = self.bytes.__array_interface__
         return interface
-
-
-def pin_while(owner: Any, memory: np.ndarray[Any, Any]) -> None:
-    """Pin memory until its owner goes, or a little longer: ending it takes a while."""
-    unpin = _register(memory)
-    _start()
-    weakref.finalize(owner, _leaving.put, (unpin, memory)).atexit = False
 
 
 def is_pinned(array: Any) -> bool:
@@ -71,7 +66,7 @@ def registered(array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
     import cupy
 
     try:
-        return _register(array)
+        return register(array)
     except cupy.cuda.runtime.CUDARuntimeError:
         return None
 
@@ -88,7 +83,8 @@ def warn_once(
         warn(f"dask_p2p: {where}: {what} ({cause}). {remedy}")
 
 
-def _register(array: np.ndarray[Any, Any]) -> Callable[[], None]:
+def register(array: np.ndarray[Any, Any]) -> Callable[[], None]:
+    """Pin the memory of an array; return what ends that."""
     import cupy
 
     runtime = cupy.cuda.runtime

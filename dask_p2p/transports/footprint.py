@@ -1,7 +1,7 @@
 """What transports hold in memory beside blocks, and so in what parts regions are asked for.
 
-Besides its inputs and its output, a task holds parts of regions that are on their way. These stay
-below `Options.staging_limit_bytes`: parts are cut to fit. All of this is arithmetic.
+Parts of regions that are on their way to a task stay below `Options.staging_limit_bytes`: they are
+cut to fit. All of this is arithmetic.
 """
 
 from __future__ import annotations
@@ -137,19 +137,9 @@ def staging_bytes(
 ) -> int:
     """Return what one task holds at most beyond its inputs and its output.
 
-    A task has parts from this host and from others at the same time; but of either it never has
-    parts by two transports.
-
-    Parameters
-    ----------
-    options, kind
-        The task's.
-    largest_bytes
-        Of the largest region that it reads from one block.
-    remote_bytes
-        All that comes from other workers.
-    item_bytes
-        Of one element: no part is smaller.
+    It has parts from this host and from others at the same time; but of either it never has parts
+    by two transports. Given are the largest region that it reads from one block, all that comes
+    from other workers, and one element: no part is smaller.
     """
     wanted = largest_bytes, remote_bytes, item_bytes
     return sum(
@@ -161,14 +151,7 @@ def staging_bytes(
 def packed_bytes(options: Options, kind: Kind, readers: int, remote_bytes: int) -> int:
     """Return what one worker has packed at most, for so many tasks that read from it at a time.
 
-    Parameters
-    ----------
-    options, kind
-        Of the tasks, and of the worker.
-    readers
-        Tasks that may read from it at a time.
-    remote_bytes
-        All that they ever read from it.
+    `remote_bytes` is all that they ever read from it.
     """
     packing = [used for used in _used(options, kind, [True, False]) if used.parts_packed]
     task_bytes = max((used.parts_packed * used.each_bytes for used in packing), default=0)

@@ -155,15 +155,10 @@ class _Published:
 class PublishedBlocks(_LockFile):
     """The holder's side.
 
-    Parameters
-    ----------
-    parent : str
-        Folder in which it makes a folder of its own, that only this user can enter.
-
     Attributes
     ----------
     folder : str
-        That folder; empty if it could not be made.
+        Its own one in `parent`, which only this user can enter; empty if it could not be made.
     refusal : str or None
         Why nothing can be published.
     """
@@ -192,23 +187,10 @@ class PublishedBlocks(_LockFile):
     def publish(self, key: Key, find: Callable[[], Any], describe: Callable[[Any], bytes]) -> None:
         """Publish a block in the place of an earlier one with its key, or touch it if it is there.
 
-        Parameters
-        ----------
-        key
-            Of the block.
-        find
-            Returns the block, which is referenced until it is withdrawn and no lease is left.
-        describe
-            Returns its descriptor, once all its values are there.
-
-        Raises
-        ------
-        KeyError
-            If the key was withdrawn meanwhile.
-        UnsuitableError
-            If the descriptor is too long, or no entry is free.
-        ValueError, OSError
-            If nothing can be published, or the descriptor cannot be written.
+        `find` returns the block, which is referenced until it is withdrawn and no lease is left;
+        `describe` its descriptor, once all its values are there. It raises `KeyError` if the key
+        was withdrawn meanwhile, `UnsuitableError` if the descriptor is too long or no entry is
+        free, `ValueError` or `OSError` if nothing can be published or written.
         """
         coming, replaced = object(), None
         with self._lock:

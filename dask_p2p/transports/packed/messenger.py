@@ -85,24 +85,11 @@ class Message:
 
 
 class Messenger:
-    """Sends arrays of bytes to other processes' messengers, and receives them.
+    """Sends arrays of bytes to the `address` of other processes' messengers, and receives them.
 
-    A message is told by its tag, which the receiver chooses, and never uses again.
-
-    Parameters
-    ----------
-    device
-        Number of the GPU that this process uses; None without one.
-
-    Attributes
-    ----------
-    address : bytes
-        Where other messengers send to.
-
-    Raises
-    ------
-    TransferError
-        If UCX cannot be started.
+    A message is told by its tag, which the receiver chooses, and never uses again. The device is
+    the number of the GPU that this process uses; None without one. Making a messenger raises
+    `TransferError` if UCX cannot be started.
     """
 
     def __init__(self, device: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -33,7 +34,12 @@ _HOLDERS_SHARE = 3 / 4
 
 
 class Landing:
-    """Where the regions of one batch come to."""
+    """Where the regions of one batch come to: made in the task's thread, which may take a while."""
+
+    def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
+        self.transport = transport
+        self.about = reading.requests[parts[0].request]
+        self.parts = parts
 
     def where(self, first: int) -> Any:
         """Get ready for the regions from this one on; return what the holder is told.
@@ -53,11 +59,14 @@ class Landing:
 class MemoryLanding(Landing):
     """Memory in which regions lie one after another."""
 
-    def __init__(self, memory: Array, reading: PackedReading, parts: Sequence[Region]) -> None:
-        self.about = reading.requests[parts[0].request]
-        self.memory = memory
-        self.places, _ = reading.places(parts)
-        self._shapes = [box_shape(part.box) for part in parts]
+    def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
+        super().__init__(transport, reading, parts)
+        self.places, size_bytes = reading.places(parts)
+        self.memory = self.room(reading, size_bytes)
+
+    @abstractmethod
+    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+        """Return memory for all of them; `TransferError` if there is none."""
 
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
         """Return the memory, when the regions that these answers are about are there."""
@@ -66,8 +75,10 @@ class MemoryLanding(Landing):
     async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
         memory = await self.arrived(answers, deadline_s)
         return [
-            region_at(memory, self.places[number], self._shapes[number], self.about.dtype)
-            for number in range(first, first + len(answers))
+            region_at(memory, place, box_shape(part.box), self.about.dtype)
+            for part, place, _ in zip(
+                self.parts[first:], self.places[first:], answers, strict=False
+            )
         ]
 
 
@@ -136,7 +147,7 @@ class PackedReading(Reading):
     def _call(self, parts: Sequence[Region]) -> Future[list[Any]]:
         """Ask for a batch, and go on."""
         try:
-            landing = self._transport.landing(self, parts)
+            landing = self._transport.landing(self._transport, self, parts)
             where = landing.where(0)
         except TransferError as exc:
             failed: Future[list[Any]] = Future()

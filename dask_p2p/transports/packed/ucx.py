@@ -47,7 +47,7 @@ from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, buffered, left_bytes, parts_held
 from dask_p2p.transports.packed.base import Asked, MemoryTarget, PackedTransport
 from dask_p2p.transports.packed.messenger import Message, Messenger, ucxx_obstacle
-from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading
+from dask_p2p.transports.packed.reading import Landing, MemoryLanding, PackedReading
 from dask_p2p.transports.packed.stream import MOST_MESSAGES, StreamedReading
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import ask, refuse
@@ -79,11 +79,64 @@ class UcxOptions(Section):
     allow_unencrypted: bool = option("allow-unencrypted", yes_or_no)
 
 
+class _Mailbox(NamedTuple):
+    """Where a reader looks out for a message."""
+
+    tag: int
+    reader: str  # address of the worker
+    closed: int  # of the reader's endpoints to here: see `Messenger.renew`
+
+    @classmethod
+    def checked(cls, where: Any) -> _Mailbox:
+        """Read what a reader has sent."""
+        if type(where) not in (list, tuple) or len(where) != len(cls._fields):
+            raise MalformedRequestError("where: expected tag, reader and closed")
+        tag, reader, closed = where
+        checked_integer("tag", tag, 0, _TAGS - 1)
+        checked_integer("closed", closed, 0, _MOST_CLOSED)
+        return cls(tag, checked_text("reader", reader), closed)
+
+
+class Incoming(MemoryLanding):
+    """A message that is waited for, from before its holder is asked."""
+
+    _message: Message | None = None
+
+    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+        self._messenger: Messenger = self.transport.messenger()
+        memory: Array = self.transport.buffers[self.about.kind].take((size_bytes,), np.uint8)
+        return memory
+
+    def where(self, first: int) -> Any:
+        tag, memory = next(self.transport.tags), self.memory[self.places[first] :]
+        self._message = self._messenger.receive(memory, tag) if memory.size else None
+        closed = self._messenger.closed(self.transport.addresses.get(self.about.holder, b""))
+        return tuple(_Mailbox(tag, self.transport.worker.address, closed))
+
+    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
+        is_sent = any(isinstance(of, dict) and of.get("status") == "ok" for of in answers)
+        if not is_sent:
+            self.abandon()
+        elif self._message is not None:
+            waiting = self._message.result, max(0.0, deadline_s - time.monotonic())
+            try:
+                await self.transport.worker.offload(*waiting, threads=self.transport.threads)
+            except TransferError as exc:
+                text = f"ucx: {self.about} does not come: {exc}"
+                raise type(exc)(text, reason=str(exc)) from exc
+        return self.memory
+
+    def abandon(self) -> None:
+        if self._message is not None:
+            self._messenger.end(self._message)
+
+
 class UcxTransport(PackedTransport):
     """Regions over UCX endpoints of this package's own."""
 
     name: ClassVar[str] = "ucx"
     reading: ClassVar[type[PackedReading]] = StreamedReading
+    landing: ClassVar[type[Landing]] = Incoming
     sections: ClassVar[tuple[type[Section], ...]] = (UcxOptions,)
 
     @classmethod
@@ -174,9 +227,6 @@ class UcxTransport(PackedTransport):
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
         return self._own_obstacle()
-
-    def landing(self, reading: PackedReading, parts: Sequence[Region]) -> MemoryLanding:
-        return Incoming(self, reading, parts)
 
     def mailboxes(self, reading: PackedReading, count: int) -> list[_Mailbox]:
         """Return where a row of messages is looked out for."""
@@ -275,59 +325,6 @@ class UcxTransport(PackedTransport):
                 raise TransferError(f"{reader} did not send its UCX address: {reply!r}")
             self.addresses[reader] = address
         return address
-
-
-class _Mailbox(NamedTuple):
-    """Where a reader looks out for a message."""
-
-    tag: int
-    reader: str  # address of the worker
-    closed: int  # of the reader's endpoints to here: see `Messenger.renew`
-
-    @classmethod
-    def checked(cls, where: Any) -> _Mailbox:
-        """Read what a reader has sent."""
-        if type(where) not in (list, tuple) or len(where) != len(cls._fields):
-            raise MalformedRequestError("where: expected tag, reader and closed")
-        tag, reader, closed = where
-        checked_integer("tag", tag, 0, _TAGS - 1)
-        checked_integer("closed", closed, 0, _MOST_CLOSED)
-        return cls(tag, checked_text("reader", reader), closed)
-
-
-class Incoming(MemoryLanding):
-    """A message that is waited for, from before its holder is asked."""
-
-    def __init__(
-        self, transport: UcxTransport, reading: PackedReading, parts: Sequence[Region]
-    ) -> None:
-        self._transport, self._messenger = transport, transport.messenger()
-        pool, (_, size_bytes) = transport.buffers[reading.requests[0].kind], reading.places(parts)
-        super().__init__(pool.take((size_bytes,), np.uint8), reading, parts)
-        self._message: Message | None = None
-
-    def where(self, first: int) -> Any:
-        tag, memory = next(self._transport.tags), self.memory[self.places[first] :]
-        self._message = self._messenger.receive(memory, tag) if memory.size else None
-        closed = self._messenger.closed(self._transport.addresses.get(self.about.holder, b""))
-        return tuple(_Mailbox(tag, self._transport.worker.address, closed))
-
-    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
-        is_sent = any(isinstance(of, dict) and of.get("status") == "ok" for of in answers)
-        if not is_sent:
-            self.abandon()
-        elif self._message is not None:
-            waiting = self._message.result, max(0.0, deadline_s - time.monotonic())
-            try:
-                await self._transport.worker.offload(*waiting, threads=self._transport.threads)
-            except TransferError as exc:
-                text = f"ucx: {self.about} does not come: {exc}"
-                raise type(exc)(text, reason=str(exc)) from exc
-        return self.memory
-
-    def abandon(self) -> None:
-        if self._message is not None:
-            self._messenger.end(self._message)
 
 
 class Outgoing(MemoryTarget):

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dask_p2p.backends import pinned as pinned_memory
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
@@ -515,7 +514,7 @@ def cupy(monkeypatch):
     def no_device(*blocks):
         yield
 
-    monkeypatch.setattr(pinned_memory, "device_work", no_device)
+    monkeypatch.setattr(segments, "device_work", no_device)
     monkeypatch.setattr(base, "device_of", no_device)
     monkeypatch.setattr(base, "backend_for", lambda block: CUPY)
     monkeypatch.setattr(CUPY, "queue", lambda beside_copies=False: HostQueue(NUMPY))
