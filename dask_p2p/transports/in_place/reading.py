@@ -97,7 +97,7 @@ class SameHostReading(Reading):
         self._opened: dict[int, OpenBlock] = {}
 
     def __iter__(self) -> Iterator[Region]:
-        for part in self.parts(is_tapered=self._transport.is_tapered):
+        for part in self.parts(is_tapered=self._transport.in_place):
             try:
                 block = self._opened.get(part.request) or self._open(part.request)
             except (TransferError, BlockMismatchError) as exc:

@@ -54,7 +54,6 @@ _MOST_FROM_DISK = 2
 class SameHostTransport(Transport):
     """Blocks of other processes of this host, found among what they have published."""
 
-    is_tapered: ClassVar[bool] = False  # see `Reading.parts`
     within_host: ClassVar[bool] = True
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:

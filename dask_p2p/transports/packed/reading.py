@@ -6,11 +6,11 @@ import asyncio
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, TransferError
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dask_p2p.transports.packed.base import PackedTransport
 
 __all__ = ["Landing", "MemoryLanding", "PackedReading", "answered", "places_of", "region_at"]
+
+_T = TypeVar("_T")
 
 _MOST_PARTS = 256  # in one answer: each may be a frame of its own
 _ALIGNMENT_BYTES = 128  # what a GPU reads at once
@@ -103,7 +105,6 @@ class PackedReading(Reading):
         # Objects are pickled: their bytes are others here than there.
         self._with_sums = options.checksum and not requests[0].dtype.hasobject
         self._calls: set[Future[Any]] = set()
-        self._expected: set[Any] = set()  # messages
         all_items = sum(box_size(box) for request in requests for box in request.boxes)
         all_bytes = all_items * requests[0].dtype.itemsize
         self.batch_bytes = min(all_bytes, footprint.part_bytes or all_bytes)  # of the largest
@@ -153,8 +154,11 @@ class PackedReading(Reading):
             failed: Future[list[Any]] = Future()
             failed.set_exception(exc)
             return failed
-        bringing = self.bring(parts, landing, where)
-        call = asyncio.run_coroutine_threadsafe(bringing, self.worker.loop)
+        return self._begun(self.bring(parts, landing, where))
+
+    def _begun(self, asking: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Have the event loop run a call, which closing cancels."""
+        call = asyncio.run_coroutine_threadsafe(asking, self.worker.loop)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return call

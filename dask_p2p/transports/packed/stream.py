@@ -14,7 +14,6 @@ place, and so sets the pace::
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -39,6 +38,11 @@ MOST_MESSAGES = 64
 class StreamedReading(PackedReading):
     """Regions that come in messages, large ones in rows."""
 
+    def __init__(self, transport: Any, *args: Any) -> None:
+        super().__init__(transport, *args)
+        self._ucx = transport
+        self._expected: set[Message] = set()
+
     def __iter__(self) -> Iterator[Region]:
         if self._with_sums:  # which come with answers, one for each message
             yield from super().__iter__()
@@ -58,21 +62,18 @@ class StreamedReading(PackedReading):
 
     def _streamed(self, row: Sequence[Region]) -> Iterator[Region]:
         """Ask for a row of messages, and look out for one after another."""
-        transport: Any = self._transport
         try:
-            mailboxes = transport.mailboxes(self, len(row))
+            mailboxes = self._ucx.mailboxes(self, len(row))
         except TransferError as exc:
             yield from (part.failed(exc) for part in row)
             return
         tags = [mailbox.tag for mailbox in mailboxes]
         where = (tags, mailboxes[0].reader, mailboxes[0].closed)
-        call = asyncio.run_coroutine_threadsafe(self._ask(row, where, len(row)), self.worker.loop)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        call = self._begun(self._ask(row, where, len(row)))
         self.ahead = self._answers_ahead
         for number, (part, tag) in enumerate(zip(row, tags, strict=True)):
             try:
-                memory, message = transport.look_out(self, part, tag)
+                memory, message = self._ucx.look_out(self, part, tag)
             except TransferError as exc:
                 yield part.failed(exc)
                 continue
@@ -89,15 +90,13 @@ class StreamedReading(PackedReading):
     def ask_again(self, part: Region, message: Message) -> Any:
         """Return a part by itself, since its row has ended before."""
         self.arrived(message)
-        transport: Any = self._transport
-        transport.messenger().end(message)
+        self._ucx.messenger().end(message)
         return answered(self._call([part]), 0, self.timeout_s + EVENT_LOOP_GRACE_S)
 
     def close(self) -> None:
         super().close()
-        transport: Any = self._transport
         while self._expected:
-            transport.messenger().end(self._expected.pop())
+            self._ucx.messenger().end(self._expected.pop())
 
 
 @dataclass(slots=True)
