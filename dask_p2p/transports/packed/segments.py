@@ -27,7 +27,6 @@ from dask_p2p.backends.pinned import register
 from dask_p2p.errors import UnsuitableError
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.requests import checked_integer, checked_text
-from dask_p2p.types import Kind
 
 __all__ = ["FILE_NAME", "Segment", "SegmentName", "Segments", "to_device"]
 
@@ -152,22 +151,10 @@ def _unpin(unregister: Callable[[], None], memory: np.ndarray[Any, Any]) -> None
 class Segments(Buffers):
     """Segments of this process. Each is lent to one call, and comes back as buffers do."""
 
-    def __init__(self, kind: Kind, idle_bytes: int) -> None:
-        super().__init__(kind, idle_bytes)
-        self._by_address: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
-
-    def lend(self, size_bytes: int) -> tuple[Segment, Any]:
-        """Return a segment, and its memory, which lends it until all views of that are gone."""
-        memory = self.take((size_bytes,), np.uint8)
-        on_device = backend_named(self.kind).on_device
-        address = memory.data.ptr if on_device else memory.ctypes.data
-        return self._by_address[address], memory
-
     def _allocate(self, size_bytes: int) -> Segment:
         segment = Segment.make(size_bytes)
         if backend_named(self.kind).on_device:
             segment.pin()
-        self._by_address[segment.ptr] = segment
         return segment
 
     def put_back(self, size_bytes: int, memory: Segment) -> None:
