@@ -33,17 +33,10 @@ def buffer_bytes(nbytes: int) -> int:
 
 
 class Buffers:
-    """A pool of buffers, of the kind "numpy" or "cupy".
+    """A pool of buffers, of the kind "numpy" or "cupy"; so many idle bytes are kept for later.
 
     A buffer is taken as an array, and comes back when that array and all its views are gone. So let
     go of the last one only when all that uses it is done, kernels included.
-
-    Parameters
-    ----------
-    kind
-        Of the arrays.
-    idle_bytes
-        Kept for later at most.
     """
 
     def __init__(self, kind: Kind, idle_bytes: int) -> None:

@@ -29,36 +29,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a transport holds of blocks of one kind, and how it asks for them.
+    """What a transport holds of blocks of one kind, and how it asks for them."""
 
-    Attributes
-    ----------
-    part_bytes : int or None
-        Of the largest part that is asked for at once; None: of any size, and nothing is held.
-    parts_in_flight : int
-        Asked for while the part before them is put into place.
-    parts_held : int
-        Of one task at a time, at its reader.
-    parts_packed : int
-        For one task at a time, at its holder.
-    parts_idle : int
-        Kept by a worker for later.
-    copies : int
-        That there are of a region at most, while it is on its way.
-    is_buffered : bool
-        Whether parts lie in buffers, whose sizes are powers of two.
-    comes_in_batches : bool
-        Whether small regions share a part.
-    """
-
-    part_bytes: int | None
-    parts_in_flight: int
-    parts_held: int = 1
-    parts_packed: int = 0
-    parts_idle: int = 0
-    copies: int = 2
-    is_buffered: bool = True
-    comes_in_batches: bool = False
+    part_bytes: int | None  # of the largest part; None: of any size, and nothing is held
+    parts_in_flight: int  # asked for while the part before them is put into place
+    parts_held: int = 1  # of one task at a time, at its reader
+    parts_packed: int = 0  # for one task at a time, at its holder
+    parts_idle: int = 0  # kept by a worker for later
+    copies: int = 2  # that there are of a region at most, while it is on its way
+    is_buffered: bool = True  # whether parts lie in buffers, whose sizes are powers of two
+    comes_in_batches: bool = False  # whether small regions share a part
 
     def task_bytes(self, largest_bytes: int, remote_bytes: int, item_bytes: int) -> int:
         """Return what one task holds at most; see `staging_bytes`."""

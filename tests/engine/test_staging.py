@@ -385,7 +385,7 @@ def test_a_holder_gives_up_by_itself(workers, loop):
     network["holder"].blocks = {"x": X}
     (taken,) = serving.packed.reserve(1000)
     request = {"blocks": [("x", X.shape)], "parts": [(0, box) for box in BOXES]}
-    request |= {"dtype": "float64 <f8", "item_bytes": 8, "where": (1, "reader", 0)}
+    request |= {"dtype": "float64 <f8", "item_bytes": 8, "where": ([1], "reader", 0)}
     request["wait_s"] = 0.2
     answering = serving.handlers()["p2p_ucx_read"](**request)
     try:

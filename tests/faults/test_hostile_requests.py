@@ -184,7 +184,9 @@ def wheres(segment):
         return (
             type(where) in (tuple, list)
             and len(where) == 3
-            and is_number(where[0], (int,), 0, 2**62 - 1)
+            and type(where[0]) in (tuple, list)
+            and len(where[0]) == 1
+            and is_number(where[0][0], (int,), 0, 2**62 - 1)
             and type(where[1]) is str
             and len(where[1]) <= 10_000
             and is_number(where[2], (int,), 0, 2**31)
@@ -192,7 +194,7 @@ def wheres(segment):
 
     return {
         "p2p_comm_read": (None, lambda where: where is None),
-        "p2p_ucx_read": ((2**62 - 1, "tcp://a:1", 2**31), is_mailbox),
+        "p2p_ucx_read": (([2**62 - 1], "tcp://a:1", 2**31), is_mailbox),
         "p2p_pinned_read": (tuple(name), is_name),
     }
 

@@ -103,8 +103,7 @@ os.register_at_fork(after_in_child=lambda: [*map(_LockFile.close_file, list(_fil
 class Leases(_LockFile):
     """A reader's leases on blocks of one holder, until closed. Not for several threads at a time.
 
-    It is made with the folder of `PublishedBlocks`. Where that is gone or cannot be read, this and
-    each method raises `OSError`.
+    Where the folder of `PublishedBlocks` is gone or cannot be read, all of it raises `OSError`.
     """
 
     def __init__(self, folder: str) -> None:
@@ -153,19 +152,11 @@ class _Published:
 
 
 class PublishedBlocks(_LockFile):
-    """The holder's side.
-
-    Attributes
-    ----------
-    folder : str
-        Its own one in `parent`, which only this user can enter; empty if it could not be made.
-    refusal : str or None
-        Why nothing can be published.
-    """
+    """The holder's side. It makes a folder in `parent`, which only this user can enter."""
 
     def __init__(self, parent: str) -> None:
-        self.folder = ""
-        self.refusal: str | None = None
+        self.folder = ""  # if it could not be made
+        self.refusal: str | None = None  # why nothing can be published
         self.published: dict[Any, _Published] = {}  # by key
         self.withdrawn: list[_Published] = []  # still leased when last looked at
         self.coming: dict[object, Key] = {}  # what is being published, and not withdrawn since

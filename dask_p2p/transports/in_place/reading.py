@@ -45,21 +45,13 @@ def regions_of(array: Array) -> Regions:
 
 
 class OpenBlock:
-    """A block of another process, leased until it is closed. Not for several threads at a time.
-
-    Attributes
-    ----------
-    leases : Leases or None
-        Of the holder; None for a block without elements.
-    ending : list of callables
-        What is done to close it, the last first.
-    """
+    """A block of another process, leased until it is closed. Not for several threads at a time."""
 
     def __init__(self, wanted: Request) -> None:
         self.wanted = wanted
         self.is_open = True
-        self.ending: list[Callable[[], None]] = []
-        self.leases: Leases | None = None
+        self.ending: list[Callable[[], None]] = []  # what closes it, the last first
+        self.leases: Leases | None = None  # none for a block without elements
         self.regions: Regions
 
     def confirm(self) -> None:

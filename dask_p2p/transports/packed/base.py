@@ -34,8 +34,7 @@ from dask_p2p.transports.base import Handler, Transport, answers
 from dask_p2p.transports.budget import Reservation
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.packed.checksums import region_sum
-from dask_p2p.transports.packed.pace import Pace
-from dask_p2p.transports.packed.reading import Landing, PackedReading, places_of, region_at
+from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, places_of, region_at
 from dask_p2p.transports.reading import Request
 from dask_p2p.transports.replies import (
     check_dtype_text,

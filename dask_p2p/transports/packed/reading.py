@@ -17,7 +17,6 @@ from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.geometry import Box, box_shape, box_size
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.packed.checksums import check_sum
-from dask_p2p.transports.packed.pace import Pace
 from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text, in_dtype, mismatch
 from dask_p2p.types import Array, DType
@@ -25,7 +24,15 @@ from dask_p2p.types import Array, DType
 if TYPE_CHECKING:
     from dask_p2p.transports.packed.base import PackedTransport
 
-__all__ = ["Landing", "MemoryLanding", "PackedReading", "answered", "places_of", "region_at"]
+__all__ = [
+    "Landing",
+    "MemoryLanding",
+    "Pace",
+    "PackedReading",
+    "answered",
+    "places_of",
+    "region_at",
+]
 
 _T = TypeVar("_T")
 
@@ -33,6 +40,30 @@ _MOST_PARTS = 256  # in one answer: each may be a frame of its own
 _ALIGNMENT_BYTES = 128  # what a GPU reads at once
 # Of the reader's deadline: the holder gives up before, and says why.
 _HOLDERS_SHARE = 3 / 4
+# Shares of the deadline, after which an answer is late, and before which it is early.
+_LATE, _EARLY = 1 / 4, 1 / 16
+_SMALLEST_BYTES = 2**16  # of a late answer: less makes nothing quicker
+_UNLIMITED_BYTES = 2**62
+
+
+class Pace:
+    """How much to ask of one holder at once.
+
+    Many readers may share a link that carries little. Nobody knows before, so what was asked and
+    came late, or not at all, is asked in smaller parts from then on.
+    """
+
+    def __init__(self) -> None:
+        self.most_bytes = _UNLIMITED_BYTES  # of one answer
+
+    def note(self, asked_bytes: int, took_s: float, limit_s: float) -> None:
+        """Note how long an answer took, or that there was none within the limit."""
+        share = took_s / limit_s
+        if share > _LATE:
+            least_bytes = min(self.most_bytes, max(asked_bytes, _SMALLEST_BYTES))
+            self.most_bytes = max(_SMALLEST_BYTES, least_bytes // 4)
+        elif share < _EARLY:
+            self.most_bytes = min(_UNLIMITED_BYTES, max(self.most_bytes, 2 * asked_bytes))
 
 
 class Landing:

@@ -66,14 +66,9 @@ class SegmentName(NamedTuple):
 
 
 class Segment:
-    """Memory that is mapped here, and in another process.
+    """Memory that is mapped here, and in another process."""
 
-    Attributes
-    ----------
-    is_lost : bool
-        Whether a holder may still write there, though its answer is no longer waited for.
-    """
-
+    #: Whether a holder may still write there, though its answer is no longer waited for.
     is_lost = False
 
     def __init__(self, fd: int, name: SegmentName) -> None:

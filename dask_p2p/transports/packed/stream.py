@@ -63,15 +63,13 @@ class StreamedReading(PackedReading):
     def _streamed(self, row: Sequence[Region]) -> Iterator[Region]:
         """Ask for a row of messages, and look out for one after another."""
         try:
-            mailboxes = self._ucx.mailboxes(self, len(row))
+            where = self._ucx.mailboxes(self.requests[0].holder, len(row))
         except TransferError as exc:
             yield from (part.failed(exc) for part in row)
             return
-        tags = [mailbox.tag for mailbox in mailboxes]
-        where = (tags, mailboxes[0].reader, mailboxes[0].closed)
-        call = self._begun(self._ask(row, where, len(row)))
+        call = self._begun(self._ask(row, tuple(where), len(row)))
         self.ahead = self._answers_ahead
-        for number, (part, tag) in enumerate(zip(row, tags, strict=True)):
+        for number, (part, tag) in enumerate(zip(row, where.tags, strict=True)):
             try:
                 memory, message = self._ucx.look_out(self, part, tag)
             except TransferError as exc:

@@ -14,7 +14,6 @@ Data go over the fastest link, whatever Dask's own messages use.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import threading
 import time
@@ -23,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
@@ -79,22 +79,25 @@ class UcxOptions(Section):
     allow_unencrypted: bool = option("allow-unencrypted", yes_or_no)
 
 
-class _Mailbox(NamedTuple):
-    """Where a reader looks out for a message."""
+class _Mailboxes(NamedTuple):
+    """Where a reader looks out for a message with all parts, or for one with each of them."""
 
-    tag: int
+    tags: Sequence[int]  # of the messages
     reader: str  # address of the worker
     closed: int  # of the reader's endpoints to here: see `Messenger.renew`
 
     @classmethod
-    def checked(cls, where: Any) -> _Mailbox:
+    def checked(cls, where: Any) -> _Mailboxes:
         """Read what a reader has sent."""
-        if type(where) not in (list, tuple) or len(where) != len(cls._fields):
-            raise MalformedRequestError("where: expected tag, reader and closed")
-        tag, reader, closed = where
-        checked_integer("tag", tag, 0, _TAGS - 1)
+        sequences = list, tuple
+        if type(where) not in sequences or len(where) != 3 or type(where[0]) not in sequences:
+            raise MalformedRequestError("where: expected tags, reader and closed")
+        tags, reader, closed = where
+        if not 0 < len(tags) <= MOST_MESSAGES:
+            raise MalformedRequestError(f"where: expected 1 to {MOST_MESSAGES} tags")
+        tags = [checked_integer("tag", tag, 0, _TAGS - 1) for tag in tags]
         checked_integer("closed", closed, 0, _MOST_CLOSED)
-        return cls(tag, checked_text("reader", reader), closed)
+        return cls(tags, checked_text("reader", reader), closed)
 
 
 class Incoming(MemoryLanding):
@@ -108,10 +111,9 @@ class Incoming(MemoryLanding):
         return memory
 
     def where(self, first: int) -> Any:
-        tag, memory = next(self.transport.tags), self.memory[self.places[first] :]
-        self._message = self._messenger.receive(memory, tag) if memory.size else None
-        closed = self._messenger.closed(self.transport.addresses.get(self.about.holder, b""))
-        return tuple(_Mailbox(tag, self.transport.worker.address, closed))
+        memory, to = self.memory[self.places[first] :], self.transport.mailboxes(self.about.holder)
+        self._message = self._messenger.receive(memory, to.tags[0]) if memory.size else None
+        return tuple(to)
 
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
         is_sent = any(isinstance(of, dict) and of.get("status") == "ok" for of in answers)
@@ -161,7 +163,7 @@ class UcxTransport(PackedTransport):
         self._messenger: Messenger | None = None
         self._lock = threading.Lock()
         # A process may come to the place of one that died in the middle of a message.
-        self.tags = itertools.count(secrets.randbits(61))
+        self.tags = count(secrets.randbits(61))
         self.buffers = {
             kind: Buffers(kind, self.footprint(options, kind).idle_bytes(options))
             for kind in self.kinds
@@ -228,11 +230,10 @@ class UcxTransport(PackedTransport):
     def holder_obstacle(self, holder: str) -> Obstacle | None:
         return self._own_obstacle()
 
-    def mailboxes(self, reading: PackedReading, count: int) -> list[_Mailbox]:
-        """Return where a row of messages is looked out for."""
-        holder = reading.requests[0].holder
+    def mailboxes(self, holder: str, number: int = 1) -> _Mailboxes:
+        """Return where so many messages are looked out for."""
         closed = self.messenger().closed(self.addresses.get(holder, b""))
-        return [_Mailbox(next(self.tags), self.worker.address, closed) for _ in range(count)]
+        return _Mailboxes([*islice(self.tags, number)], self.worker.address, closed)
 
     def look_out(self, reading: PackedReading, part: Region, tag: int) -> tuple[Array, Message]:
         """Look out for a message with one region; return its memory, and the message."""
@@ -243,18 +244,14 @@ class UcxTransport(PackedTransport):
     # --- the holder's side ---
 
     async def packed_for(self, asked: Asked, where: Any) -> Sequence[dict[str, Any]]:
-        tags: Any
-        tags, *reader = where if type(where) in (list, tuple) and where else (None,)
-        if type(tags) not in (list, tuple):
-            return await super().packed_for(asked, where)
-        if len(tags) != len(asked.parts) or len(tags) > MOST_MESSAGES or asked.with_sums:
+        to = _Mailboxes.checked(where)
+        if len(to.tags) == 1:
+            return await super().packed_for(asked, to)
+        if len(to.tags) != len(asked.parts) or asked.with_sums:
             raise MalformedRequestError("where: expected a tag for each part")
-        mailboxes = [_Mailbox.checked((tag, *reader)) for tag in tags]
-        targets = [await self.target(asked, tuple(mailbox)) for mailbox in mailboxes]
-        wait_s = asked.left_s
-        return await self.worker.offload(
-            self._stream_all, asked, targets, wait_s, threads=self.threads
-        )
+        row = [await self.target(asked, to._replace(tags=[tag])) for tag in to.tags]
+        streaming = self._stream_all, asked, row, asked.left_s
+        return await self.worker.offload(*streaming, threads=self.threads)
 
     def _stream_all(
         self, asked: Asked, targets: Sequence[Outgoing], wait_s: float
@@ -303,11 +300,8 @@ class UcxTransport(PackedTransport):
     async def _answer_peer(self) -> dict[str, Any]:
         return {"address": (await self._started()).address}
 
-    async def target(self, asked: Asked, where: Any) -> MemoryTarget:
-        to = _Mailbox.checked(where)
-        messenger = await self._started()
-        address = await self._address_of(to.reader)
-        return Outgoing(self, to, messenger, address)
+    async def target(self, asked: Asked, where: _Mailboxes) -> Outgoing:
+        return Outgoing(self, where, await self._started(), await self._address_of(where.reader))
 
     def own_bytes(self, asked: Asked) -> list[int]:
         return [buffer_bytes(asked.places()[1])]
@@ -331,7 +325,7 @@ class Outgoing(MemoryTarget):
     """A message that is packed, and then sent."""
 
     def __init__(
-        self, transport: UcxTransport, to: _Mailbox, messenger: Messenger, address: bytes
+        self, transport: UcxTransport, to: _Mailboxes, messenger: Messenger, address: bytes
     ) -> None:
         self._transport, self._to = transport, to
         self._messenger, self._address = messenger, address
@@ -357,7 +351,7 @@ class Outgoing(MemoryTarget):
         self._messenger.renew(self._address, self._to.closed)
         with device_of(self._memory):
             self._message = self._messenger.send(
-                self._address, self._memory, self._to.tag, other_host=other_host
+                self._address, self._memory, self._to.tags[0], other_host=other_host
             )
 
     def wait(self) -> None:

@@ -187,7 +187,7 @@ class TestUcx(PackedConformance):
             "parts": [(0, ((0, 6), (0, 10)))],
             "dtype": "float64 <f8",
             "item_bytes": 8,
-            "where": (1, "nobody", 0),
+            "where": ([1], "nobody", 0),
             "wait_s": 1.0,
         }
         reply = loop.run(setup.host.handlers["p2p_ucx_read"](**request))
