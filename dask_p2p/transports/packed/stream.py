@@ -1,4 +1,4 @@
-"""A row of messages for which a holder is asked once: the reader's side.
+"""Regions in messages, at both ends; rows of messages for which a holder is asked once.
 
 A large region is brought in parts, each in a message. To ask for each of them takes Python longer
 than a fast link takes for the bytes. So a holder is told the tags of a row of messages, and packs
@@ -19,20 +19,81 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
+import numpy as np
+
+from dask_p2p.backends import Backend, device_of
 from dask_p2p.errors import SilentError, TransferError
-from dask_p2p.transports.packed.messenger import NAP_S, Message
-from dask_p2p.transports.packed.reading import PackedReading, answered, region_at
+from dask_p2p.transports.packed.base import MemoryTarget
+from dask_p2p.transports.packed.messenger import NAP_S, Message, Messenger
+from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading, answered, region_at
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import check_reply
+from dask_p2p.transports.requests import MalformedRequestError, checked_integer, checked_text
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
 from dask_p2p.types import Array
 
-__all__ = ["MOST_MESSAGES", "StreamedReading"]
+__all__ = ["Incoming", "Mailboxes", "Outgoing", "StreamedReading"]
 
-#: In one row.
-MOST_MESSAGES = 64
+MOST_MESSAGES = 64  # in one row
+_TAGS = 2**62
+_MOST_CLOSED = 2**31
+
+
+class Mailboxes(NamedTuple):
+    """Where a reader looks out for a message with all parts, or for one with each of them."""
+
+    tags: Sequence[int]  # of the messages
+    reader: str  # address of the worker
+    closed: int  # of the reader's endpoints to here: see `Messenger.renew`
+
+    @classmethod
+    def checked(cls, where: Any) -> Mailboxes:
+        """Read what a reader has sent."""
+        sequences = list, tuple
+        if type(where) not in sequences or len(where) != 3 or type(where[0]) not in sequences:
+            raise MalformedRequestError("where: expected tags, reader and closed")
+        tags, reader, closed = where
+        if not 0 < len(tags) <= MOST_MESSAGES:
+            raise MalformedRequestError(f"where: expected 1 to {MOST_MESSAGES} tags")
+        tags = [checked_integer("tag", tag, 0, _TAGS - 1) for tag in tags]
+        checked_integer("closed", closed, 0, _MOST_CLOSED)
+        return cls(tags, checked_text("reader", reader), closed)
+
+
+class Incoming(MemoryLanding):
+    """A message that is waited for, from before its holder is asked."""
+
+    _message: Message | None = None
+
+    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+        self._messenger: Messenger = self.transport.messenger()
+        memory: Array = self.transport.buffers[self.about.kind].take((size_bytes,), np.uint8)
+        return memory
+
+    def where(self, first: int) -> Any:
+        memory, to = self.memory[self.places[first] :], self.transport.mailboxes(self.about.holder)
+        self._message = self._messenger.receive(memory, to.tags[0]) if memory.size else None
+        return tuple(to)
+
+    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
+        is_sent = any(isinstance(of, dict) and of.get("status") == "ok" for of in answers)
+        if not is_sent:
+            self.abandon()
+        elif self._message is not None:
+            waiting = self._message.result, max(0.0, deadline_s - time.monotonic())
+            try:
+                await self.transport.worker.offload(*waiting, threads=self.transport.threads)
+            except TransferError as exc:
+                text = f"ucx: {self.about} does not come: {exc}"
+                raise type(exc)(text, reason=str(exc)) from exc
+        return self.memory
+
+    def abandon(self) -> None:
+        if self._message is not None:
+            self._messenger.end(self._message)
 
 
 class StreamedReading(PackedReading):
@@ -131,3 +192,45 @@ class _Streamed:
             return False
         check_reply(answers[self.number], self.reading.requests[self.part.request], "ucx")
         return True
+
+
+class Outgoing(MemoryTarget):
+    """A message that is packed, and then sent."""
+
+    def __init__(self, transport: Any, to: Mailboxes, messenger: Messenger, address: bytes) -> None:
+        self._transport, self._to = transport, to
+        self._messenger, self._address = messenger, address
+        self._memory: Array | None = None
+        self._message: Message | None = None
+
+    def memory(self, backend: Backend) -> Array:
+        if self._memory is None:
+            pool = self._transport.buffers[backend.name]
+            self._memory = pool.take((self.size_bytes,), np.uint8)
+        return self._memory
+
+    def send(self) -> None:
+        self.start()
+        self.wait()
+
+    def start(self) -> None:
+        """Begin to send what is packed."""
+        if not self.size_bytes:
+            return
+        here = self._transport.worker.address
+        other_host = urlsplit(self._to.reader).hostname != urlsplit(here).hostname
+        self._messenger.renew(self._address, self._to.closed)
+        with device_of(self._memory):
+            self._message = self._messenger.send(
+                self._address, self._memory, self._to.tags[0], other_host=other_host
+            )
+
+    def wait(self) -> None:
+        """Wait until it has arrived."""
+        if self._message is not None:
+            with device_of(self._memory):
+                self._message.result(self.asked.left_s)
+
+    def close(self) -> None:
+        self._memory = None  # before others may have its room
+        super().close()

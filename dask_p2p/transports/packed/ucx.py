@@ -23,12 +23,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from itertools import count, islice
-from typing import Any, ClassVar, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any, ClassVar
 
 import numpy as np
 
-from dask_p2p.backends import Backend, backend_named, device_of
+from dask_p2p.backends import backend_named, device_of
 from dask_p2p.backends.device import current_device
 from dask_p2p.config import (
     Options,
@@ -45,23 +44,21 @@ from dask_p2p.transports.budget import Reservation
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, buffered, left_bytes, parts_held
-from dask_p2p.transports.packed.base import Asked, MemoryTarget, PackedTransport
+from dask_p2p.transports.packed.base import Asked, PackedTransport
 from dask_p2p.transports.packed.messenger import Message, Messenger, ucxx_obstacle
-from dask_p2p.transports.packed.reading import Landing, MemoryLanding, PackedReading
-from dask_p2p.transports.packed.stream import MOST_MESSAGES, StreamedReading
+from dask_p2p.transports.packed.reading import Landing, PackedReading
+from dask_p2p.transports.packed.stream import Incoming, Mailboxes, Outgoing, StreamedReading
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import ask, refuse
-from dask_p2p.transports.requests import MalformedRequestError, checked_integer, checked_text
+from dask_p2p.transports.requests import MalformedRequestError
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Kind
 
 __all__ = ["UcxOptions", "UcxTransport"]
 
 _PEER_OP = "p2p_ucx_peer"
-_TAGS = 2**62
 _PAUSE_S = 1e-3  # while the limit is reached
 _LONGEST_ADDRESS_BYTES = 2**16
-_MOST_CLOSED = 2**31
 _IDLE_PARTS = 5
 _REST_S = 1.0  # without messages, after which nobody looks for any
 # For messages that are being sent. Most of their time they wait, and no reader should have to wait
@@ -77,60 +74,6 @@ class UcxOptions(Section):
     host_part_bytes: int = option("host-part-bytes", positive_bytes)
     parts_in_flight: int = option("parts-in-flight", positive_int)
     allow_unencrypted: bool = option("allow-unencrypted", yes_or_no)
-
-
-class _Mailboxes(NamedTuple):
-    """Where a reader looks out for a message with all parts, or for one with each of them."""
-
-    tags: Sequence[int]  # of the messages
-    reader: str  # address of the worker
-    closed: int  # of the reader's endpoints to here: see `Messenger.renew`
-
-    @classmethod
-    def checked(cls, where: Any) -> _Mailboxes:
-        """Read what a reader has sent."""
-        sequences = list, tuple
-        if type(where) not in sequences or len(where) != 3 or type(where[0]) not in sequences:
-            raise MalformedRequestError("where: expected tags, reader and closed")
-        tags, reader, closed = where
-        if not 0 < len(tags) <= MOST_MESSAGES:
-            raise MalformedRequestError(f"where: expected 1 to {MOST_MESSAGES} tags")
-        tags = [checked_integer("tag", tag, 0, _TAGS - 1) for tag in tags]
-        checked_integer("closed", closed, 0, _MOST_CLOSED)
-        return cls(tags, checked_text("reader", reader), closed)
-
-
-class Incoming(MemoryLanding):
-    """A message that is waited for, from before its holder is asked."""
-
-    _message: Message | None = None
-
-    def room(self, reading: PackedReading, size_bytes: int) -> Array:
-        self._messenger: Messenger = self.transport.messenger()
-        memory: Array = self.transport.buffers[self.about.kind].take((size_bytes,), np.uint8)
-        return memory
-
-    def where(self, first: int) -> Any:
-        memory, to = self.memory[self.places[first] :], self.transport.mailboxes(self.about.holder)
-        self._message = self._messenger.receive(memory, to.tags[0]) if memory.size else None
-        return tuple(to)
-
-    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
-        is_sent = any(isinstance(of, dict) and of.get("status") == "ok" for of in answers)
-        if not is_sent:
-            self.abandon()
-        elif self._message is not None:
-            waiting = self._message.result, max(0.0, deadline_s - time.monotonic())
-            try:
-                await self.transport.worker.offload(*waiting, threads=self.transport.threads)
-            except TransferError as exc:
-                text = f"ucx: {self.about} does not come: {exc}"
-                raise type(exc)(text, reason=str(exc)) from exc
-        return self.memory
-
-    def abandon(self) -> None:
-        if self._message is not None:
-            self._messenger.end(self._message)
 
 
 class UcxTransport(PackedTransport):
@@ -230,10 +173,10 @@ class UcxTransport(PackedTransport):
     def holder_obstacle(self, holder: str) -> Obstacle | None:
         return self._own_obstacle()
 
-    def mailboxes(self, holder: str, number: int = 1) -> _Mailboxes:
+    def mailboxes(self, holder: str, number: int = 1) -> Mailboxes:
         """Return where so many messages are looked out for."""
         closed = self.messenger().closed(self.addresses.get(holder, b""))
-        return _Mailboxes([*islice(self.tags, number)], self.worker.address, closed)
+        return Mailboxes([*islice(self.tags, number)], self.worker.address, closed)
 
     def look_out(self, reading: PackedReading, part: Region, tag: int) -> tuple[Array, Message]:
         """Look out for a message with one region; return its memory, and the message."""
@@ -244,7 +187,7 @@ class UcxTransport(PackedTransport):
     # --- the holder's side ---
 
     async def packed_for(self, asked: Asked, where: Any) -> Sequence[dict[str, Any]]:
-        to = _Mailboxes.checked(where)
+        to = Mailboxes.checked(where)
         if len(to.tags) == 1:
             return await super().packed_for(asked, to)
         if len(to.tags) != len(asked.parts) or asked.with_sums:
@@ -300,7 +243,7 @@ class UcxTransport(PackedTransport):
     async def _answer_peer(self) -> dict[str, Any]:
         return {"address": (await self._started()).address}
 
-    async def target(self, asked: Asked, where: _Mailboxes) -> Outgoing:
+    async def target(self, asked: Asked, where: Mailboxes) -> Outgoing:
         return Outgoing(self, where, await self._started(), await self._address_of(where.reader))
 
     def own_bytes(self, asked: Asked) -> list[int]:
@@ -319,47 +262,3 @@ class UcxTransport(PackedTransport):
                 raise TransferError(f"{reader} did not send its UCX address: {reply!r}")
             self.addresses[reader] = address
         return address
-
-
-class Outgoing(MemoryTarget):
-    """A message that is packed, and then sent."""
-
-    def __init__(
-        self, transport: UcxTransport, to: _Mailboxes, messenger: Messenger, address: bytes
-    ) -> None:
-        self._transport, self._to = transport, to
-        self._messenger, self._address = messenger, address
-        self._memory: Array | None = None
-        self._message: Message | None = None
-
-    def memory(self, backend: Backend) -> Array:
-        if self._memory is None:
-            pool = self._transport.buffers[backend.name]
-            self._memory = pool.take((self.size_bytes,), np.uint8)
-        return self._memory
-
-    def send(self) -> None:
-        self.start()
-        self.wait()
-
-    def start(self) -> None:
-        """Begin to send what is packed."""
-        if not self.size_bytes:
-            return
-        here = self._transport.worker.address
-        other_host = urlsplit(self._to.reader).hostname != urlsplit(here).hostname
-        self._messenger.renew(self._address, self._to.closed)
-        with device_of(self._memory):
-            self._message = self._messenger.send(
-                self._address, self._memory, self._to.tags[0], other_host=other_host
-            )
-
-    def wait(self) -> None:
-        """Wait until it has arrived."""
-        if self._message is not None:
-            with device_of(self._memory):
-                self._message.result(self.asked.left_s)
-
-    def close(self) -> None:
-        self._memory = None  # before others may have its room
-        super().close()
