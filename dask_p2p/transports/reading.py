@@ -58,7 +58,7 @@ class Region:
 
     def is_here(self) -> bool:
         """Return whether nothing has to be waited for: `result` ends soon."""
-        return self.bring is None or self.done is None or self.done()
+        return self.done is None or self.done()
 
     def result(self, timeout_s: float | None = None, into: Array | None = None) -> Any:
         """Wait until it is here, and return its array: once. It is the caller's own from here on.
@@ -75,8 +75,7 @@ class Region:
         if self.error is not None:
             raise self.error
         assert self.bring is not None
-        bring, self.bring, self.done = self.bring, None, None
-        return bring(timeout_s, into)
+        return self.bring(timeout_s, into)
 
 
 class Reading(ABC):

@@ -125,6 +125,14 @@ class TestCma(Conformance):
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert "p2p_cma_publish" not in setup.host.calls
 
+    def test_a_holder_whose_folder_is_gone_is_asked(self, setup, block):
+        """It says why: that its descriptors cannot be read would be no reason."""
+        key, array = block
+        assert setup.reader.obstacle(setup.holder, "numpy", F8) is None
+        setup.close_holder()
+        with pytest.raises(TransferError, match="the worker is closing"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+
     def test_a_block_that_is_gone_again_is_asked_for_again(self, setup, block, monkeypatch):
         key, array = block
         real = Leases.take
