@@ -11,7 +11,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.backends import part_streams
-from dask_p2p.backends.part_streams import PartStreams
+from dask_p2p.backends.host_streams import HostStreams
 from dask_p2p.backends.pinned import is_pinned
 from dask_p2p.backends.slots import KeptSlots
 from dask_p2p.engine.task import PLUGIN_NAME
@@ -118,7 +118,7 @@ def doubled(monkeypatch, left_out=None):
             yield step._replace(after=after)
 
     monkeypatch.setattr(part_streams, "steps", fewer)
-    monkeypatch.setattr(PartStreams, "_kept_slots", KeptSlots())
+    monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
     array = values("f4")
     with dask.config.set({"p2p.map-on-gpu.register-from": "1 B"}):
         x = da.from_array(array, chunks=-1)
@@ -149,13 +149,13 @@ def test_no_more_memory_is_taken_than_is_estimated():
     assert array.nbytes >= 10 * need
     pool, before = cupy.cuda.MemoryPool(), cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(pool.malloc)
-    kept, PartStreams._kept_slots = PartStreams._kept_slots, KeptSlots()
+    kept, HostStreams._kept_slots = HostStreams._kept_slots, KeptSlots()
     try:
         y.compute(scheduler="sync")
         # `a * 2` is there beside the result; a pool has some left over.
         assert pool.total_bytes() <= need + 2**18 + 2**20
     finally:
-        PartStreams._kept_slots = kept
+        HostStreams._kept_slots = kept
         cupy.cuda.set_allocator(before)
 
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dask_p2p.backends import device, part_streams, pinned
-from dask_p2p.backends.part_streams import PartStreams
+from dask_p2p.backends.host_streams import HostStreams
 from dask_p2p.backends.slots import KeptSlots
 from tests.simulation.gpu import OneDevice
 
@@ -350,9 +350,9 @@ def emulated(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
     for where, name, value in (
-        (PartStreams, "_per_thread", threading.local()),
-        (PartStreams, "_kept_slots", KeptSlots()),
-        (PartStreams, "_kept_host_slots", KeptSlots()),
+        (HostStreams, "_per_thread", threading.local()),
+        (HostStreams, "_kept_slots", KeptSlots()),
+        (HostStreams, "_kept_host_slots", KeptSlots()),
         (device, "_private", {}),
         (pinned, "_start", lambda: None),
         (pinned, "_leaving", SimpleNamespace(put=lambda item: item[0]())),  # at once
