@@ -151,6 +151,8 @@ class Queue(Protocol):
     """
 
     kind: Kind  # name of the backend of its arrays
+    #: Whether its output had better lie in pinned memory: it comes from a GPU.
+    pinned_output: bool
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return a new C-ordered array of the queue's kind for others, its values undefined."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,6 +19,7 @@ import numpy as np
 
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.first_touch import first_touch
+from dask_p2p.errors import P2PWarning
 
 __all__ = ["CANNOT_PIN", "Pinned", "is_pinned", "registered", "warn_once"]
 
@@ -75,12 +77,20 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(
-    warn: Callable[[str], None], where: str, what: str, cause: str, remedy: str = _REMEDY
+    warn: Callable[[str], None] | None,
+    where: str,
+    what: str,
+    cause: str,
+    remedy: str = _REMEDY,
 ) -> None:
-    """Tell what a worker lacks, once in this process."""
+    """Tell what a worker lacks, once in this process. By default it is a Python warning."""
     if (where, what) not in _warned:
         _warned.add((where, what))
-        warn(f"dask_p2p: {where}: {what} ({cause}). {remedy}")
+        text = f"dask_p2p: {where}: {what} ({cause}). {remedy}"
+        if warn is None:
+            warnings.warn(text, P2PWarning, stacklevel=2)
+        else:
+            warn(text)
 
 
 def _register(array: np.ndarray[Any, Any]) -> Callable[[], None]:
