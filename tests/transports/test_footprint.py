@@ -93,6 +93,14 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
     assert idle_bytes(replace(chosen, transports=("comm",)), kind) == 0
 
 
+def test_slots_of_numpy_blocks_leave_those_of_cupy_as_they_are():
+    for_cpu, for_gpu = (replace(options(), permute_numpy=where) for where in ("cpu", "gpu"))
+    found = [staging_bytes(chosen, "cupy", GIB, GIB, 8) for chosen in (for_cpu, for_gpu)]
+    assert found[0] == found[1]
+    found = [staging_bytes(chosen, "numpy", 0, 0, 8) for chosen in (for_cpu, for_gpu)]
+    assert found == [0, 96 * MIB]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_of_one_byte_leaves_parts_of_one(kind):
     chosen = replace(options(), staging_limit_bytes=1)
