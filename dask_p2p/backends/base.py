@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
+from dask_p2p.backends.host_link import HostLink
 from dask_p2p.backends.timing import Timer
 from dask_p2p.types import Array, DTypeLike, Kind
 
@@ -130,6 +131,13 @@ class Backend(ABC):
     def device_status(self) -> dict[str, Any]:
         """Return what `dask_p2p.check` says of the current device; nothing if there is none."""
         return {}
+
+    def host_link(self, warn: Callable[..., None]) -> HostLink | None:
+        """Measure copies between the host and the current device; None if there is none.
+
+        It blocks. Where memory cannot be pinned there is nothing to measure, and `warn` is told why.
+        """
+        return None
 
     def warm_up(self) -> None:  # noqa: B027  # optional
         """Do ahead what the first use would wait for: compile kernels. Not for event loops."""

@@ -21,10 +21,10 @@ from dask_p2p.backends.device import device_work
 from dask_p2p.backends.first_touch import first_touch
 from dask_p2p.errors import P2PWarning
 
-__all__ = ["CANNOT_PIN", "Pinned", "is_pinned", "registered", "warn_once"]
+__all__ = ["CANNOT_PIN", "REMEDY", "Pinned", "is_pinned", "registered", "warn_once"]
 
 CANNOT_PIN = "host memory cannot be pinned"
-_REMEDY = (
+REMEDY = (
     "Copies to and from its GPU go through other memory, and are slower. See what the system and "
     "the container allow: ulimit -l, and memory limits."
 )
@@ -81,7 +81,7 @@ def warn_once(
     where: str,
     what: str,
     cause: str,
-    remedy: str = _REMEDY,
+    remedy: str = REMEDY,
 ) -> None:
     """Tell what a worker lacks, once in this process. By default it is a Python warning."""
     if (where, what) not in _warned:
