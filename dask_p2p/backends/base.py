@@ -135,7 +135,7 @@ class Backend(ABC):
     def host_link(self, warn: Callable[..., None]) -> HostLink | None:
         """Measure copies between the host and the current device; None if there is none.
 
-        It blocks. Where memory cannot be pinned there is nothing to measure, and `warn` is told why.
+        It blocks. Where memory cannot be pinned nothing is measured, and `warn` is told why.
         """
         return None
 

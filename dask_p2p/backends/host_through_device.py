@@ -9,9 +9,7 @@
 
 Regions are cut in parts, and go through slots of memory on both sides: each is used again when its
 part is in the output. Where a region or the output lies in pinned memory, copies begin or end
-there, and the host has nothing to fill or to empty.
-
-CuPy is imported when a queue is made, never with this module.
+there, and the host has nothing to fill or to empty. CuPy is imported when a queue is made.
 """
 
 from __future__ import annotations
@@ -44,23 +42,15 @@ _PART_BYTES = 2**24  # not measured yet
 _ALIGNMENT_BYTES = 512  # of what is allocated on a GPU
 _SHARE = 4  # at most this part of the staging limit is for slots
 _HALVES = 2  # of a slot, on either side: what is permuted, and what comes of it
-#: What kernels are told that items are. They move them as they are, whatever they stand for.
+#: What kernels take items for, by size. They move them as they are.
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def is_for_device(where: str, nbytes: int, dtype: DType | None = None) -> bool:
-    """Return whether NumPy blocks of this size are permuted by a GPU.
+    """Return whether NumPy blocks are permuted by a GPU: of this size, and dtype if that is known.
 
-    Objects and structures are not, nor items of other sizes than numbers have.
-
-    Parameters
-    ----------
-    where
-        The option ``p2p.permute-numpy``: "auto", "cpu" or "gpu".
-    nbytes
-        Of a block of the output.
-    dtype
-        Of its items; None: of any that can be.
+    Objects and structures are not, nor items of other sizes than numbers have. `where` is the
+    option ``p2p.permute-numpy``: "auto", "cpu" or "gpu".
     """
     if dtype is not None and (
         dtype.hasobject or dtype.names is not None or dtype.itemsize not in _WORDS
@@ -167,7 +157,7 @@ class HostThroughDeviceQueue(HostQueue):
         given, made = (self._on_device(slot, half, like) for half, like in enumerate((src, dst)))
         pitch = pitch_of(src) if is_pinned(src) else None
         if pitch is None:
-            filled = array_in(self._on_the_host(slot, 0), 0, src)
+            filled = self._on_the_host(slot, 0, src)
             copy_on_host(filled, src)
             src, pitch = filled, Pitch(1, src.nbytes, src.nbytes)
         self._streams.copy_up(given, src, pitch)
@@ -178,7 +168,7 @@ class HostThroughDeviceQueue(HostQueue):
         streams["down"].wait_event(is_permuted)
         staged, pitch = None, pitch_of(dst) if is_pinned(dst) else None
         if pitch is None:
-            staged = array_in(self._on_the_host(slot, 1), 0, dst)
+            staged = self._on_the_host(slot, 1, dst)
             pitch = Pitch(1, dst.nbytes, dst.nbytes)
         self._streams.copy_down(dst if staged is None else staged, made, pitch)
         is_down.record(streams["down"])
@@ -193,14 +183,13 @@ class HostThroughDeviceQueue(HostQueue):
 
     def _on_device(self, slot: int, half: int, like: np.ndarray[Any, Any]) -> Array:
         assert self._memory is not None
-        memory = self._half(self._memory, slot, half)
-        return self._streams.cupy.ndarray(like.shape, like.dtype, memory[: like.nbytes].data)
+        memory = self._memory.memory[self._start(slot, half) :][: like.nbytes]
+        return self._streams.cupy.ndarray(like.shape, like.dtype, memory.data)
 
-    def _on_the_host(self, slot: int, half: int) -> np.ndarray[Any, Any]:
+    def _on_the_host(self, slot: int, half: int, like: np.ndarray[Any, Any]) -> Any:
         if self._host_memory is None:
             self._host_memory = self._streams.host_memory(_HALVES * SLOTS * self._size_bytes)
-        memory: np.ndarray[Any, Any] = self._half(self._host_memory, slot, half)
-        return memory
+        return array_in(self._host_memory.memory, self._start(slot, half), like)
 
-    def _half(self, memory: Slot, slot: int, half: int) -> Any:
-        return memory.memory[(_HALVES * slot + half) * self._size_bytes :][: self._size_bytes]
+    def _start(self, slot: int, half: int) -> int:
+        return (_HALVES * slot + half) * self._size_bytes

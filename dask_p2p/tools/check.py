@@ -21,6 +21,7 @@ import numpy as np
 
 from dask_p2p.backends import worker_backend
 from dask_p2p.backends.hardware import versions
+from dask_p2p.backends.host_link import HostLink
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pinned import CANNOT_PIN, REMEDY
 from dask_p2p.config import Options, options
@@ -72,9 +73,9 @@ def check(client: Any = None) -> Any:
     Returns
     -------
     Report or awaitable
-        ``workers``, with what copies between the host and their GPUs take, ``links`` (one for each ordered pair of workers), ``hosts`` (one for each
-        ordered pair of hosts) and ``problems``, each with its cure. Something to await if the
-        client is asynchronous.
+        ``workers``, with the rates of copies between the host and their GPUs, ``links`` (one for
+        each ordered pair of workers), ``hosts`` (one for each ordered pair of hosts) and
+        ``problems``, each with its cure. Something to await if the client is asynchronous.
 
     Raises
     ------
@@ -95,8 +96,8 @@ async def _check(client: Any) -> Report:
     await register(client)
     statuses, host_links = await client.run(_status), await client.run(_host_link)
     workers = [
-        Status(had_plugin=had_plugin.get(a, False), **statuses[a], **host_links[a])
-        for a in sorted(statuses.keys() & host_links.keys())
+        Status(had_plugin=had_plugin.get(a, False), **statuses[a], **host_links.get(a, {}))
+        for a in sorted(statuses)
     ]
     kinds = {worker.kind for worker in workers}
     kind = kinds.pop() if len(kinds) == 1 else NUMPY.name
@@ -196,9 +197,13 @@ def _status(dask_worker: Any) -> dict[str, Any]:
 async def _host_link(dask_worker: Any) -> dict[str, Any]:
     """Measure copies between this worker's memory and its GPU, if it has one."""
     causes: list[str] = []
-    found = await asyncio.to_thread(
-        worker_backend().host_link, lambda what, cause, *remedy: causes.append(cause)
-    )
+
+    def measured() -> HostLink | None:
+        with contextlib.suppress(MemoryError):  # of the GPU, which others may have taken
+            return worker_backend().host_link(lambda what, cause: causes.append(cause))
+        return None
+
+    found = await asyncio.to_thread(measured)
     return {"host_link": found, "cannot_pin": next(iter(causes), None)}
 
 
