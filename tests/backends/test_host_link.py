@@ -56,6 +56,8 @@ def test_the_time_is_that_of_both(gpu, monkeypatch):
     measured = []
 
     def elapsed(start, stop):
+        assert start.clock
+        assert all(gpu.clocks[HOST][other] >= tick for other, tick in stop.clock.items())
         measured.append((dict(start.clock), dict(stop.clock), len(gpu.copies)))
         return 1.0
 
@@ -82,6 +84,7 @@ def test_memory_that_cannot_be_pinned_is_not_measured(gpu, monkeypatch):
 
 def test_memory_is_given_back(gpu):
     measured_host_link(None)
+    assert gpu.live_bytes == 2 * BYTES, "it is kept for the next use"
     HostStreams.drop_slots()
     HostStreams._kept_host_slots.clear()
     assert (gpu.live_bytes, gpu.pinned) == (0, {})
