@@ -128,8 +128,7 @@ class HostThroughDeviceQueue(HostQueue):
         if self._memory is None:
             return
         try:
-            while self._under_way:
-                self._finish_first()
+            self._finish_all()
         finally:  # whatever failed: nothing reads or writes any more what is given back
             self._streams.synchronize()
             self._under_way.clear()
@@ -170,9 +169,15 @@ class HostThroughDeviceQueue(HostQueue):
         if pitch is None:
             staged = self._on_the_host(slot, 1, dst)
             pitch = Pitch(1, dst.nbytes, dst.nbytes)
+        elif any(each.staged is not None for each in self._under_way):
+            self._finish_all()  # in order: one may have been for the same place, and has failed
         self._streams.copy_down(dst if staged is None else staged, made, pitch)
         is_down.record(streams["down"])
         self._under_way.append(_UnderWay(src, dst, staged, is_down))
+
+    def _finish_all(self) -> None:
+        while self._under_way:
+            self._finish_first()
 
     def _finish_first(self) -> None:
         """Wait for the oldest part; its slot is free then."""
