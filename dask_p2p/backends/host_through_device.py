@@ -52,9 +52,7 @@ def is_for_device(where: str, nbytes: int, dtype: DType | None = None) -> bool:
     Objects and structures are not, nor items of other sizes than numbers have. `where` is the
     option ``p2p.permute-numpy``: "auto", "cpu" or "gpu".
     """
-    if dtype is not None and (
-        dtype.hasobject or dtype.names is not None or dtype.itemsize not in _WORDS
-    ):
+    if dtype is not None and (dtype.hasobject or dtype.names or dtype.itemsize not in _WORDS):
         return False
     return where == "gpu" or (where == "auto" and nbytes >= AUTO_FROM_BYTES)
 
@@ -142,7 +140,7 @@ class HostThroughDeviceQueue(HostQueue):
             except MemoryError as exc:  # of CuPy and of RMM too
                 self._on_host = True
                 cause = f"{type(exc).__name__}: {exc}"
-                self._warn("out of memory of its GPU", cause, "CPUs permute NumPy blocks instead.")
+                self._warn("no memory of its GPU is left", cause, "Its CPU permutes NumPy blocks.")
         return not self._on_host
 
     def _put(self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], axes: Any) -> None:

@@ -146,8 +146,8 @@ def test_without_memory_of_the_device_the_cpu_does_it(gpu):
     said = []
     np.testing.assert_array_equal(*assembled(gpu, said=said, by_gpu=False))
     (words,) = said
-    assert words[0] == "out of memory of its GPU"
-    assert "CPUs permute NumPy blocks instead" in words[2]
+    assert words[0] == "no memory of its GPU is left"
+    assert words[2] == "Its CPU permutes NumPy blocks."
     assert gpu.pinned == {}
 
 

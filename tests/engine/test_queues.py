@@ -12,6 +12,7 @@ import pytest
 import dask_p2p
 from dask_p2p.backends import host_through_device
 from dask_p2p.backends.base import SLOTS
+from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.host_through_device import HostThroughDeviceQueue, slots_bytes
@@ -86,15 +87,14 @@ def test_a_worker_without_a_gpu_says_so(monkeypatch):
     assert type(chosen("auto")) is HostQueue
 
 
-def test_without_cupy_a_task_says_so():
-    x = da.ones((4, 4), chunks=2)
+@pytest.mark.skipif(gpu_obstacle() is None, reason="there is a GPU")
+def test_workers_of_a_cluster_say_so(client):
     with dask.config.set({"p2p.permute-numpy": "gpu"}):
-        y = dask_p2p.transpose(x)
-    try:
-        import cupy  # noqa: F401
-    except ImportError:
-        with pytest.raises(NoDeviceError, match="this process CuPy cannot be imported"):
-            y.compute(scheduler="sync")
+        y = dask_p2p.transpose(da.ones((4, 4), chunks=2))
+    with pytest.raises(NoDeviceError, match=r"on worker tcp://.* CuPy cannot be"):
+        y.compute()
+    with pytest.raises(NoDeviceError, match="on this process CuPy cannot be"):
+        y.compute(scheduler="sync")
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i2", "c16", ">f4", "M8[ns]", "?"])
@@ -167,7 +167,7 @@ def test_a_lack_of_memory_is_warned_of_once(gpu, parts):
     for _ in range(2):
         check(assembly(worker, permute_numpy="gpu").run())
     (said,) = worker.warnings
-    assert said.startswith("dask_p2p: worker b: out of memory of its GPU (MemoryError: ")
+    assert said.startswith("dask_p2p: worker b: no memory of its GPU is left (MemoryError: ")
     assert parts == []
 
 
