@@ -56,6 +56,7 @@ class DeviceQueue:
     the process runs on its GPU. A queue belongs to the GPU that is current when it is made.
     """
 
+    pinned_output = False
     _per_thread = threading.local()  # streams by device
     _kept_slots = KeptSlots()
 

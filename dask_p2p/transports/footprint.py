@@ -6,11 +6,13 @@ cut to fit. All of this is arithmetic.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from dask_p2p.backends import MOST_UNREAD, backend_named
+from dask_p2p.backends.host_through_device import is_for_device, slots_bytes
 from dask_p2p.config import Options, transport_classes
 from dask_p2p.transports.buffers import buffer_bytes
 from dask_p2p.types import Kind
@@ -108,7 +110,15 @@ def left_bytes(options: Options, kind: Kind) -> int:
     """Return what parts from other hosts may take, beside those of this one."""
     local = _used(options, kind, [True])
     held_bytes = max((used.parts_held * used.each_bytes for used in local), default=0)
-    return options.staging_limit_bytes - held_bytes
+    # The queue's slots are there twice, in host memory and on a GPU.
+    return options.staging_limit_bytes - held_bytes - 2 * _queue_bytes(options, kind)
+
+
+def _queue_bytes(options: Options, kind: Kind) -> int:
+    """Return what the queue of a task takes of the memory where its blocks lie."""
+    if backend_named(kind).on_device or not is_for_device(options.permute_numpy, sys.maxsize):
+        return 0
+    return slots_bytes(options.staging_limit_bytes)
 
 
 @lru_cache(maxsize=1024)  # each task of an array asks the same, before it does anything else
@@ -122,7 +132,7 @@ def staging_bytes(
     from other workers, and one element: no part is smaller.
     """
     wanted = largest_bytes, remote_bytes, item_bytes
-    return sum(
+    return _queue_bytes(options, kind) + sum(
         max((used.task_bytes(*wanted) for used in _used(options, kind, [is_local])), default=0)
         for is_local in (True, False)
     )

@@ -133,7 +133,8 @@ class FakePeers:
         self.warnings = []
         self.served = []
         self.back = set()  # workers that were silent, and answer
-        self.router = Router({t.name: t for t in transports}, self.warnings.append)
+        self.warn = self.warnings.append
+        self.router = Router({t.name: t for t in transports}, self.warn)
 
     def publish(self, blocks, kind, options):
         self.served += blocks

@@ -127,6 +127,7 @@ def holder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         place = cuda_ipc.Place("", "00", 1, 0, 1, 0)
         patch.setattr(cuda_ipc, "export", lambda block: place)
+        patch.setattr(IpcTransport, "kinds", ("numpy",))  # which the blocks are here
         patch.setattr(ipc_module, "wait_until_written", lambda blocks, any_stream: None)
         # Nothing leaves this process.
         patch.setattr(ucx, "messenger", lambda: SimpleNamespace(address=b"here"))

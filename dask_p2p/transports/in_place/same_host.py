@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.config import Options
-from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.transports.base import Handler, Transport, answers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.in_place.descriptor import Descriptor, Peer, no_directory, separation
@@ -220,7 +220,7 @@ class SameHostTransport(Transport):
 
     def publish_block(self, key: Key, shape: Any) -> None:
         was_on_disk = self.worker.is_on_disk(key)
-        find = partial(find_block, self.worker, key, shape)
+        find = partial(self._find, key, shape)
         try:
             self.directory.publish(key, find, partial(self._describe_block, key))
         finally:
@@ -231,6 +231,12 @@ class SameHostTransport(Transport):
             # Of these only the last stay in memory, and those that are read right now.
             while len(self._from_disk) > _MOST_FROM_DISK:
                 self.directory.withdraw(self._from_disk.popleft())
+
+    def _find(self, key: Key, shape: Any) -> Any:
+        block = find_block(self.worker, key, shape)
+        if (kind := backend_for(block).name) not in self.kinds:  # spilled to host memory, perhaps
+            raise UnsuitableError(f"it lies where arrays of {kind} do")
+        return block
 
     def _describe_block(self, key: Key, block: Array) -> bytes:
         """Return a block's descriptor, once all its values are there."""

@@ -14,13 +14,21 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options
-from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, Obstacle, TransferError
+from dask_p2p.errors import (
+    BlockMismatchError,
+    BlockUnavailableError,
+    Obstacle,
+    TransferError,
+    UnsuitableError,
+)
 from dask_p2p.transports.in_place import cuda_ipc, ipc, same_host
 from dask_p2p.transports.in_place import descriptor as description
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
 from dask_p2p.transports.in_place.reading import DirectoryOptions
+from dask_p2p.transports.reading import Request
 from dask_p2p.transports.replies import ask_and_wait
 from tests.support import with_section
 from tests.transports.conformance import Conformance
@@ -327,3 +335,15 @@ class TestIpcEmulated(Conformance):
         assert setup.serving.expiring.cancelled()
         assert setup.device.runtime.open == {}
         assert setup.serving.usage()["published"] == setup.serving.leased_bytes == 0
+
+
+def test_a_block_that_is_spilled_to_host_memory_comes_another_way(setup, monkeypatch):
+    array = np.arange(6.0)
+    setup.put("block", array)
+    monkeypatch.setattr(same_host, "backend_for", lambda block: NUMPY)
+    wanted = Request("block", "holder", array.shape, array.dtype, "cupy", [((0, 6),)])
+    with pytest.raises(UnsuitableError, match=r"ipc is not for .* where arrays of numpy do"):
+        setup.reader.open(wanted, options())
+    assert setup.serving.usage() == {"published": 0, "mapped": 0}
+    monkeypatch.setattr(same_host, "backend_for", lambda block: CUPY)
+    setup.reader.open(wanted, options()).close()  # Dask has brought it back

@@ -559,6 +559,15 @@ class TestPinnedOnGpus(Pinned):
     def test_the_probe(self, setup):
         pass
 
+    def test_blocks_that_are_spilled_to_host_memory(self, setup, block, monkeypatch):
+        """Their holder packs them there, and needs neither its GPU nor pinned memory."""
+        key, array = block
+        monkeypatch.setattr(base, "backend_for", lambda block: NUMPY)
+        monkeypatch.setattr(CUPY, "queue", None)
+        for _ in range(3):
+            self.read(setup, key, array, WHOLE)
+            assert len(setup.cupy.pinned) == 1
+
     def test_both_pin_memory_once(self, setup, block):
         key, array = block
         for _ in range(5):
