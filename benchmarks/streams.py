@@ -5,7 +5,8 @@
 The first three ways are those of M. Harris, "How to Overlap Data Transfers in CUDA C/C++", and of
 G. Ruetsch and M. Fatica for CUDA Fortran: an array of pinned memory goes to the GPU as a whole,
 through a function and back; or in four parts on four streams, given to them part by part, or kind
-by kind. The others are Dask arrays on one worker. All results are checked. It needs a GPU.
+by kind. The others are Dask arrays on one worker: `map_on_gpu`, and the transpose of a square array
+by the CPU and by the GPU (`p2p.permute-numpy`). All results are checked. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import isqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +38,7 @@ _BLOCKS = 4
 SEQUENTIAL, BY_PART, BY_KIND = "one after the other", "parts, part by part", "parts, kind by kind"
 PINNED, PAGEABLE = "map_on_gpu, pinned", "map_on_gpu, pageable"
 REGISTERED, USERS = "map_on_gpu, pinned where it lies", "asarray, function, asnumpy"
+TRANSPOSED = {"cpu": "transpose, by the CPU", "gpu": "transpose, by the GPU"}
 _NEVER = "1 PiB"
 
 Issued = Iterator[tuple[str, int]]
@@ -150,22 +153,39 @@ def mapping(client: Any, size: int, fallback: str | None = None) -> dict[str, Ca
         return x.map_blocks(cupy.asarray).map_blocks(function).map_blocks(cupy.asnumpy)
 
     once = client.persist(on_gpu(x))  # whose blocks lie in pinned memory
-
-    def measure(make: Callable[[], Any], wanted: Any) -> float:
-        start_s = time.perf_counter()
-        y = client.persist(make())
-        wait(y)
-        elapsed_s = time.perf_counter() - start_s
-        if (y != wanted).any().compute():
-            raise click.ClickException("values are wrong")
-        return elapsed_s
-
+    measure = partial(_measured, client)
     return {
         PINNED: partial(measure, lambda: on_gpu(once), function(function(x))),
         PAGEABLE: partial(measure, lambda: on_gpu(x), function(x)),
         REGISTERED: partial(measure, lambda: on_gpu(x, "1 B"), function(x)),
         USERS: partial(measure, by_users, function(x)),
     }
+
+
+def transposing(client: Any, size: int) -> dict[str, Callable[[], float]]:
+    """Return what measures a transpose of about so many elements, in ordinary memory."""
+    side = isqrt(size)
+    x = da.arange(side**2, dtype="f4", chunks=-1).reshape(side, side)
+    x = client.persist(x.rechunk((-(-side // _BLOCKS), side)))
+
+    def transposed(by: str) -> Any:
+        with dask.config.set({"p2p.permute-numpy": by}):
+            return dask_p2p.transpose(x)
+
+    return {
+        way: partial(_measured, client, partial(transposed, by), x.T)
+        for by, way in TRANSPOSED.items()
+    }
+
+
+def _measured(client: Any, make: Callable[[], Any], wanted: Any) -> float:
+    start_s = time.perf_counter()
+    y = client.persist(make())
+    wait(y)
+    elapsed_s = time.perf_counter() - start_s
+    if (y != wanted).any().compute():
+        raise click.ClickException("values are wrong")
+    return elapsed_s
 
 
 @click.command(context_settings={"show_default": True})
@@ -183,7 +203,7 @@ def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
     with dask_p2p.local_cluster(1, gpus=True) as cluster, Client(cluster) as client:
         for megabytes in sizes:
             size = megabytes * 2**18
-            measured = issuing(size) | mapping(client, size)
+            measured = issuing(size) | mapping(client, size) | transposing(client, size)
             times: dict[str, list[float]] = {way: [] for way in measured}
             for repeat in range(repeats + 1):
                 for way, measure in measured.items():

@@ -9,6 +9,8 @@ from click.testing import CliRunner
 
 from benchmarks import streams
 from benchmarks.streams import Issuer, by_kind, by_part
+from dask_p2p.backends.device import gpu_obstacle
+from dask_p2p.errors import NoDeviceError
 from tests.simulation.streams import HOST, RaceError, Stream, emulated
 
 
@@ -65,3 +67,17 @@ def test_ways_of_dask_are_checked(client, monkeypatch):
     monkeypatch.setattr(streams, "function", lambda a: a)
     with pytest.raises(ClickException, match="values are wrong"):
         measured[streams.PAGEABLE]()
+
+
+def test_transposes_are_checked(client, monkeypatch):
+    by_cpu = {"cpu": streams.TRANSPOSED["cpu"]}  # the other way needs a GPU, and says so
+    monkeypatch.setattr(streams, "TRANSPOSED", by_cpu)
+    (measure,) = streams.transposing(client, 1000).values()
+    assert measure() > 0
+    monkeypatch.setattr(streams.dask_p2p, "transpose", lambda x: x)
+    with pytest.raises(ClickException, match="values are wrong"):
+        measure()
+    monkeypatch.undo()
+    if gpu_obstacle() is not None:
+        with pytest.raises(NoDeviceError):
+            streams.transposing(client, 1000)[streams.TRANSPOSED["gpu"]]()
