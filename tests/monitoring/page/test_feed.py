@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -177,6 +178,7 @@ def test_hundreds_of_runs_leave_the_memory_flat():
             workers.store.add("a", 16 * run, unpacked(packed(log)))
             if run % 10 == 0:
                 workers.feed.picture()
+        gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
