@@ -126,23 +126,19 @@ def issuing(size: int) -> dict[str, Callable[[], float]]:
     issuer = Issuer(source, out, function)
 
     def way(order: Callable[[int], Issued], count: int) -> Callable[[], float]:
-        def prepare() -> None:
-            out[...] = 0
-
         def check(_: Any) -> bool:
             return bool((out == function(values)).all())
 
-        return _measuring(partial(_run, issuer, order, count), check, prepare)
+        def prepare() -> None:
+            out[:1] = out[-1:] = 0
+
+        return _measuring(lambda: issuer.run(order(count), count), check, prepare)
 
     return {
         SEQUENTIAL: way(by_kind, 1),
         BY_PART: way(by_part, _STREAMS),
         BY_KIND: way(by_kind, _STREAMS),
     }
-
-
-def _run(issuer: Issuer, order: Callable[[int], Issued], count: int) -> None:
-    issuer.run(order(count), count)
 
 
 def mapping(client: Any, size: int, fallback: str | None = None) -> dict[str, Callable[[], float]]:
@@ -192,18 +188,27 @@ def _of_dask(client: Any, make: Callable[[], Any], wanted: Any) -> Callable[[], 
         wait(y)
         return y
 
-    return _measuring(run, lambda y: not (y != wanted).any().compute())
+    def prepare() -> None:
+        """Wait until the result of the run before is gone: it has the same name."""
+        name = make().name
+        while client.run_on_scheduler(_has_tasks, name):
+            time.sleep(0.001)
+
+    return _measuring(run, lambda y: not (y != wanted).any().compute(), prepare)
+
+
+def _has_tasks(name: str, dask_scheduler: Any) -> bool:
+    return name in dask_scheduler.task_groups
 
 
 def _measuring(
-    run: Callable[[], Any], check: Callable[[Any], bool], prepare: Callable[[], None] | None = None
+    run: Callable[[], Any], check: Callable[[Any], bool], prepare: Callable[[], None]
 ) -> Callable[[], float]:
     """Return what runs and gives the seconds that takes. The first result is checked."""
     unchecked = [check]
 
     def measure() -> float:
-        if unchecked and prepare is not None:
-            prepare()
+        prepare()
         start_s = time.perf_counter()
         result = run()
         elapsed_s = time.perf_counter() - start_s

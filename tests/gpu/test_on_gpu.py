@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from math import prod
 
 import dask
 import dask.array as da
@@ -15,11 +16,12 @@ import pytest
 import dask_p2p
 from dask_p2p.backends import part_streams, pinned
 from dask_p2p.backends.host_streams import HostStreams
+from dask_p2p.backends.part_streams import PartStreams
 from dask_p2p.backends.pinned import is_pinned
 from dask_p2p.backends.slots import KeptSlots
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
-from dask_p2p.plans.parts import steps
+from dask_p2p.plans.parts import Input, plan_parts, steps
 from tests.gpu.test_streams import spin
 from tests.support import persisted
 
@@ -113,9 +115,42 @@ def late(a):
     return a * 2
 
 
-def doubled(monkeypatch, left_out=None):
-    """Twice an array that lies in pinned memory: nothing but events keeps copies back."""
+def at_once(a):
+    """Read what is given before a copy that has just been queued is done."""
+    return a * 2
 
+
+class InPinnedMemory:
+    """Twice an array, all in pinned memory: nothing but events keeps copies back."""
+
+    is_reduced = False
+
+    def __init__(self, func):
+        self.func = func
+        self.array, self.out = (pinned_array(32 * SHAPE[0], SHAPE[1] // 4) for _ in range(2))
+        # Memory of slots may have been another's: of the same values, too.
+        self.array[...] = np.random.default_rng().standard_normal(self.array.shape, "f4")
+        self.out[...] = np.nan
+        self.arrays = [self.array]
+        rows = Input(self.array.shape, 4, 0)
+        self.plan = plan_parts([rows], len(self.array), 2**24, rows.row_bytes)
+
+    def views(self, part):
+        yield self.array[slice(*part.reads[0])]
+
+    def place(self, part):
+        return (slice(*part.own),)
+
+    def call(self, part, inputs):
+        return self.func(inputs[0])
+
+
+def pinned_array(*shape):
+    size_bytes = 4 * prod(shape)
+    return np.asarray(pinned.Pinned(size_bytes))[:size_bytes].view("f4").reshape(shape)
+
+
+def doubled(monkeypatch, func, left_out=None):
     def fewer(*args):
         for step in steps(*args):
             after = tuple(each for each in step.after if (each[0], step.what) != left_out)
@@ -123,23 +158,23 @@ def doubled(monkeypatch, left_out=None):
 
     monkeypatch.setattr(part_streams, "steps", fewer)
     monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
-    array = values("f4")
-    with dask.config.set({"p2p.map-on-gpu.register-from": "1 B"}):
-        x = da.from_array(array, chunks=-1)
-        y = dask_p2p.map_on_gpu(late, x, part_bytes=PART_BYTES, dtype="f4")
-        return y.compute(scheduler="sync"), 2 * array
+    work = InPinnedMemory(func)
+    PartStreams(2**60, pytest.fail).run(work, work.out)
+    return work.out, 2 * work.array
 
 
-def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch):
-    np.testing.assert_array_equal(*doubled(monkeypatch))
+@pytest.mark.parametrize("func", [late, at_once])
+def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, func):
+    np.testing.assert_array_equal(*doubled(monkeypatch, func))
 
 
-@pytest.mark.parametrize("left_out", [("up", "run"), ("run", "down"), ("down", "up")])
-def test_without_an_event_values_are_wrong(monkeypatch, left_out):
+@pytest.mark.parametrize(
+    ("func", "left_out"),
+    [(at_once, ("up", "run")), (late, ("run", "down")), (late, ("down", "up"))],
+)
+def test_without_an_event_values_are_wrong(monkeypatch, func, left_out):
     """So the test above would fail if it were lost."""
-    if left_out == ("up", "run"):  # copies that take longer than the host takes to issue
-        monkeypatch.setitem(globals(), "late", lambda a: a * 2)
-    got, expected = doubled(monkeypatch, left_out)
+    got, expected = doubled(monkeypatch, func, left_out)
     assert (got != expected).any()
 
 
@@ -218,7 +253,7 @@ def test_what_cannot_be_pinned_is_copied_as_it_is(monkeypatch):
     def refused(array):
         raise cupy.cuda.runtime.CUDARuntimeError(2)
 
-    monkeypatch.setattr(pinned, "_register", refused)
+    monkeypatch.setattr(pinned, "register", refused)
     monkeypatch.setattr(pinned, "_warned", set())
     monkeypatch.setattr(HostStreams, "_kept_host_slots", KeptSlots())
     array = values("f4")
