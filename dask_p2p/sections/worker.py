@@ -21,7 +21,7 @@ from distributed.worker import WORKER_ANY_RUNNING
 
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.coordinator import Order
-from dask_p2p.sections.devices import Host
+from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
@@ -84,7 +84,7 @@ class Member:
         self._begin(self._call(LEAVE, cause=cause[:_CAUSE_CHARS], error=error))
         return self.order_after("running", "returned")
 
-    def checkpoints(self, order: Order, device: Host) -> Checkpoints:
+    def checkpoints(self, order: Order, device: Host = HOST) -> Checkpoints:
         """Return what keeps this member's states, of arrays on a device, in this attempt."""
 
         def tell() -> None:
