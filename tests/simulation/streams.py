@@ -237,6 +237,9 @@ class Array:
     def reshape(self, *shape):
         return Array(self.recorder, self.values.reshape(*shape), self.owner)
 
+    def transpose(self, *axes):
+        return Array(self.recorder, self.values.transpose(*axes), self.owner)
+
     def made(self, function, *others):
         """A new array of what a function of NumPy makes of this one, and others."""
         arrays = [each for each in (self, *others) if isinstance(each, Array)]
