@@ -33,6 +33,7 @@ def emulated_gpu(monkeypatch):
 
     for where, name, value in (
         (dask_p2p.backends, "cupy_kernels", kernels(recorder)),
+        (cupy_backend, "_rmm_resources", list),
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
         (DeviceQueue, "_per_thread", threading.local()),
         (DeviceQueue, "_kept_slots", KeptSlots()),

@@ -159,6 +159,11 @@ class Recorder:
         array.values[...] = values
         return array
 
+    def borrowed(self, address, size_bytes, owner, device):
+        """Bytes of the device as an array that keeps their owner alive."""
+        start = address - self.base
+        return Array(self, self.memory[start : start + size_bytes], owner)
+
     def at(self, pointer, shape, strides):
         """Bytes of the device or of the host, as a copy engine reaches them."""
         if 0 <= pointer - self.base < _MEMORY_BYTES:
@@ -387,7 +392,7 @@ def _cupy(recorder):
         Device=lambda number: nullcontext(),
         Event=lambda disable_timing=False, interprocess=False: Event(recorder, interprocess),
         alloc=lambda size_bytes: recorder.empty((size_bytes,), "u1").data,
-        UnownedMemory=lambda address, size_bytes, owner, device: owner,
+        UnownedMemory=lambda *args: SimpleNamespace(array=recorder.borrowed(*args)),
         MemoryPointer=lambda memory, offset_bytes: memory,
         get_elapsed_time=lambda start, stop: 1.0,
         runtime=runtime,
