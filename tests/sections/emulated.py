@@ -12,17 +12,16 @@ from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.slots import KeptSlots
 from dask_p2p.engine.task import MemberTask
 from dask_p2p.geometry import box_slices
-from dask_p2p.sections import windows
+from dask_p2p.sections import rim_windows, windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.transports.in_place import cuda_ipc
 from tests.sections.gangs import run_gang
-from tests.simulation.streams import Array, emulated, kernels
+from tests.simulation.streams import HOST, Array, emulated, kernels
 
 
 def emulated_gpu(monkeypatch):
     """A recorder in the place of CuPy. All members have one GPU, and read each other's windows."""
     recorder = emulated(monkeypatch)
-    recorder.trusts_host = True
     recorder.cupy.mapped, recorder.cupy.kept = [], []
 
     def export(block):
@@ -31,7 +30,17 @@ def emulated_gpu(monkeypatch):
         handle = block.data.ptr.to_bytes(8, "little").hex()
         return cuda_ipc.Place("gpu", handle, number, block.data.ptr, block.nbytes, 0)
 
+    begin = rim_windows.begin_in_order
+
+    def noted(links, order, call, sends, receives, beside):
+        """Sockets read and write from now on."""
+        for buffers, access in ((sends, "reads"), (receives, "writes")):
+            arrays = [np.frombuffer(each, "u1") for each in buffers.values() if len(each)]
+            recorder.do(HOST, "a socket", **{access: arrays})
+        return begin(links, order, call, sends, receives, beside)
+
     for where, name, value in (
+        (rim_windows, "begin_in_order", noted),
         (dask_p2p.backends, "cupy_kernels", kernels(recorder)),
         (cupy_backend, "_rmm_resources", list),
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),

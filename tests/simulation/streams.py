@@ -145,7 +145,6 @@ class Recorder:
                         f"memory is given back before {what} on {timeline} is done"
                     )
 
-    trusts_host = False  # to have written what is copied up
     failed = None  # what a finalizer found, which may not raise
 
     def check(self):
@@ -350,11 +349,8 @@ def _cupy(recorder):
     def memcpy2d(dst, dst_pitch, src, src_pitch, width, height, kind, stream):
         to = recorder.at(dst, (height, width), (dst_pitch, 1))
         of = recorder.at(src, (height, width), (src_pitch, 1))
-        what, own = "a copy engine", recorder.base <= src < recorder.base + _MEMORY_BYTES
-        if own or src // _WORD_BYTES in recorder.accesses or not recorder.trusts_host:
-            recorder.do(recorder.streams[stream].name, what, reads=[of], writes=[to])
-        else:  # what somebody on the host has written, who does not tell of it
-            recorder.do(recorder.streams[stream].name, what, writes=[to])
+        what = "a copy engine"
+        recorder.do(recorder.streams[stream].name, what, reads=[of], writes=[to])
         to[...] = of
 
     def memcpy(dst, src, size_bytes, kind, stream):
