@@ -97,7 +97,8 @@ def run_section(gpu, y, inputs, **kwargs):
     def function(ctx):
         share = box_slices(ctx.box)
         boxes = [box_slices(box) for _, box in members.blocks(ctx.rank)]
-        made = body(ctx, *([gpu.written(x[share][box]) for box in boxes] for x in inputs))
+        tasks = gpu.stream()  # that made the blocks, and has perhaps not done so yet
+        made = body(ctx, *([gpu.written(x[share][box], tasks) for box in boxes] for x in inputs))
         gpu.check()
         wholes = [np.full(members.shape(ctx.rank), np.nan, body.dtype) for _ in made]
         for whole, blocks in zip(wholes, made, strict=True):

@@ -321,6 +321,7 @@ def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
         with device.running([]):
             gpu.cupy.cuda.runtime.streamQuery = lambda stream: next(done)
             device.wait()  # for a long kernel, of an attempt that goes on
+            assert next(done, None) is None
             links.has_ended = True
             gpu.cupy.cuda.runtime.streamQuery = lambda stream: 600
 

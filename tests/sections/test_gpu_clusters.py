@@ -7,11 +7,11 @@ import gc
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Reschedule
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import DeviceLostError
-from dask_p2p.sections import devices
+from dask_p2p.sections import devices, member
 from dask_p2p.sections.rim_windows import RimWindows
 from tests.sections.emulated import emulated_gpu, kernel
 from tests.sections.support import nothing_is_left
@@ -105,9 +105,25 @@ def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
 
 
 def loses_its_gpu(ctx, x):
-    if ctx.rank:
+    if ctx.rank and not here.setdefault("lost", 0):
+        here["lost"] = 1
         raise DeviceLostError("the GPU of this process works no more")
     ctx.barrier()
+    return x
+
+
+def test_only_the_worker_whose_gpu_is_lost_leaves(gpu, client, monkeypatch):
+    """All members come again."""
+    leaving = []
+
+    def leaves(context, error):
+        leaving.append(str(error))
+        raise Reschedule
+
+    monkeypatch.setattr(member, "go_elsewhere", leaves)
+    assert np.array_equal(on_host(spmd(loses_its_gpu, array())), X)
+    assert leaving == ["the GPU of this process works no more"]
+    nothing_is_left(client)
 
 
 def test_a_lost_gpu_is_named_where_no_worker_can_leave(gpu, client):
