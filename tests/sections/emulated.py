@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -22,13 +23,11 @@ from tests.simulation.streams import HOST, Array, emulated, kernels
 def emulated_gpu(monkeypatch):
     """A recorder in the place of CuPy. All members have one GPU, and read each other's windows."""
     recorder = emulated(monkeypatch)
-    recorder.cupy.mapped, recorder.cupy.kept = [], []
+    numbers = itertools.count()  # which two members do not get at the same time
 
     def export(block):
-        number = len(recorder.cupy.kept)
-        recorder.cupy.kept.append(block.data.ptr)
         handle = block.data.ptr.to_bytes(8, "little").hex()
-        return cuda_ipc.Place("gpu", handle, number, block.data.ptr, block.nbytes, 0)
+        return cuda_ipc.Place("gpu", handle, next(numbers), block.data.ptr, block.nbytes, 0)
 
     begin = rim_windows.begin_in_order
 
@@ -98,7 +97,12 @@ def run_section(gpu, y, inputs, **kwargs):
         share = box_slices(ctx.box)
         boxes = [box_slices(box) for _, box in members.blocks(ctx.rank)]
         tasks = gpu.stream()  # that made the blocks, and has perhaps not done so yet
-        made = body(ctx, *([gpu.written(x[share][box], tasks) for box in boxes] for x in inputs))
+        blocks = [[gpu.written(x[share][box], tasks) for box in boxes] for x in inputs]
+        try:
+            made = body(ctx, *blocks)
+        except BaseException:
+            gpu.synchronize()  # what made them may be at work
+            raise
         gpu.check()
         wholes = [np.full(members.shape(ctx.rank), np.nan, body.dtype) for _ in made]
         for whole, blocks in zip(wholes, made, strict=True):

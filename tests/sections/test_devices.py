@@ -315,18 +315,19 @@ def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
     monkeypatch.setattr(devices, "_LONGEST_S", 0.05)
     links = SimpleNamespace(has_ended=False)
     device = Gpu(links)
-    done = iter([600, 600, 0])
+    found, waited = iter([600, 600, 0]), []
 
     def run():
         with device.running([]):
-            gpu.cupy.cuda.runtime.streamQuery = lambda stream: next(done)
+            gpu.cupy.cuda.runtime.streamQuery = lambda stream: next(found)
             device.wait()  # for a long kernel, of an attempt that goes on
-            assert next(done, None) is None
+            waited.append(device)
             links.has_ended = True
             gpu.cupy.cuda.runtime.streamQuery = lambda stream: 600
 
     with pytest.raises(DeviceLostError, match=r"has waited 0\.05 s for a member"):
         run()
+    assert waited
     assert not Gpu._idle[0], "its streams are nobody's"
 
 

@@ -167,7 +167,8 @@ class Recorder:
         """Bytes of the device or of the host, as a copy engine reaches them."""
         if 0 <= pointer - self.base < _MEMORY_BYTES:
             return np.ndarray(shape, "u1", self.memory, pointer - self.base, strides)
-        starts = [start for start, size in self.pinned.items() if 0 <= pointer - start < size]
+        pinned = self.pinned.copy().items()
+        starts = [start for start, size in pinned if 0 <= pointer - start < size]
         self.pageable_copies += not starts
         size_bytes = (shape[0] - 1) * strides[0] + shape[-1]
         raw = (ctypes.c_char * size_bytes).from_address(pointer)
