@@ -142,6 +142,7 @@ class Options:
     attempts: int = option("attempts", positive_int)
     groups: int | None = option("groups", _groups)  # 0: none; None: as many as seem best
     passes: int | None = option("passes", _passes)  # 1 or 2; None: as many as seem best
+    permute_numpy: str = option("permute-numpy", _one_of("auto", "cpu", "gpu"))
     checksum: bool = option("checksum", yes_or_no)
     producer_streams: str = option("producer-streams", _one_of("any", "default"))
     staging_limit_bytes: int = option("memory.staging-limit", positive_bytes)

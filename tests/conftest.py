@@ -134,7 +134,7 @@ def _light_clusters():
     import dask
     from distributed import Nanny
 
-    from tests.support import FORKED, UNWATCHED, prepare_to_fork
+    from tests.support import FORKED, PATIENT, UNWATCHED, prepare_to_fork
 
     close = Nanny.close
 
@@ -143,7 +143,7 @@ def _light_clusters():
         return await close(self, timeout, reason)
 
     prepare_to_fork()
-    with pytest.MonkeyPatch.context() as patch, dask.config.set(FORKED | UNWATCHED):
+    with pytest.MonkeyPatch.context() as patch, dask.config.set(FORKED | PATIENT | UNWATCHED):
         patch.setattr(Nanny, "close", close_patiently)
         yield
 

@@ -15,6 +15,9 @@ from dask_p2p.plugins.registration import workers_of
 
 #: Dask's configuration for workers that are forked off a server, which `prepare_to_fork` sets up.
 FORKED = {"distributed.worker.multiprocessing-method": "forkserver"}
+#: On a busy machine a nanny may take longer than Dask's 15 s to bring a worker back. The cluster
+#: then closes it, and starts no other one.
+PATIENT = {"distributed.deploy.lost-worker-timeout": "5 minutes"}
 #: For servers that do not look every few milliseconds what they do: idle ones take a fifth.
 UNWATCHED = {
     "distributed.worker.profile.enabled": False,

@@ -89,6 +89,7 @@ def test_who_wants_checksums_has_them():
         ("mode", "asink", "expected one of async, sync"),
         ("attempts", 0, "at least 1"),
         ("attempts", True, "at least 1"),
+        ("permute-numpy", "tpu", "expected one of auto, cpu, gpu"),
         ("checksum", "crc32", "true or false"),
         ("transports.order", ["ipc", "pigeon"], "out of ipc, cma, ucx, pinned, comm"),
         ("transports.order", "ipc", "out of ipc, cma, ucx, pinned, comm"),

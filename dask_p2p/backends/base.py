@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
+from dask_p2p.backends.host_link import HostLink
 from dask_p2p.backends.timing import Timer
 from dask_p2p.types import Array, DTypeLike, Kind
 
@@ -131,6 +132,13 @@ class Backend(ABC):
         """Return what `dask_p2p.check` says of the current device; nothing if there is none."""
         return {}
 
+    def host_link(self, warn: Callable[..., None]) -> HostLink | None:
+        """Measure copies between the host and the current device; None if there is none.
+
+        It blocks. Where memory cannot be pinned nothing is measured, and `warn` is told why.
+        """
+        return None
+
     def warm_up(self) -> None:  # noqa: B027  # optional
         """Do ahead what the first use would wait for: compile kernels. Not for event loops."""
 
@@ -151,6 +159,8 @@ class Queue(Protocol):
     """
 
     kind: Kind  # name of the backend of its arrays
+    #: Whether its output had better lie in pinned memory: it comes from a GPU.
+    pinned_output: bool
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return a new C-ordered array of the queue's kind for others, its values undefined."""

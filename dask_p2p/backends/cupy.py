@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends.base import Backend
-from dask_p2p.backends.device import private_stream
+from dask_p2p.backends.device import device_work, gpu_obstacle, private_stream
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.driver import is_shareable
 from dask_p2p.backends.hardware import link_gbs, on_gpu
+from dask_p2p.backends.host_link import HostLink, measured_host_link
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike
 
@@ -121,6 +122,12 @@ class CupyBackend(Backend):
             "link_gbs": link_gbs(bytes(properties["uuid"])),
             **_rmm_status(),
         }
+
+    def host_link(self, warn: Callable[..., None]) -> HostLink | None:
+        if gpu_obstacle() is not None:
+            return None
+        with device_work():
+            return measured_host_link(warn)
 
     def warm_up(self) -> None:
         _kernels().warm_up()

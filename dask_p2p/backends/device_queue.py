@@ -56,6 +56,7 @@ class DeviceQueue:
     the process runs on its GPU. A queue belongs to the GPU that is current when it is made.
     """
 
+    pinned_output = False
     _per_thread = threading.local()  # streams by device
     _kept_slots = KeptSlots()
 
@@ -174,11 +175,12 @@ class DeviceQueue:
 
     def prefetch(self, src: Array, slot_bytes: int) -> _Prefetched:
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
-        slot = None
-        if pitch is not None and src.nbytes <= slot_bytes:
-            slot = self._next_slot(slot_bytes)
-        if pitch is None or slot is None:
+        if pitch is None or src.nbytes > slot_bytes or not self._has_slots(slot_bytes):
             return _Prefetched(src, None)
+        slot = self._slots[0]
+        self._slots.rotate(-1)
+        if slot.is_used:
+            self._copies.wait_event(slot.free)
         copy = self._cupy.ndarray(src.shape, src.dtype, slot.memory.data)
         self._copy(copy, src, pitch)
         slot.full.record(self._copies)
@@ -235,11 +237,8 @@ class DeviceQueue:
         while self._allocated:
             device_module.mark_written(self._allocated.pop())
 
-    def _next_slot(self, slot_bytes: int) -> Slot | None:
-        """Return a slot that can be filled after what the copies' stream waits for.
-
-        None if there is no memory for any: reading in place needs none, and is a little slower.
-        """
+    def _has_slots(self, slot_bytes: int) -> bool:
+        """Return whether there is memory for slots; without, parts are read in place: slower."""
         if not self._slots and not self._in_place:
             try:
                 kept = self._kept_slots.take(self._device, slot_bytes)
@@ -247,13 +246,7 @@ class DeviceQueue:
             except MemoryError as exc:  # of CuPy and of RMM too
                 logger.debug("no memory to copy parts into, they are read in place: %s", exc)
                 self._in_place = True
-        if self._in_place:
-            return None
-        slot = self._slots.popleft()
-        if slot.is_used:
-            self._copies.wait_event(slot.free)
-        self._slots.append(slot)
-        return slot
+        return not self._in_place
 
     def _new_slots(self, slot_bytes: int) -> Iterator[Slot]:
         """Allocate all slots at once: one allocation takes as long as the transfer of a part.

@@ -16,8 +16,9 @@ __all__ = ["HostQueue"]
 class HostQueue:
     """NumPy: done when the call returns."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, pinned_output: bool = False) -> None:
         self.kind = backend.name
+        self.pinned_output = pinned_output
         self._backend = backend
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:

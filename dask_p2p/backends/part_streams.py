@@ -16,7 +16,6 @@ CuPy is imported when a method is called, never with this module.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -28,16 +27,14 @@ import numpy as np
 from dask_p2p.backends import device as device_module
 from dask_p2p.backends.base import SLOTS, Timer
 from dask_p2p.backends.host_copies import copy_on_host
-from dask_p2p.backends.pinned import CANNOT_PIN, Pinned, is_pinned, registered
-from dask_p2p.backends.pitch import Pitch, engine_pitch
-from dask_p2p.backends.slots import KeptSlots, Slot
-from dask_p2p.backends.timing import StreamTimings
+from dask_p2p.backends.host_streams import HostStreams, array_in, pitch_of
+from dask_p2p.backends.pinned import is_pinned, registered
+from dask_p2p.backends.pitch import Pitch
+from dask_p2p.backends.slots import Slot
 from dask_p2p.plans.parts import Part, PartPlan, Step, steps
 from dask_p2p.types import Array
 
 __all__ = ["Copied", "PartStreams", "PartWork"]
-
-_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 
 class PartWork(Protocol):
@@ -72,8 +69,8 @@ class Copied:
     down: Timer = field(default_factory=Timer)
 
 
-class PartStreams:
-    """Three streams of the calling thread, and slots for parts on the current GPU.
+class PartStreams(HostStreams):
+    """What blocks go through part by part, on the current GPU.
 
     Parameters
     ----------
@@ -86,29 +83,15 @@ class PartStreams:
         Makes a context that profilers show by its name.
     """
 
-    _per_thread = threading.local()  # streams by device
-    _kept_slots = KeptSlots()
-    _kept_host_slots = KeptSlots()
-
     def __init__(
         self,
         register_from_bytes: int,
-        warn: Callable[[str, str], None],
+        warn: Callable[..., None],
         ranges: Callable[..., AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        import cupy
-
-        self.cupy = cupy
-        self._device = device = cupy.cuda.runtime.getDevice()
-        known: dict[Any, Any] = self._per_thread.__dict__
-        if device not in known:
-            make = cupy.cuda.Stream
-            known[device] = {what: make(non_blocking=True) for what in ("up", "run", "down")}
-        self.streams: dict[str, Any] = known[device]
-        self.timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
+        super().__init__(warn)
         self.copied = Copied()
         self._register_from_bytes = register_from_bytes
-        self._warn = warn
         self._ranges = ranges
 
     def run(self, work: PartWork, out: np.ndarray[Any, Any]) -> None:
@@ -128,38 +111,8 @@ class PartStreams:
                     block.do(step)
         finally:
             # Whatever failed: nothing reads or writes any more what is given back.
-            for stream in self.streams.values():
-                stream.synchronize()
-            self.timings.read()
+            self.synchronize()
             block.close()
-
-    def device_memory(self, size_bytes: int) -> Slot:
-        """Return memory of the device for the inputs of some parts."""
-        if kept := self._kept_slots.take(self._device, size_bytes):
-            return kept[0]
-        with self.streams["up"]:  # on the stream that fills it: there is nothing to wait for
-            return Slot(self.cupy.empty((size_bytes,), np.uint8), None, None)
-
-    def host_memory(self, size_bytes: int) -> Slot:
-        """Return memory of the host for some parts, pinned if it can be."""
-        if kept := self._kept_host_slots.take(None, size_bytes):
-            return kept[0]
-        try:
-            return Slot(np.asarray(Pinned(size_bytes)), None, None)
-        except (OSError, MemoryError, self.cupy.cuda.runtime.CUDARuntimeError) as exc:
-            self._warn(CANNOT_PIN, f"{type(exc).__name__}: {exc}")
-            return Slot(np.empty(size_bytes, np.uint8), None, None)
-
-    @classmethod
-    def drop_slots(cls) -> None:
-        """Give the device's memory back that is kept for the next block."""
-        cls._kept_slots.clear()
-
-    def keep(self, memory: Slot, host_memory: Slot | None) -> None:
-        """Keep memory a while for the next block. Nothing reads or writes it any more."""
-        self._kept_slots.keep(self._device, [memory])
-        if host_memory is not None:
-            self._kept_host_slots.keep(None, [host_memory])
 
     def registered(self, array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
         """Pin an array where it is, if that is worth it; return what ends that."""
@@ -219,16 +172,15 @@ class _Block:
             if view.size and self._pitch(number, view) is None:
                 while events:
                     events.pop().synchronize()
-                copy_on_host(_array_in(self._host(slot), at, view), view)
+                copy_on_host(array_in(self._host(slot), at, view), view)
                 self._of.copied.staged_bytes += view.nbytes
 
     def _up(self, part: Part, slot: int, stream: Any) -> None:
         for number, (view, at) in enumerate(self._inputs(part)):
             pitch = self._pitch(number, view)
-            source = view if pitch else _array_in(self._host(slot), at, view)
+            source = view if pitch else array_in(self._host(slot), at, view)
             pitch = pitch or Pitch(1, view.nbytes, view.nbytes)
-            to = self._device_slot(slot).data.ptr + at
-            self._copy(to, pitch.run_bytes, _address(source), pitch.stride_bytes, pitch, stream)
+            self._of.copy_up(self._device_slot(slot)[at:], source, pitch)
             self._of.copied.up_bytes += view.nbytes
 
     def _run(self, part: Part, slot: int, stream: Any) -> None:
@@ -256,22 +208,21 @@ class _Block:
 
     def _down(self, part: Part, slot: int, stream: Any) -> None:
         result, target = self._results[slot], self._out[self._work.place(part)]
-        pitch = _pitch_of(target) if self._reaches_out else None
+        pitch = pitch_of(target) if self._reaches_out else None
         if pitch is None:
-            target = _array_in(self._host(slot), self._plan.slot_bytes, target)
+            target = array_in(self._host(slot), self._plan.slot_bytes, target)
             pitch = Pitch(1, target.nbytes, target.nbytes)
-        to, of = _address(target), result.data.ptr
-        self._copy(to, pitch.stride_bytes, of, pitch.run_bytes, pitch, stream)
+        self._of.copy_down(target, result, pitch)
         self._of.copied.down_bytes += result.nbytes
 
     def _empty(self, part: Part, slot: int, events: list[Any]) -> None:
         """Have threads copy a result out of a slot of the host, if it had to go there."""
         target = self._out[self._work.place(part)]
-        if self._reaches_out and _pitch_of(target) is not None:
+        if self._reaches_out and pitch_of(target) is not None:
             return
         for event in events:
             event.synchronize()
-        copy_on_host(target, _array_in(self._host(slot), self._plan.slot_bytes, target))
+        copy_on_host(target, array_in(self._host(slot), self._plan.slot_bytes, target))
         self._of.copied.staged_bytes += target.nbytes
 
     def _inputs(self, part: Part) -> Iterable[tuple[np.ndarray[Any, Any], int]]:
@@ -280,7 +231,7 @@ class _Block:
 
     def _pitch(self, number: int, view: np.ndarray[Any, Any]) -> Pitch | None:
         """Return how a copy engine reads a part of an array; None if it goes through a slot."""
-        return _pitch_of(view) if self._reached[number] else None
+        return pitch_of(view) if self._reached[number] else None
 
     def _device_slot(self, slot: int) -> Array:
         size_bytes = self._plan.slot_bytes
@@ -292,32 +243,3 @@ class _Block:
             self._host_memory = self._of.host_memory(self._count * size_bytes)
         memory: np.ndarray[Any, Any] = self._host_memory.memory[slot * size_bytes :][:size_bytes]
         return memory
-
-    def _copy(
-        self, to: int, to_stride: int, of: int, of_stride: int, pitch: Pitch, stream: Any
-    ) -> None:
-        runtime, size_bytes = self._of.cupy.cuda.runtime, pitch.run_bytes
-        if pitch.rows == 1:
-            if size_bytes:
-                runtime.memcpyAsync(to, of, size_bytes, _MEMCPY_DEFAULT, stream.ptr)
-        else:
-            runtime.memcpy2DAsync(
-                to, to_stride, of, of_stride, size_bytes, pitch.rows, _MEMCPY_DEFAULT, stream.ptr
-            )
-
-
-def _pitch_of(view: np.ndarray[Any, Any]) -> Pitch | None:
-    """Return a view of host memory as a copy engine copies it; None if it does not."""
-    if view.flags.c_contiguous:
-        return Pitch(1, view.nbytes, view.nbytes)
-    return engine_pitch(view.shape, view.strides, view.itemsize)
-
-
-def _array_in(memory: np.ndarray[Any, Any], at: int, like: Any) -> np.ndarray[Any, Any]:
-    """Return an array of this shape and dtype in memory of the host."""
-    array: np.ndarray[Any, Any] = memory[at:][: like.nbytes].view(like.dtype).reshape(like.shape)
-    return array
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])

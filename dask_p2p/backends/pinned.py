@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,11 +19,12 @@ import numpy as np
 
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.first_touch import first_touch
+from dask_p2p.errors import P2PWarning
 
-__all__ = ["CANNOT_PIN", "Pinned", "is_pinned", "registered", "warn_once"]
+__all__ = ["CANNOT_PIN", "REMEDY", "Pinned", "is_pinned", "register", "registered", "warn_once"]
 
 CANNOT_PIN = "host memory cannot be pinned"
-_REMEDY = (
+REMEDY = (
     "Copies to and from its GPU go through other memory, and are slower. See what the system and "
     "the container allow: ulimit -l, and memory limits."
 )
@@ -42,7 +44,7 @@ class Pinned:
         self.bytes = np.frombuffer(pages, np.uint8)
         first_touch(self.bytes)
         self.nbytes = size_bytes
-        unpin = _register(self.bytes)
+        unpin = register(self.bytes)
         _start()
         weakref.finalize(self, _leaving.put, (unpin, self.bytes)).atexit = False
 
@@ -66,7 +68,7 @@ def registered(array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
     import cupy
 
     try:
-        return _register(array)
+        return register(array)
     except cupy.cuda.runtime.CUDARuntimeError:
         return None
 
@@ -75,15 +77,24 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(
-    warn: Callable[[str], None], where: str, what: str, cause: str, remedy: str = _REMEDY
+    warn: Callable[[str], None] | None,
+    where: str,
+    what: str,
+    cause: str,
+    remedy: str = REMEDY,
 ) -> None:
-    """Tell what a worker lacks, once in this process."""
+    """Tell what a worker lacks, once in this process. By default it is a Python warning."""
     if (where, what) not in _warned:
         _warned.add((where, what))
-        warn(f"dask_p2p: {where}: {what} ({cause}). {remedy}")
+        text = f"dask_p2p: {where}: {what} ({cause}). {remedy}"
+        if warn is None:
+            warnings.warn(text, P2PWarning, stacklevel=2)
+        else:
+            warn(text)
 
 
-def _register(array: np.ndarray[Any, Any]) -> Callable[[], None]:
+def register(array: np.ndarray[Any, Any]) -> Callable[[], None]:
+    """Pin the memory of an array; return what ends that."""
     import cupy
 
     runtime = cupy.cuda.runtime

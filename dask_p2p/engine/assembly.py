@@ -25,12 +25,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.backends import SLOTS, Queue, Timer, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends import SLOTS, Queue, Timer, as_array, backend_for, device_of
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext
 from dask_p2p.engine.fetch import Fetch, RemoteSource
 from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
+from dask_p2p.engine.queues import queue_for
 from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import BlockMismatchError, P2PError, TransferError
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices
@@ -177,7 +178,9 @@ class Assembly:
             # As these need blocks of others, the others need blocks from here.
             local = {self.key(number): block for number, block in self.local.items()}
             self.context.publish(local, kind, self.options)
-        queue = backend_named(kind).queue(beside_copies=bool(self._remote))
+        queue = queue_for(
+            self.plan, self.output.dtype, kind, self.options, self.context, bool(self._remote)
+        )
         try:
             if self._in_sync:
                 self._queue_local(queue)
@@ -209,11 +212,10 @@ class Assembly:
     def _target(self, queue: Queue) -> Any:
         """Return the output. It is allocated late, while the first parts are on their way."""
         if self._out is None:
-            shape, dtype = self.plan.shape, self.output.dtype
-            if self.context is None:
-                self._out = queue.empty(shape, dtype)
-            else:
-                self._out = self.context.empty_output(shape, dtype, queue)
+            like, context = (self.plan.shape, self.output.dtype), self.context
+            self._out = (
+                queue.empty(*like) if context is None else context.empty_output(*like, queue)
+            )
         return self._out
 
     def _need(self, kind: Kind) -> Need:
@@ -264,9 +266,8 @@ class Assembly:
         """
         local, remote = list[RemoteSource](), list[RemoteSource]()
         for source in sources:
-            (local if self._in_sync or source.route.transport.within_host else remote).append(
-                source
-            )
+            is_local = self._in_sync or source.route.transport.within_host
+            (local if is_local else remote).append(source)
         same_host_lane = self._lane(local, queue, iter(()))
         for _ in chain(self._lane(remote, queue, same_host_lane), same_host_lane):
             pass

@@ -24,12 +24,10 @@ class TaskContext(WorkerContext, Protocol):
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
         """Note that other workers are about to read these blocks of this kind."""
 
-    def empty_output(
-        self, shape: Sequence[int], dtype: DType, queue: Queue, pinned: bool = False
-    ) -> Array:
+    def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
         """Return an array whose values are undefined, for what the queue will do.
 
-        Pinned: for what comes from a GPU, in memory that its copy engines reach if that can be had.
+        It lies in pinned memory if the queue wants that, and it can be had.
         """
 
     def warn(self, text: str) -> None:

@@ -151,10 +151,7 @@ class Fetch:
             self._silences.check(holder, transport, self._start_s, self._options)
         limit_s = self._options.request_timeout_s + EVENT_LOOP_GRACE_S
         try:
-            if place is not None and (result_in := getattr(region.pending, "result_in", None)):
-                array = self._timed(result_in, place)
-            else:
-                array = self._timed(region.result, limit_s)
+            array = self._timed(region.result, limit_s, place)
         except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
             raise TransferError(
                 f"no answer of {holder} in time, and the worker's event loop did not respond"

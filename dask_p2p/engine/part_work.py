@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ from typing import Any
 
 from dask.utils import funcname
 
-from dask_p2p.backends import SLOTS, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_written
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.part_streams import Copied, PartStreams
 from dask_p2p.backends.pinned import warn_once
@@ -30,7 +30,6 @@ from dask_p2p.errors import (
     DeviceLostError,
     MemoryLimitError,
     NoDeviceError,
-    P2PWarning,
 )
 from dask_p2p.geometry import Index, block_shape
 from dask_p2p.monitoring.ranges import Ranges
@@ -153,7 +152,7 @@ class Work:
             wait_until_written(self.arrays, any_stream=self.of.options.any_producer_stream)
         is_empty = not prod(block_shape(self.of.chunks, self.index))
         if not self.is_reduced and (is_empty or len(self.plan.parts) > 1):
-            out = self._output(context, self.kind)
+            out = self._output(context, backend_named(self.kind).queue())
             for part in () if is_empty else self.plan.parts:
                 out[self.place(part)] = self._called(part)
             return out
@@ -175,10 +174,10 @@ class Work:
         MemoryLimitError
             If there is too little memory of the GPU even for the smallest parts.
         """
-        out = self._output(context, NUMPY.name, pinned=True)
+        out = self._output(context, HostQueue(NUMPY, pinned_output=True))
         if not out.size and not self.is_reduced:
             return out
-        tell = partial(warn_once, _warn if context is None else context.warn, where)
+        tell = partial(warn_once, None if context is None else context.warn, where)
         while True:
             streams = PartStreams(self.of.options.register_from_bytes, tell, self.ranges)
             self.copied = streams.copied
@@ -207,13 +206,12 @@ class Work:
             )
         self.plan = smaller
 
-    def _output(self, context: TaskContext | None, kind: Kind, pinned: bool = False) -> Any:
+    def _output(self, context: TaskContext | None, queue: Queue) -> Any:
         """Return memory for the block of the output, in that of outputs that are gone."""
-        queue = backend_named(kind).queue()
         shape = block_shape(self.of.chunks, self.index)
         if context is None:
             return queue.empty(shape, self.of.dtype)
-        return context.empty_output(shape, self.of.dtype, queue, pinned=pinned)
+        return context.empty_output(shape, self.of.dtype, queue)
 
     def record(self, key: Key, start_s: float, worker: str, **others: Any) -> Record:
         """Return what is known of it now, and others of a record's fields."""
@@ -310,7 +308,3 @@ class Work:
                 f"along axis {self.of.axis}."
             )
             raise
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, P2PWarning, stacklevel=2)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -23,13 +22,14 @@ from dask_p2p.config import Options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.attempts import AttemptLog, pause_s
 from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.geometry import Index
 from dask_p2p.monitoring.records import REASON_CHARS, Record
 from dask_p2p.plans import Plan
 from dask_p2p.transports.router import BlockRef
 from dask_p2p.transports.silence import is_given_up
-from dask_p2p.types import Array, Key
+from dask_p2p.types import Key
 from dask_p2p.versioned import Unreadable, check_readable
 
 __all__ = [
@@ -197,77 +197,66 @@ def assemble_block(
     check_readable(plan, output)
     start_s, counted_s = time.time(), time.perf_counter()
     worker, context = current_worker()
-    if context is not None:
-        assembly = Assembly(plan.block(index), output, blocks, context, counted_s)
-        return _Attempt(key, start_s, plan, assembly, context).run(index)
-    if any(isinstance(block, BlockRef) for block in blocks):
-        log = _unplugged.setdefault(worker, AttemptLog(worker.address))
-        try_again(key, TransferError(_TAKEN_OFF), log, output.options)
-    assembly = Assembly(plan.block(index), output, blocks)
-    return assembly.finish(assembly.run(), index)
+    assembly = Assembly(plan.block(index), output, blocks, context, counted_s)
+    if context is None:
+        if any(isinstance(block, BlockRef) for block in blocks):
+            log = _unplugged.setdefault(worker, AttemptLog(worker.address))
+            try_again(key, TransferError(_TAKEN_OFF), log, output.options)
+        return assembly.finish(assembly.run(), index)
+    # The worker has a record of this attempt, while it runs and after.
+    record = partial(_record, key, start_s, plan, assembly, context.address)
+    context.running[key] = partial(_progress, record, assembly.sources)
+    try:
+        with assembly.ranges(key):
+            block = assembly.run()
+    except TransferError as exc:
+        context.record(record(error=str(exc)[:REASON_CHARS], **_ended(assembly.sources)))
+        try_again(key, exc, context, output.options)
+    except DeviceLostError as exc:
+        go_elsewhere(context, exc)
+    else:
+        block = assembly.finish(block, index)
+        context.record(record(**_ended(assembly.sources), **_described(block)))
+        return block
+    finally:
+        context.running.pop(key, None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """One attempt at a task, on a worker with the plugin."""
+def _record(
+    key: Key, start_s: float, plan: Plan, assembly: Assembly, address: str, **others: Any
+) -> Record:
+    """Note what is known of an attempt at any time, and others of a record's fields."""
+    chunks = assembly.output.chunks or plan.chunks
+    return Record(
+        key=key,
+        start_s=start_s,
+        stop_s=time.time(),
+        worker=address,
+        array_shape=tuple(map(sum, chunks)),
+        blocks=tuple(map(len, chunks)),
+        axes=assembly.plan.axes,
+        wasted_bytes=assembly.sources.wasted_bytes,
+        kernel_s=assembly.kernels.seconds,
+        post_s=assembly.post_s,
+        **others,
+    )
 
-    key: Key
-    start_s: float  # since the epoch
-    plan: Plan
-    assembly: Assembly
-    context: TaskContext
 
-    def run(self, index: Index) -> Any:
-        """Return the output block; while it is made, and after, the worker has a record of it."""
-        self.context.running[self.key] = self._progress
-        try:
-            with self.assembly.ranges(self.key):
-                block = self.assembly.run()
-        except TransferError as exc:
-            self.context.record(self._ended(error=str(exc)))
-            try_again(self.key, exc, self.context, self.assembly.options)
-        except DeviceLostError as exc:
-            go_elsewhere(self.context, exc)
-        else:
-            result = self.assembly.finish(block, index)
-            del block
-            self.context.record(self._ended(result))
-            return result
-        finally:
-            self.context.running.pop(self.key, None)
+def _progress(record: Callable[..., Record], sources: RemoteSources) -> Record:
+    """Tell of an attempt while it runs; any thread may ask."""
+    return record(stages=sources.progress(), wanted_bytes=sources.wanted_bytes)
 
-    def _ended(self, block: Array | None = None, error: str = "") -> Record:
-        return self._record(
-            stages=tuple(self.assembly.sources.stages),
-            shape=tuple(getattr(block, "shape", ())),
-            dtype=_name_of(getattr(block, "dtype", "")),
-            nbytes=int(getattr(block, "nbytes", 0)),
-            fallbacks=self.assembly.sources.fallbacks,
-            error=error[:REASON_CHARS],
-        )
 
-    def _progress(self) -> Record:
-        """Tell of it while it runs; any thread may ask."""
-        sources = self.assembly.sources
-        return self._record(stages=sources.progress(), wanted_bytes=sources.wanted_bytes)
+def _ended(sources: RemoteSources) -> dict[str, Any]:
+    return {"stages": tuple(sources.stages), "fallbacks": sources.fallbacks}
 
-    def _record(self, **others: Any) -> Record:
-        """Note what is known of it at any time, and others of a record's fields."""
-        assembly = self.assembly
-        chunks = assembly.output.chunks or self.plan.chunks
-        return Record(
-            key=self.key,
-            start_s=self.start_s,
-            stop_s=time.time(),
-            worker=self.context.address,
-            array_shape=tuple(map(sum, chunks)),
-            blocks=tuple(map(len, chunks)),
-            axes=assembly.plan.axes,
-            wasted_bytes=assembly.sources.wasted_bytes,
-            kernel_s=assembly.kernels.seconds,
-            post_s=assembly.post_s,
-            **others,
-        )
+
+def _described(block: Any) -> dict[str, Any]:
+    return {
+        "shape": tuple(getattr(block, "shape", ())),
+        "dtype": _name_of(getattr(block, "dtype", "")),
+        "nbytes": int(getattr(block, "nbytes", 0)),
+    }
 
 
 def try_again(

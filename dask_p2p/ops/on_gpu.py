@@ -26,6 +26,7 @@ from dask_p2p.ops.parts_arguments import (
     checked_rims,
     common_chunks,
     found_dtype,
+    portable,
 )
 from dask_p2p.plans import halo_plan
 from dask_p2p.plans.halo import rims_of
@@ -128,6 +129,7 @@ def map_on_gpu(
     """
     options = checked_options()
     check_functions(func, reduce)
+    func, reduce = portable(func), portable(reduce)
     inputs = checked_arrays(arrays)
     sizes = common_chunks(inputs)
     along = checked_axis(axis, len(sizes))

@@ -28,6 +28,7 @@ __all__ = [
     "checked_rims",
     "common_chunks",
     "found_dtype",
+    "portable",
 ]
 
 
@@ -42,6 +43,25 @@ def check_functions(func: Any, reduce: Any) -> None:
         raise InputError(f"expected a function of a part, got {func!r}. Give the function first.")
     if reduce is not None and not callable(reduce):
         raise InputError(f"expected a function of two results of parts, got reduce={reduce!r}.")
+
+
+def portable(function: Any) -> Any:
+    """Return NumPy's ufunc for one of CuPy's, which cannot be pickled: it calls that of its arrays.
+
+    Raises
+    ------
+    InputError
+        If NumPy has none of its name.
+    """
+    if type(function).__name__ != "ufunc" or not type(function).__module__.startswith("cupy"):
+        return function
+    name = function.name.removeprefix("cupy_")
+    if not isinstance(found := getattr(np, name, None), np.ufunc):
+        raise InputError(
+            f"expected a function that can be pickled, got CuPy's ufunc {function.name}. Wrap "
+            f"it in one: lambda a: ...(a)."
+        )
+    return found
 
 
 def checked_arrays(arrays: tuple[Any, ...]) -> list[DaskArray]:

@@ -230,10 +230,9 @@ class DaskWorkerContext(AttemptLog):
         else:
             self._published.pop(name, None)
 
-    def empty_output(
-        self, shape: Sequence[int], dtype: DType, queue: Queue, pinned: bool = False
-    ) -> Array:
-        return (self.pinned if pinned else self.outputs).empty(shape, dtype, queue)
+    def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
+        memory = self.pinned if queue.pinned_output else self.outputs
+        return memory.empty(shape, dtype, queue)
 
     def responds(self, holder: str) -> bool:
         try:

@@ -3,6 +3,10 @@
 ``worker.data[key]`` brings a spilled block back into memory, and spills others for it. When two
 threads do that at the same time, one of them gets a `KeyError`. So threads that serve peers read
 the levels of a store one by one, and change none of them.
+
+dask-cuda spills CuPy blocks as Dask serialises them: a header, and their bytes in host memory.
+There they are read like NumPy blocks, region by region, and take no room on the GPU that they had
+to leave.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from distributed.spill import SpillBuffer
 
 from dask_p2p.backends.device import private_stream
@@ -42,9 +47,10 @@ def is_spilled(data: Any, key: Key) -> bool:
 
 
 def read_spilled(data: Any, key: Key) -> Any:
-    """Return a spilled block as a new array, and leave it where it is; `KeyError` if there is none.
+    """Return a spilled block, and leave it where it is; `KeyError` if there is none.
 
-    CuPy blocks are made on the current GPU, and have to be waited for.
+    One of CuPy is returned as a NumPy array in the memory where it lies. If it lies there in a form
+    that is not known, it is made anew on the current GPU, and has to be waited for.
     """
     for level in (*_memory_levels(data), *_slow_levels(data)):
         with suppress(KeyError, FileNotFoundError):  # moved on just now
@@ -78,9 +84,30 @@ def _is_serialized(block: Array) -> bool:
 def _restored(block: Array) -> Any:
     if not _is_serialized(block):
         return block
+    if (view := _host_view(block)) is not None:
+        return view
     restore: Callable[[Any], Any] = _device_host_file().host_to_device
     with private_stream():
         return restore(block)
+
+
+def _host_view(block: Any) -> np.ndarray[Any, Any] | None:
+    """Return a serialised CuPy block as an array of host memory; None if it is not as expected.
+
+    It is as `distributed.protocol.cupy` makes it, for dask-cuda's `DeviceSerialized`.
+    """
+    try:
+        header, (frame,) = block.header["sub-header"], block.frames
+        raw = np.frombuffer(frame, np.uint8)
+        view = np.ndarray(header["shape"], header["typestr"], raw, 0, header["strides"])
+        package, _, name = block.header["type"].rpartition(".")
+        is_known = (package.partition(".")[0], name) == ("cupy", "ndarray")
+    except (AttributeError, KeyError, TypeError, ValueError, BufferError):
+        return None
+    if not is_known or block.header["serializer"] != "dask" or view.nbytes != raw.nbytes:
+        return None
+    view.flags.writeable = False
+    return view
 
 
 def _is_device_host_file(data: Any) -> bool:

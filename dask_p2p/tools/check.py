@@ -21,7 +21,9 @@ import numpy as np
 
 from dask_p2p.backends import worker_backend
 from dask_p2p.backends.hardware import versions
+from dask_p2p.backends.host_link import HostLink
 from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.backends.pinned import CANNOT_PIN, REMEDY
 from dask_p2p.config import Options, options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.task import PLUGIN_NAME
@@ -71,9 +73,9 @@ def check(client: Any = None) -> Any:
     Returns
     -------
     Report or awaitable
-        ``workers``, ``links`` (one for each ordered pair of workers), ``hosts`` (one for each
-        ordered pair of hosts) and ``problems``, each with its cure. Something to await if the
-        client is asynchronous.
+        ``workers``, with the rates of copies between the host and their GPUs, ``links`` (one for
+        each ordered pair of workers), ``hosts`` (one for each ordered pair of hosts) and
+        ``problems``, each with its cure. Something to await if the client is asynchronous.
 
     Raises
     ------
@@ -92,8 +94,11 @@ async def _check(client: Any) -> Report:
     name = PLUGIN_NAME  # a local function travels as a whole: workers may lack the package
     had_plugin = await client.run(lambda dask_worker: name in dask_worker.plugins)
     await register(client)
-    statuses = await client.run(_status)
-    workers = [Status(had_plugin=had_plugin.get(a, False), **statuses[a]) for a in sorted(statuses)]
+    statuses, host_links = await client.run(_status), await client.run(_host_link)
+    workers = [
+        Status(had_plugin=had_plugin.get(a, False), **statuses[a], **host_links.get(a, {}))
+        for a in sorted(statuses)
+    ]
     kinds = {worker.kind for worker in workers}
     kind = kinds.pop() if len(kinds) == 1 else NUMPY.name
     addresses = [worker.address for worker in workers]
@@ -161,6 +166,8 @@ def _problems_of(
             "the GPU is a MIG instance, which has no CUDA IPC and no NVLink",
             "Use whole GPUs, or expect comm",
         )
+    if worker.cannot_pin is not None:
+        yield f"{CANNOT_PIN} ({worker.cannot_pin})", REMEDY.removesuffix(".")
     resource, pool_bytes = worker.memory_resource, worker.pool_bytes
     if pool_bytes and pool_bytes % POOL_GRANULE_BYTES:
         text = f"RMM's pool of {pool_bytes} bytes is no multiple of 2 MiB"
@@ -185,6 +192,19 @@ def _status(dask_worker: Any) -> dict[str, Any]:
         "versions": versions(),
     }
     return status | worker_backend().device_status()
+
+
+async def _host_link(dask_worker: Any) -> dict[str, Any]:
+    """Measure copies between this worker's memory and its GPU, if it has one."""
+    causes: list[str] = []
+
+    def measured() -> HostLink | None:
+        with contextlib.suppress(MemoryError):  # of the GPU, which others may have taken
+            return worker_backend().host_link(lambda what, cause: causes.append(cause))
+        return None
+
+    found = await asyncio.to_thread(measured)
+    return {"host_link": found, "cannot_pin": next(iter(causes), None)}
 
 
 def _clear_probes(dask_worker: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from statistics import median
 
+from dask_p2p.backends.host_link import HostLink
 from dask_p2p.errors import Obstacle
 from dask_p2p.monitoring.text_table import html_table, text_table
 from dask_p2p.types import Kind
@@ -32,6 +33,8 @@ class Status:
     pool_bytes: int | None = None  # size of RMM's pool
     cupy_uses_rmm: bool | None = None  # None without CuPy
     link_gbs: float | None = None  # what the hardware should give, one way; None if unknown
+    host_link: HostLink | None = None  # measured; None without a GPU
+    cannot_pin: str | None = None  # why there is no memory to measure that with
     leased_bytes: int  # of blocks that are kept for readers
     versions: Mapping[str, str | None]
 
@@ -115,6 +118,8 @@ class Report:
     def _tables(self) -> dict[str, list[tuple[str, ...]]]:
         """Return rows by title. In matrices each reader has a row, each holder a column."""
         tables = {"Workers": _worker_rows(self.workers)}
+        if any(worker.host_link for worker in self.workers):
+            tables["GB/s between pinned host memory and the GPU"] = _host_link_rows(self.workers)
         if len({worker.host for worker in self.workers}) > 1:
             tables["Between hosts"] = _host_rows(self.hosts)
         if self.links:
@@ -172,6 +177,14 @@ def _worker_rows(workers: Iterable[Status]) -> list[tuple[str, ...]]:
         memory = worker.memory_resource or "-", pool, f"{worker.leased_bytes / 2**20:.1f} MiB"
         place = worker.host, worker.address, worker.kind, worker.gpu or "-"
         rows.append((str(number), *place, *memory))
+    return rows
+
+
+def _host_link_rows(workers: Iterable[Status]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("worker", "to the GPU", "from it", "both at once")]
+    for number, worker in enumerate(workers):
+        if worker.host_link is not None:
+            rows.append((str(number), *(f"{gbs:.3g}" for gbs in worker.host_link)))
     return rows
 
 

@@ -8,14 +8,9 @@ __all__ = ["ByteBudget", "Reservation"]
 
 
 class ByteBudget:
-    """Bytes that several requests may reserve, up to a limit.
+    """Bytes that several requests may reserve, up to a limit; one for more is let through alone.
 
     A request reserves all that it needs at once. So none waits that holds something itself.
-
-    Parameters
-    ----------
-    limit_bytes
-        What all may reserve together. A request for more is let through alone.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -29,10 +24,7 @@ class ByteBudget:
         return sum(list(self._reserved.values()))
 
     def reserve(self, *sizes: int) -> list[Reservation] | None:
-        """Reserve memory of these sizes, each to be released on its own.
-
-        It returns None if there is no room for all of them now.
-        """
+        """Reserve memory of these sizes, each released on its own; None: there is no room now."""
         with self._lock:
             reserved_bytes = self.reserved_bytes
             if reserved_bytes and reserved_bytes + sum(sizes) > self.limit_bytes:

@@ -33,17 +33,10 @@ def buffer_bytes(nbytes: int) -> int:
 
 
 class Buffers:
-    """A pool of buffers, of the kind "numpy" or "cupy".
+    """A pool of buffers, of the kind "numpy" or "cupy"; so many idle bytes are kept for later.
 
     A buffer is taken as an array, and comes back when that array and all its views are gone. So let
     go of the last one only when all that uses it is done, kernels included.
-
-    Parameters
-    ----------
-    kind
-        Of the arrays.
-    idle_bytes
-        Kept for later at most.
     """
 
     def __init__(self, kind: Kind, idle_bytes: int) -> None:
@@ -60,7 +53,11 @@ class Buffers:
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return a C-ordered array whose values are undefined."""
         dtype = np.dtype(dtype)
-        nbytes = prod(shape) * dtype.itemsize
+        _, lent = self.lend(prod(shape) * dtype.itemsize)
+        return lent.view(dtype).reshape(shape)
+
+    def lend(self, nbytes: int) -> tuple[Any, Array]:
+        """Return a buffer, and bytes in it, which are lent until all views of them are gone."""
         size_bytes = self.size_of(nbytes)
         device = current_device() if backend_named(self.kind).on_device else None
         try:
@@ -69,8 +66,7 @@ class Buffers:
             memory = self._allocate(size_bytes)
         owner = _Owner(memory)
         weakref.finalize(owner, self.put_back, size_bytes, memory).atexit = False
-        lent = backend_named(self.kind).bytes_of(memory, size_bytes, owner)
-        return lent[:nbytes].view(dtype).reshape(shape)
+        return memory, backend_named(self.kind).bytes_of(memory, size_bytes, owner)[:nbytes]
 
     def size_of(self, nbytes: int) -> int:
         """Return the size of the buffer that an array of `nbytes` is put into."""

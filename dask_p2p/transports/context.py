@@ -32,7 +32,8 @@ class WorkerContext(Protocol):
     def block(self, key: Key) -> Any:
         """Return the block with this key, which may be a probe's; `KeyError` if it is not here.
 
-        It may be read from disk, and so may block: call it from a thread.
+        It may be read from disk, and so may block: call it from a thread. A CuPy block that is
+        spilled to host memory is a NumPy array there.
         """
 
     def is_on_disk(self, key: Key) -> bool:

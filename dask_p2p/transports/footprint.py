@@ -1,16 +1,18 @@
 """What transports hold in memory beside blocks, and so in what parts regions are asked for.
 
-Besides its inputs and its output, a task holds parts of regions that are on their way. These stay
-below `Options.staging_limit_bytes`: parts are cut to fit. All of this is arithmetic.
+Parts of regions that are on their way to a task stay below `Options.staging_limit_bytes`: they are
+cut to fit. All of this is arithmetic.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from dask_p2p.backends import MOST_UNREAD, backend_named
+from dask_p2p.backends.host_through_device import is_for_device, slots_bytes
 from dask_p2p.config import Options, transport_classes
 from dask_p2p.transports.buffers import buffer_bytes
 from dask_p2p.types import Kind
@@ -29,36 +31,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a transport holds of blocks of one kind, and how it asks for them.
+    """What a transport holds of blocks of one kind, and how it asks for them."""
 
-    Attributes
-    ----------
-    part_bytes : int or None
-        Of the largest part that is asked for at once; None: of any size, and nothing is held.
-    parts_in_flight : int
-        Asked for while the part before them is put into place.
-    parts_held : int
-        Of one task at a time, at its reader.
-    parts_packed : int
-        For one task at a time, at its holder.
-    parts_idle : int
-        Kept by a worker for later.
-    copies : int
-        That there are of a region at most, while it is on its way.
-    is_buffered : bool
-        Whether parts lie in buffers, whose sizes are powers of two.
-    comes_in_batches : bool
-        Whether small regions share a part.
-    """
-
-    part_bytes: int | None
-    parts_in_flight: int
-    parts_held: int = 1
-    parts_packed: int = 0
-    parts_idle: int = 0
-    copies: int = 2
-    is_buffered: bool = True
-    comes_in_batches: bool = False
+    part_bytes: int | None  # of the largest part; None: of any size, and nothing is held
+    parts_in_flight: int  # asked for while the part before them is put into place
+    parts_held: int = 1  # of one task at a time, at its reader
+    parts_packed: int = 0  # for one task at a time, at its holder
+    parts_idle: int = 0  # kept by a worker for later
+    copies: int = 2  # that there are of a region at most, while it is on its way
+    is_buffered: bool = True  # whether parts lie in buffers, whose sizes are powers of two
+    comes_in_batches: bool = False  # whether small regions share a part
 
     def task_bytes(self, largest_bytes: int, remote_bytes: int, item_bytes: int) -> int:
         """Return what one task holds at most; see `staging_bytes`."""
@@ -128,7 +110,15 @@ def left_bytes(options: Options, kind: Kind) -> int:
     """Return what parts from other hosts may take, beside those of this one."""
     local = _used(options, kind, [True])
     held_bytes = max((used.parts_held * used.each_bytes for used in local), default=0)
-    return options.staging_limit_bytes - held_bytes
+    # The queue's slots are there twice, in host memory and on a GPU.
+    return options.staging_limit_bytes - held_bytes - 2 * _queue_bytes(options, kind)
+
+
+def _queue_bytes(options: Options, kind: Kind) -> int:
+    """Return what the queue of a task takes of the memory where its blocks lie."""
+    if backend_named(kind).on_device or not is_for_device(options.permute_numpy, sys.maxsize):
+        return 0
+    return slots_bytes(options.staging_limit_bytes)
 
 
 @lru_cache(maxsize=1024)  # each task of an array asks the same, before it does anything else
@@ -137,22 +127,12 @@ def staging_bytes(
 ) -> int:
     """Return what one task holds at most beyond its inputs and its output.
 
-    A task has parts from this host and from others at the same time; but of either it never has
-    parts by two transports.
-
-    Parameters
-    ----------
-    options, kind
-        The task's.
-    largest_bytes
-        Of the largest region that it reads from one block.
-    remote_bytes
-        All that comes from other workers.
-    item_bytes
-        Of one element: no part is smaller.
+    It has parts from this host and from others at the same time; but of either it never has parts
+    by two transports. Given are the largest region that it reads from one block, all that comes
+    from other workers, and one element: no part is smaller.
     """
     wanted = largest_bytes, remote_bytes, item_bytes
-    return sum(
+    return _queue_bytes(options, kind) + sum(
         max((used.task_bytes(*wanted) for used in _used(options, kind, [is_local])), default=0)
         for is_local in (True, False)
     )
@@ -161,14 +141,7 @@ def staging_bytes(
 def packed_bytes(options: Options, kind: Kind, readers: int, remote_bytes: int) -> int:
     """Return what one worker has packed at most, for so many tasks that read from it at a time.
 
-    Parameters
-    ----------
-    options, kind
-        Of the tasks, and of the worker.
-    readers
-        Tasks that may read from it at a time.
-    remote_bytes
-        All that they ever read from it.
+    `remote_bytes` is all that they ever read from it.
     """
     packing = [used for used in _used(options, kind, [True, False]) if used.parts_packed]
     task_bytes = max((used.parts_packed * used.each_bytes for used in packing), default=0)

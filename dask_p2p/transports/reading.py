@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dask_p2p.geometry import Box, box_size, split_box, taper_last
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.types import Array, DType, Kind
 
-__all__ = ["Arrived", "Failed", "Pending", "Reading", "Region", "Request"]
+__all__ = ["Bring", "Reading", "Region", "Request"]
 
 _LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
+
+#: Returns a region's array: see `Region.result`, which calls it with the same arguments.
+Bring = Callable[[float | None, Array | None], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +34,36 @@ class Request:
         return f"block {self.key!r} of {self.holder}"
 
 
-class Pending(Protocol):
-    """A region on its way; a `concurrent.futures.Future` is one."""
+@dataclass(slots=True)
+class Region:
+    """A part of what is requested, small enough to be asked for at once."""
 
-    __slots__ = ()
+    request: int  # number among the requests
+    piece: int  # number of the box, among those of the request
+    box: Box
+    bring: Bring | None = None  # once it is asked for
+    done: Callable[[], bool] | None = None  # whether `bring` ends soon; None: it does
+    error: Exception | None = None  # why it will not come
+    prefetched: Any = None  # for the reader: what its queue copies here, if it lies elsewhere
 
-    def done(self) -> bool:
+    def on_its_way(self, bring: Bring, done: Callable[[], bool] | None = None) -> Region:
+        """Return it, now that it is asked for."""
+        self.bring, self.done = bring, done
+        return self
+
+    def failed(self, error: Exception) -> Region:
+        """Return it as one that will not come."""
+        self.error = error
+        return self
+
+    def is_here(self) -> bool:
         """Return whether nothing has to be waited for: `result` ends soon."""
-        return True
+        return self.done is None or self.done()
 
-    @abstractmethod
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        """Wait until it is here, and return the array.
+    def result(self, timeout_s: float | None = None, into: Array | None = None) -> Any:
+        """Wait until it is here, and return its array: once. It is the caller's own from here on.
+
+        That is `into`, where the region belongs, if the transport can bring it straight there.
 
         Raises
         ------
@@ -51,55 +72,10 @@ class Pending(Protocol):
         TimeoutError
             If it does not come in time, and nobody has noticed.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived(Pending):
-    """A region that is already here."""
-
-    region: Array
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        return self.region
-
-
-@dataclass(frozen=True, slots=True)
-class Failed(Pending):
-    """A region that will not come."""
-
-    error: Exception
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        raise self.error
-
-
-@dataclass(slots=True)
-class Region:
-    """A part of what is requested, small enough to be asked for at once."""
-
-    request: int  # number among the requests
-    piece: int  # number of the box, among those of the request
-    box: Box
-    pending: Pending | None = None  # once it is asked for
-    prefetched: Any = None  # for the reader: what its queue copies here, if it lies elsewhere
-
-    def on_its_way(self, pending: Pending) -> Region:
-        """Return it, now that it is asked for."""
-        self.pending = pending
-        return self
-
-    def is_here(self) -> bool:
-        """Return whether nothing has to be waited for: `result` ends soon."""
-        return self.pending is None or self.pending.done()
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        """Wait until it is here, and return the array, as `Pending.result` does: once.
-
-        It is the caller's own from here on.
-        """
-        assert self.pending is not None
-        pending, self.pending = self.pending, None
-        return pending.result(timeout_s)
+        if self.error is not None:
+            raise self.error
+        assert self.bring is not None
+        return self.bring(timeout_s, into)
 
 
 class Reading(ABC):
@@ -132,33 +108,19 @@ class Reading(ABC):
     def confirm(self) -> None:  # noqa: B027  # optional
         """Raise `TransferError` if what was read may be wrong, now that all reading is done.
 
-        That is for transports whose holder can go away under a reader that cannot notice, or
-        says only in the end what it has sent.
+        That is for transports whose holder can go away under a reader that cannot notice.
         """
 
     @abstractmethod
     def close(self) -> None:
         """End all leases. Whatever is still under way is given up. Idempotent."""
 
-    def named(self, parts: Sequence[Region]) -> dict[str, Any]:
-        """Return how a holder is asked for parts: each block is named once, and then numbered."""
-        numbers = {number: i for i, number in enumerate(dict.fromkeys(p.request for p in parts))}
-        return {
-            "blocks": [(self.requests[n].key, self.requests[n].shape) for n in numbers],
-            "parts": [(numbers[part.request], part.box) for part in parts],
-        }
-
     def parts(self, *, is_tapered: bool = False) -> Iterator[Region]:
         """Cut what is requested into parts, but for what was dropped.
 
         They are made as late as may be: a region can have hundreds of parts, and the first should
-        soon be here.
-
-        Parameters
-        ----------
-        is_tapered
-            Whether the last parts are smaller and smaller: nothing comes any more while the end of
-            the last one is put into place.
+        soon be here. With `is_tapered` the last parts are smaller and smaller: nothing comes any
+        more while the end of the last one is put into place.
         """
         last = len(self.requests) - 1
         for number, request in enumerate(self.requests):

@@ -50,18 +50,22 @@ __all__ = [
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
+#: What a holder answers in the place of these errors; of all others, "error".
+_STATUSES: dict[str, tuple[type[Exception], ...]] = {
+    "missing": (KeyError, DeviceLostError),  # with the device its blocks are lost
+    "mismatch": (BlockMismatchError, UnsupportedArrayError),
+    "unsuitable": (UnsuitableError,),
+    "silent": (SilentError,),
+}
+
 
 async def ask(
     worker: WorkerContext, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
 ) -> Any:
     """Call a holder's handler.
 
-    Raises
-    ------
-    UnreachableError
-        If the holder cannot be reached, or does not answer in time.
-    TransferError
-        If its handler raises, or its answer cannot be read.
+    It raises `UnreachableError` if the holder cannot be reached, or does not answer in time;
+    `TransferError` if its handler raises, or its answer cannot be read.
     """
     try:
         calling = asyncio.ensure_future(worker.call(holder, op, **kwargs))
@@ -161,12 +165,8 @@ def dtype_text(dtype: Any) -> str:
 def check_dtype_text(block: Any, declared: str, real: str) -> None:
     """Raise unless a block is of the declared dtype, for a transport that moves bytes as they are.
 
-    Raises
-    ------
-    UnsuitableError
-        If only the byte order differs: a transport whose reader converts what comes is for it.
-    BlockMismatchError
-        If they differ in anything else.
+    It raises `UnsuitableError` if only the byte order differs: that is for a transport whose reader
+    converts what comes; else `BlockMismatchError`.
     """
     if declared == real:
         return
@@ -206,13 +206,9 @@ def answering(handler: Handler) -> Handler:
 
 def refuse(exc: Exception) -> dict[str, Any]:
     """Turn a holder's error into a reply: plain text, nothing that is unpickled."""
-    if isinstance(exc, (KeyError, DeviceLostError)):  # with the device its blocks are lost
-        return {"status": "missing"}
-    if isinstance(exc, (BlockMismatchError, UnsupportedArrayError)):
-        return {"status": "mismatch", "message": str(exc)}
-    if isinstance(exc, (UnsuitableError, SilentError)):
-        status = "unsuitable" if isinstance(exc, UnsuitableError) else "silent"
-        return {"status": status, "message": str(exc)}
+    for status, errors in _STATUSES.items():
+        if isinstance(exc, errors):
+            return {"status": status} | ({} if status == "missing" else {"message": str(exc)})
     text = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, MemoryError):
         text = f"out of memory for packing what was asked for ({text})"
@@ -223,25 +219,23 @@ def refuse(exc: Exception) -> dict[str, Any]:
 
 def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
     """Return a holder's reply if its status is "ok"; else raise the error that it reports."""
-    status = reply.get("status") if isinstance(reply, dict) else None
+    told = reply if isinstance(reply, dict) else {}
+    status, message = told.get("status"), told.get("message", reply)
     if status == "ok":
-        return dict(reply)
+        return dict(told)
     if status == "missing":
         raise BlockUnavailableError(f"{transport}: {block} is not there any more")
     if status == "mismatch":
-        raise BlockMismatchError(f"{reply.get('message')} (held by {block.holder})")
-    message = reply.get("message", reply) if isinstance(reply, dict) else reply
+        raise BlockMismatchError(f"{message} (held by {block.holder})")
     if status == "unsuitable":
         raise UnsuitableError(f"{transport} is not for {block}: {message}")
     text = f"{transport}: {block.holder} could not send {block}: {message}"
     if status == "silent":
         raise SilentError(text, str(message))
-    raise TransferError(text, str(message), _obstacle_of(reply))
+    raise TransferError(text, str(message), _obstacle_of(told.get("obstacle")))
 
 
-def _obstacle_of(reply: Any) -> Obstacle | None:
+def _obstacle_of(parts: Any) -> Obstacle | None:
     """Return the obstacle that a holder reports, if it is a valid one."""
-    parts: Any = reply.get("obstacle") if isinstance(reply, dict) else None
-    if type(parts) not in (list, tuple) or any(type(part) is not str for part in parts):
-        return None
-    return Obstacle(*parts) if len(parts) == 3 else None
+    is_valid = type(parts) in (list, tuple) and [type(part) for part in parts] == 3 * [str]
+    return Obstacle(*parts) if is_valid else None

@@ -45,7 +45,7 @@ def checked_key(key: Key, depth: int = 0) -> Any:
     if type(key) in (str, bytes, int, float):
         return key
     if type(key) is not tuple or depth == _DEEPEST_KEY or len(key) > _LONGEST_KEY:
-        raise MalformedRequestError(f"key: expected a Dask key, got {_kind(key)}")
+        raise MalformedRequestError(f"key: expected a Dask key, got {type(key).__name__}")
     for part in key:
         checked_key(part, depth + 1)
     return key
@@ -53,7 +53,7 @@ def checked_key(key: Key, depth: int = 0) -> Any:
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
     """Return a shape: a short sequence of integers that are not negative."""
-    lengths = tuple(_integer("shape", length) for length in _sequence("shape", shape))
+    lengths = _integers("shape", shape)
     if any(length < 0 for length in lengths):
         raise MalformedRequestError("shape: expected no negative lengths")
     return lengths
@@ -61,7 +61,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
 
 def checked_strides(strides: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides: an integer for each axis of a block of this shape."""
-    steps = tuple(_integer("strides", stride) for stride in _sequence("strides", strides))
+    steps = _integers("strides", strides)
     if len(steps) != len(shape):
         raise MalformedRequestError(f"strides: expected {len(shape)}, got {len(steps)}")
     return steps
@@ -69,16 +69,15 @@ def checked_strides(strides: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def checked_box(box: Any, shape: tuple[int, ...]) -> Box:
     """Return a box that lies in a block of this shape."""
-    pairs = [_sequence("box", pair) for pair in _sequence("box", box)]
-    if any(len(pair) != 2 for pair in pairs):
+    ends = [_integers("box", pair) for pair in _sequence("box", box)]
+    if any(len(pair) != 2 for pair in ends):
         raise MalformedRequestError("box: expected a start and a stop for each axis")
-    checked = tuple((_integer("box", start), _integer("box", stop)) for start, stop in pairs)
-    if len(checked) != len(shape) or any(
-        not 0 <= start <= stop <= length
-        for (start, stop), length in zip(checked, shape, strict=True)
-    ):
-        raise MalformedRequestError(f"box {_short(checked)} does not lie in a block of {shape}")
-    return checked
+    lies_in = len(ends) == len(shape) and all(
+        0 <= start <= stop <= length for (start, stop), length in zip(ends, shape, strict=True)
+    )
+    if not lies_in:
+        raise MalformedRequestError(f"box {_short(ends)} does not lie in a block of {shape}")
+    return tuple((start, stop) for start, stop in ends)
 
 
 def checked_blocks(blocks: Any) -> list[tuple[Any, tuple[int, ...]]]:
@@ -89,18 +88,9 @@ def checked_blocks(blocks: Any) -> list[tuple[Any, tuple[int, ...]]]:
 
 def checked_parts(parts: Any, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, Box]]:
     """Return numbers of blocks, and boxes that lie in them."""
-    checked = []
-    for number, box in _pairs("parts", parts):
-        checked_integer("block", number, 0, len(shapes) - 1)
-        checked.append((number, checked_box(box, shapes[number])))
-    return checked
-
-
-def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
-    pairs = _sequence(name, value, _MOST_PARTS)
-    if any(type(pair) not in (tuple, list) or len(pair) != 2 for pair in pairs):
-        raise MalformedRequestError(f"{name}: expected pairs")
-    return [(first, second) for first, second in pairs]
+    pairs, last = _pairs("parts", parts), len(shapes) - 1
+    numbers = [checked_integer("block", number, 0, last) for number, _ in pairs]
+    return [(n, checked_box(box, shapes[n])) for n, (_, box) in zip(numbers, pairs, strict=True)]
 
 
 def checked_integer(name: str, value: Any, least: int, most: int) -> int:
@@ -121,7 +111,7 @@ def checked_seconds(name: str, value: Any, most_s: int = _LONGEST_S) -> float:
 def checked_text(name: str, value: Any) -> str:
     """Return a short text."""
     if type(value) is not str or len(value) > _LONGEST_TEXT:
-        raise MalformedRequestError(f"{name}: expected a short text, got {_kind(value)}")
+        raise MalformedRequestError(f"{name}: expected a short text, got {type(value).__name__}")
     return value
 
 
@@ -137,28 +127,33 @@ def reject_unknown(unknown: Iterable[str]) -> None:
         raise MalformedRequestError(f"unknown arguments: {_short(names)}")
 
 
-def _sequence(name: str, value: Any, most: int = _MOST_DIMENSIONS) -> tuple[Any, ...]:
+def _pairs(name: str, value: Any) -> Sequence[Any]:
+    pairs = _sequence(name, value, _MOST_PARTS)
+    if any(type(pair) not in (tuple, list) or len(pair) != 2 for pair in pairs):
+        raise MalformedRequestError(f"{name}: expected pairs")
+    return pairs
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    for value in _sequence(name, values):
+        _check_type(name, value, "an integer", int)
+        if not -(2**63) <= value < 2**63:
+            raise MalformedRequestError(f"{name}: expected integers of 64 bits")
+    return tuple(values)
+
+
+def _sequence(name: str, value: Any, most: int = _MOST_DIMENSIONS) -> Sequence[Any]:
     _check_type(name, value, "a sequence", tuple, list)
     if len(value) > most:
         raise MalformedRequestError(f"{name}: expected at most {most}, got more")
-    return tuple(value)
-
-
-def _integer(name: str, value: Any) -> int:
-    _check_type(name, value, "an integer", int)
-    if not -(2**63) <= value < 2**63:
-        raise MalformedRequestError(f"{name}: expected an integer of 64 bits")
-    return int(value)
+    sequence: Sequence[Any] = value
+    return sequence
 
 
 def _check_type(name: str, value: Any, expected: str, *types: type) -> None:
     """Refuse a value of another type: one of a subclass, too, whose own code would run."""
     if type(value) not in types:
-        raise MalformedRequestError(f"{name}: expected {expected}, got {_kind(value)}")
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
+        raise MalformedRequestError(f"{name}: expected {expected}, got {type(value).__name__}")
 
 
 def _short(value: Any) -> str:

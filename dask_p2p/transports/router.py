@@ -87,24 +87,11 @@ class Router:
     def routes(
         self, ref: BlockRef, kind: Kind, dtype: DType, order: tuple[str, ...]
     ) -> list[Route]:
-        """Return the routes by which a block may come here, best first.
-
-        Parameters
-        ----------
-        ref
-            The block.
-        kind, dtype
-            Of its elements: "numpy" or "cupy", and `numpy.dtype`.
-        order
-            Names of the transports that may be used, best first.
-        """
+        """Return the routes by which a block may come here, best first; so are names in `order`."""
         routes = []
         for holder in ref.holders:
-            open_ = [
-                Route(holder, transport)
-                for transport in (self.transports[name] for name in self._order(holder, order))
-                if transport.obstacle(holder, kind, dtype) is None
-            ]
+            all_ = [Route(holder, self.transports[name]) for name in self._order(holder, order)]
+            open_ = [route for route in all_ if not route.transport.obstacle(holder, kind, dtype)]
             # Where everything has failed before, everything is tried again.
             left = [route for route in open_ if not self._is_broken(route)] or open_
             # Only what will be used is proved: a transport may take long to start.
@@ -134,16 +121,9 @@ class Router:
         return next((boot_id for boot_id in known if boot_id is not None), "")
 
     def prefer(self, holder: str, order: tuple[str, ...], transport: str | None) -> None:
-        """Have a transport tried first for a holder, wherever this order is given.
+        """Have a transport tried first for a holder, wherever this order is given: it was measured.
 
-        Parameters
-        ----------
-        holder
-            Address.
-        order
-            Names of the transports that may be used, best first, as far as that was known.
-        transport
-            Name of the one that was measured to be quicker by far. None lets the order stand.
+        None lets the order stand.
         """
         with self._lock:
             if transport is None:
@@ -219,12 +199,10 @@ class Router:
     def on_worker_left(self, holder: str) -> None:
         """Drop what was learnt about a worker that has left."""
         with self._lock:
-            for pair in [pair for pair in self.failures if pair[0] == holder]:
-                del self.failures[pair]
-            for preferred in [known for known in self._preferred if known[0] == holder]:
-                del self._preferred[preferred]
-            for about in [about for about in self.proofs if about[0] == holder]:
-                del self.proofs[about]
+            learnt: tuple[dict[Any, Any], ...] = self.failures, self._preferred, self.proofs
+            for known in learnt:
+                for about in [about for about in known if about[0] == holder]:
+                    del known[about]
         self.silences.on_worker_left(holder)
         for transport in self.transports.values():
             transport.on_worker_left(holder)

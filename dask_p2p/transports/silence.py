@@ -1,10 +1,6 @@
 """How long other workers are waited for, and which of them are known not to answer.
 
-All tasks of a worker share what is known of a holder that does not answer. An attempt that had
-begun when the holder was found silent does not wait for it as well; a later one asks it again. Once
-the holder has been silent for as long as all attempts at one task wait for it, any task that needs
-it ends in an error, even after its first attempt. For two seconds others that need it do so at
-once, unless it answers.
+All tasks of a worker share what is known of a silent holder: see "Failure" in docs/design.md.
 """
 
 from __future__ import annotations
@@ -38,10 +34,7 @@ _KEPT_S = 3600.0  # what is known of a holder that nobody needs any more
 
 
 def is_given_up(options: Options, silent_s: float) -> bool:
-    """Return whether a holder that has been silent for so long is not waited for any longer.
-
-    That is since it was first found silent, until it was found so again.
-    """
+    """Return whether a holder is given up that was found silent, and so long after once more."""
     return silent_s >= (options.attempts - 1) * options.request_timeout_s
 
 

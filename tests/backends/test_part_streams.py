@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -157,6 +160,24 @@ def test_the_function_comes_after_what_the_null_stream_does(gpu):
 
     work.call = with_weights
     through(gpu, work, array())
+
+
+def test_a_thread_waits_for_streams_of_its_own_only(gpu, monkeypatch):
+    """So blocks of other threads are under way while one ends."""
+    waited, real = defaultdict(set), Stream.synchronize
+
+    def synchronize(stream):
+        waited[threading.current_thread()].add(stream.name)
+        real(stream)
+
+    monkeypatch.setattr(Stream, "synchronize", synchronize)
+    for _ in range(2):
+        thread = threading.Thread(target=through, args=(gpu, Work(gpu, array()), array()))
+        thread.start()
+        thread.join()
+    first, second = waited.values()
+    assert len(first) == len(second) == 3
+    assert not first & second
 
 
 def test_without_pinned_memory_values_are_right(gpu, monkeypatch):

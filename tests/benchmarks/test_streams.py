@@ -9,6 +9,8 @@ from click.testing import CliRunner
 
 from benchmarks import streams
 from benchmarks.streams import Issuer, by_kind, by_part
+from dask_p2p.backends.device import gpu_obstacle
+from dask_p2p.errors import NoDeviceError
 from tests.simulation.streams import HOST, RaceError, Stream, emulated
 
 
@@ -62,6 +64,22 @@ def test_ways_of_dask_are_checked(client, monkeypatch):
     assert [*measured] == [streams.PINNED, streams.PAGEABLE, streams.REGISTERED, streams.USERS]
     for way in [streams.PINNED, streams.PAGEABLE, streams.REGISTERED]:
         assert measured[way]() > 0
-    monkeypatch.setattr(streams, "function", lambda a: a)
+    wrong = streams.mapping(client, 1000, fallback="numpy")
+    monkeypatch.setattr(streams.dask_p2p, "map_on_gpu", lambda function, x, **kwargs: x)
     with pytest.raises(ClickException, match="values are wrong"):
-        measured[streams.PAGEABLE]()
+        wrong[streams.PAGEABLE]()
+
+
+def test_transposes_are_checked(client, monkeypatch):
+    by_cpu = {"cpu": streams.TRANSPOSED["cpu"]}  # the other way needs a GPU, and says so
+    monkeypatch.setattr(streams, "TRANSPOSED", by_cpu)
+    (measure,) = streams.transposing(client, 1000).values()
+    assert measure() > 0
+    (wrong,) = streams.transposing(client, 1000).values()
+    monkeypatch.setattr(streams.dask_p2p, "transpose", lambda x: x)
+    with pytest.raises(ClickException, match="values are wrong"):
+        wrong()
+    monkeypatch.undo()
+    if gpu_obstacle() is not None:
+        with pytest.raises(NoDeviceError):
+            streams.transposing(client, 1000)[streams.TRANSPOSED["gpu"]]()

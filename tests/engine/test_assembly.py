@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -27,7 +28,7 @@ from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports import silence
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.reading import Failed, Reading
+from dask_p2p.transports.reading import Reading
 from dask_p2p.transports.router import BlockRef, Router
 from tests.simulation.gpu import DeviceArray
 
@@ -79,6 +80,10 @@ class FakeTransport(Transport):
         pass
 
 
+def _result(future, timeout_s, into):
+    return future.result(timeout_s)
+
+
 class FakeReading(Reading):
     """Notes when each block is opened, and when each region of it is asked for."""
 
@@ -97,9 +102,13 @@ class FakeReading(Reading):
                 self.transport.log.append(opening)
                 if error is not None and request.key not in self.transport.late:
                     self.drop(part.request)
-                    yield part.on_its_way(Failed(error))
+                    yield part.failed(error)
                     continue
-            yield part.on_its_way(self.request(request, part.box, error))
+            future = self.request(request, part.box, error)
+            bring = partial(_result, future)
+            yield part.on_its_way(bring, future.done)
+            del bring
+            del future
 
     def request(self, request, box, error):
         self.transport.log.append(("request", request.key))
@@ -124,7 +133,8 @@ class FakePeers:
         self.warnings = []
         self.served = []
         self.back = set()  # workers that were silent, and answer
-        self.router = Router({t.name: t for t in transports}, self.warnings.append)
+        self.warn = self.warnings.append
+        self.router = Router({t.name: t for t in transports}, self.warn)
 
     def publish(self, blocks, kind, options):
         self.served += blocks

@@ -18,7 +18,7 @@ from dask_p2p.errors import (
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.reading import Arrived, Reading, Region, Request
+from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.router import BlockRef, Route
 from dask_p2p.transports.silence import SilenceLog
 
@@ -27,7 +27,7 @@ BOX = ((0, 2), (0, 4))
 
 class FakeReading(Reading):
     def __iter__(self):
-        return (part.on_its_way(Arrived(np.ones((2, 4), "f4"))) for part in self.parts())
+        return (part.on_its_way(lambda *_: np.ones((2, 4), "f4")) for part in self.parts())
 
     def close(self):
         self.is_closed = True
@@ -100,15 +100,14 @@ def test_what_has_come_so_far():
 def test_waiting_is_timed_also_where_it_fails():
     fetch = begun(begun_s=time.perf_counter())
 
-    def late(limit_s):
+    def late(limit_s, place):
         time.sleep(0.01)
         raise KeyError(1)
 
-    pending = SimpleNamespace(done=lambda: True, result=late)
     with pytest.raises(KeyError):
-        fetch.wait_for(Region(0, 0, BOX, pending))
+        fetch.wait_for(Region(0, 0, BOX, late))
     assert 0.01 <= fetch.waited_s <= fetch.last_s - fetch.begun_s
-    fetch.wait_for(Region(0, 0, BOX, Arrived(7)))
+    assert fetch.wait_for(Region(0, 0, BOX, lambda *_: 7)) == 7
     assert 0.01 <= fetch.waited_s <= fetch.last_s - fetch.begun_s
 
 

@@ -155,7 +155,7 @@ def test_a_worker_notes_what_went_through_its_gpu(gpu, x, monkeypatch):
         address="tcp://a",
         running={},
         record=notes.append,
-        empty_output=lambda shape, dtype, queue, pinned=False: queue.empty(shape, dtype),
+        empty_output=lambda shape, dtype, queue: queue.pinned_output and queue.empty(shape, dtype),
         warn=notes.append,
         on_device_lost=lambda error: True,
     )

@@ -26,7 +26,7 @@ from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.reading import PackedReading
 from dask_p2p.transports.packed.ucx import UcxTransport
-from dask_p2p.transports.reading import Arrived, Reading
+from dask_p2p.transports.reading import Reading
 from dask_p2p.transports.router import BlockRef, Router
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.transports.reading import open_block
@@ -186,7 +186,7 @@ class InPlaceReading(Reading):
     def __iter__(self):
         for part in self.parts():
             block = BLOCKS[self.requests[part.request].key]
-            yield part.on_its_way(Arrived(block[box_slices(part.box)]))
+            yield part.on_its_way(lambda *_, box=part.box, block=block: block[box_slices(box)])
 
     def close(self):
         pass
@@ -237,6 +237,10 @@ class Filling(Transport):
         pass
 
 
+def _result(future, timeout_s, into):
+    return future.result(timeout_s)
+
+
 class FillingReading(Reading):
     """Like those of ucx, it keeps what came until it is closed, if there was an error."""
 
@@ -257,7 +261,9 @@ class FillingReading(Reading):
             else:
                 future.set_result(region)
             del region
-            yield part.on_its_way(future)
+            yield part.on_its_way(
+                lambda timeout_s, _, future=future: future.result(timeout_s), future.done
+            )
             del future
 
     def close(self):
@@ -379,7 +385,7 @@ def test_a_holder_gives_up_by_itself(workers, loop):
     network["holder"].blocks = {"x": X}
     (taken,) = serving.packed.reserve(1000)
     request = {"blocks": [("x", X.shape)], "parts": [(0, box) for box in BOXES]}
-    request |= {"dtype": "float64 <f8", "item_bytes": 8, "where": (1, "reader", 0)}
+    request |= {"dtype": "float64 <f8", "item_bytes": 8, "where": ([1], "reader", 0)}
     request["wait_s"] = 0.2
     answering = serving.handlers()["p2p_ucx_read"](**request)
     try:

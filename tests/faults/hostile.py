@@ -174,6 +174,8 @@ def wire(request):
         rest["parts"] = type(boxes)([(0, box) for box in boxes])
     elif "boxes" in request:
         rest["parts"] = boxes
+    if "tag" in rest:
+        rest["tag"] = [rest["tag"]]
     where = [rest.pop(name) for name in ("tag", "reader", "closed") if name in rest]
     return rest | ({"where": tuple(where)} if where else {})
 

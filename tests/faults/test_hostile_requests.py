@@ -111,8 +111,9 @@ def holder(tmp_path_factory):
     def send(self):
         assert type(self.asked.dtype) is type(self._to.reader) is str
         assert (self.asked.left_s >= 0, type(self.asked.with_sums)) == (True, bool)
-        assert 0 <= self._to.tag < 2**62
-        sent.append(self._to.tag)
+        (tag,) = self._to.tags
+        assert 0 <= tag < 2**62
+        sent.append(tag)
 
     def ask(op, requests):
         async def all_of_them():
@@ -126,6 +127,7 @@ def holder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         place = cuda_ipc.Place("", "00", 1, 0, 1, 0)
         patch.setattr(cuda_ipc, "export", lambda block: place)
+        patch.setattr(IpcTransport, "kinds", ("numpy",))  # which the blocks are here
         patch.setattr(ipc_module, "wait_until_written", lambda blocks, any_stream: None)
         # Nothing leaves this process.
         patch.setattr(ucx, "messenger", lambda: SimpleNamespace(address=b"here"))
@@ -184,7 +186,9 @@ def wheres(segment):
         return (
             type(where) in (tuple, list)
             and len(where) == 3
-            and is_number(where[0], (int,), 0, 2**62 - 1)
+            and type(where[0]) in (tuple, list)
+            and len(where[0]) == 1
+            and is_number(where[0][0], (int,), 0, 2**62 - 1)
             and type(where[1]) is str
             and len(where[1]) <= 10_000
             and is_number(where[2], (int,), 0, 2**31)
@@ -192,7 +196,7 @@ def wheres(segment):
 
     return {
         "p2p_comm_read": (None, lambda where: where is None),
-        "p2p_ucx_read": ((2**62 - 1, "tcp://a:1", 2**31), is_mailbox),
+        "p2p_ucx_read": (([2**62 - 1], "tcp://a:1", 2**31), is_mailbox),
         "p2p_pinned_read": (tuple(name), is_name),
     }
 

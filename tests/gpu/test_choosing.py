@@ -35,6 +35,7 @@ def test_check_finds_nothing_in_the_way(client):
         assert (worker.kind, worker.cupy_uses_rmm) == ("cupy", True)
         assert worker.pool_bytes % 2**21 == 0
         assert worker.link_gbs is None or worker.link_gbs > 100
+        assert min(worker.host_link) > 0
 
 
 @pytest.mark.parametrize(

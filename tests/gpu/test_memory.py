@@ -45,6 +45,45 @@ def test_cupys_own_pool():
             client.run(give_memory_back)
 
 
+def count_restored(dask_worker):
+    """Count the blocks that the package brings back to the GPU whole."""
+    from dask_cuda import device_host_file
+
+    restore, dask_worker.restored = device_host_file.host_to_device, 0
+
+    def counted(block):
+        dask_worker.restored += 1
+        return restore(block)
+
+    device_host_file.host_to_device = counted  # Dask's stores have the other one
+
+
+@pytest.mark.parametrize("transport", ["ipc", "ucx", "pinned", "comm"])
+def test_spilled_blocks_are_read_out_of_host_memory(transport):
+    from distributed import Client, wait
+
+    shape = (4000, 4000)  # in two blocks of 32 MB
+    with (
+        dask.config.set({"p2p.transports.order": [transport]}),
+        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="40 MB", **POOL) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        reader, holder = addresses(client)
+        x = indexed_array(shape, (2000, 4000), "f4", kind="cupy")
+        x = client.persist(x, workers=[holder])
+        wait(x)
+        client.run(count_restored)
+        before = client.run(on_host, workers=[holder])[holder]
+        assert before > 0
+        y = client.persist(dask_p2p.transpose(x), workers=[reader])
+        wait(y)
+        assert client.run(lambda dask_worker: dask_worker.restored)[holder] == 0
+        assert client.run(on_host, workers=[holder])[holder] == before
+        assert used(client, y) <= {"ipc", "comm", transport}
+        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+
+
 # One that could grow would take the whole GPU, and leave nothing for CUDA itself.
 SMALL_POOL = {"rmm_pool_size": 4 * 2**30, "rmm_maximum_pool_size": 4 * 2**30}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import warnings
 
 import dask
 import dask.array as da
@@ -10,11 +13,12 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.backends import part_streams
-from dask_p2p.backends.part_streams import PartStreams
+from dask_p2p.backends import part_streams, pinned
+from dask_p2p.backends.host_streams import HostStreams
 from dask_p2p.backends.pinned import is_pinned
 from dask_p2p.backends.slots import KeptSlots
 from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import P2PWarning
 from dask_p2p.plans.parts import steps
 from tests.gpu.test_streams import spin
 from tests.support import persisted
@@ -118,7 +122,7 @@ def doubled(monkeypatch, left_out=None):
             yield step._replace(after=after)
 
     monkeypatch.setattr(part_streams, "steps", fewer)
-    monkeypatch.setattr(PartStreams, "_kept_slots", KeptSlots())
+    monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
     array = values("f4")
     with dask.config.set({"p2p.map-on-gpu.register-from": "1 B"}):
         x = da.from_array(array, chunks=-1)
@@ -149,13 +153,13 @@ def test_no_more_memory_is_taken_than_is_estimated():
     assert array.nbytes >= 10 * need
     pool, before = cupy.cuda.MemoryPool(), cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(pool.malloc)
-    kept, PartStreams._kept_slots = PartStreams._kept_slots, KeptSlots()
+    kept, HostStreams._kept_slots = HostStreams._kept_slots, KeptSlots()
     try:
         y.compute(scheduler="sync")
         # `a * 2` is there beside the result; a pool has some left over.
         assert pool.total_bytes() <= need + 2**18 + 2**20
     finally:
-        PartStreams._kept_slots = kept
+        HostStreams._kept_slots = kept
         cupy.cuda.set_allocator(before)
 
 
@@ -184,3 +188,70 @@ def test_on_a_cluster_outputs_are_pinned_and_read_by_peers(client):
     again = persisted(client, dask_p2p.map_on_gpu(function, y, part_bytes=PART_BYTES))
     z = dask_p2p.transpose(again)
     np.testing.assert_array_equal(z.compute(), function(function(array)).T)
+
+
+def test_an_array_ten_times_as_large_as_the_memory_there_is(monkeypatch):
+    """Nobody is warned: parts need not be made smaller."""
+    import cupy
+
+    array = values("f8")
+    limit_bytes = array.nbytes // 10
+    y = dask_p2p.map_on_gpu(function, da.from_array(array, chunks=-1), part_bytes=2**17, dtype="f8")
+    assert dask_p2p.estimate(y).total_bytes + 2**18 <= limit_bytes  # `a * 2` is there too
+    pool, before = cupy.cuda.MemoryPool(), cupy.cuda.get_allocator()
+    pool.set_limit(size=limit_bytes)
+    monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
+    cupy.cuda.set_allocator(pool.malloc)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", P2PWarning)
+            got = y.compute(scheduler="sync")
+        assert pool.total_bytes() <= limit_bytes
+    finally:
+        cupy.cuda.set_allocator(before)
+    np.testing.assert_array_equal(got, function(array))
+
+
+def test_what_cannot_be_pinned_is_copied_as_it_is(monkeypatch):
+    import cupy
+
+    def refused(array):
+        raise cupy.cuda.runtime.CUDARuntimeError(2)
+
+    monkeypatch.setattr(pinned, "_register", refused)
+    monkeypatch.setattr(pinned, "_warned", set())
+    monkeypatch.setattr(HostStreams, "_kept_host_slots", KeptSlots())
+    array = values("f4")
+    x = da.from_array(array, chunks=(2048, 1024))
+    y = dask_p2p.map_on_gpu(function, x, part_bytes=PART_BYTES)
+    with pytest.warns(P2PWarning, match="host memory cannot be pinned") as said:
+        got = y.compute(scheduler="sync")
+    assert len([each for each in said if each.category is P2PWarning]) == 1
+    np.testing.assert_array_equal(got, function(array))
+
+
+WITHOUT_LOCKED_MEMORY = """
+import resource, warnings
+import dask.array as da, numpy as np, dask_p2p
+from dask_p2p.errors import P2PWarning
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+array = np.arange(2**22, dtype="f4").reshape(4096, 1024)
+x = da.from_array(array, chunks=(2048, 1024))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    y = dask_p2p.map_on_gpu(lambda a: a * 2 + 1, x, part_bytes=2**20, dtype="f4")
+    got = y.compute(scheduler="sync")
+assert (got == array * 2 + 1).all()
+told = [str(each.message) for each in said if each.category is P2PWarning]
+assert len(told) <= 1, told
+assert all("ulimit -l" in text for text in told), told
+print("right")
+"""
+
+
+def test_a_process_that_may_lock_no_memory():
+    """Whether CUDA can pin memory then is the driver's to say: values are right in any case."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LOCKED_MEMORY], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["right"], done.stderr

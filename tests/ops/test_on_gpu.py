@@ -328,3 +328,23 @@ def test_equal_calls_make_arrays_of_one_name():
         again = on_gpu(np.sqrt, da.from_array(X, chunks=(5, 5)))
     assert y.name == again.name
     assert y.name.startswith("p2p-on-gpu-")
+
+
+class ufunc:  # noqa: N801  # as CuPy's, which cannot be pickled
+    __module__ = "cupy._core._kernel"
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, *args):
+        raise AssertionError("NumPy's is called, which calls it")
+
+
+def test_of_cupys_ufuncs_numpys_are_taken():
+    x = da.arange(6, chunks=3)
+    y = dask_p2p.map_on_gpu(ufunc("cupy_negative"), x, fallback="numpy")
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), -np.arange(6))
+    y = dask_p2p.map_on_gpu(np.copy, x, reduce=ufunc("cupy_add"), fallback="numpy", part_bytes=8)
+    assert y.shape == (2,)
+    with pytest.raises(InputError, match="got CuPy's ufunc cupyx_scipy_special_erf"):
+        dask_p2p.map_on_gpu(ufunc("cupyx_scipy_special_erf"), x)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 from importlib import metadata
 from itertools import count
+from pathlib import Path
 
 import dask.array as da
+import distributed
 import pytest
 from dask.task_spec import GraphNode
 from distributed import Client, LocalCluster, Scheduler, Worker, wait
@@ -216,3 +218,18 @@ def test_registration_is_refused_outside_of_the_range(monkeypatch):
         monkeypatch.undo()
         dask_p2p.register(client)
         assert client.submit(lambda: 1).result(timeout=60) == 1
+
+
+def test_dask_serializes_cupy_blocks_as_is_expected():
+    """`dask_p2p.plugins.spilling` reads that. The module needs CuPy: its text is looked at."""
+    package = Path(distributed.__file__).parent
+    text = (package / "protocol" / "cupy.py").read_text("utf-8")
+    for line in (
+        "header = x.__cuda_array_interface__.copy()",
+        'header["strides"] = tuple(x.strides)',
+        "frames = [memoryview(cupy.asnumpy(f)) for f in frames]",
+    ):
+        assert line in text
+    text = (package / "protocol" / "serialize.py").read_text("utf-8")
+    for line in ('"sub-header": sub_header', '"type": type_name', '"serializer": "dask"'):
+        assert line in text

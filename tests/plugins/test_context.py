@@ -10,6 +10,8 @@ import dask
 import numpy as np
 import pytest
 
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options, transport_classes
 from dask_p2p.monitoring.records import Record
 from dask_p2p.plugins.context import DaskWorkerContext
@@ -188,3 +190,13 @@ def test_where_nothing_may_leave_unencrypted(address, required, expected):
         return DaskWorkerContext(worker, options()).encrypted_only
 
     assert asyncio.run(main()) is expected
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_outputs_lie_where_their_queue_wants_them(pinned):
+    where = {
+        name: SimpleNamespace(empty=lambda *args, name=name: name) for name in ("outputs", "pinned")
+    }
+    queue = HostQueue(NUMPY, pinned_output=pinned)
+    made = DaskWorkerContext.empty_output(SimpleNamespace(**where), (3,), np.dtype("f8"), queue)
+    assert made == ("pinned" if pinned else "outputs")

@@ -160,3 +160,61 @@ def test_reading_beside_dask_misses_nothing(device_host_file):
         for thread in threads:
             thread.join()
     assert missed == []
+
+
+def serialized(values, **changes):
+    """A CuPy block as dask-cuda keeps it in host memory, made by `distributed.protocol`."""
+    frame = memoryview(values.ravel(order="K").view("u1"))
+    interface = {"shape": values.shape, "typestr": values.dtype.str, "strides": values.strides}
+    header = {"type": "cupy.ndarray", "serializer": "dask", "sub-header": interface}
+    block = DeviceSerialized(DeviceBlock(0))
+    block.header, block.frames = {**header, **changes}, [frame]
+    return block
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i2", "c16", "?"])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("level", ["host", "disk"])
+def test_spilled_cupy_blocks_are_read_where_they_lie(device_host_file, level, order, dtype):
+    data = device_host_file
+    values = np.asarray(np.arange(12).reshape(3, 4), dtype, order=order)
+    block = serialized(values)
+    if level == "host":
+        data.host["key"] = block
+    else:
+        data.disk["key"] = [block]
+    data.device_keys.add("key")
+    assert is_spilled(data, "key")
+    with pytest.raises(KeyError):
+        find_in_memory(data, "key")
+    for _ in range(2):
+        found = read_spilled(data, "key")
+        assert type(found) is np.ndarray
+        assert np.shares_memory(found, np.frombuffer(block.frames[0], "u1")), "it is no copy"
+        assert (found.dtype, found.strides) == (values.dtype, values.strides)
+        np.testing.assert_array_equal(found, values)
+        assert not found.flags.writeable
+    assert "key" not in data.device
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"serializer": "pickle"},
+        {"type": "cudf.core.buffer.Buffer"},
+        {"type": "sparse.ndarray"},
+        {"sub-header": {"shape": (3,), "typestr": "<f8", "strides": (8,)}},  # not all of it
+        {"sub-header": {"shape": (30, 4), "typestr": "<f8", "strides": (32, 8)}},  # more than it
+        {"sub-header": {"shape": (3, 4), "typestr": "<f8"}},
+        {"sub-header": None},
+    ],
+    ids=str,
+)
+def test_what_is_serialized_otherwise_is_made_anew_on_the_gpu(device_host_file, changes):
+    block = serialized(np.arange(12.0).reshape(3, 4), **changes)
+    device_host_file.host["key"] = block
+    assert isinstance(read_spilled(device_host_file, "key"), DeviceBlock)
+    block = serialized(np.arange(12.0))
+    block.frames = 2 * block.frames
+    device_host_file.host["key"] = block
+    assert isinstance(read_spilled(device_host_file, "key"), DeviceBlock)

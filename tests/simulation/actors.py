@@ -45,7 +45,7 @@ class Actor:
         self.running = False
         self.place = None  # where it halts
         self.asking = False  # waits for the answer to a message
-        self.awaited = None  # a future that it waits for
+        self.awaited = None  # tells whether what it waits for is there
         self.trouble = None  # to be raised at the next place for it
         self.ended = None  # a future that gets the result
         self._go = threading.Semaphore(0)
@@ -85,7 +85,7 @@ class Actor:
 
     @property
     def ready(self):
-        waits = self.asking or (self.awaited is not None and not self.awaited.done())
+        waits = self.asking or (self.awaited is not None and not self.awaited())
         return not (self.done or waits)
 
     @property

@@ -137,6 +137,7 @@ class Queue:
     """Stands for `DeviceQueue`. As late as may be: all is done when somebody waits for it."""
 
     kind = "cupy"
+    pinned_output = False
 
     def __init__(self, driver, beside_copies=False):
         self._driver = driver

@@ -22,8 +22,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dask_p2p.backends import device, part_streams, pinned
-from dask_p2p.backends.part_streams import PartStreams
+import dask_p2p.backends
+from dask_p2p.backends import device, host_through_device, part_streams, pinned
+from dask_p2p.backends.host_streams import HostStreams
 from dask_p2p.backends.slots import KeptSlots
 from tests.simulation.gpu import OneDevice
 
@@ -402,6 +403,8 @@ def _cupy(recorder):
             return isinstance(instance, Array)
 
         def __call__(cls, shape, dtype, data):
+            if np.dtype(dtype).kind not in "biufc" or not np.dtype(dtype).isnative:
+                raise TypeError(f"Unsupported dtype {dtype}")
             size = int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
             raw = data.array.values.reshape(-1)[:size]
             return Array(recorder, raw.view(dtype).reshape(shape), data.array.owner)
@@ -453,7 +456,7 @@ def kernels(recorder):
 
 
 def emulated(monkeypatch):
-    """A recorder in the place of CuPy, and of what parts of host arrays go through."""
+    """A recorder in the place of CuPy, of its kernels, and of what host arrays go through."""
     recorder = Recorder()
 
     def copy_on_host(to, of):
@@ -461,15 +464,17 @@ def emulated(monkeypatch):
         to[...] = of
 
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
+    monkeypatch.setattr(dask_p2p.backends, "cupy_kernels", kernels(recorder), raising=False)
     for where, name, value in (
-        (PartStreams, "_per_thread", threading.local()),
-        (PartStreams, "_kept_slots", KeptSlots()),
-        (PartStreams, "_kept_host_slots", KeptSlots()),
+        (HostStreams, "_per_thread", threading.local()),
+        (HostStreams, "_kept_slots", KeptSlots()),
+        (HostStreams, "_kept_host_slots", KeptSlots()),
         (device, "_private", {}),
         (pinned, "_start", lambda: None),
         (pinned, "_leaving", SimpleNamespace(put=lambda item: item[0]())),  # at once
         (pinned, "_warned", set()),
         (part_streams, "copy_on_host", copy_on_host),
+        (host_through_device, "copy_on_host", copy_on_host),
     ):
         monkeypatch.setattr(where, name, value)
     return recorder

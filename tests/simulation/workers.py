@@ -55,22 +55,23 @@ def _halting(regions):
 
     def __iter__(self):  # noqa: N807
         for region in regions(self):
-            pending = region.pending
-            here = SimpleNamespace(result=partial(_result, pending), done=pending.done)
-            yield region.on_its_way(here)
+            bring, done, error = region.bring, region.done, region.error
+            region.error = None  # which is raised by whoever waits
+            yield region.on_its_way(partial(_bring, bring, done, error), done)
 
     return __iter__
 
 
-def _result(pending, timeout_s):
+def _bring(bring, done, error, timeout_s, into):
     actor = current()
-    call = getattr(pending, "call", pending)
-    actor.awaited = call if hasattr(call, "done") else None
+    actor.awaited = done
     try:
         halt("wait", trouble=True)
     finally:
         actor.awaited = None
-    return pending.result(10)
+    if error is not None:
+        raise error
+    return bring(10, into)
 
 
 class HaltingIpc(_Halting, ipc.IpcTransport):

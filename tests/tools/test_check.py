@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import dask
@@ -9,9 +10,11 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_p2p
+from dask_p2p.backends.host_link import HostLink
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import Obstacle
 from dask_p2p.plugins.registration import workers_of
+from dask_p2p.tools import check as check_module
 from dask_p2p.tools.check import FAR, Link, Report, Status, find_problems
 from dask_p2p.transports.probe import most_probe_bytes
 from tests.support import given_up, persisted, used
@@ -47,6 +50,7 @@ def test_a_good_cluster_has_no_problems():
         ({"memory_resource": "ManagedMemoryResource"}, "ManagedMemoryResource", "multiple"),
         ({"cupy_uses_rmm": False}, "another pool than RMM's", "external_lib_list"),
         ({"mig": True}, "MIG", "whole GPUs"),
+        ({"cannot_pin": "OSError: no"}, "cannot be pinned (OSError: no)", "ulimit -l, and memory"),
         ({"versions": {**VERSIONS, "dask": "2"}}, "dask 2, here 1", "the same everywhere"),
     ],
     ids=lambda value: str(value)[:30],
@@ -57,6 +61,38 @@ def test_each_cause_is_named_once_with_its_cure(changes, words, cure):
     assert words in problem.what
     assert cure in problem.cure
     assert problem.workers == ("a", "b")
+
+
+def test_host_links_are_told_of_workers_with_gpus():
+    workers = [GOOD, replace(GOOD, address="b", host_link=HostLink(55.25, 54.0, 102.0))]
+    text = str(Report(workers, [LINK], []))
+    _, head, row, *others = text[text.index("GB/s between pinned") :].splitlines()
+    assert head.split() == ["worker", "to", "the", "GPU", "from", "it", "both", "at", "once"]
+    assert row.split() == ["1", "55.2", "54", "102"]
+    assert others[0] == ""
+    assert "between pinned" not in str(Report(workers[:1], [LINK], []))
+
+
+def test_a_host_link_is_measured_by_the_backend(monkeypatch):
+    threads = []
+
+    class Gpu:
+        def host_link(self, warn):
+            threads.append(threading.current_thread())
+            warn("host memory cannot be pinned", "OSError: no")
+            warn("host memory cannot be pinned", "again")
+
+    monkeypatch.setattr(check_module, "worker_backend", Gpu)
+    measured = asyncio.run(check_module._host_link(None))
+    assert measured == {"host_link": None, "cannot_pin": "OSError: no"}
+    assert threading.current_thread() not in threads, "it is not for event loops"
+
+    def full(self, warn):
+        raise MemoryError
+
+    monkeypatch.setattr(Gpu, "host_link", full)
+    measured = asyncio.run(check_module._host_link(None))
+    assert measured == {"host_link": None, "cannot_pin": None}
 
 
 def test_what_is_not_comparable_is_no_difference():
@@ -169,6 +205,7 @@ def test_a_cluster(calm):
         assert link.gbs > 0
         assert 0 < link.latency_s < 10
     assert report.problems == []
+    assert {worker.host_link for worker in report.workers} == {None}, "they have no GPUs"
     lines = str(report).splitlines()
     first, second = lines[lines.index("Transport") + 2 :][:2]
     assert first.split() == ["to", "0", "-", "cma", "cma", "cma"]

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 
 from dask_p2p.geometry import box_shape
-from dask_p2p.transports.reading import Failed, Request
+from dask_p2p.transports.reading import Request
 
 
 class OneBlock:
@@ -26,15 +26,15 @@ class OneBlock:
         if is_eager:
             try:
                 first = next(self._regions)
-                if isinstance(first.pending, Failed):
-                    first.pending.result()
+                if first.error is not None:
+                    raise first.error
             except BaseException:
                 self.close()
                 raise
             self._regions = chain([first], self._regions)
 
     def request(self):
-        return next(self._regions).pending
+        return next(self._regions)
 
     def whole(self, to_numpy, timeout_s):
         """Return all that is left of one box, put together."""

@@ -15,7 +15,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.transports.base import Transport
-from dask_p2p.transports.reading import Failed, Reading, Region, Request
+from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.replies import (
     check_dtype_text,
     check_reply,
@@ -127,7 +127,7 @@ class FailingReading(Reading):
         self.error, self.closed = error, False
 
     def __iter__(self):
-        yield Region(0, 0, ((0, 1),), Failed(self.error))
+        yield Region(0, 0, ((0, 1),)).failed(self.error)
 
     def close(self):
         self.closed = True

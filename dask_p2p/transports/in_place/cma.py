@@ -8,8 +8,6 @@ processor's cache, and permutes each from there. The holder packs and sends noth
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from secrets import token_bytes
@@ -27,7 +25,7 @@ from dask_p2p.transports.in_place import process_memory
 from dask_p2p.transports.in_place.descriptor import Descriptor, Peer
 from dask_p2p.transports.in_place.reading import DirectoryOptions, OpenBlock, Regions
 from dask_p2p.transports.in_place.same_host import SameHostTransport
-from dask_p2p.transports.reading import Pending, Request
+from dask_p2p.transports.reading import Request
 from dask_p2p.types import Array, Kind
 
 __all__ = ["CmaOptions", "CmaTransport"]
@@ -116,17 +114,17 @@ class CmaTransport(SameHostTransport):
         copied = partial(self._copied, block, peer.pid, address, descriptor.strides)
         unread = sum(map(_weight, wanted.boxes))
 
-        def read(box: Box, into: Array | None = None) -> Any:
+        def read(box: Box, timeout_s: float | None, into: Array | None) -> Any:
             nonlocal unread
             region = copied(box, into)
             unread -= _weight(box)
-            if not unread and not block.lasts:
+            if not unread:
                 # All that is wanted is here: the holder need not keep its block any longer.
                 block.confirm()
                 block.close()
             return region
 
-        return partial(_Region, read)
+        return read
 
     def _copied(
         self,
@@ -165,8 +163,6 @@ def _weight(box: Box) -> int:
 
 def _check_runs(block: Request, descriptor: Descriptor) -> None:
     """Refuse a block whose elements, as far as they are wanted, lie too far apart."""
-    if not block.boxes:  # what will be read is not known yet
-        return
     itemsize = block.dtype.itemsize
     largest = box_shape(max(block.boxes, key=box_size))
     run_bytes = process_memory.run_bytes_of(largest, descriptor.strides, itemsize)
@@ -175,18 +171,3 @@ def _check_runs(block: Request, descriptor: Descriptor) -> None:
         raise UnsuitableError(
             f"cma: what is wanted of {block} lies in memory in runs of {run_bytes} bytes"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Region(Pending):
-    """A region that is read by the thread that waits for it, when it waits."""
-
-    read: Callable[..., Any]
-    box: Box
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        return self.read(self.box)
-
-    def result_in(self, array: Array) -> Any:
-        """Return this array, with the region in it; or another one that holds the region."""
-        return self.read(self.box, array)

@@ -44,7 +44,6 @@ class IpcTransport(SameHostTransport):
     name: ClassVar[str] = "ipc"
     kinds: ClassVar[tuple[str, ...]] = ("cupy",)
     in_place: ClassVar[bool] = True
-    is_tapered: ClassVar[bool] = True
     sections: ClassVar[tuple[type[Section], ...]] = (IpcOptions, DirectoryOptions)
 
     @classmethod

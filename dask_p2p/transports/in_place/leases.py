@@ -103,8 +103,7 @@ os.register_at_fork(after_in_child=lambda: [*map(_LockFile.close_file, list(_fil
 class Leases(_LockFile):
     """A reader's leases on blocks of one holder, until closed. Not for several threads at a time.
 
-    It is made with the folder of `PublishedBlocks`. Where that is gone or cannot be read, this and
-    each method raises `OSError`.
+    Where the folder of `PublishedBlocks` is gone or cannot be read, all of it raises `OSError`.
     """
 
     def __init__(self, folder: str) -> None:
@@ -153,24 +152,11 @@ class _Published:
 
 
 class PublishedBlocks(_LockFile):
-    """The holder's side.
-
-    Parameters
-    ----------
-    parent : str
-        Folder in which it makes a folder of its own, that only this user can enter.
-
-    Attributes
-    ----------
-    folder : str
-        That folder; empty if it could not be made.
-    refusal : str or None
-        Why nothing can be published.
-    """
+    """The holder's side. It makes a folder in `parent`, which only this user can enter."""
 
     def __init__(self, parent: str) -> None:
-        self.folder = ""
-        self.refusal: str | None = None
+        self.folder = ""  # if it could not be made
+        self.refusal: str | None = None  # why nothing can be published
         self.published: dict[Any, _Published] = {}  # by key
         self.withdrawn: list[_Published] = []  # still leased when last looked at
         self.coming: dict[object, Key] = {}  # what is being published, and not withdrawn since
@@ -192,23 +178,10 @@ class PublishedBlocks(_LockFile):
     def publish(self, key: Key, find: Callable[[], Any], describe: Callable[[Any], bytes]) -> None:
         """Publish a block in the place of an earlier one with its key, or touch it if it is there.
 
-        Parameters
-        ----------
-        key
-            Of the block.
-        find
-            Returns the block, which is referenced until it is withdrawn and no lease is left.
-        describe
-            Returns its descriptor, once all its values are there.
-
-        Raises
-        ------
-        KeyError
-            If the key was withdrawn meanwhile.
-        UnsuitableError
-            If the descriptor is too long, or no entry is free.
-        ValueError, OSError
-            If nothing can be published, or the descriptor cannot be written.
+        `find` returns the block, which is referenced until it is withdrawn and no lease is left;
+        `describe` its descriptor, once all its values are there. It raises `KeyError` if the key
+        was withdrawn meanwhile, `UnsuitableError` if the descriptor is too long or no entry is
+        free, `ValueError` or `OSError` if nothing can be published or written.
         """
         coming, replaced = object(), None
         with self._lock:

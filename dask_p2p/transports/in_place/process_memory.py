@@ -1,7 +1,7 @@
 """Memory of other processes of this host, read by the kernel's cross-memory attach.
 
-The only user of ``process_vm_readv``, which copies from another process' memory in one system call.
-That is half of the work that sockets or shared memory take, since nobody packs and nothing is sent.
+``process_vm_readv`` copies from another process' memory in one system call. That is half of the
+work that sockets or shared memory take, since nobody packs and nothing is sent.
 The kernel lets a process read those that it might trace, see ptrace(2): of the same user, and not
 restricted by a security module. `allow_readers` lifts the restriction of one of these.
 """
@@ -48,17 +48,8 @@ class Runs(NamedTuple):
 
 
 def runs_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Runs:
-    """Return where the elements of a region lie.
+    """Return where the elements of a region lie, from the address of the first; no extent is 0.
 
-    Parameters
-    ----------
-    address
-        Of its first element.
-    shape, strides, itemsize
-        Strides and the size of an element in bytes. No extent is 0.
-
-    Examples
-    --------
     >>> runs_of(1000, (2, 3), (80, 8), 8)
     Runs(addresses=array([1000, 1080], dtype=uint64), run_bytes=24, shape=(2, 3), axes=(0, 1), \
 backwards=(False, False))
@@ -97,22 +88,9 @@ def _in_memory(
 def read(pid: int, runs: Runs, dtype: DType, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Copy a region of another process into `memory`; return it as an array in the region's axes.
 
-    Parameters
-    ----------
-    pid
-        Of the process.
-    runs
-        Where the region is in it.
-    dtype
-        Of its elements, `numpy.dtype`.
-    memory
-        1-D array of bytes, at least as many as the region has.
-
-    Raises
-    ------
-    OSError
-        If the kernel refuses: ``ESRCH`` where the process has ended, ``EPERM`` where it may not be
-        read, ``EFAULT`` where there is no such memory in it.
+    The memory is a 1-D array of bytes, at least as many as the region has. `OSError` if the kernel
+    refuses: ``ESRCH`` where the process has ended, ``EPERM`` where it may not be read, ``EFAULT``
+    where there is no such memory in it.
     """
     if runs.run_bytes:
         _read_runs(pid, runs.addresses, runs.run_bytes, *_contiguous(address_of(memory), runs))
@@ -124,14 +102,8 @@ def read(pid: int, runs: Runs, dtype: DType, memory: np.ndarray[Any, Any]) -> np
 def read_into(pid: int, runs: Runs, array: np.ndarray[Any, Any]) -> bool:
     """Copy a region of another process to where it belongs, if it lies there in the same order.
 
-    So it is copied once. Return whether that was done; it is not where runs are short.
-
-    Parameters
-    ----------
-    pid, runs
-        As of `read`.
-    array
-        Any view, of the region's shape and dtype.
+    So it is copied once. Return whether that was done; it is not where runs are short. The array
+    is any view, of the region's shape and dtype.
     """
     local = runs_of(address_of(array), array.shape, array.strides, array.itemsize)
     if (local.shape, local.axes) != (runs.shape, runs.axes) or any(

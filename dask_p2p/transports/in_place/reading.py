@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dask_p2p.backends import backend_named
 from dask_p2p.config import Options, Section, duration_s, option, section
@@ -14,7 +14,7 @@ from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferE
 from dask_p2p.geometry import Box, box_slices
 from dask_p2p.transports.in_place.descriptor import Descriptor, Peer
 from dask_p2p.transports.in_place.leases import Leases
-from dask_p2p.transports.reading import Arrived, Failed, Pending, Reading, Region, Request
+from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.replies import ask_and_wait, check_reply
 from dask_p2p.transports.silence import PUBLISH_REQUESTS
 from dask_p2p.types import Array
@@ -22,13 +22,13 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.transports.in_place.same_host import SameHostTransport
 
-__all__ = ["DirectoryOptions", "OpenBlock", "SameHostReading", "regions_of"]
+__all__ = ["DirectoryOptions", "OpenBlock", "Regions", "SameHostReading", "regions_of"]
 
 _POLL_S = 20e-6
 _MOST_PUBLISHED = 10_000  # by one request
 
-#: Returns a region of an open block.
-Regions = Callable[[Box], Pending]
+#: Returns a region of an open block; the rest is that of `Region.result`.
+Regions = Callable[[Box, float | None, Array | None], Any]
 
 
 @section("transports.directory")
@@ -41,68 +41,32 @@ class DirectoryOptions(Section):
 
 def regions_of(array: Array) -> Regions:
     """Return what gives regions of an array that is in this process, mapped or empty."""
-    return lambda box: Arrived(array[box_slices(box)])
+    return lambda box, *_: array[box_slices(box)]
 
 
 class OpenBlock:
-    """A block of another process, leased until it is closed. Not for several threads at a time.
-
-    The holder's block stays where it is until then, also if Dask spills, cancels or releases it. It
-    is as it was published: the holder writes no more into it.
-
-    Attributes
-    ----------
-    wanted : Request
-        The block, as it is declared.
-    is_open : bool
-    lasts : bool
-        Whether it stays open when everything that is wanted of it has been read once.
-    ending : list of callables
-        What is done to close it, the last first.
-    """
+    """A block of another process, leased until it is closed. Not for several threads at a time."""
 
     def __init__(self, wanted: Request) -> None:
         self.wanted = wanted
         self.is_open = True
-        self.lasts = False
-        self.ending: list[Callable[[], None]] = []
+        self.ending: list[Callable[[], None]] = []  # what closes it, the last first
         self.leases: Leases | None = None  # none for a block without elements
-        self.regions: Regions | None = None
-
-    def region(self, box: Box) -> Pending:
-        """Return a region of it, which is valid until the block is closed.
-
-        It raises `TransferError` if that has happened, `ValueError` if the box is not in the block.
-        """
-        if self.regions is None:
-            raise TransferError(f"{self.wanted} is closed")
-        shape = self.wanted.shape
-        ends = zip(box, shape, strict=False)
-        if len(box) != len(shape) or any(not 0 <= a <= b <= length for (a, b), length in ends):
-            raise ValueError(f"box {box} does not lie in a block of {shape}")
-        return self.regions(box)
-
-    def holder_lives(self) -> bool:
-        """Return whether the holder's process is alive: what is read of a dead one may be wrong.
-
-        It raises `TransferError` if that cannot be found out, or the block is closed.
-        """
-        if not self.is_open:
-            raise TransferError(f"{self.wanted} is closed")
-        try:
-            return self.leases is None or self.leases.holder_lives()
-        except OSError as exc:
-            message = f"cannot find out whether {self.wanted.holder} is alive: {exc}"
-            raise TransferError(message) from exc
+        self.regions: Regions
 
     def confirm(self) -> None:
-        """Raise `BlockUnavailableError` if the holder has ended."""
-        if not self.holder_lives():
-            raise BlockUnavailableError(f"{self.wanted.holder} ended while {self.wanted} was read")
+        """Raise `TransferError` if the holder has ended, or if that cannot be found out."""
+        holder = self.wanted.holder
+        try:
+            lives = self.leases is None or self.leases.holder_lives()
+        except OSError as exc:
+            raise TransferError(f"cannot find out whether {holder} is alive: {exc}") from exc
+        if not lives:
+            raise BlockUnavailableError(f"{holder} ended while {self.wanted} was read")
 
     def close(self) -> None:
         """End the lease, once all that reads the block has been synchronised. Idempotent."""
-        self.is_open, self.regions = False, None
+        self.is_open = False
         while self.ending:
             self.ending.pop()()
 
@@ -125,16 +89,16 @@ class SameHostReading(Reading):
         self._opened: dict[int, OpenBlock] = {}
 
     def __iter__(self) -> Iterator[Region]:
-        for part in self.parts(is_tapered=self._transport.is_tapered):
+        for part in self.parts(is_tapered=self._transport.in_place):
             try:
-                block = self._opened.get(part.request) or self.open(part.request)
+                block = self._opened.get(part.request) or self._open(part.request)
             except (TransferError, BlockMismatchError) as exc:
                 self.drop(part.request)
-                yield part.on_its_way(Failed(exc))
+                yield part.failed(exc)
             else:
-                yield part.on_its_way(block.region(part.box))
+                yield part.on_its_way(partial(block.regions, part.box))
 
-    def open(self, number: int) -> OpenBlock:
+    def _open(self, number: int) -> OpenBlock:
         """Lease the block of a request, and open it."""
         wanted, transport = self.requests[number], self._transport
         opened = OpenBlock(wanted)
@@ -155,32 +119,28 @@ class SameHostReading(Reading):
 
     def _lease(self, requests: Sequence[Request]) -> tuple[Leases, int, bytes]:
         """Take a lease on the first block; if the holder does not publish by itself, ask it to."""
-        wanted, name = requests[0], self._transport.name
+        wanted, name, asked = requests[0], self._transport.name, 0
         deadline_s = time.monotonic() + DirectoryOptions.of(self._options).wait_s
         try:
-            while (taken := self._take(wanted)) is None and time.monotonic() <= deadline_s:
-                time.sleep(_POLL_S)
-            for _ in range(PUBLISH_REQUESTS):
-                if taken is not None:
-                    return taken
-                self._ask_to_publish(requests[:_MOST_PUBLISHED])
+            while True:
+                with suppress(FileNotFoundError):  # the holder is closing
+                    leases = self._leases = self._leases or Leases(self.peer.folder)
+                    if (taken := leases.take(wanted.key)) is not None:
+                        return leases, *taken
+                if not asked and time.monotonic() <= deadline_s:
+                    time.sleep(_POLL_S)
+                    continue
                 # It may be gone again: moved and back, or one of many that were on disk.
-                taken = self._take(wanted)
+                if asked == PUBLISH_REQUESTS:
+                    break
+                asked += 1
+                self._ask_to_publish(requests[:_MOST_PUBLISHED])
         except OSError as exc:
             message = f"{name}: the descriptors of {wanted.holder} cannot be read: {exc}"
             raise TransferError(message) from exc
-        if taken is None:
-            message = f"{wanted.holder} published and withdrew {wanted} {PUBLISH_REQUESTS} times"
-            raise TransferError(f"{name}: {message}")
-        return taken
-
-    def _take(self, wanted: Request) -> tuple[Leases, int, bytes] | None:
-        try:
-            leases = self._leases = self._leases or Leases(self.peer.folder)
-        except FileNotFoundError:  # the holder is closing
-            return None
-        taken = leases.take(wanted.key)
-        return None if taken is None else (leases, *taken)
+        raise TransferError(
+            f"{name}: {wanted.holder} published and withdrew {wanted} {asked} times"
+        )
 
     def _ask_to_publish(self, requests: Sequence[Request]) -> None:
         """Have the holder publish the first of these blocks, and the others while it is at it."""

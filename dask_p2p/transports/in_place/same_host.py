@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.config import Options
-from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.transports.base import Handler, Transport, answers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.in_place.descriptor import Descriptor, Peer, no_directory, separation
@@ -54,7 +54,6 @@ _MOST_FROM_DISK = 2
 class SameHostTransport(Transport):
     """Blocks of other processes of this host, found among what they have published."""
 
-    is_tapered: ClassVar[bool] = False  # see `Reading.parts`
     within_host: ClassVar[bool] = True
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:
@@ -107,23 +106,6 @@ class SameHostTransport(Transport):
             message = f"{requests[0].holder} cannot be read in place: {obstacle}"
             raise TransferError(f"{self.name}: {message}", obstacle=obstacle)
         return SameHostReading(self, requests, peer, options)
-
-    def open(self, wanted: Request, options: Options) -> OpenBlock:
-        """Lease a block until it is closed, to read regions of it again and again.
-
-        The boxes of `wanted` are what is read at a time, if that is known; others may be read, too.
-        It raises `TransferError` or `BlockMismatchError` if it cannot be opened: nothing is left
-        open.
-        """
-        reading = self.read([wanted], options)
-        try:
-            opened = reading.open(0)
-        except BaseException:
-            reading.close()
-            raise
-        opened.lasts = True
-        opened.ending.append(reading.close)  # which closes the block first
-        return opened
 
     def _known(self, holder: str) -> tuple[Peer, Obstacle | None]:
         """Return where a worker runs, and what keeps its memory from being read.
@@ -238,7 +220,7 @@ class SameHostTransport(Transport):
 
     def publish_block(self, key: Key, shape: Any) -> None:
         was_on_disk = self.worker.is_on_disk(key)
-        find = partial(find_block, self.worker, key, shape)
+        find = partial(self._find, key, shape)
         try:
             self.directory.publish(key, find, partial(self._describe_block, key))
         finally:
@@ -249,6 +231,12 @@ class SameHostTransport(Transport):
             # Of these only the last stay in memory, and those that are read right now.
             while len(self._from_disk) > _MOST_FROM_DISK:
                 self.directory.withdraw(self._from_disk.popleft())
+
+    def _find(self, key: Key, shape: Any) -> Any:
+        block = find_block(self.worker, key, shape)
+        if (kind := backend_for(block).name) not in self.kinds:  # spilled to host memory, perhaps
+            raise UnsuitableError(f"it lies where arrays of {kind} do")
+        return block
 
     def _describe_block(self, key: Key, block: Array) -> bytes:
         """Return a block's descriptor, once all its values are there."""

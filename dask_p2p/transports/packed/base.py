@@ -34,9 +34,8 @@ from dask_p2p.transports.base import Handler, Transport, answers
 from dask_p2p.transports.budget import Reservation
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.packed.checksums import region_sum
-from dask_p2p.transports.packed.pace import Pace
-from dask_p2p.transports.packed.reading import Landing, PackedReading, places_of, region_at
-from dask_p2p.transports.reading import Region, Request
+from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, places_of, region_at
+from dask_p2p.transports.reading import Request
 from dask_p2p.transports.replies import (
     check_dtype_text,
     dtype_text,
@@ -127,6 +126,8 @@ class PackedTransport(Transport):
     """Regions that their holder packs."""
 
     reading: ClassVar[type[PackedReading]] = PackedReading
+    #: What makes room for a batch of regions.
+    landing: ClassVar[type[Landing]] = Landing
     #: Whether readers convert what comes in another byte order.
     converts: ClassVar[bool] = False
     #: That pack for readers; None for the worker's own.
@@ -144,10 +145,6 @@ class PackedTransport(Transport):
 
     def handlers(self) -> Mapping[str, Handler]:
         return {self.op: self._serve}
-
-    @abstractmethod
-    def landing(self, reading: PackedReading, parts: Sequence[Region]) -> Landing:
-        """Make room for a batch of regions: in the task's thread, since that may take a while."""
 
     @abstractmethod
     async def target(self, asked: Asked, where: Any) -> Target:

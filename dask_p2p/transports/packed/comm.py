@@ -7,7 +7,6 @@ GPU regions are sent from device memory where the protocol can (ucx), else throu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from distributed.protocol import to_serialize
@@ -17,8 +16,6 @@ from dask_p2p.config import Options, Section, option, positive_bytes, positive_i
 from dask_p2p.geometry import box_size
 from dask_p2p.transports.footprint import Footprint, left_bytes, parts_held
 from dask_p2p.transports.packed.base import Asked, PackedTransport, Target
-from dask_p2p.transports.packed.reading import Landing, PackedReading
-from dask_p2p.transports.reading import Region
 from dask_p2p.transports.requests import MalformedRequestError
 from dask_p2p.types import Array, Kind
 
@@ -59,9 +56,6 @@ class CommTransport(PackedTransport):
 
     def probe(self, holder: str, kind: Kind) -> None:
         """Do nothing: there is nothing to prove, since Dask itself uses these connections."""
-
-    def landing(self, reading: PackedReading, parts: Sequence[Region]) -> Landing:
-        return Landing()
 
     async def target(self, asked: Asked, where: Any) -> Target:
         if where is not None:

@@ -85,24 +85,11 @@ class Message:
 
 
 class Messenger:
-    """Sends arrays of bytes to other processes' messengers, and receives them.
+    """Sends arrays of bytes to the `address` of other processes' messengers, and receives them.
 
-    A message is told by its tag, which the receiver chooses, and never uses again.
-
-    Parameters
-    ----------
-    device
-        Number of the GPU that this process uses; None without one.
-
-    Attributes
-    ----------
-    address : bytes
-        Where other messengers send to.
-
-    Raises
-    ------
-    TransferError
-        If UCX cannot be started.
+    A message is told by its tag, which the receiver chooses, and never uses again. The device is
+    the number of the GPU that this process uses; None without one. Making a messenger raises
+    `TransferError` if UCX cannot be started.
     """
 
     def __init__(self, device: int | None) -> None:
@@ -134,11 +121,11 @@ class Messenger:
 
     def send(self, address: bytes, array: Array, tag: int, *, other_host: bool = False) -> Message:
         """Send a C-ordered array of bytes."""
-        give_up = self._forget_later if other_host else self._forget_now
+        give_up = partial(self._forget_unsent, address, other_host)
         with self._lock:
             self._drive()
             request = self._endpoint(address).tag_send(self._wrap(array), self._lib.UCXXTag(tag))
-            return self._noted(Message(request, array, tag, partial(give_up, address)))
+            return self._noted(Message(request, array, tag, give_up))
 
     def receive(self, array: Array, tag: int) -> Message:
         """Receive a message into an array of bytes.
@@ -171,16 +158,17 @@ class Messenger:
             endpoint = self.endpoints.pop(address, None)
         _close([endpoint])
 
-    def _forget_now(self, address: bytes, message: Message, timeout_s: float) -> None:
-        """Close an endpoint through which a message does not get."""
-        self.forget(address)
+    def _forget_unsent(
+        self, address: bytes, other_host: bool, message: Message, timeout_s: float
+    ) -> None:
+        """Close an endpoint through which a message does not get.
 
-    def _forget_later(self, address: bytes, message: Message, timeout_s: float) -> None:
-        """Close an endpoint to another host if a message that was given up is still not sent.
-
-        Not at once: over TCP, UCX 1.21 crashes at times if an endpoint is closed while a message
-        goes through it, as it does on a slow link.
+        Not at once to another host: over TCP, UCX 1.21 crashes at times if an endpoint is closed
+        while a message goes through it, as it does on a slow link.
         """
+        if not other_host:
+            self.forget(address)
+            return
 
         def look() -> None:
             self._waiting.discard(timer)

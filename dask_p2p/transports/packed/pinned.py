@@ -33,9 +33,9 @@ from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, buffered, left_bytes, parts_held
 from dask_p2p.transports.packed.base import Asked, MemoryTarget, PackedTransport
-from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading
+from dask_p2p.transports.packed.reading import Landing, MemoryLanding, PackedReading
 from dask_p2p.transports.packed.segments import Segment, SegmentName, Segments, to_device
-from dask_p2p.transports.reading import Region, Request
+from dask_p2p.transports.reading import Request
 from dask_p2p.transports.replies import ask_and_wait
 from dask_p2p.transports.requests import MalformedRequestError
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
@@ -59,10 +59,43 @@ class PinnedOptions(Section):
     part_bytes: int = option("part-bytes", positive_bytes)
 
 
+class _SegmentLanding(MemoryLanding):
+    """Memory that is lent to one call, and copied to the device where regions are wanted there."""
+
+    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+        segments = self.transport.segments[self.about.kind]
+        try:
+            # Of one size, so that memory fits the next batch and the next array too.
+            self._segment, memory = segments.lend(max(reading.batch_bytes, size_bytes))
+        except Exception as exc:
+            raise TransferError(f"pinned: there is no memory to share: {exc}") from exc
+        return memory
+
+    def where(self, first: int) -> Any:
+        return tuple(self._segment.name)
+
+    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
+        if len(answers) < len(self.places):  # holders need no memory of their own
+            count = f"{len(answers)} of {len(self.places)} regions"
+            raise TransferError(f"pinned: {self.about.holder} answered about {count}")
+        if not backend_named(self.about.kind).on_device:
+            return self.memory
+        transport: PinnedTransport = self.transport
+        return await transport.worker.offload(self._copied, threads=transport.threads)
+
+    def _copied(self) -> Array:
+        memory, self.memory = self.memory, None  # it is lent no longer once the copy is there
+        return to_device(memory, self.transport.buffers[self.about.kind])
+
+    def abandon(self) -> None:
+        self._segment.is_lost = True
+
+
 class PinnedTransport(PackedTransport):
     """Regions through memory that both sides have in common."""
 
     name: ClassVar[str] = "pinned"
+    landing: ClassVar[type[Landing]] = _SegmentLanding
     sections: ClassVar[tuple[type[Section], ...]] = (PinnedOptions,)
 
     @classmethod
@@ -129,9 +162,6 @@ class PinnedTransport(PackedTransport):
             pool.idle_limit_bytes = max(needed_bytes, idle_bytes)
         return reading
 
-    def landing(self, reading: PackedReading, parts: Sequence[Region]) -> MemoryLanding:
-        return _SegmentLanding(self, reading, parts)
-
     # --- the holder's side ---
 
     async def target(self, asked: Asked, where: Any) -> MemoryTarget:
@@ -170,40 +200,6 @@ class PinnedTransport(PackedTransport):
     def let_go(self) -> None:
         super().let_go()
         self._unmap()
-
-
-class _SegmentLanding(MemoryLanding):
-    """Memory that is lent to one call, and copied to the device where regions are wanted there."""
-
-    def __init__(
-        self, transport: PinnedTransport, reading: PackedReading, parts: Sequence[Region]
-    ) -> None:
-        # Of one size, so that memory fits the next batch and the next array too.
-        size_bytes = max(reading.batch_bytes, reading.places(parts)[1])
-        try:
-            self._segment, memory = transport.segments[reading.requests[0].kind].lend(size_bytes)
-        except Exception as exc:
-            raise TransferError(f"pinned: there is no memory to share: {exc}") from exc
-        super().__init__(memory, reading, parts)
-        self._transport = transport
-
-    def where(self, first: int) -> Any:
-        return tuple(self._segment.name)
-
-    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
-        if len(answers) < len(self.places):  # holders need no memory of their own
-            count = f"{len(answers)} of {len(self.places)} regions"
-            raise TransferError(f"pinned: {self.about.holder} answered about {count}")
-        if not backend_named(self.about.kind).on_device:
-            return self.memory
-        return await self._transport.worker.offload(self._copied, threads=self._transport.threads)
-
-    def _copied(self) -> Array:
-        memory, self.memory = self.memory, None  # it is lent no longer once the copy is there
-        return to_device(memory, self._transport.buffers[self.about.kind])
-
-    def abandon(self) -> None:
-        self._segment.is_lost = True
 
 
 class _SegmentTarget(MemoryTarget):

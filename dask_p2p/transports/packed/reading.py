@@ -4,36 +4,75 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.geometry import Box, box_shape, box_size
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.packed.checksums import check_sum
-from dask_p2p.transports.packed.pace import Pace
-from dask_p2p.transports.reading import Pending, Reading, Region, Request
+from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text, in_dtype, mismatch
 from dask_p2p.types import Array, DType
 
 if TYPE_CHECKING:
     from dask_p2p.transports.packed.base import PackedTransport
 
-__all__ = ["Answer", "Landing", "MemoryLanding", "PackedReading", "places_of", "region_at"]
+__all__ = [
+    "Landing",
+    "MemoryLanding",
+    "Pace",
+    "PackedReading",
+    "answered",
+    "places_of",
+    "region_at",
+]
+
+_T = TypeVar("_T")
 
 _MOST_PARTS = 256  # in one answer: each may be a frame of its own
 _ALIGNMENT_BYTES = 128  # what a GPU reads at once
 # Of the reader's deadline: the holder gives up before, and says why.
 _HOLDERS_SHARE = 3 / 4
+# Shares of the deadline, after which an answer is late, and before which it is early.
+_LATE, _EARLY = 1 / 4, 1 / 16
+_SMALLEST_BYTES = 2**16  # of a late answer: less makes nothing quicker
+_UNLIMITED_BYTES = 2**62
+
+
+class Pace:
+    """How much to ask of one holder at once.
+
+    Many readers may share a link that carries little. Nobody knows before, so what was asked and
+    came late, or not at all, is asked in smaller parts from then on.
+    """
+
+    def __init__(self) -> None:
+        self.most_bytes = _UNLIMITED_BYTES  # of one answer
+
+    def note(self, asked_bytes: int, took_s: float, limit_s: float) -> None:
+        """Note how long an answer took, or that there was none within the limit."""
+        share = took_s / limit_s
+        if share > _LATE:
+            least_bytes = min(self.most_bytes, max(asked_bytes, _SMALLEST_BYTES))
+            self.most_bytes = max(_SMALLEST_BYTES, least_bytes // 4)
+        elif share < _EARLY:
+            self.most_bytes = min(_UNLIMITED_BYTES, max(self.most_bytes, 2 * asked_bytes))
 
 
 class Landing:
-    """Where the regions of one batch come to."""
+    """Where the regions of one batch come to: made in the task's thread, which may take a while."""
+
+    def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
+        self.transport = transport
+        self.about = reading.requests[parts[0].request]
+        self.parts = parts
 
     def where(self, first: int) -> Any:
         """Get ready for the regions from this one on; return what the holder is told.
@@ -53,11 +92,14 @@ class Landing:
 class MemoryLanding(Landing):
     """Memory in which regions lie one after another."""
 
-    def __init__(self, memory: Array, reading: PackedReading, parts: Sequence[Region]) -> None:
-        self.about = reading.requests[parts[0].request]
-        self.memory = memory
-        self.places, _ = reading.places(parts)
-        self._shapes = [box_shape(part.box) for part in parts]
+    def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
+        super().__init__(transport, reading, parts)
+        self.places, size_bytes = reading.places(parts)
+        self.memory = self.room(reading, size_bytes)
+
+    @abstractmethod
+    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+        """Return memory for all of them; `TransferError` if there is none."""
 
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
         """Return the memory, when the regions that these answers are about are there."""
@@ -66,8 +108,10 @@ class MemoryLanding(Landing):
     async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
         memory = await self.arrived(answers, deadline_s)
         return [
-            region_at(memory, self.places[number], self._shapes[number], self.about.dtype)
-            for number in range(first, first + len(answers))
+            region_at(memory, place, box_shape(part.box), self.about.dtype)
+            for part, place, _ in zip(
+                self.parts[first:], self.places[first:], answers, strict=False
+            )
         ]
 
 
@@ -92,7 +136,6 @@ class PackedReading(Reading):
         # Objects are pickled: their bytes are others here than there.
         self._with_sums = options.checksum and not requests[0].dtype.hasobject
         self._calls: set[Future[Any]] = set()
-        self._expected: set[Any] = set()  # messages
         all_items = sum(box_size(box) for request in requests for box in request.boxes)
         all_bytes = all_items * requests[0].dtype.itemsize
         self.batch_bytes = min(all_bytes, footprint.part_bytes or all_bytes)  # of the largest
@@ -116,7 +159,7 @@ class PackedReading(Reading):
         self._last.append(len(parts))
         self.ahead = sum(self._last)
         for number, part in enumerate(parts):
-            yield part.on_its_way(Answer(call, number))
+            yield part.on_its_way(partial(answered, call, number), call.done)
 
     def _batches(self) -> Iterator[list[Region]]:
         """Group small parts, up to the size of one part."""
@@ -136,14 +179,17 @@ class PackedReading(Reading):
     def _call(self, parts: Sequence[Region]) -> Future[list[Any]]:
         """Ask for a batch, and go on."""
         try:
-            landing = self._transport.landing(self, parts)
+            landing = self._transport.landing(self._transport, self, parts)
             where = landing.where(0)
         except TransferError as exc:
             failed: Future[list[Any]] = Future()
             failed.set_exception(exc)
             return failed
-        bringing = self.bring(parts, landing, where)
-        call = asyncio.run_coroutine_threadsafe(bringing, self.worker.loop)
+        return self._begun(self.bring(parts, landing, where))
+
+    def _begun(self, asking: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Have the event loop run a call, which closing cancels."""
+        call = asyncio.run_coroutine_threadsafe(asking, self.worker.loop)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return call
@@ -172,12 +218,16 @@ class PackedReading(Reading):
 
     async def _ask(self, parts: Sequence[Region], where: Any, messages: int = 1) -> Sequence[Any]:
         """Ask for parts, which come in so many messages; return the answers about them."""
-        first, named = self.requests[parts[0].request], self.named(parts)
-        others = len(named["blocks"]) - 1
+        first = self.requests[parts[0].request]
+        # Each block is named once, and then numbered.
+        numbers = {number: i for i, number in enumerate(dict.fromkeys(p.request for p in parts))}
+        others = len(numbers) - 1
         about = f"block {first.key!r}" + (f" and {others} others" if others else "")
         limit_s = self.timeout_s * messages  # of which each may take as long
         asking = ask(
-            self.worker, first.holder, self._transport.op, limit_s, about, **named,
+            self.worker, first.holder, self._transport.op, limit_s, about,
+            blocks=[(self.requests[n].key, self.requests[n].shape) for n in numbers],
+            parts=[(numbers[part.request], part.box) for part in parts],
             dtype=dtype_text(first.dtype), item_bytes=first.dtype.itemsize, where=where,
             wait_s=self.timeout_s * _HOLDERS_SHARE, checksum=self._with_sums,
         )  # fmt: skip
@@ -215,23 +265,13 @@ class PackedReading(Reading):
         return region
 
 
-@dataclass(frozen=True, slots=True)
-class Answer(Pending):
-    """One of the parts that a call is about."""
-
-    call: Future[list[Any]]
-    number: int
-
-    def done(self) -> bool:
-        return self.call.done()
-
-    def result(self, timeout_s: float | None = None, /) -> Any:
-        answers = self.call.result(timeout_s)
-        # It is the caller's own from here on.
-        region, answers[self.number] = answers[self.number], None
-        if isinstance(region, Exception):
-            raise region
-        return region
+def answered(call: Future[list[Any]], number: int, timeout_s: float | None, *_: Any) -> Any:
+    """Return one of the parts that a call is about."""
+    answers = call.result(timeout_s)
+    region, answers[number] = answers[number], None  # it is the caller's own from here on
+    if isinstance(region, Exception):
+        raise region
+    return region
 
 
 def places_of(boxes: Sequence[Box], item_bytes: int) -> tuple[list[int], int]:

@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -22,17 +23,16 @@ import numpy as np
 from dask_p2p.backends import Backend, backend_named
 from dask_p2p.backends.device import current_device, device_work
 from dask_p2p.backends.hardware import kernel_and_namespace
+from dask_p2p.backends.pinned import register
 from dask_p2p.errors import UnsuitableError
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.requests import checked_integer, checked_text
-from dask_p2p.types import Kind
 
 __all__ = ["FILE_NAME", "Segment", "SegmentName", "Segments", "to_device"]
 
 FILE_NAME = "dask-p2p"  # which `/proc` shows
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 _per_thread = threading.local()
-_PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags: for all GPUs of the process, and kernels
 
 
 class SegmentName(NamedTuple):
@@ -66,14 +66,9 @@ class SegmentName(NamedTuple):
 
 
 class Segment:
-    """Memory that is mapped here, and in another process.
+    """Memory that is mapped here, and in another process."""
 
-    Attributes
-    ----------
-    is_lost : bool
-        Whether a holder may still write there, though its answer is no longer waited for.
-    """
-
+    #: Whether a holder may still write there, though its answer is no longer waited for.
     is_lost = False
 
     def __init__(self, fd: int, name: SegmentName) -> None:
@@ -128,52 +123,33 @@ class Segment:
         return self.bytes.__array_interface__
 
     def pin(self) -> None:
-        """Have GPUs reach it, until it goes. Idempotent."""
-        import cupy
-
+        """Have GPUs reach it, until it goes: for use by the thread's one. Idempotent."""
         with self._lock:
             if not self._is_pinned:
-                runtime = cupy.cuda.runtime
-                runtime.hostRegister(self.ptr, self.bytes.nbytes, _PORTABLE_AND_MAPPED)
-                unpin = weakref.finalize(self, _unpin, self.bytes)
-                unpin.atexit = False
+                ending = weakref.finalize(self, _unpin, register(self.bytes), self.bytes)
+                ending.atexit = False
                 self._is_pinned = True
+        self.device_id = current_device()
 
     def array(self, backend: Backend) -> Any:
         """Return it as a 1-D array of bytes."""
         if backend.on_device:
             self.pin()
-            self.device_id = current_device()
         return backend.bytes_of(self, self.bytes.nbytes, self)
 
 
-def _unpin(memory: np.ndarray[Any, Any]) -> None:
-    import cupy
-
+def _unpin(unregister: Callable[[], None], memory: np.ndarray[Any, Any]) -> None:
     with device_work():
-        cupy.cuda.runtime.hostUnregister(int(memory.ctypes.data))
+        unregister()
 
 
 class Segments(Buffers):
     """Segments of this process. Each is lent to one call, and comes back as buffers do."""
 
-    def __init__(self, kind: Kind, idle_bytes: int) -> None:
-        super().__init__(kind, idle_bytes)
-        self._by_address: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
-
-    def lend(self, size_bytes: int) -> tuple[Segment, Any]:
-        """Return a segment, and its memory, which lends it until all views of that are gone."""
-        memory = self.take((size_bytes,), np.uint8)
-        on_device = backend_named(self.kind).on_device
-        address = memory.data.ptr if on_device else memory.ctypes.data
-        return self._by_address[address], memory
-
     def _allocate(self, size_bytes: int) -> Segment:
         segment = Segment.make(size_bytes)
         if backend_named(self.kind).on_device:
             segment.pin()
-            segment.device_id = current_device()
-        self._by_address[segment.ptr] = segment
         return segment
 
     def put_back(self, size_bytes: int, memory: Segment) -> None:

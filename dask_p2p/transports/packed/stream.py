@@ -1,4 +1,4 @@
-"""A row of messages for which a holder is asked once: the reader's side.
+"""Regions in messages, at both ends; rows of messages for which a holder is asked once.
 
 A large region is brought in parts, each in a message. To ask for each of them takes Python longer
 than a fast link takes for the bytes. So a holder is told the tags of a row of messages, and packs
@@ -14,30 +14,95 @@ place, and so sets the pace::
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
+import numpy as np
+
+from dask_p2p.backends import Backend, device_of
 from dask_p2p.errors import SilentError, TransferError
-from dask_p2p.transports.packed.messenger import NAP_S, Message
-from dask_p2p.transports.packed.reading import Answer, PackedReading, region_at
-from dask_p2p.transports.reading import Failed, Pending, Region
+from dask_p2p.transports.packed.base import MemoryTarget
+from dask_p2p.transports.packed.messenger import NAP_S, Message, Messenger
+from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading, answered, region_at
+from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import check_reply
+from dask_p2p.transports.requests import MalformedRequestError, checked_integer, checked_text
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
 from dask_p2p.types import Array
 
-__all__ = ["MOST_MESSAGES", "StreamedReading"]
+__all__ = ["Incoming", "Mailboxes", "Outgoing", "StreamedReading"]
 
-#: In one row.
-MOST_MESSAGES = 64
+MOST_MESSAGES = 64  # in one row
+_TAGS = 2**62
+_MOST_CLOSED = 2**31
+
+
+class Mailboxes(NamedTuple):
+    """Where a reader looks out for a message with all parts, or for one with each of them."""
+
+    tags: Sequence[int]  # of the messages
+    reader: str  # address of the worker
+    closed: int  # of the reader's endpoints to here: see `Messenger.renew`
+
+    @classmethod
+    def checked(cls, where: Any) -> Mailboxes:
+        """Read what a reader has sent."""
+        sequences = list, tuple
+        if type(where) not in sequences or len(where) != 3 or type(where[0]) not in sequences:
+            raise MalformedRequestError("where: expected tags, reader and closed")
+        tags, reader, closed = where
+        if not 0 < len(tags) <= MOST_MESSAGES:
+            raise MalformedRequestError(f"where: expected 1 to {MOST_MESSAGES} tags")
+        tags = [checked_integer("tag", tag, 0, _TAGS - 1) for tag in tags]
+        checked_integer("closed", closed, 0, _MOST_CLOSED)
+        return cls(tags, checked_text("reader", reader), closed)
+
+
+class Incoming(MemoryLanding):
+    """A message that is waited for, from before its holder is asked."""
+
+    _message: Message | None = None
+
+    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+        self._messenger: Messenger = self.transport.messenger()
+        memory: Array = self.transport.buffers[self.about.kind].take((size_bytes,), np.uint8)
+        return memory
+
+    def where(self, first: int) -> Any:
+        memory, to = self.memory[self.places[first] :], self.transport.mailboxes(self.about.holder)
+        self._message = self._messenger.receive(memory, to.tags[0]) if memory.size else None
+        return tuple(to)
+
+    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
+        is_sent = any(isinstance(of, dict) and of.get("status") == "ok" for of in answers)
+        if not is_sent:
+            self.abandon()
+        elif self._message is not None:
+            waiting = self._message.result, max(0.0, deadline_s - time.monotonic())
+            try:
+                await self.transport.worker.offload(*waiting, threads=self.transport.threads)
+            except TransferError as exc:
+                text = f"ucx: {self.about} does not come: {exc}"
+                raise type(exc)(text, reason=str(exc)) from exc
+        return self.memory
+
+    def abandon(self) -> None:
+        if self._message is not None:
+            self._messenger.end(self._message)
 
 
 class StreamedReading(PackedReading):
     """Regions that come in messages, large ones in rows."""
+
+    def __init__(self, transport: Any, *args: Any) -> None:
+        super().__init__(transport, *args)
+        self._ucx = transport
+        self._expected: set[Message] = set()
 
     def __iter__(self) -> Iterator[Region]:
         if self._with_sums:  # which come with answers, one for each message
@@ -58,28 +123,24 @@ class StreamedReading(PackedReading):
 
     def _streamed(self, row: Sequence[Region]) -> Iterator[Region]:
         """Ask for a row of messages, and look out for one after another."""
-        transport: Any = self._transport
         try:
-            mailboxes = transport.mailboxes(self, len(row))
+            where = self._ucx.mailboxes(self.requests[0].holder, len(row))
         except TransferError as exc:
-            yield from (part.on_its_way(Failed(exc)) for part in row)
+            yield from (part.failed(exc) for part in row)
             return
-        tags = [mailbox.tag for mailbox in mailboxes]
-        where = (tags, mailboxes[0].reader, mailboxes[0].closed)
-        call = asyncio.run_coroutine_threadsafe(self._ask(row, where, len(row)), self.worker.loop)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        call = self._begun(self._ask(row, tuple(where), len(row)))
         self.ahead = self._answers_ahead
-        for number, (part, tag) in enumerate(zip(row, tags, strict=True)):
+        for number, (part, tag) in enumerate(zip(row, where.tags, strict=True)):
             try:
-                memory, message = transport.look_out(self, part, tag)
+                memory, message = self._ucx.look_out(self, part, tag)
             except TransferError as exc:
-                yield part.on_its_way(Failed(exc))
+                yield part.failed(exc)
                 continue
             self._expected.add(message)
             shape = [stop - start for start, stop in part.box]
             region = region_at(memory, 0, shape, self.requests[part.request].dtype)
-            yield part.on_its_way(_Streamed(self, part, message, region, call, number))
+            streamed = _Streamed(self, part, message, region, call, number)
+            yield part.on_its_way(streamed.result, streamed.done)
 
     def arrived(self, message: Message) -> None:
         """Note that a message need not be looked out for any longer."""
@@ -88,19 +149,17 @@ class StreamedReading(PackedReading):
     def ask_again(self, part: Region, message: Message) -> Any:
         """Return a part by itself, since its row has ended before."""
         self.arrived(message)
-        transport: Any = self._transport
-        transport.messenger().end(message)
-        return Answer(self._call([part]), 0).result(self.timeout_s + EVENT_LOOP_GRACE_S)
+        self._ucx.messenger().end(message)
+        return answered(self._call([part]), 0, self.timeout_s + EVENT_LOOP_GRACE_S)
 
     def close(self) -> None:
         super().close()
-        transport: Any = self._transport
         while self._expected:
-            transport.messenger().end(self._expected.pop())
+            self._ucx.messenger().end(self._expected.pop())
 
 
 @dataclass(slots=True)
-class _Streamed(Pending):
+class _Streamed:
     """A region in one of a row of messages."""
 
     reading: StreamedReading
@@ -113,7 +172,7 @@ class _Streamed(Pending):
     def done(self) -> bool:
         return self.message.done or self.call.done()
 
-    def result(self, timeout_s: float | None = None, /) -> Any:
+    def result(self, *_: Any) -> Any:
         deadline_s = time.monotonic() + self.reading.timeout_s
         while not self.message.done:
             if self.call.done() and not self._is_sent():
@@ -133,3 +192,45 @@ class _Streamed(Pending):
             return False
         check_reply(answers[self.number], self.reading.requests[self.part.request], "ucx")
         return True
+
+
+class Outgoing(MemoryTarget):
+    """A message that is packed, and then sent."""
+
+    def __init__(self, transport: Any, to: Mailboxes, messenger: Messenger, address: bytes) -> None:
+        self._transport, self._to = transport, to
+        self._messenger, self._address = messenger, address
+        self._memory: Array | None = None
+        self._message: Message | None = None
+
+    def memory(self, backend: Backend) -> Array:
+        if self._memory is None:
+            pool = self._transport.buffers[backend.name]
+            self._memory = pool.take((self.size_bytes,), np.uint8)
+        return self._memory
+
+    def send(self) -> None:
+        self.start()
+        self.wait()
+
+    def start(self) -> None:
+        """Begin to send what is packed."""
+        if not self.size_bytes:
+            return
+        here = self._transport.worker.address
+        other_host = urlsplit(self._to.reader).hostname != urlsplit(here).hostname
+        self._messenger.renew(self._address, self._to.closed)
+        with device_of(self._memory):
+            self._message = self._messenger.send(
+                self._address, self._memory, self._to.tags[0], other_host=other_host
+            )
+
+    def wait(self) -> None:
+        """Wait until it has arrived."""
+        if self._message is not None:
+            with device_of(self._memory):
+                self._message.result(self.asked.left_s)
+
+    def close(self) -> None:
+        self._memory = None  # before others may have its room
+        super().close()

@@ -14,7 +14,6 @@ Data go over the fastest link, whatever Dask's own messages use.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import threading
 import time
@@ -23,12 +22,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
-from urllib.parse import urlsplit
+from itertools import count, islice
+from typing import Any, ClassVar
 
 import numpy as np
 
-from dask_p2p.backends import Backend, backend_named, device_of
+from dask_p2p.backends import backend_named, device_of
 from dask_p2p.backends.device import current_device
 from dask_p2p.config import (
     Options,
@@ -45,23 +44,21 @@ from dask_p2p.transports.budget import Reservation
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, buffered, left_bytes, parts_held
-from dask_p2p.transports.packed.base import Asked, MemoryTarget, PackedTransport
+from dask_p2p.transports.packed.base import Asked, PackedTransport
 from dask_p2p.transports.packed.messenger import Message, Messenger, ucxx_obstacle
-from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading
-from dask_p2p.transports.packed.stream import MOST_MESSAGES, StreamedReading
+from dask_p2p.transports.packed.reading import Landing, PackedReading
+from dask_p2p.transports.packed.stream import Incoming, Mailboxes, Outgoing, StreamedReading
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import ask, refuse
-from dask_p2p.transports.requests import MalformedRequestError, checked_integer, checked_text
+from dask_p2p.transports.requests import MalformedRequestError
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Kind
 
 __all__ = ["UcxOptions", "UcxTransport"]
 
 _PEER_OP = "p2p_ucx_peer"
-_TAGS = 2**62
 _PAUSE_S = 1e-3  # while the limit is reached
 _LONGEST_ADDRESS_BYTES = 2**16
-_MOST_CLOSED = 2**31
 _IDLE_PARTS = 5
 _REST_S = 1.0  # without messages, after which nobody looks for any
 # For messages that are being sent. Most of their time they wait, and no reader should have to wait
@@ -84,6 +81,7 @@ class UcxTransport(PackedTransport):
 
     name: ClassVar[str] = "ucx"
     reading: ClassVar[type[PackedReading]] = StreamedReading
+    landing: ClassVar[type[Landing]] = Incoming
     sections: ClassVar[tuple[type[Section], ...]] = (UcxOptions,)
 
     @classmethod
@@ -108,7 +106,7 @@ class UcxTransport(PackedTransport):
         self._messenger: Messenger | None = None
         self._lock = threading.Lock()
         # A process may come to the place of one that died in the middle of a message.
-        self.tags = itertools.count(secrets.randbits(61))
+        self.tags = count(secrets.randbits(61))
         self.buffers = {
             kind: Buffers(kind, self.footprint(options, kind).idle_bytes(options))
             for kind in self.kinds
@@ -175,14 +173,10 @@ class UcxTransport(PackedTransport):
     def holder_obstacle(self, holder: str) -> Obstacle | None:
         return self._own_obstacle()
 
-    def landing(self, reading: PackedReading, parts: Sequence[Region]) -> MemoryLanding:
-        return Incoming(self, reading, parts)
-
-    def mailboxes(self, reading: PackedReading, count: int) -> list[_Mailbox]:
-        """Return where a row of messages is looked out for."""
-        holder = reading.requests[0].holder
+    def mailboxes(self, holder: str, number: int = 1) -> Mailboxes:
+        """Return where so many messages are looked out for."""
         closed = self.messenger().closed(self.addresses.get(holder, b""))
-        return [_Mailbox(next(self.tags), self.worker.address, closed) for _ in range(count)]
+        return Mailboxes([*islice(self.tags, number)], self.worker.address, closed)
 
     def look_out(self, reading: PackedReading, part: Region, tag: int) -> tuple[Array, Message]:
         """Look out for a message with one region; return its memory, and the message."""
@@ -193,18 +187,14 @@ class UcxTransport(PackedTransport):
     # --- the holder's side ---
 
     async def packed_for(self, asked: Asked, where: Any) -> Sequence[dict[str, Any]]:
-        tags: Any
-        tags, *reader = where if type(where) in (list, tuple) and where else (None,)
-        if type(tags) not in (list, tuple):
-            return await super().packed_for(asked, where)
-        if len(tags) != len(asked.parts) or len(tags) > MOST_MESSAGES or asked.with_sums:
+        to = Mailboxes.checked(where)
+        if len(to.tags) == 1:
+            return await super().packed_for(asked, to)
+        if len(to.tags) != len(asked.parts) or asked.with_sums:
             raise MalformedRequestError("where: expected a tag for each part")
-        mailboxes = [_Mailbox.checked((tag, *reader)) for tag in tags]
-        targets = [await self.target(asked, tuple(mailbox)) for mailbox in mailboxes]
-        wait_s = asked.left_s
-        return await self.worker.offload(
-            self._stream_all, asked, targets, wait_s, threads=self.threads
-        )
+        row = [await self.target(asked, to._replace(tags=[tag])) for tag in to.tags]
+        streaming = self._stream_all, asked, row, asked.left_s
+        return await self.worker.offload(*streaming, threads=self.threads)
 
     def _stream_all(
         self, asked: Asked, targets: Sequence[Outgoing], wait_s: float
@@ -253,11 +243,8 @@ class UcxTransport(PackedTransport):
     async def _answer_peer(self) -> dict[str, Any]:
         return {"address": (await self._started()).address}
 
-    async def target(self, asked: Asked, where: Any) -> MemoryTarget:
-        to = _Mailbox.checked(where)
-        messenger = await self._started()
-        address = await self._address_of(to.reader)
-        return Outgoing(self, to, messenger, address)
+    async def target(self, asked: Asked, where: Mailboxes) -> Outgoing:
+        return Outgoing(self, where, await self._started(), await self._address_of(where.reader))
 
     def own_bytes(self, asked: Asked) -> list[int]:
         return [buffer_bytes(asked.places()[1])]
@@ -275,100 +262,3 @@ class UcxTransport(PackedTransport):
                 raise TransferError(f"{reader} did not send its UCX address: {reply!r}")
             self.addresses[reader] = address
         return address
-
-
-class _Mailbox(NamedTuple):
-    """Where a reader looks out for a message."""
-
-    tag: int
-    reader: str  # address of the worker
-    closed: int  # of the reader's endpoints to here: see `Messenger.renew`
-
-    @classmethod
-    def checked(cls, where: Any) -> _Mailbox:
-        """Read what a reader has sent."""
-        if type(where) not in (list, tuple) or len(where) != len(cls._fields):
-            raise MalformedRequestError("where: expected tag, reader and closed")
-        tag, reader, closed = where
-        checked_integer("tag", tag, 0, _TAGS - 1)
-        checked_integer("closed", closed, 0, _MOST_CLOSED)
-        return cls(tag, checked_text("reader", reader), closed)
-
-
-class Incoming(MemoryLanding):
-    """A message that is waited for, from before its holder is asked."""
-
-    def __init__(
-        self, transport: UcxTransport, reading: PackedReading, parts: Sequence[Region]
-    ) -> None:
-        self._transport, self._messenger = transport, transport.messenger()
-        pool, (_, size_bytes) = transport.buffers[reading.requests[0].kind], reading.places(parts)
-        super().__init__(pool.take((size_bytes,), np.uint8), reading, parts)
-        self._message: Message | None = None
-
-    def where(self, first: int) -> Any:
-        tag, memory = next(self._transport.tags), self.memory[self.places[first] :]
-        self._message = self._messenger.receive(memory, tag) if memory.size else None
-        closed = self._messenger.closed(self._transport.addresses.get(self.about.holder, b""))
-        return tuple(_Mailbox(tag, self._transport.worker.address, closed))
-
-    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
-        is_sent = any(isinstance(of, dict) and of.get("status") == "ok" for of in answers)
-        if not is_sent:
-            self.abandon()
-        elif self._message is not None:
-            waiting = self._message.result, max(0.0, deadline_s - time.monotonic())
-            try:
-                await self._transport.worker.offload(*waiting, threads=self._transport.threads)
-            except TransferError as exc:
-                text = f"ucx: {self.about} does not come: {exc}"
-                raise type(exc)(text, reason=str(exc)) from exc
-        return self.memory
-
-    def abandon(self) -> None:
-        if self._message is not None:
-            self._messenger.end(self._message)
-
-
-class Outgoing(MemoryTarget):
-    """A message that is packed, and then sent."""
-
-    def __init__(
-        self, transport: UcxTransport, to: _Mailbox, messenger: Messenger, address: bytes
-    ) -> None:
-        self._transport, self._to = transport, to
-        self._messenger, self._address = messenger, address
-        self._memory: Array | None = None
-        self._message: Message | None = None
-
-    def memory(self, backend: Backend) -> Array:
-        if self._memory is None:
-            pool = self._transport.buffers[backend.name]
-            self._memory = pool.take((self.size_bytes,), np.uint8)
-        return self._memory
-
-    def send(self) -> None:
-        self.start()
-        self.wait()
-
-    def start(self) -> None:
-        """Begin to send what is packed."""
-        if not self.size_bytes:
-            return
-        here = self._transport.worker.address
-        other_host = urlsplit(self._to.reader).hostname != urlsplit(here).hostname
-        self._messenger.renew(self._address, self._to.closed)
-        with device_of(self._memory):
-            self._message = self._messenger.send(
-                self._address, self._memory, self._to.tag, other_host=other_host
-            )
-
-    def wait(self) -> None:
-        """Wait until it has arrived."""
-        if self._message is not None:
-            with device_of(self._memory):
-                self._message.result(self.asked.left_s)
-
-    def close(self) -> None:
-        self._memory = None  # before others may have its room
-        super().close()

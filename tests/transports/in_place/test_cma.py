@@ -26,7 +26,6 @@ from dask_p2p.transports.probe import PROBE_BYTES
 from dask_p2p.transports.reading import Request
 from tests.support import with_section
 from tests.transports.conformance import Conformance
-from tests.transports.in_place.opening import Opening
 from tests.transports.loopback import EventLoop, LoopbackHost, linked, wait_until
 
 F8 = np.dtype("f8")
@@ -43,8 +42,7 @@ def hold(folder, array, connection):
     signal.pause()
 
 
-def test_the_holder_of_an_opened_block_is_killed(loop, tmp_path):
-    """A process that reads it in each of its steps finds that out."""
+def test_the_holder_of_a_block_is_killed_while_it_is_read(loop, tmp_path):
     array = np.arange(60.0).reshape(6, 10)
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
@@ -60,17 +58,17 @@ def test_the_holder_of_an_opened_block_is_killed(loop, tmp_path):
         holder = SimpleNamespace(calls=[], delay_s=0, handlers={"p2p_cma_peer": answer})
         host = LoopbackHost("reader", loop.loop, {"holder": holder}, tmp_path)
         transport = CmaTransport(host, options())
-        whole = ((0, 6), (0, 10))
-        opened = transport.open(Request("key", "holder", (6, 10), F8, "numpy", [whole]), options())
-        for _ in range(3):
-            np.testing.assert_array_equal(opened.region(whole).result(), array)
-            assert opened.holder_lives()
-        process.kill()
-        process.join()
-        assert not opened.holder_lives()
-        with pytest.raises(BlockUnavailableError, match="holder ended while block 'key'"):
-            opened.region(whole).result()
-        opened.close()
+        wanted = Request("key", "holder", (6, 10), F8, "numpy", 3 * [((0, 6), (0, 10))])
+        with closing(transport.read([wanted], options())) as reading:
+            first, second, _ = reading
+            np.testing.assert_array_equal(first.result(), array)
+            reading.confirm()
+            process.kill()
+            process.join()
+            with pytest.raises(BlockUnavailableError, match="holder ended while block 'key'"):
+                reading.confirm()
+            with pytest.raises(BlockUnavailableError, match="holder ended while block 'key'"):
+                second.result()
         loop.run(transport.close())
         host.close()
     finally:
@@ -93,7 +91,7 @@ def described(setup, monkeypatch, **changes):
     )
 
 
-class TestCma(Conformance, Opening):
+class TestCma(Conformance):
     is_eager = True
 
     def test_a_probe_comes_unharmed(self, setup):
@@ -126,6 +124,14 @@ class TestCma(Conformance, Opening):
         setup.serving.publish(setup.host.blocks)
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert "p2p_cma_publish" not in setup.host.calls
+
+    def test_a_holder_whose_folder_is_gone_is_asked(self, setup, block):
+        """It says why: that its descriptors cannot be read would be no reason."""
+        key, array = block
+        assert setup.reader.obstacle(setup.holder, "numpy", F8) is None
+        setup.close_holder()
+        with pytest.raises(TransferError, match="the worker is closing"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
 
     def test_a_block_that_is_gone_again_is_asked_for_again(self, setup, block, monkeypatch):
         key, array = block
@@ -206,14 +212,6 @@ class TestCma(Conformance, Opening):
             np.testing.assert_array_equal(remote.request().result(), array + key)
         setup.serving.directory.expire(60)
         assert setup.serving.usage() == {"published": 2}
-
-    def test_an_opened_block_is_not_read_once_it_is_closed(self, setup, block):
-        key, array = block
-        opened = self.opened(setup, key, array)
-        pending = opened.region(((0, 6), (0, 10)))
-        opened.close()
-        with pytest.raises(TransferError, match="was closed before it was read"):
-            pending.result()
 
     def test_regions_that_are_empty_come_though_all_else_was_read(self, setup, block):
         key, array = block

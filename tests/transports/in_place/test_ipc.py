@@ -16,7 +16,6 @@ from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.in_place.reading import DirectoryOptions
 from tests.support import with_section
 from tests.transports.conformance import Conformance
-from tests.transports.in_place.opening import Opening
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 
 OPTIONS = with_section(options(), DirectoryOptions, retain_s=60.0)
@@ -143,14 +142,8 @@ def setup(pair, loop, tmp_path_factory):
 
 @pytest.mark.gpu(2)
 @pytest.mark.filterwarnings("default")
-class TestIpc(Conformance, Opening):
+class TestIpc(Conformance):
     is_eager = True
-
-    # The holder is one process for all tests, and may have blocks of others.
-    test_a_block_that_cannot_be_opened = None
-
-    def kept(self, setup):
-        return setup.there.ask("kept")
 
     def open(self, setup, key, array, *boxes, **options):
         assert setup.reader.obstacle(setup.holder, setup.kind, np.dtype("f8")) is None

@@ -14,17 +14,24 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options
-from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, Obstacle, TransferError
+from dask_p2p.errors import (
+    BlockMismatchError,
+    BlockUnavailableError,
+    Obstacle,
+    TransferError,
+    UnsuitableError,
+)
 from dask_p2p.transports.in_place import cuda_ipc, ipc, same_host
 from dask_p2p.transports.in_place import descriptor as description
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
 from dask_p2p.transports.in_place.reading import DirectoryOptions
+from dask_p2p.transports.reading import Request
 from dask_p2p.transports.replies import ask_and_wait
 from tests.support import with_section
 from tests.transports.conformance import Conformance
-from tests.transports.in_place.opening import RIM, Opening
 from tests.transports.in_place.test_cuda_ipc import FakeRuntime
 from tests.transports.loopback import linked, wait_until
 
@@ -96,7 +103,7 @@ def nothing_is_kept(setup, key):
 TOO_FAR = Obstacle("too-far", "too far apart", "Bring them together")
 
 
-class TestIpcEmulated(Conformance, Opening):
+class TestIpcEmulated(Conformance):
     is_eager = True
 
     def test_what_is_published_need_not_be_asked_for(self, setup, block):
@@ -127,33 +134,11 @@ class TestIpcEmulated(Conformance, Opening):
         with pytest.raises(TransferError, match=r"published and withdrew block .* 3 times"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
-    def test_the_holder_of_an_opened_block_ends(self, setup, block):
-        key, array = block
-        opened = self.opened(setup, key, array)
-        setup.serving.directory.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
-        assert not opened.holder_lives()
-        with pytest.raises(BlockUnavailableError, match=r"holder ended while block .* was read"):
-            opened.confirm()
-        opened.close()
-
-    def test_an_opened_block_stays_mapped(self, setup, block, loop):
-        """Also when it is long since it was opened, and when its holder is said to have left."""
-        key, array = block
-        opened = self.opened(setup, key, array)
-        setup.reader.mappings.retire(None)
-        setup.reader.mappings.close_unused()
-        np.testing.assert_array_equal(self.look(setup, opened), array)
-        assert len(setup.device.runtime.open) == 1
-        opened.close()
-        assert setup.device.runtime.open == {}
-        assert nothing_is_kept(setup, key)
-
-    @pytest.mark.parametrize("lasts", [False, True])
-    def test_memory_is_unmapped_before_its_lease_ends(self, setup, monkeypatch, lasts):
+    def test_memory_is_unmapped_before_its_lease_ends(self, setup, monkeypatch):
         """The holder may free it as soon as that has ended."""
         array = np.arange(90_000.0).reshape(300, 300)  # most of its allocation
         setup.put("large", array)
-        opened = (self.opened if lasts else self.open)(setup, "large", array, RIM)
+        opened = self.open(setup, "large", array, ((5, 6), (0, 10)))
         setup.drop("large")
         (published,) = setup.serving.directory.withdrawn
         unmap, leased = setup.device.runtime.ipcCloseMemHandle, []
@@ -167,11 +152,10 @@ class TestIpcEmulated(Conformance, Opening):
         assert leased == [True]
         assert setup.serving.directory.expire(60) == 0
 
-    @pytest.mark.parametrize("lasts", [False, True])
-    def test_a_lease_ends_though_its_memory_cannot_be_unmapped(self, setup, monkeypatch, lasts):
+    def test_a_lease_ends_though_its_memory_cannot_be_unmapped(self, setup, monkeypatch):
         array = np.arange(90_000.0).reshape(300, 300)
         setup.put("large", array)
-        opened = (self.opened if lasts else self.open)(setup, "large", array, RIM)
+        opened = self.open(setup, "large", array, ((5, 6), (0, 10)))
         setup.drop("large")
 
         def fail(address):
@@ -351,3 +335,15 @@ class TestIpcEmulated(Conformance, Opening):
         assert setup.serving.expiring.cancelled()
         assert setup.device.runtime.open == {}
         assert setup.serving.usage()["published"] == setup.serving.leased_bytes == 0
+
+
+def test_a_block_that_is_spilled_to_host_memory_comes_another_way(setup, monkeypatch):
+    array = np.arange(6.0)
+    setup.put("block", array)
+    monkeypatch.setattr(same_host, "backend_for", lambda block: NUMPY)
+    wanted = Request("block", "holder", array.shape, array.dtype, "cupy", [((0, 6),)])
+    with pytest.raises(UnsuitableError, match=r"ipc is not for .* where arrays of numpy do"):
+        setup.reader.open(wanted, options())
+    assert setup.serving.usage() == {"published": 0, "mapped": 0}
+    monkeypatch.setattr(same_host, "backend_for", lambda block: CUPY)
+    setup.reader.open(wanted, options()).close()  # Dask has brought it back

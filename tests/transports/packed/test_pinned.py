@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,9 +48,26 @@ def setup(loop, tmp_path):
         yield setup
 
 
-def inodes(segments):
-    """Of which files there are segments."""
-    return [segment.name.inode for segment in list(segments._by_address.values())]
+MADE = weakref.WeakSet()
+
+
+@pytest.fixture(autouse=True)
+def _note_segments(monkeypatch):
+    """Note which segments are made."""
+    make = Segment.make
+
+    def note(size_bytes):
+        segment = make(size_bytes)
+        MADE.add(segment)
+        return segment
+
+    MADE.clear()
+    monkeypatch.setattr(Segment, "make", note)
+
+
+def inodes():
+    """Of which files there are segments that were made here."""
+    return [segment.name.inode for segment in list(MADE)]
 
 
 def shared_files():
@@ -206,7 +224,7 @@ class TestPinned(Pinned):
             remote.close()
             del remote, pending
             gc.collect()
-            kept.append(set(inodes(pool)))
+            kept.append(set(inodes()))
             assert pool.idle_bytes <= limit_bytes
         assert len(kept[0]) == (7 if limit_bytes == 2**20 else 1)
         if limit_bytes == 2**20:
@@ -225,7 +243,7 @@ class TestPinned(Pinned):
             for region in remote.reading:
                 ahead.append(region)
                 del region
-                most = max(most, len(inodes(setup.reader.segments["numpy"])))
+                most = max(most, len(inodes()))
                 while len(ahead) > remote.reading.ahead:
                     region = ahead.popleft()
                     expected = array[tuple(slice(*pair) for pair in region.box)]
@@ -405,7 +423,7 @@ def test_memory_that_goes_leaves_nothing():
     before = shared_files()
     pool = Segments("numpy", 2**20)
     segment, memory = pool.lend(5000)
-    assert inodes(pool) == [segment.name.inode]
+    assert inodes() == [segment.name.inode]
     other = Segment.open(segment.name)
     memory[:3] = 1, 2, 3
     assert other.bytes[:3].tolist() == [1, 2, 3]
@@ -413,7 +431,7 @@ def test_memory_that_goes_leaves_nothing():
     assert pool.idle_bytes == segment.name.size_bytes
     pool.clear()
     del segment
-    assert inodes(pool) == []
+    assert inodes() == []
     other.bytes[:3] = 4  # who has it mapped may use it as long as they like
     del other
     assert shared_files() <= before
@@ -541,6 +559,15 @@ class TestPinnedOnGpus(Pinned):
     def test_the_probe(self, setup):
         pass
 
+    def test_blocks_that_are_spilled_to_host_memory(self, setup, block, monkeypatch):
+        """Their holder packs them there, and needs neither its GPU nor pinned memory."""
+        key, array = block
+        monkeypatch.setattr(base, "backend_for", lambda block: NUMPY)
+        monkeypatch.setattr(CUPY, "queue", None)
+        for _ in range(3):
+            self.read(setup, key, array, WHOLE)
+            assert len(setup.cupy.pinned) == 1
+
     def test_both_pin_memory_once(self, setup, block):
         key, array = block
         for _ in range(5):
@@ -565,7 +592,7 @@ class TestPinnedOnGpus(Pinned):
         assert pool.idle_bytes == 0
         go_on.set()
         del remote
-        wait_until(lambda: (gc.collect() is not None and pool.idle_bytes > 0) or not inodes(pool))
+        wait_until(lambda: (gc.collect() is not None and pool.idle_bytes > 0) or not inodes())
 
     def test_memory_that_cannot_be_pinned(self, setup, block):
         key, array = block

@@ -187,13 +187,28 @@ class TestUcx(PackedConformance):
             "parts": [(0, ((0, 6), (0, 10)))],
             "dtype": "float64 <f8",
             "item_bytes": 8,
-            "where": (1, "nobody", 0),
+            "where": ([1], "nobody", 0),
             "wait_s": 1.0,
         }
         reply = loop.run(setup.host.handlers["p2p_ucx_read"](**request))
         assert reply["status"] == "error"
         assert "nobody" in reply["message"]
         assert setup.serving.usage()["messages"] == 0
+
+    @pytest.mark.parametrize("tags", [[], [1] * 65], ids=len)
+    def test_a_row_of_no_messages_or_of_too_many(self, setup, loop, block, tags):
+        key, _ = block
+        request = {
+            "blocks": [(key, (6, 10))],
+            "parts": [(0, ((0, 1), (0, 10)))] * len(tags),
+            "dtype": "float64 <f8",
+            "item_bytes": 8,
+            "where": (tags, "reader", 0),
+            "wait_s": 1.0,
+        }
+        reply = loop.run(setup.host.handlers["p2p_ucx_read"](**request))
+        assert reply["status"] == "error"
+        assert "expected 1 to 64 tags" in reply["message"]
 
     @pytest.mark.parametrize("address", [None, "text", b"", bytes(2**17)], ids=lambda a: str(a)[:9])
     def test_a_reader_that_tells_no_address(self, setup, block, address):

@@ -1,0 +1,75 @@
+"""How fast copies between pinned host memory and a GPU are: a short measurement.
+
+CuPy is imported when a function is called, never with this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dask_p2p.backends.host_streams import HostStreams
+from dask_p2p.backends.pinned import is_pinned
+from dask_p2p.backends.pitch import Pitch
+from dask_p2p.backends.slots import Slot
+
+__all__ = ["HostLink", "measured_host_link"]
+
+_BYTES = 2**25  # of a copy: less than a millisecond, and much more than one takes to begin
+_REPEATS = 5
+
+
+class HostLink(NamedTuple):
+    """Rates of copies between pinned host memory and a GPU, 1e9 bytes a second."""
+
+    up_gbs: float  # to the GPU
+    down_gbs: float
+    both_gbs: float  # of both together, at the same time
+
+
+def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
+    """Measure the link of the current GPU; None if no memory can be pinned.
+
+    It blocks: call it from a thread, in `device_work`.
+
+    Parameters
+    ----------
+    warn
+        Is told what is missing, and why, where memory cannot be pinned.
+    """
+    streams = HostStreams(warn)
+    memory = streams.device_memory(2 * _BYTES)
+    host = streams.host_memory(2 * _BYTES)
+    try:
+        if not is_pinned(host.memory):
+            return None
+        whole = 2 * _BYTES
+        streams.copy_up(memory.memory[:whole], host.memory[:whole], Pitch(1, whole, whole))
+        streams.synchronize()
+        up_s, down_s, both_s = (
+            min(_seconds(streams, memory, host, ways) for _ in range(_REPEATS))
+            for ways in (("up",), ("down",), ("up", "down"))
+        )
+        return HostLink(*(n * _BYTES / s / 1e9 for n, s in ((1, up_s), (1, down_s), (2, both_s))))
+    finally:
+        streams.synchronize()
+        streams.keep(memory, host)
+
+
+def _seconds(of: HostStreams, memory: Slot, host: Slot, ways: tuple[str, ...]) -> float:
+    """Return what copies take that begin together, until the last is done."""
+    cuda, pitch = of.cupy.cuda, Pitch(1, _BYTES, _BYTES)
+    first, *others = (of.streams[way] for way in ways)
+    start, stop = cuda.Event(), cuda.Event()
+    start.record(first)
+    for stream in others:
+        stream.wait_event(start)
+    if "up" in ways:
+        of.copy_up(memory.memory[:_BYTES], host.memory[:_BYTES], pitch)
+    if "down" in ways:
+        of.copy_down(host.memory[_BYTES:][:_BYTES], memory.memory[_BYTES:][:_BYTES], pitch)
+    for stream in others:
+        first.wait_event(stream.record())
+    stop.record(first)
+    stop.synchronize()
+    return float(cuda.get_elapsed_time(start, stop)) / 1e3

@@ -1,0 +1,198 @@
+"""The queue of NumPy blocks whose axes a GPU permutes: up, by its kernel, and down again.
+
+::
+
+    host      [fill 0][fill 1][fill 2]       [empty 0][fill 3] ...
+    up                [part 0][part 1][part 2]                [part 3]
+    run                       [part 0][part 1][part 2]
+    down                              [part 0][part 1][part 2]
+
+Regions are cut in parts, and go through slots of memory on both sides: each is used again when its
+part is in the output. Where a region or the output lies in pinned memory, copies begin or end
+there, and the host has nothing to fill or to empty. CuPy is imported when a queue is made.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_p2p.backends._checks import transposed
+from dask_p2p.backends.base import SLOTS, Backend
+from dask_p2p.backends.host_copies import copy_on_host
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host_streams import HostStreams, array_in, pitch_of
+from dask_p2p.backends.pinned import is_pinned
+from dask_p2p.backends.pitch import Pitch
+from dask_p2p.backends.slots import Slot
+from dask_p2p.geometry import box_slices, split_box
+from dask_p2p.types import Array, DType
+
+__all__ = ["HostThroughDeviceQueue", "is_for_device", "part_bytes", "slots_bytes"]
+
+#: The smallest block that a GPU permutes where the option says "auto". Not measured yet: none.
+AUTO_FROM_BYTES = inf
+
+_PART_BYTES = 2**24  # not measured yet
+_ALIGNMENT_BYTES = 512  # of what is allocated on a GPU
+_SHARE = 4  # at most this part of the staging limit is for slots
+_HALVES = 2  # of a slot, on either side: what is permuted, and what comes of it
+#: What kernels take items for, by size. They move them as they are.
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+def is_for_device(where: str, nbytes: int, dtype: DType | None = None) -> bool:
+    """Return whether NumPy blocks are permuted by a GPU: of this size, and dtype if that is known.
+
+    Objects and structures are not, nor items of other sizes than numbers have. `where` is the
+    option ``p2p.permute-numpy``: "auto", "cpu" or "gpu".
+    """
+    if dtype is not None and (dtype.hasobject or dtype.names or dtype.itemsize not in _WORDS):
+        return False
+    return where == "gpu" or (where == "auto" and nbytes >= AUTO_FROM_BYTES)
+
+
+def part_bytes(limit_bytes: int) -> int:
+    """Return the size of the parts that regions are cut into, below a limit for all staging."""
+    most_bytes = limit_bytes // _SHARE // (2 * _HALVES * SLOTS)
+    return max(1, min(_PART_BYTES, most_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def slots_bytes(limit_bytes: int) -> int:
+    """Return what the slots of one queue take, of host memory and again of the device's."""
+    return _HALVES * SLOTS * part_bytes(limit_bytes)
+
+
+class _UnderWay(NamedTuple):
+    """A part that streams have been given."""
+
+    source: Any  # is kept until it has been read
+    target: np.ndarray[Any, Any]
+    staged: np.ndarray[Any, Any] | None  # where its result comes to, if that is not the target
+    is_down: Any  # event
+
+
+class HostThroughDeviceQueue(HostQueue):
+    """NumPy blocks, permuted by the current GPU on streams of the calling thread.
+
+    Parameters
+    ----------
+    backend
+        NumPy's.
+    size_bytes
+        Of the largest part, a multiple of 512.
+    warn
+        Is told what is missing, why, and what comes of it: memory of the GPU, or pinned memory.
+    """
+
+    def __init__(self, backend: Backend, size_bytes: int, warn: Callable[..., None]) -> None:
+        from dask_p2p.backends import cupy_kernels
+
+        super().__init__(backend, pinned_output=True)
+        self._kernels = cupy_kernels
+        self._streams = HostStreams(warn)
+        self._size_bytes, self._warn = size_bytes, warn
+        event = partial(self._streams.cupy.cuda.Event, disable_timing=True)
+        self._events = [tuple(event() for _ in range(3)) for _ in range(SLOTS)]
+        self._under_way: deque[_UnderWay] = deque()  # the oldest first
+        self._parts = 0  # so far
+        self._memory: Slot | None = None  # of the device, as long as something is under way
+        self._host_memory: Slot | None = None  # which may not be needed
+        self._on_host = False  # for lack of memory
+
+    def permute(
+        self, dst: Array, src: Array, axes: Sequence[int], *, concurrent: bool = False
+    ) -> None:
+        transposed(dst, src, axes)
+        if not self._has_memory():
+            super().permute(dst, src, axes)
+            return
+        word = _WORDS[src.dtype.itemsize]
+        target, source = dst.view(word), src.view(word)
+        whole = tuple((0, length) for length in src.shape)
+        for box in split_box(whole, self._size_bytes // src.dtype.itemsize):
+            place = box_slices(tuple(box[axis] for axis in axes))
+            self._put(target[place], source[box_slices(box)], axes)
+
+    def fill(self, dst: Array, value: Any) -> None:
+        super().permute(dst, np.broadcast_to(value, dst.shape), range(dst.ndim))
+
+    def synchronize(self) -> None:
+        if self._memory is None:
+            return
+        try:
+            self._finish_all()
+        finally:  # whatever failed: nothing reads or writes any more what is given back
+            self._streams.synchronize()
+            self._under_way.clear()
+            self._streams.keep(self._memory, self._host_memory)
+            self._memory = self._host_memory = None
+
+    def _has_memory(self) -> bool:
+        if self._memory is None and not self._on_host:
+            try:
+                self._memory = self._streams.device_memory(_HALVES * SLOTS * self._size_bytes)
+            except MemoryError as exc:  # of CuPy and of RMM too
+                self._on_host = True
+                cause = f"{type(exc).__name__}: {exc}"
+                self._warn("no memory of its GPU is left", cause, "Its CPU permutes NumPy blocks.")
+        return not self._on_host
+
+    def _put(self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], axes: Any) -> None:
+        """Give a part to the streams, in the slot of the one that went through it before."""
+        while len(self._under_way) >= SLOTS:
+            self._finish_first()
+        slot = self._parts % SLOTS
+        self._parts += 1
+        is_up, is_permuted, is_down = self._events[slot]
+        streams = self._streams.streams
+        given, made = (self._on_device(slot, half, like) for half, like in enumerate((src, dst)))
+        pitch = pitch_of(src) if is_pinned(src) else None
+        if pitch is None:
+            filled = self._on_the_host(slot, 0, src)
+            copy_on_host(filled, src)
+            src, pitch = filled, Pitch(1, src.nbytes, src.nbytes)
+        self._streams.copy_up(given, src, pitch)
+        is_up.record(streams["up"])
+        streams["run"].wait_event(is_up)
+        self._kernels.permute_into(made, given, axes, stream=streams["run"])
+        is_permuted.record(streams["run"])
+        streams["down"].wait_event(is_permuted)
+        staged, pitch = None, pitch_of(dst) if is_pinned(dst) else None
+        if pitch is None:
+            staged = self._on_the_host(slot, 1, dst)
+            pitch = Pitch(1, dst.nbytes, dst.nbytes)
+        elif any(each.staged is not None for each in self._under_way):
+            self._finish_all()  # in order: one may have been for the same place, and has failed
+        self._streams.copy_down(dst if staged is None else staged, made, pitch)
+        is_down.record(streams["down"])
+        self._under_way.append(_UnderWay(src, dst, staged, is_down))
+
+    def _finish_all(self) -> None:
+        while self._under_way:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Wait for the oldest part; its slot is free then."""
+        first = self._under_way.popleft()
+        first.is_down.synchronize()
+        if first.staged is not None:
+            copy_on_host(first.target, first.staged)
+
+    def _on_device(self, slot: int, half: int, like: np.ndarray[Any, Any]) -> Array:
+        assert self._memory is not None
+        memory = self._memory.memory[self._start(slot, half) :][: like.nbytes]
+        return self._streams.cupy.ndarray(like.shape, like.dtype, memory.data)
+
+    def _on_the_host(self, slot: int, half: int, like: np.ndarray[Any, Any]) -> Any:
+        if self._host_memory is None:
+            self._host_memory = self._streams.host_memory(_HALVES * SLOTS * self._size_bytes)
+        return array_in(self._host_memory.memory, self._start(slot, half), like)
+
+    def _start(self, slot: int, half: int) -> int:
+        return (_HALVES * slot + half) * self._size_bytes

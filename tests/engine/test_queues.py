@@ -1,0 +1,181 @@
+"""Which queue an output block gets, and what comes of it: NumPy blocks through an emulated GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.backends import host_through_device
+from dask_p2p.backends.base import SLOTS
+from dask_p2p.backends.device import gpu_obstacle
+from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host_through_device import HostThroughDeviceQueue, slots_bytes
+from dask_p2p.config import options
+from dask_p2p.engine import queues
+from dask_p2p.engine.queues import queue_for
+from dask_p2p.errors import NoDeviceError
+from dask_p2p.plans import redistribution
+from tests.backends.support import bits, random_bits
+from tests.engine.test_assembly import FakePeers, FakeTransport, assembly, check
+from tests.simulation.streams import HOST, emulated
+
+PLAN = redistribution(((4,), (4,)), (1, 0), ((4,), (4,))).block((0, 0))
+LIMIT_BYTES = 2**17  # for staging: parts of 2.5 KiB
+BY_GPU = {"p2p.permute-numpy": "gpu", "p2p.memory.staging-limit": LIMIT_BYTES}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Every array of the host has been written: that is looked at elsewhere."""
+    recorder = emulated(monkeypatch)
+    access = recorder._access
+
+    def written(what, timeline, clock, where, is_write):
+        if not is_write:
+            for address in where:
+                recorder.accesses[address] = recorder.accesses[address] or [
+                    ("its producer", HOST, 0, True)
+                ]
+        access(what, timeline, clock, where, is_write)
+
+    monkeypatch.setattr(recorder, "_access", written)
+    return recorder
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """The shapes of parts that went through the GPU."""
+    seen = []
+    put = HostThroughDeviceQueue._put
+
+    def noted(self, dst, src, axes):
+        seen.append(src.shape)
+        put(self, dst, src, axes)
+
+    monkeypatch.setattr(HostThroughDeviceQueue, "_put", noted)
+    return seen
+
+
+def chosen(where, dtype="f8", kind="numpy", context=None):
+    given = replace(options(), permute_numpy=where)
+    return queue_for(PLAN, np.dtype(dtype), kind, given, context, False)
+
+
+def test_by_default_cpus_permute(gpu):
+    assert options().permute_numpy == "auto"
+    for where in ("auto", "cpu"):
+        assert type(chosen(where)) is HostQueue
+    assert type(chosen("gpu")) is HostThroughDeviceQueue
+    assert type(chosen("gpu", "O")) is HostQueue
+    assert type(chosen("gpu", kind="cupy")) is DeviceQueue
+
+
+def test_a_worker_without_a_gpu_says_so(monkeypatch):
+    monkeypatch.setattr(queues, "gpu_obstacle", lambda: "no GPU is visible")
+    with pytest.raises(NoDeviceError) as caught:
+        chosen("gpu", context=FakePeers())
+    for words in ("on worker b no GPU is visible", "gpus=True", "p2p.permute-numpy to cpu"):
+        assert words in str(caught.value)
+    assert type(chosen("gpu", "O")) is HostQueue, "it is left to the CPU anyway"
+    monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", 0)
+    assert type(chosen("auto")) is HostQueue
+
+
+@pytest.mark.skipif(gpu_obstacle() is None, reason="there is a GPU")
+def test_workers_of_a_cluster_say_so(client):
+    with dask.config.set({"p2p.permute-numpy": "gpu"}):
+        y = dask_p2p.transpose(da.ones((4, 4), chunks=2))
+    with pytest.raises(NoDeviceError, match=r"on worker tcp://.* CuPy cannot be"):
+        y.compute()
+    with pytest.raises(NoDeviceError, match="on this process CuPy cannot be"):
+        y.compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i2", "c16", ">f4", "M8[ns]", "?"])
+def test_transposes_and_rechunks_of_uneven_blocks(gpu, parts, dtype):
+    values = random_bits((23, 31, 5), dtype)
+    x = da.from_array(values, chunks=((7, 16), (10, 20, 1), 5))
+    with dask.config.set(BY_GPU):
+        y = dask_p2p.transpose(x, (1, 2, 0), chunks=((11, 20), 5, (20, 3)))
+        z = dask_p2p.rechunk(x, (9, 31, 2))
+    for result, expected in ((y, values.transpose(1, 2, 0)), (z, values)):
+        assert bits(result.compute(scheduler="sync")) == bits(expected)
+        assert parts
+        parts.clear()
+    assert gpu.most_bytes == slots_bytes(LIMIT_BYTES)
+    assert gpu.pageable_copies == 0
+    gpu.check()
+
+
+def test_objects_and_structures_are_left_to_the_cpu(gpu, parts):
+    for dtype in ("O", [("a", "i1"), ("b", "f8")]):
+        values = random_bits((6, 4), np.dtype(dtype))
+        with dask.config.set({"p2p.permute-numpy": "gpu"}):
+            y = dask_p2p.transpose(da.from_array(values, chunks=3))
+        assert (y.compute(scheduler="sync") == values.T).all()
+    assert parts == []
+
+
+def test_rims_beyond_the_end_are_filled(gpu, parts):
+    values = np.arange(12.0)
+    with dask.config.set(BY_GPU):
+        x = da.from_array(values, chunks=4)
+        y = dask_p2p.map_overlap(lambda a: a, x, depth=1, boundary=7.0, trim=False)
+    blocks = y.to_delayed().ravel()
+    got = np.concatenate([block.compute(scheduler="sync") for block in blocks])
+    assert got.tolist() == [7, 0, 1, 2, 3, 4, 3, 4, 5, 6, 7, 8, 7, 8, 9, 10, 11, 7]
+    assert parts
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_regions_of_other_workers(gpu, parts, mode):
+    """Each is dropped as soon as it is given to the queue."""
+    log = []
+    quick, slow = FakeTransport("quick", log, part_bytes=24), FakeTransport("slow", log)
+    changes = {"permute_numpy": "gpu", "staging_limit_bytes": LIMIT_BYTES, "mode": mode}
+    made = assembly(FakePeers(quick, slow), **changes)
+    check(made.run())
+    assert len(parts) == 7
+    gpu.check()
+
+
+def test_outputs_lie_in_pinned_memory(gpu):
+    asked = []
+
+    class Worker(FakePeers):
+        def empty_output(self, shape, dtype, queue):
+            asked.append(queue.pinned_output)
+            return queue.empty(shape, dtype)
+
+    log = []
+    transports = FakeTransport("quick", log), FakeTransport("slow", log)
+    for where in ("cpu", "gpu"):
+        check(assembly(Worker(*transports), permute_numpy=where).run())
+    assert asked == [False, True]
+
+
+def test_a_lack_of_memory_is_warned_of_once(gpu, parts):
+    gpu.limit_bytes = 100
+    log = []
+    worker = FakePeers(FakeTransport("quick", log), FakeTransport("slow", log))
+    for _ in range(2):
+        check(assembly(worker, permute_numpy="gpu").run())
+    (said,) = worker.warnings
+    assert said.startswith("dask_p2p: worker b: no memory of its GPU is left (MemoryError: ")
+    assert parts == []
+
+
+def test_what_slots_take_is_counted(gpu):
+    x = da.ones((400, 300), chunks=100)
+    before = dask_p2p.estimate(x, workers=4)
+    with dask.config.set({"p2p.permute-numpy": "gpu"}):
+        after = dask_p2p.estimate(x, workers=4)
+    assert after.staging_bytes >= before.staging_bytes + 6 * 2**24
+    need = assembly(FakePeers(), permute_numpy="gpu")._need("numpy")
+    assert need.staging_bytes >= 2 * SLOTS * 2**24
