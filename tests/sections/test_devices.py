@@ -354,3 +354,20 @@ def test_links_tell_that_they_have_ended():
     assert not links.has_ended
     links._is_woken = True
     assert links.has_ended
+
+
+def test_what_is_on_the_gpu_and_what_on_the_host(gpu):
+    """Of two members of 4 x 6 elements, with rims of a row at each cut."""
+    shares = {"depth": {0: 1}, "steps": 2, "members": 2}
+    found, host = (
+        estimate(iterate(lambda u: u, x, **shares))
+        for x in (array(gpu), da.from_array(X, chunks=(2, 3)))
+    )
+    assert (found.kind, host.kind) == ("cupy", "numpy")
+    assert found.step_bytes == host.step_bytes == 2 * 6 * 8
+    assert found.packed_bytes == 2 * host.packed_bytes == 2 * found.step_bytes
+    assert found.host_bytes == found.state_bytes + found.staging_bytes + found.packed_bytes
+    assert host.host_bytes == host.total_bytes
+    beside = found.packed_bytes - host.packed_bytes + found.checkpoint_bytes - host.state_bytes
+    assert found.total_bytes == host.total_bytes + beside
+    assert "checkpoints on the host" in str(found)
