@@ -40,6 +40,7 @@ from benchmarks.tables import (
     OURS,
     OURS_SYNC,
     devices_text,
+    output,
     report_correctness,
     show_ways,
     summary,
@@ -53,7 +54,7 @@ from dask_p2p.cli._options import (
     scheduler_option,
     workers_option,
 )
-from dask_p2p.cli._tables import array_text, output, shapes_text
+from dask_p2p.cli._tables import array_text, shapes_text
 from dask_p2p.geometry import box_shape
 from dask_p2p.plans import block_plans, redistribution, slab_chunks
 

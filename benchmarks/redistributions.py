@@ -31,10 +31,18 @@ from benchmarks.measure import Case, Measured, Row, Way, no_op
 from benchmarks.options import choose_cluster, commit_option, json_option
 from benchmarks.report import NO_OP, Report
 from benchmarks.rivals import mpi_fftn
-from benchmarks.tables import OURS, devices_text, report_correctness, show_ways, summary
+from benchmarks.tables import (
+    OURS,
+    devices_text,
+    output,
+    report_correctness,
+    show_ways,
+    summary,
+    table,
+)
 from benchmarks.transforms import DASK, Spectrum
 from dask_p2p.cli._options import COUNT, check_fits, one_line_errors
-from dask_p2p.cli._tables import array_text, output, table
+from dask_p2p.cli._tables import array_text
 from dask_p2p.geometry import split_evenly
 from dask_p2p.plans import Plan, halo_plan
 

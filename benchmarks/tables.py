@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -19,7 +21,7 @@ from rich.table import Table
 from benchmarks.measure import Measured, Row
 from benchmarks.options import AnyClusterSpec
 from dask_p2p.cli import _tables
-from dask_p2p.cli._tables import pluralize, table
+from dask_p2p.cli._tables import pluralize
 
 #: Names of ways that others are compared with.
 OURS = "dask_p2p"
@@ -28,6 +30,23 @@ OURS_SYNC = "dask_p2p, sync"
 LIMIT = "copy engines (limit)"
 
 _WIDE_COLUMNS = 110
+_FILE_COLUMNS = 120
+
+
+def output(*, to_stderr: bool = False) -> Console:
+    """Return a console for results, whose words are printed as they are."""
+    console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _FILE_COLUMNS  # a file has no edge to fold tables at
+    return console
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """Return a table of numbers: the first column is of names, the others are set right."""
+    result = Table(title=title, title_justify="left", title_style="bold")
+    for place, name in enumerate(columns):
+        result.add_column(name, justify="right" if place else "left", overflow="fold")
+    return result
 
 
 def devices_text(spec: AnyClusterSpec, names: Sequence[str]) -> str:

@@ -131,7 +131,7 @@ def option(name: str, parse: Callable[[Any], _T]) -> _T:
     return declared
 
 
-@versioned(defaults=lambda: options(), shared=True)
+@versioned(shared=True)
 @dataclass(frozen=True)
 class Options:
     """What a task needs to know; made by `options`."""
@@ -184,12 +184,9 @@ class Section:
 
     @classmethod
     def of(cls: type[_S], options: Options) -> _S:
-        """Return what came with `options`; from another version of the package, this process' own.
+        """Return what came with `options`; of a transport that the client lacks, this process' own.
 
-        Raises
-        ------
-        ConfigError
-            If it has to be read, and has a value that it cannot have.
+        `ConfigError` if it has to be read, and has a value that it cannot have.
         """
         for given in options.sections:
             if type(given) is cls:
@@ -208,8 +205,7 @@ def section(name: str) -> Callable[[type[_S]], type[_S]]:
 
     def decorate(cls: type[_S]) -> type[_S]:
         cls.name = name
-        made = dataclass(frozen=True, slots=True)(cls)
-        return versioned(defaults=made.configured)(made)
+        return versioned()(dataclass(frozen=True, slots=True)(cls))
 
     return decorate
 
@@ -247,10 +243,8 @@ def checked_options() -> Options:
 
     Workers do not refuse them: a configuration may be shared with other versions of the package.
 
-    Raises
-    ------
-    ConfigError
-        If there is no option of a name that is set, or one has a value that it cannot have.
+    `ConfigError` if there is no option of a name that is set, or one has a value that it cannot
+    have.
     """
     known = _defaults_by_name()
     for name, value in _by_name({"p2p": dask.config.get("p2p", {})}):
@@ -278,10 +272,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def options() -> Options:
     """Read the options that travel with tasks.
 
-    Raises
-    ------
-    ConfigError
-        If an option has a value that it cannot have.
+    `ConfigError` if an option has a value that it cannot have.
     """
     transports = transport_classes().values()
     declared = dict.fromkeys(known for transport in transports for known in transport.sections)

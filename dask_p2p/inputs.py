@@ -13,12 +13,7 @@ __all__ = ["checked_client", "checked_count"]
 def checked_client(client: Any) -> Any:
     """Return a client that is open; by default the current one.
 
-    Raises
-    ------
-    ValueError
-        If there is no client.
-    InputError
-        If the client is closed, or something else was given.
+    `ValueError` if there is none, `InputError` if it is closed, or something else was given.
     """
     from distributed import Client, default_client
 
@@ -36,10 +31,7 @@ def checked_client(client: Any) -> Any:
 def checked_count(of: str, **given: Any) -> int:
     """Return a number of at least 1, given by the name of its parameter.
 
-    Raises
-    ------
-    InputError
-        If it is none.
+    `InputError` if it is none.
     """
     ((name, value),) = given.items()
     try:

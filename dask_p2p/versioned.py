@@ -1,8 +1,7 @@
-"""Values that travel between processes, where other versions of the package may run.
+"""Values that travel between processes, where another version of the package may run.
 
-A value is pickled as the names and values of its fields, with the number of the format. Reading
-drops unknown names, and takes defaults for missing ones. A change after which other versions would
-misunderstand values takes a new `FORMAT`.
+A value is pickled as the version of the package, its class by name and the values of its fields.
+No other version reads it: the error names both.
 
 Values in tasks are read without errors, because Dask takes an error of unpickling for a broken
 connection and gives up the worker at its other end. An `Unreadable` stands for what cannot be read,
@@ -29,19 +28,16 @@ from dask_p2p.errors import P2PError, RegistrationError, VersionError
 
 __all__ = [
     "DASK_RELEASES",
-    "FORMAT",
     "Unreadable",
     "check_dask",
     "check_readable",
+    "check_version",
     "named_fields",
     "own_version",
     "read",
     "this_version",
     "versioned",
 ]
-
-#: Raised with each change after which values mean something else to other versions.
-FORMAT = 2
 
 #: Those that the tests pass with; pyproject.toml has the same. The plugins replace private parts of
 #: Dask (see tests/plugins/test_canary.py), so nothing is promised of other releases.
@@ -52,16 +48,11 @@ _C = TypeVar("_C", bound=type)
 _shared: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # by what they were read from
 
 
-def versioned(
-    *, defaults: Callable[[], Any] | None = None, strict: bool = False, shared: bool = False
-) -> Callable[[_C], _C]:
-    """Have a class pickled by the names of its fields.
+def versioned(*, strict: bool = False, shared: bool = False) -> Callable[[_C], _C]:
+    """Have a class pickled with the version of the package: a dataclass, or a named tuple.
 
     Parameters
     ----------
-    defaults : callable, optional
-        Returns an instance from which missing fields are taken. By default they have the defaults
-        of the class, and a missing field without one makes the value unreadable.
     strict : bool, optional
         Whether a value that cannot be read is an error at once. For what does not travel in tasks.
     shared : bool, optional
@@ -73,8 +64,8 @@ def versioned(
         reader = read if strict else _read_or_replace
 
         def reduce(self: Any) -> tuple[Any, ...]:
-            values = {name: getattr(self, name) for name in _names(cls)}
-            return reader, (FORMAT, own_version(), cls.__module__, cls.__qualname__, values)
+            values = tuple(getattr(self, name) for name in _names(cls))
+            return reader, (own_version(), cls.__module__, cls.__qualname__, values)
 
         def reduce_once(self: Any) -> tuple[Any, ...]:
             if "_p2p_pickle" not in vars(self):
@@ -89,56 +80,41 @@ def versioned(
             if is_dataclass(cls)
             else getattr(cls, "_fields", ())
         )
-        changed._p2p_defaults = staticmethod(defaults) if defaults else None
         return cls
 
     return decorate
 
 
-def read(form: int, version: str, module: str, name: str, values: dict[str, Any]) -> Any:
-    """Return a value from what was pickled. These parameters stay as they are in all versions.
+def read(version: str, module: str, name: str, values: tuple[Any, ...]) -> Any:
+    """Return a value from what was pickled; these parameters stay as they are in all versions.
 
-    Parameters
-    ----------
-    form, version
-        Format and version of the package that wrote it.
-    module, name
-        Where its class is.
-    values
-        Its fields by name.
-
-    Raises
-    ------
-    VersionError
-        If this version cannot read it.
+    `VersionError` if another version wrote it, or its class, perhaps of another package, is not
+    here.
     """
+    check_version(version)
     try:
-        if form != FORMAT:
-            raise TypeError("its values mean something else here")
-        cls = getattr(import_module(module), name)
-        given = {known: values[known] for known in _names(cls) if known in values}
-        if cls._p2p_defaults is not None and len(given) < len(_names(cls)):
-            own = cls._p2p_defaults()
-            given = {known: given.get(known, getattr(own, known)) for known in _names(cls)}
-        return cls(**given)
+        return getattr(import_module(module), name)(*values)
     except (ImportError, AttributeError, TypeError) as exc:
         raise VersionError(
-            f"expected values of {this_version()}, got {module}.{name} of dask_p2p {version} "
-            f"(format {form}): {exc}. Install the same version on clients, scheduler and workers."
+            f"expected {module}.{name} as its sender has it, got {exc}. Install the same packages "
+            f"on clients, scheduler and workers."
         ) from exc
 
 
-class Unreadable:
-    """Stands for a value that another version of the package has written.
+def check_version(version: str) -> None:
+    """Raise `VersionError` if another version of the package has sent something."""
+    if version != own_version():
+        raise VersionError(
+            f"expected values of {this_version()}, got those of dask_p2p {version}. Install the "
+            f"same version on clients, scheduler and workers."
+        )
 
-    Parameters
-    ----------
-    error : P2PError
-        To be raised where the value is needed.
-    """
+
+class Unreadable:
+    """Stands for a value that another version of the package has written."""
 
     def __init__(self, error: P2PError) -> None:
-        self.error = error
+        self.error = error  # to be raised where the value is needed
 
 
 def check_readable(*values: Any) -> None:
@@ -166,8 +142,8 @@ def named_fields(value: Any) -> Any:
 
 
 def this_version() -> str:
-    """Name this package with its version and its format."""
-    return f"dask_p2p {own_version()} (format {FORMAT})"
+    """Name this package with its version."""
+    return f"dask_p2p {own_version()}"
 
 
 @cache

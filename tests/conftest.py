@@ -60,6 +60,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if starts_cluster(item) or item.get_closest_marker("programs"):
             item.add_marker("cluster")
+        if item.get_closest_marker("cluster"):
             weights[item.path] += 9
         weights[item.path] += 1
     items.sort(key=lambda item: -weights[item.path])
@@ -76,13 +77,21 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_runtest_setup(item):
+    """See that what is not marked starts no cluster: the quick tests are to stay quick."""
+    global may_start_clusters
+    may_start_clusters = item.get_closest_marker("cluster") or item.get_closest_marker("gpu")
+
+
 STARTERS = {"LocalCluster", "local_cluster"}
+may_start_clusters = False
 
 
 def starts_cluster(item):
     """Tell whether a test, one of its fixtures, or a helper of theirs names a class of clusters."""
-    fixtures = item._fixtureinfo.name2fixturedefs.values()
-    return any(map(names_starter, [item.function, *(defs[-1].func for defs in fixtures)]))
+    fixtures = item._fixtureinfo.name2fixturedefs.values()  # with those that they override
+    functions = [each.func for of_name in fixtures for each in of_name]
+    return any(map(names_starter, [item.function, *functions]))
 
 
 @cache  # cases of one test have it in common, and fixtures
@@ -132,11 +141,15 @@ def _light_clusters():
         yield
         return
     import dask
-    from distributed import Nanny
+    from distributed import Nanny, SpecCluster
 
     from tests.support import FORKED, PATIENT, UNWATCHED, prepare_to_fork
 
-    close = Nanny.close
+    close, init = Nanny.close, SpecCluster.__init__
+
+    def init_if_marked(self, *args, **kwargs):
+        assert may_start_clusters, "mark the test: pytest.mark.cluster"
+        init(self, *args, **kwargs)
 
     async def close_patiently(self, timeout=10, reason="nanny-close"):
         """Dask's five seconds would make an error of each process that a busy machine ends late."""
@@ -145,6 +158,7 @@ def _light_clusters():
     prepare_to_fork()
     with pytest.MonkeyPatch.context() as patch, dask.config.set(FORKED | PATIENT | UNWATCHED):
         patch.setattr(Nanny, "close", close_patiently)
+        patch.setattr(SpecCluster, "__init__", init_if_marked)
         yield
 
 

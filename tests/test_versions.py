@@ -19,14 +19,14 @@ import dask_p2p
 from dask_p2p.cli import p2p
 from dask_p2p.errors import P2PWarning, RegistrationError, VersionError
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.versioned import FORMAT, own_version
+from dask_p2p.versioned import own_version
 from tests.support import indexed, result_of
 
 pytestmark = pytest.mark.programs
 
 ROOT = os.path.dirname(os.path.dirname(dask_p2p.__file__))
 OTHER = "9.9"
-BOTH = {f"{own_version()} (format {FORMAT})", f"{OTHER} (format {FORMAT + 1})"}
+BOTH = {own_version(), OTHER}
 
 CLIENT = """
 import sys, dask.array as da, numpy as np, dask_p2p
@@ -68,13 +68,9 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """A folder with a package that differs from this one in its version and its format."""
+    """A folder with a package that differs from this one in its version."""
     folder = tmp_path_factory.mktemp("other")
-    package = shutil.copytree(Path(ROOT, "dask_p2p"), folder / "dask_p2p")
-    module = package / "versioned.py"
-    text = module.read_text("utf-8")
-    assert f"\nFORMAT = {FORMAT}\n" in text
-    module.write_text(text.replace(f"\nFORMAT = {FORMAT}\n", f"\nFORMAT = {FORMAT + 1}\n"), "utf-8")
+    shutil.copytree(Path(ROOT, "dask_p2p"), folder / "dask_p2p")
     metadata = folder / f"dask_p2p-{OTHER}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: dask-p2p\nVersion: {OTHER}\n", "utf-8")

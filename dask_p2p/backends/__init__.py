@@ -57,22 +57,10 @@ def as_array(block: Array) -> Any:
 
 
 def backend_for(block: Array) -> Backend:
-    """Return the backend of a block.
+    """Return the backend of a block, an array or a NumPy scalar.
 
-    Parameters
-    ----------
-    block
-        A NumPy or CuPy array, or a NumPy scalar.
-
-    Returns
-    -------
-    Backend
-        The same object at each call.
-
-    Raises
-    ------
-    UnsupportedArrayError
-        If plain copies of its bytes would not keep the block's values, or nothing is known of it.
+    `UnsupportedArrayError` if copies of its bytes would not keep the block's values, or nothing is
+    known of it.
     """
     block = as_array(block)
     backend = _backend_of(block)
@@ -83,10 +71,7 @@ def backend_for(block: Array) -> Backend:
 def backend_named(name: str) -> Backend:
     """Return the backend of this name; nothing is imported for it.
 
-    Raises
-    ------
-    UnsupportedArrayError
-        If there is none of that name.
+    `UnsupportedArrayError` if there is none of that name.
     """
     backend = BACKENDS.get(name)
     if backend is None:

@@ -36,24 +36,16 @@ _LAST_SHIFT = 31
 
 
 def checksum(array: Array, algorithm: str | None = None, start: int = 0) -> int:
-    """Return the checksum of an array's bytes.
-
-    This may block: call it from a thread.
+    """Return the checksum of an array's bytes, below 2**64. This may block: call it from a thread.
 
     Parameters
     ----------
     array
-        A NumPy or CuPy array whose values are there, whatever stream they came by. No Python
-        objects.
+        Of numbers, whose values are there, whatever stream they came by.
     algorithm
         One of `ALGORITHMS`; default: the best for the array.
     start
-        Where the sum starts: the sum of what comes before.
-
-    Returns
-    -------
-    int
-        Not negative, and less than 2**64.
+        The sum of what comes before.
     """
     backend = backend_for(array)
     if algorithm is None:

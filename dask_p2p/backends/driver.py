@@ -65,14 +65,8 @@ def is_managed(address: int) -> bool:
 def allocation(address: int) -> tuple[int, int, int]:
     """Return the address, the size in bytes and the id of the allocation that memory belongs to.
 
-    The id is unique in this process.
-
-    Raises
-    ------
-    ImportError
-        Without cuda-bindings.
-    TransferError
-        If the driver does not tell.
+    The id is unique in this process. `ImportError` without cuda-bindings, `TransferError` if the
+    driver does not tell.
     """
     from cuda.bindings import driver as api
 

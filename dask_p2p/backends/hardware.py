@@ -47,15 +47,7 @@ def on_gpu() -> bool:
 def link_gbs(uuid: bytes) -> float | None:
     """Return what all NVLinks of a GPU together should carry one way, GB (1e9 bytes) a second.
 
-    Parameters
-    ----------
-    uuid : bytes
-        Of the GPU, 16 of them.
-
-    Returns
-    -------
-    float or None
-        None without a driver, or without NVLinks.
+    None without a driver, or without NVLinks. The UUID has 16 bytes.
     """
     try:
         import pynvml

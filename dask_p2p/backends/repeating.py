@@ -13,15 +13,7 @@ __all__ = ["RepeatingTimer"]
 
 
 class RepeatingTimer:
-    """Calls a function again and again, until it returns False.
-
-    Parameters
-    ----------
-    interval_s
-        Between the calls, and before the first.
-    function
-        May work with the device; it returns whether to go on.
-    """
+    """Calls a function, which may work with the device, again and again until it returns False."""
 
     def __init__(self, interval_s: float, function: Callable[[], bool]) -> None:
         self.interval_s = interval_s

@@ -54,14 +54,8 @@ class StreamTimings:
     """Times work on streams, and waits for none of it.
 
     Of many groups of one timer it times the first, the eighth, the 64th and so on: all of them
-    would take the host longer than one exchange should be delayed.
-
-    Parameters
-    ----------
-    event
-        Makes an event that can be timed.
-    elapsed_ms
-        Returns the milliseconds between two events that have happened.
+    would take the host longer than one exchange should be delayed. `event` makes one that can be
+    timed, `elapsed_ms` tells the time between two that have happened.
     """
 
     def __init__(self, event: Callable[[], Any], elapsed_ms: Callable[[Any, Any], float]) -> None:

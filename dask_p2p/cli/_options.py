@@ -172,10 +172,7 @@ def _log_no_callbacks() -> None:
 def connect(scheduler: str) -> Any:
     """Return a client of the cluster with this scheduler, which is not the default client.
 
-    Raises
-    ------
-    P2PError
-        If none answers there.
+    `P2PError` if none answers there.
     """
     from distributed import Client
     from distributed.comm import resolve_address
@@ -194,10 +191,7 @@ def connect(scheduler: str) -> Any:
 def worker_count(client: Any) -> int:
     """Return the number of workers; there must be at least one.
 
-    Raises
-    ------
-    P2PError
-        If none comes within some seconds.
+    `P2PError` if none comes within some seconds.
     """
     from dask_p2p.plugins.registration import workers_of
 

@@ -1,16 +1,13 @@
-"""What the commands show: numbers as text, and tables."""
+"""What the commands show: numbers as text."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING
 
 from dask.utils import format_bytes
-from rich.console import Console
-from rich.table import Table
 
 from dask_p2p.types import DType
 
@@ -19,24 +16,7 @@ if TYPE_CHECKING:
 
     from dask_p2p.cli._options import ClusterSpec
 
-_FILE_COLUMNS = 120
 _SHAPES_SHOWN = 6
-
-
-def output(*, to_stderr: bool = False) -> Console:
-    """Return a console for results, whose words are printed as they are."""
-    console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _FILE_COLUMNS  # a file has no edge to fold tables at
-    return console
-
-
-def table(*columns: str, title: str | None = None) -> Table:
-    """Return a table of numbers: the first column is of names, the others are set right."""
-    result = Table(title=title, title_justify="left", title_style="bold")
-    for place, name in enumerate(columns):
-        result.add_column(name, justify="right" if place else "left", overflow="fold")
-    return result
 
 
 def pluralize(count: int, noun: str) -> str:

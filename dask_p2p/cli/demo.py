@@ -8,13 +8,12 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import dask
 import numpy as np
 from distributed import wait
-from rich.box import SIMPLE_HEAD
 
 from dask_p2p.cli._options import (
     COUNT,
@@ -28,19 +27,17 @@ from dask_p2p.cli._options import (
     own_cluster,
     workers_option,
 )
-from dask_p2p.cli._tables import array_text, devices_text, output, pluralize, shapes_text, table
+from dask_p2p.cli._tables import array_text, devices_text, pluralize, shapes_text
 from dask_p2p.geometry import Chunks, split_evenly
 from dask_p2p.monitoring.cells import cells
 from dask_p2p.monitoring.runs import last_runs
+from dask_p2p.monitoring.text_table import text_table
 from dask_p2p.ops.transpose import transpose
 from dask_p2p.plans import slab_chunks
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools.cluster import device_names
 from dask_p2p.tools.indexed import count_wrong, indexed_array
 from dask_p2p.types import DaskArray, DType
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["demo"]
 
@@ -117,7 +114,6 @@ def demo(size: int | None, dtype: Any, workers: int | None, cpu: bool) -> None:
 
     Dask's own ways are timed too. On GPUs where there is more than one, else on CPU workers.
     """
-    console = output()
     with one_line_errors():
         spec = choose_cluster(workers, cpu)
         dtype = dtype or np.dtype("float32" if spec.gpus else "float64")
@@ -125,16 +121,16 @@ def demo(size: int | None, dtype: Any, workers: int | None, cpu: bool) -> None:
         check_fits(spec, (side, side), dtype, (1, 0), "--size")
         matrix = Matrix(side, (split_evenly(side, spec.workers), (side,)), dtype, spec)
         if spec.note:
-            console.print(spec.note)
-        console.print("Starting a cluster ...")
+            click.echo(spec.note)
+        click.echo("Starting a cluster ...")
         tried: list[Tried] = []
         for options, named in ways(bool(spec.gpus)):
             with _started(spec, **options) as client, client.as_current():
                 if not tried:
-                    _introduce(console, matrix, client)
+                    _introduce(matrix, client)
                 for way in named.items():
-                    tried += _tried(console, client, matrix, *way)
-        _show(console, matrix, tried)
+                    tried += _tried(client, matrix, *way)
+        _show(matrix, tried)
 
 
 def _started(spec: ClusterSpec, **options: Any) -> Any:
@@ -157,9 +153,7 @@ def _rechunked(method: str, x: DaskArray) -> DaskArray:
     return x.T.rechunk(slab_chunks(x.chunks, (1, 0)), method=method)
 
 
-def _tried(
-    console: Console, client: Any, matrix: Matrix, name: str, way: Transpose
-) -> Sequence[Tried]:
+def _tried(client: Any, matrix: Matrix, name: str, way: Transpose) -> Sequence[Tried]:
     """Time a way, and check its last result. None where one of Dask's own ways fails."""
     try:
         x, y, times_s = matrix.make(client), None, []
@@ -175,28 +169,28 @@ def _tried(
         if name == _OURS:
             raise
         reason = str(exc).partition("\n")[0]
-        console.print(f"{name} failed: {type(exc).__name__}: {reason}")
+        click.echo(f"{name} failed: {type(exc).__name__}: {reason}")
         return []
     if name == _OURS:
         run = cells(last_runs(client, 1)[0])
-        console.print(
+        click.echo(
             f"Moved {run['moved']}, least possible {run['least']}; pairs of workers by "
             f"transport: {run['transports']}."
         )
     return [tried]
 
 
-def _introduce(console: Console, matrix: Matrix, client: Any) -> None:
+def _introduce(matrix: Matrix, client: Any) -> None:
     """Say in words what is there, and what is about to happen."""
     spec, (slabs, _) = matrix.spec, matrix.chunks
     tiles = shapes_text(product(slabs, slabs))
-    console.print(f"Started {devices_text(spec, device_names(client, spec.kind))}.")
-    console.print(f"Dashboard: {client.dashboard_link or 'none'}, while this runs.")
-    console.print(
+    click.echo(f"Started {devices_text(spec, device_names(client, spec.kind))}.")
+    click.echo(f"Dashboard: {client.dashboard_link or 'none'}, while this runs.")
+    click.echo(
         f"The matrix, {matrix.text}, is made of values that say where they belong. It lies on the "
         f"workers in slabs: {shapes_text(product(*matrix.chunks))}; so will its transpose."
     )
-    console.print(
+    click.echo(
         f"Each slab is cut into {pluralize(spec.workers, 'tile')}: {tiles}. In stage 0 each worker "
         "transposes the tile that it has and needs itself"
         + (
@@ -208,21 +202,20 @@ def _introduce(console: Console, matrix: Matrix, client: Any) -> None:
     )
 
 
-def _show(console: Console, matrix: Matrix, tried: Sequence[Tried]) -> None:
+def _show(matrix: Matrix, tried: Sequence[Tried]) -> None:
     """Print the times, and whether all elements are right; wrong ones are an error."""
-    result = table("times in ms", "first", "median", "GB/s", "wrong", "faster by")
-    result.box = SIMPLE_HEAD
+    rows = [("times in ms", "first", "median", "GB/s", "wrong", "faster by")]
     ours_s = median(tried[0].times_s[1:])
     moved_gb = 2 * matrix.side**2 * matrix.dtype.itemsize / 1e9  # read once, and written once
     for way, times_s, wrong in tried:
         median_s = median(times_s[1:])
         figures = f"{times_s[0] * 1e3:.2f}", f"{median_s * 1e3:.2f}", f"{moved_gb / median_s:.3g}"
-        result.add_row(way, *figures, str(wrong), f"{median_s / ours_s:.2f}")
-    console.print(result)
-    console.print(_LEGEND)
+        rows.append((way, *figures, str(wrong), f"{median_s / ours_s:.2f}"))
+    click.echo(f"\n{text_table(rows)}\n")
+    click.echo(_LEGEND)
     count = matrix.side**2
     wrongs = [f"{wrong} of {count} of {way}" for way, _, wrong in tried if wrong]
     if wrongs:
         raise click.ClickException(f"some elements are wrong: {', '.join(wrongs)}")
-    console.print(f"All {count} elements are where they belong.")
-    console.print(_NEXT)
+    click.echo(f"All {count} elements are where they belong.")
+    click.echo(_NEXT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dask_p2p.cli._options import COUNT, connect, one_line_errors
-from dask_p2p.cli._tables import output, pluralize
+from dask_p2p.cli._tables import pluralize
 
 __all__ = ["trace"]
 
@@ -26,4 +26,4 @@ def trace(file: str, scheduler: str, runs: int) -> None:
             found = last_runs(client, runs)
         found.to_trace(file)
     tasks = pluralize(sum(run.attempts for run in found), "attempt")
-    output().print(f"{file}: {pluralize(len(found), 'run')}, {tasks}. Open it in ui.perfetto.dev.")
+    click.echo(f"{file}: {pluralize(len(found), 'run')}, {tasks}. Open it in ui.perfetto.dev.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -75,9 +76,6 @@ def _run(
     if chunks and output.endswith(".npy"):
         raise click.UsageError("an .npy file has no chunks: leave out --chunks")
     with shared.one_line_errors(), stoppable() as stopped:
-        from rich.console import Console
-        from rich.progress import track
-
         from dask_p2p.tools import files
 
         x = files.opened(input)
@@ -85,10 +83,11 @@ def _run(
             began_s = time.perf_counter()
             y = operation(x, chunks=chunks[0] if chunks and len(chunks) == 1 else chunks or {})
             blocks = files.written(y, path, c, stopped)
-            console = Console(stderr=True)
-            hidden = quiet or not console.is_terminal
-            for _ in track(blocks, "", prod(y.numblocks), console=console, disable=hidden):
-                pass
+            is_shown = sys.stderr.isatty() and not quiet
+            bar: Any = click.progressbar(blocks, prod(y.numblocks), file=sys.stderr)
+            with bar if is_shown else contextlib.nullcontext(blocks) as steps:
+                for _ in steps:
+                    pass
             time_s = time.perf_counter() - began_s
     if not quiet:
         size_bytes = prod(y.shape) * y.dtype.itemsize

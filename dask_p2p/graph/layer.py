@@ -23,21 +23,11 @@ __all__ = ["Post", "assemble_tasks", "output_spec"]
 
 @dataclass(frozen=True)
 class Post:
-    """What is done to each assembled block before its task ends.
+    """What is done to each assembled block before its task ends."""
 
-    Parameters
-    ----------
-    function : callable
-        Makes the output block of the assembled block and its index.
-    chunks : tuple of tuple of int
-        Of what it returns.
-    meta : array
-        Empty array of the type and dtype of what it returns.
-    """
-
-    function: Callable[[Any, Index], Any]
-    chunks: Chunks
-    meta: Array
+    function: Callable[[Any, Index], Any]  # of the assembled block and its index
+    chunks: Chunks  # of what it returns
+    meta: Array  # empty, of the type and dtype of what it returns
 
     def __dask_tokenize__(self) -> Any:
         # A CuPy array would be brought to the host, twice, and the class be pickled.
@@ -49,35 +39,16 @@ class Post:
 def output_spec(
     arrays: tuple[str, ...], first: Any, options: Options, post: Post | None
 ) -> OutputSpec:
-    """Return what all blocks of an output have in common.
+    """Return what all blocks of an output of these arrays have in common.
 
-    Parameters
-    ----------
-    arrays : tuple of str
-        Names of the inputs.
-    first : dask.array.Array or dask.array expression
-        The first of them; the others have its dtype and its type of blocks.
-    options : Options
-        What travels with the tasks.
-    post : Post or None
-        What is done to each assembled block.
+    `first` is the first of them, or its expression: the others have its dtype and type of blocks.
     """
     after = (None, None) if post is None else (post.function, post.chunks)
     return OutputSpec(arrays, first.dtype, backend_for(first._meta).name, options, *after)
 
 
 def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, AssembleTask]:
-    """Return the tasks that assemble the output blocks of a plan, by key.
-
-    Parameters
-    ----------
-    name : str
-        Of the output; the first part of its keys.
-    plan : Plan
-        How the output's blocks are assembled.
-    output : OutputSpec
-        What they have in common.
-    """
+    """Return the tasks that assemble the blocks of a plan's output, which has this name, by key."""
     shared: dict[Sequence[Source], Blocks] = {}
     tasks = {}
     for index in block_indices(plan.chunks):

@@ -45,13 +45,8 @@ def meter(record: Record) -> None:
 def note_transfer(worker: Any, record: Record) -> None:
     """Have Dask count what a task waited for other workers' regions as time of transfer.
 
-    It counts the whole task as time of computing as well.
-
-    Parameters
-    ----------
-    worker : distributed.Worker
-    record
-        Of an attempt that has made its block. The task has not returned yet.
+    It counts the whole task as time of computing as well. The record is of an attempt that has made
+    its block; the task has not returned yet.
     """
     waited_s = _waited_s(record)
     task = worker.state.tasks.get(record.key) if waited_s else None

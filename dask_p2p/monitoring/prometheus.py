@@ -25,16 +25,9 @@ registered: WeakKeyDictionary[Any, Callable[[], Values]] = WeakKeyDictionary()  
 
 
 def register(server: Any, kind: str, read: Callable[[], Values]) -> None:
-    """Have a server's page tell the package's figures too.
+    """Have the page of a server, a "worker" or "scheduler", tell the package's figures too.
 
-    Parameters
-    ----------
-    server
-        Dask's worker or scheduler.
-    kind
-        Which of them: "worker", "scheduler".
-    read
-        Returns the values of `COUNTERS` and `GAUGES`, or nothing; called on the event loop.
+    `read` returns the values of `COUNTERS` and `GAUGES`, or nothing; called on the event loop.
     """
     try:
         add_collector(kind)

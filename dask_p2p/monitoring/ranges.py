@@ -18,13 +18,7 @@ _NOTHING = nullcontext()
 
 
 class Ranges:
-    """Makes ranges, if the package nvtx is there and they are wanted or a profiler is attached.
-
-    Parameters
-    ----------
-    wanted
-        Whether to make them in any case: an option says so.
-    """
+    """Makes ranges, if nvtx is there and an option wants them or a profiler is attached."""
 
     def __init__(self, wanted: bool) -> None:
         self._annotate: Callable[..., AbstractContextManager[Any]] | None = None

@@ -12,12 +12,13 @@ import pickle
 import threading
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from dask.utils import key_split
 
 from dask_p2p.types import Key
+from dask_p2p.versioned import check_version, own_version
 
 __all__ = [
     "REASON_CHARS",
@@ -153,46 +154,22 @@ class Record(NamedTuple):
         return begun_s, min(begun_s + taken_s, stop_s)
 
 
-_STAGES = Record._fields.index("stages")
-
-
 def packed(records: Iterable[Record]) -> bytes:
-    """Return what travels of records: plain values, with the names of the fields once for all."""
-    rows = [
-        (*record[:_STAGES], [tuple(stage) for stage in record.stages], *record[_STAGES + 1 :])
-        for record in records
-    ]
-    return pickle.dumps({"record": Record._fields, "stage": Stage._fields, "rows": rows})
+    """Return what travels of records, which only the same version of the package reads."""
+    return pickle.dumps((own_version(), pickle.dumps([*records])))
 
 
 def unpacked(data: bytes) -> list[Record]:
-    """Return the records in what `packed` made, perhaps in another version of the package.
-
-    Fields that this version does not know are dropped, and those that are missing have defaults.
-    """
-    sent = pickle.loads(data)
-    record_of, stage_of = _reader(Record, sent["record"]), _reader(Stage, sent["stage"])
-    records = map(record_of, sent["rows"])
-    return [record._replace(stages=tuple(map(stage_of, record.stages))) for record in records]
-
-
-def _reader(cls: Any, names: tuple[str, ...]) -> Callable[[Any], Any]:
-    if names == cls._fields:
-        return cls._make  # type: ignore[no-any-return]
-    known = set(cls._fields)
-    return lambda row: cls(**{n: v for n, v in zip(names, row, strict=True) if n in known})
+    """Return the records in what `packed` made; `VersionError` if another version did."""
+    version, records = pickle.loads(data)
+    check_version(version)
+    return list(pickle.loads(records))
 
 
 class RecordLog:
-    """The newest records. Any thread may call it.
+    """The newest records. Any thread may call it."""
 
-    Parameters
-    ----------
-    size
-        Records and their stages that are kept, in all.
-    """
-
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int) -> None:  # of records and their stages, in all
         self.size = size
         self._kept: deque[Record] = deque()
         self._weight = 0
@@ -209,13 +186,9 @@ class RecordLog:
                 self._weight -= 1 + len(self._kept.popleft().stages)
 
     def since(self, number: int) -> tuple[int, list[Record]]:
-        """Return the records from this number on, as far as they are kept.
+        """Return the records from this number on, as far as kept, and the number of the first.
 
-        Returns
-        -------
-        int
-            Number of the first one that is returned; the first that there ever was has number 0.
-        list of Record
+        The first that there ever was has number 0.
         """
         with self._lock:
             gone = self._count - len(self._kept)

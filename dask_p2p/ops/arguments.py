@@ -56,10 +56,7 @@ def is_dask_array(x: Any) -> bool:
 def check_array(x: DaskArray) -> None:
     """Refuse arrays whose blocks cannot be assembled from regions of bytes.
 
-    Raises
-    ------
-    UnsupportedArrayError
-        If `x` is no Dask array, or its blocks are of an unsupported kind.
+    `UnsupportedArrayError` if `x` is no Dask array, or its blocks are of an unsupported kind.
     """
     if not is_dask_array(x):
         names = (f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(x).__mro__)
@@ -81,13 +78,7 @@ def has_unknown_chunks(x: DaskArray) -> bool:
 
 
 def check_chunks_are_known(x: DaskArray) -> None:
-    """Refuse arrays of which nothing can be planned.
-
-    Raises
-    ------
-    ChunksError
-        If chunk sizes are unknown.
-    """
+    """Refuse arrays of which nothing can be planned; `ChunksError` if chunk sizes are unknown."""
     if has_unknown_chunks(x):
         raise ChunksError(
             f"expected known chunk sizes, got {x.chunks}. Call x.compute_chunk_sizes() first."
@@ -97,10 +88,7 @@ def check_chunks_are_known(x: DaskArray) -> None:
 def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """Return a permutation of `ndim` axes without negative numbers; None reverses their order.
 
-    Raises
-    ------
-    AxesError
-        If `axes` is no permutation.
+    `AxesError` if `axes` is no permutation.
     """
     order = normal_axes(axes, ndim)
     if order is None:

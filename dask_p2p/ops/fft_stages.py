@@ -47,12 +47,7 @@ def transformed(
 ) -> DaskArray:
     """Transform along the last of these axes as `kind`, along the others from complex to complex.
 
-    Parameters
-    ----------
-    kind : str
-        Name of the one-dimensional function.
-    x, s, axes, norm, chunks
-        See `dask_p2p.fft.fftn`.
+    `kind` is the name of the one-dimensional function; for the others see `dask_p2p.fft.fftn`.
     """
     _check_numbers(x, kind)
     check_norm(norm)
@@ -140,13 +135,7 @@ def _with_long_axis(
 
 
 def check_norm(norm: Any) -> None:
-    """Refuse what says nothing about which direction is scaled.
-
-    Raises
-    ------
-    InputError
-        If it is no norm.
-    """
+    """Refuse what says nothing about which direction is scaled; `InputError` if it is no norm."""
     if norm not in (None, *_NORMS):
         raise InputError(f"expected a norm of {_NORMS}, or None for the first, got norm={norm!r}.")
 
@@ -167,10 +156,7 @@ def _check_numbers(x: DaskArray, kind: str) -> None:
 def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
     """Return some axes of an array without negative numbers.
 
-    Raises
-    ------
-    AxesError
-        If there are none, or one is none of the array's, or is given twice.
+    `AxesError` if there are none, or one is none of the array's, or is given twice.
     """
     try:
         given = tuple(index(axis) for axis in axes)

@@ -108,7 +108,7 @@ def _rolled(x: DaskArray, axes: int | Axes, sign: int, chunks: ChunksLike) -> Da
     for axis, (old, new) in enumerate(zip(before, after, strict=True)):
         shift = sign * (sum(old) // 2) if axis in along else 0
         mappings.append(Rolled(old, new, shift) if shift else Cut(old, new))
-    if after == before and all(isinstance(mapping, Cut) for mapping in mappings):
+    if after == before and not any(isinstance(mapping, Rolled) for mapping in mappings):
         return x
     register_if_possible()
     plan = GridPlan(tuple(range(x.ndim)), tuple(mappings))

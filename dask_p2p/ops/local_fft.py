@@ -30,21 +30,12 @@ Step: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 @versioned()
 @dataclass(frozen=True)
 class LocalTransform:
-    """Transforms a block, step by step.
+    """Transforms a block, step by step."""
 
-    Parameters
-    ----------
-    steps : tuple of Step
-        In their order, by the axes of the result.
-    norm : str
-        As NumPy takes it.
-    order : tuple of int, optional
-        Axis ``i`` of the block is axis ``order[i]`` of the result; the block is its own then, to
-        be overwritten. By default the axes have their order, and the block is another's.
-    """
-
-    steps: tuple[Step, ...]
-    norm: str
+    steps: tuple[Step, ...]  # in their order, by the axes of the result
+    norm: str  # as NumPy takes it
+    #: Axis ``i`` of the block is axis ``order[i]`` of the result; the block is its own then, to be
+    #: overwritten. By default the axes have their order, and the block is another's.
     order: tuple[int, ...] | None = None
 
     @property
@@ -98,10 +89,7 @@ class LocalTransform:
 
         It lies in memory of outputs that are gone, which the system need not provide.
 
-        Raises
-        ------
-        MemoryLimitError
-            If the transform can never fit into the worker's memory.
+        `MemoryLimitError` if the transform can never fit into the worker's memory.
         """
         backend, (_, context) = backend_for(block), current_worker()
         if context is None:

@@ -53,16 +53,8 @@ class Long(NamedTuple):
 def long_axis(way: Sequence[Stage], lengths: dict[int, int], item_bytes: int) -> Long | None:
     """Return the axis for which a transform stage by stage would make blocks that are too large.
 
-    Blocks may be as large as Dask's option ``array.chunk-size`` says, or twice the input's.
-
-    Parameters
-    ----------
-    way
-        The stages.
-    lengths
-        Of the transform, by axis.
-    item_bytes
-        Of a complex element.
+    Blocks may be as large as Dask's option ``array.chunk-size`` says, or twice the input's. Items
+    are complex ones.
     """
     limit_bytes = parse_bytes(dask.config.get("array.chunk-size"))
     limit_bytes = max(limit_bytes, 2 * item_bytes * _largest(way[0].chunks))
@@ -169,21 +161,11 @@ class Folded:
 @versioned()
 @dataclass(frozen=True)
 class Twiddled:
-    """Transforms the columns of a matrix, and multiplies them by what its rows then need.
+    """Transforms the columns of a matrix, and multiplies them by what its rows then need."""
 
-    Parameters
-    ----------
-    transform : LocalTransform
-        Along the axis of the rows' numbers.
-    axis : int
-        That axis; the next one is that of the columns' numbers.
-    column_sizes : tuple of int
-        Of all blocks along it.
-    """
-
-    transform: LocalTransform
-    axis: int
-    column_sizes: tuple[int, ...]
+    transform: LocalTransform  # along the axis of the rows' numbers
+    axis: int  # that one; the next is that of the columns' numbers
+    column_sizes: tuple[int, ...]  # of all blocks along it
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: DType) -> int:
         """See `LocalTransform`."""

@@ -23,10 +23,7 @@ def checked_depths(
 ) -> list[tuple[tuple[int, int], ...]]:
     """Return for each array the widths of the rims before and after a block, for each axis.
 
-    Raises
-    ------
-    InputError
-        If they are no widths, or wider than the array.
+    `InputError` if they are no widths, or wider than the array.
     """
     each = []
     for shape, given in _each_array("depth", depth, shapes, 0):
@@ -60,10 +57,8 @@ def checked_boundaries(
 ) -> list[tuple[Any, ...]]:
     """Return for each array, and each of its axes, what lies beyond its ends.
 
-    Raises
-    ------
-    InputError
-        If that is no boundary, or a number that the dtype cannot hold, if that is given.
+    `InputError` if that is no boundary, or a number that the dtype cannot hold, if that is
+    given.
     """
     given = _each_array("boundary", boundary, shapes, "none")
     found = [tuple(map(_boundary, kinds)) for _, kinds in given]

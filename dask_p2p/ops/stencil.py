@@ -19,15 +19,9 @@ __all__ = ["OwnBlocks", "Stencil", "Trim"]
 @versioned()
 @dataclass(frozen=True)
 class Trim:
-    """Cuts the rims off a block.
+    """Cuts the rims off a block."""
 
-    Parameters
-    ----------
-    rims
-        For each axis, and each block along it, the widths before and after.
-    """
-
-    rims: tuple[tuple[tuple[int, int], ...], ...]
+    rims: tuple[tuple[tuple[int, int], ...], ...]  # by axis, and block along it: before and after
 
     def __call__(self, block: Array, block_id: Index) -> Array:
         widths = (along[i] for along, i in zip(self.rims, block_id, strict=True))
@@ -39,21 +33,11 @@ class Trim:
 @versioned()
 @dataclass(frozen=True)
 class Stencil:
-    """A function of assembled blocks, and what of its result is a block of the output.
+    """A function of assembled blocks, and what of its result is a block of the output."""
 
-    Parameters
-    ----------
-    function
-        Of an assembled block. It may overwrite that.
-    trim
-        What cuts the rims off its result; None if the function does.
-    has_block_id
-        Whether the function is told the block's index.
-    """
-
-    function: Callable[..., Any]
-    trim: Trim | None = None
-    has_block_id: bool = False
+    function: Callable[..., Any]  # which may overwrite the assembled block
+    trim: Trim | None = None  # None if the function cuts the rims off
+    has_block_id: bool = False  # whether the function is told the block's index
 
     def __call__(self, block: Array, index: Index) -> Any:
         shape = block.shape
@@ -73,15 +57,9 @@ class Stencil:
 @versioned()
 @dataclass(frozen=True)
 class OwnBlocks:
-    """A function that Dask calls with blocks of other tasks: it gets copies to overwrite.
+    """A function that Dask calls with blocks of other tasks: it gets copies to overwrite."""
 
-    Parameters
-    ----------
-    function
-        Of arrays. Its name and its parameters are what Dask sees.
-    """
-
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # whose name and parameters Dask sees
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

@@ -24,10 +24,7 @@ def rechunk_unknown(
 ) -> DaskArray:
     """Cut an array anew by Dask's tasks, which is possible along its other axes.
 
-    Raises
-    ------
-    ChunksError
-        If an axis of unknown chunk sizes is to be cut anew, or the chunks do not fit.
+    `ChunksError` if an axis of unknown chunk sizes is to be cut anew, or the chunks do not fit.
     """
     if axes != tuple(range(x.ndim)):
         x = transpose(x, axes)

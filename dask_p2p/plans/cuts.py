@@ -85,38 +85,19 @@ def recut(members: Members, shape: Sequence[int], cut: Sequence[int]) -> Members
 
 @dataclass(frozen=True)
 class Moves:
-    """What one member does, so that all get from one cut to another.
+    """What one member does, so that all get from one cut to another."""
 
-    Parameters
-    ----------
-    before, after : tuple of int
-        Shapes of the member's share.
-    local : (Box, Box) or None
-        What stays: where it is in the share before, and after.
-    sends : dict of int to Box
-        By rank of the other member: what that gets of the share before.
-    receives : dict of int to Box
-        By rank of the other member: what that gives of the share after.
-    """
-
-    before: tuple[int, ...]
+    before: tuple[int, ...]  # shape of the member's share
     after: tuple[int, ...]
-    local: tuple[Box, Box] | None
-    sends: dict[int, Box]
-    receives: dict[int, Box]
+    local: tuple[Box, Box] | None  # what stays: where it is in the share before, and after
+    sends: dict[int, Box]  # by rank of the other member: what that gets of the share before
+    receives: dict[int, Box]  # what that gives of the share after
 
 
 def moves(before: Members, after: Members, axes: Sequence[int], rank: int) -> Moves:
-    """Return what a member sends and receives.
+    """Return what one of the members that divide an array sends and receives.
 
-    Parameters
-    ----------
-    before, after
-        How the same members divide the array. In `after` its axes are permuted.
-    axes
-        Axis ``i`` afterwards is axis ``axes[i]`` before.
-    rank
-        Which member.
+    Axis ``i`` afterwards is axis ``axes[i]`` before.
     """
     back = sorted(range(len(axes)), key=axes.__getitem__)
     received = _pieces(before, after, axes, rank)

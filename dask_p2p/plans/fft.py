@@ -35,26 +35,13 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Transform:
-    """What is asked for.
+    """What is asked for."""
 
-    Parameters
-    ----------
-    lengths : mapping of int to int
-        By axis that is transformed, its length afterwards.
-    first, last : int, optional
-        The axis that is transformed before all others, from real numbers to complex ones, and
-        that which is transformed after all others, from complex numbers to real ones.
-    item_bytes : tuple of int
-        Of an element before the first axis is transformed, and after it.
-    is_inverse : bool
-        Whether cuts move to axes before theirs.
-    """
-
-    lengths: Mapping[int, int]
-    first: int | None = None
-    last: int | None = None
-    item_bytes: tuple[int, int] = (1, 1)
-    is_inverse: bool = False
+    lengths: Mapping[int, int]  # by axis that is transformed, afterwards
+    first: int | None = None  # transformed before all others, from real numbers to complex ones
+    last: int | None = None  # transformed after all others, from complex numbers to real ones
+    item_bytes: tuple[int, int] = (1, 1)  # before the first axis is transformed, and after it
+    is_inverse: bool = False  # whether cuts move to axes before theirs
 
     def ready(self, chunks: Chunks, remaining: frozenset[int]) -> frozenset[int]:
         """Return which of the remaining axes can be transformed where they lie."""

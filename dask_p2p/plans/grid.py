@@ -21,7 +21,15 @@ from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Source
 from dask_p2p.versioned import versioned
 
-__all__ = ["AxisMapping", "Cut", "GridPlan", "Segment", "redistribution", "segments_of_range"]
+__all__ = [
+    "AxisMapping",
+    "Cut",
+    "GridPlan",
+    "Segment",
+    "blocks_read",
+    "redistribution",
+    "segments_of_range",
+]
 
 
 class Segment(NamedTuple):
@@ -124,6 +132,11 @@ def segments_of_range(
             src, dst = (lo - base, hi - base), (lo + shift, hi + shift)
             segments.append(Segment(block, src, dst, is_rim))
     return segments
+
+
+def blocks_read(segments: Iterable[Segment]) -> tuple[int, ...]:
+    """Return the blocks that segments read, each once."""
+    return tuple(dict.fromkeys(part.block for part in segments if part.block is not None))
 
 
 @versioned(shared=True)  # without what is cached

@@ -60,11 +60,9 @@ def grouped(plan: GridPlan, groups: int | None, threads: Callable[[], int | None
     plan
         A redistribution.
     groups
-        How many groups to make; 0 for none. None for as many as seem best, where there are many
-        edges.
+        How many to make; 0 for none. None for as many as seem best, where there are many edges.
     threads
-        Returns how many the cluster has; None if there is none yet. It is asked only where that
-        matters.
+        Returns how many the cluster has, or None; asked only where that matters.
     """
     blocks = prod(map(len, plan.chunks))
     if groups is None:
@@ -85,14 +83,7 @@ def grouped(plan: GridPlan, groups: int | None, threads: Callable[[], int | None
 def grid_between(plan: GridPlan, passes: int | None, groups: GridPlan) -> Chunks | None:
     """Return the chunks, in the output's order, through which an array goes; None if it does not.
 
-    Parameters
-    ----------
-    plan
-        A redistribution.
-    passes
-        1 or 2; None for as many as are best.
-    groups
-        What `grouped` made of the plan.
+    There are 1 or 2 passes, or with None as many as are best; `groups` is what `grouped` made.
     """
     if passes == 1 or (passes is None and groups.edges <= MOST_GROUPED_EDGES):
         return None

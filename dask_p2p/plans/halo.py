@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from dask_p2p.geometry import Chunks, block_bounds
-from dask_p2p.plans.grid import AxisMapping, Cut, GridPlan, Segment, segments_of_range
+from dask_p2p.plans.grid import AxisMapping, Cut, GridPlan, Segment, blocks_read, segments_of_range
 from dask_p2p.versioned import versioned
 
 __all__ = ["BOUNDARIES", "Halo", "halo_plan", "rims_of"]
@@ -87,8 +87,7 @@ class Halo:
         return own - start, stop - end
 
     def blocks(self, number: int) -> tuple[int, ...]:
-        read = dict.fromkeys(segment.block for segment in self.segments(number))
-        return tuple(block for block in read if block is not None)
+        return blocks_read(self.segments(number))
 
     def segments(self, number: int) -> list[Segment]:
         before, own, after = self._reach(number)

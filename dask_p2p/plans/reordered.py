@@ -16,18 +16,10 @@ __all__ = ["ReorderedPlan"]
 @versioned()
 @dataclass(frozen=True)
 class ReorderedPlan:
-    """A plan of blocks that lie in memory with their axes in another order than their index has.
+    """A plan of blocks that lie in memory with their axes in another order than their index has."""
 
-    Parameters
-    ----------
-    plan : GridPlan
-        Of the blocks, in memory's order of axes.
-    order : tuple of int
-        Axis ``i`` of the blocks is axis ``order[i]`` of the array, whose order indices have.
-    """
-
-    plan: GridPlan
-    order: tuple[int, ...]
+    plan: GridPlan  # of the blocks, in memory's order of axes
+    order: tuple[int, ...]  # axis i of the blocks is axis order[i] of the array and its indices
 
     @cached_property
     def chunks(self) -> Chunks:

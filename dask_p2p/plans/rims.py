@@ -17,31 +17,15 @@ __all__ = ["Rims", "rims"]
 
 @dataclass(frozen=True)
 class Rims:
-    """The rims around one member's share. All boxes are in the share with its rims.
+    """The rims around one member's share. All boxes are in the share with its rims."""
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Of the share with its rims.
-    inner : tuple of (int, int)
-        Where the share is in it.
-    local : list of (Box, Box)
-        What is copied from the share itself, and where to.
-    receives, sends : dict
-        By rank of the other member: what it gives, and what it gets, in the same order.
-    fills : tuple of Fill
-        What lies beyond the array's ends.
-    depth : tuple of (int, int)
-        How wide rims are; there are none at the array's ends if its boundary is "none".
-    """
-
-    shape: tuple[int, ...]
-    inner: Box
-    local: list[tuple[Box, Box]]
-    receives: dict[int, list[Box]]
-    sends: dict[int, list[Box]]
-    fills: tuple[Fill, ...]
-    depth: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]  # of the share with its rims
+    inner: Box  # where the share is in it
+    local: list[tuple[Box, Box]]  # what is copied from the share itself, and where to
+    receives: dict[int, list[Box]]  # by rank of the other member: what it gives
+    sends: dict[int, list[Box]]  # and what it gets, in the same order
+    fills: tuple[Fill, ...]  # what lies beyond the array's ends
+    depth: tuple[tuple[int, int], ...]  # of rims, also where "none" are at the array's ends
 
 
 def rims(
@@ -51,15 +35,7 @@ def rims(
     boundary: Sequence[Any],
     has_corners: bool,
 ) -> Rims:
-    """Return the rims around a member's share.
-
-    Parameters
-    ----------
-    members, rank
-        Which member has what, and which of them this is.
-    depth, boundary, has_corners
-        See `dask_p2p.plans.halo.halo_plan`. Rims may reach over several members.
-    """
+    """Return the rims around a member's share, as of `halo_plan`; they may reach over several."""
     plan = halo_plan(members.share_sizes, depth, boundary, has_corners)
     widths = rims_of(plan)
     own = plan.block(members.places[rank])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from dask_p2p.geometry import block_bounds
-from dask_p2p.plans.grid import Segment, segments_of_range
+from dask_p2p.plans.grid import Cut, Segment, blocks_read, segments_of_range
 from dask_p2p.versioned import versioned
 
 __all__ = ["Rolled"]
@@ -14,7 +13,7 @@ __all__ = ["Rolled"]
 
 @versioned()
 @dataclass(frozen=True)
-class Rolled:
+class Rolled(Cut):
     """An axis whose elements move on; those that leave at its end come in at its start.
 
     Parameters
@@ -30,25 +29,14 @@ class Rolled:
     [(1, (1, 2), (0, 1)), (0, (0, 2), (1, 3))]
     """
 
-    src_sizes: tuple[int, ...]
-    sizes: tuple[int, ...]
     shift: int
 
     @cached_property
-    def _src_bounds(self) -> tuple[int, ...]:
-        return block_bounds(self.src_sizes)
-
-    @cached_property
-    def _bounds(self) -> tuple[int, ...]:
-        return block_bounds(self.sizes)
-
-    @property
     def largest_segment(self) -> int:
         return min(max(self.src_sizes, default=0), max(self.sizes, default=0))
 
     def blocks(self, number: int) -> tuple[int, ...]:
-        read = dict.fromkeys(segment.block for segment in self.segments(number))
-        return tuple(block for block in read if block is not None)
+        return blocks_read(self.segments(number))
 
     def segments(self, number: int) -> list[Segment]:
         length = self._bounds[-1]

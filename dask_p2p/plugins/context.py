@@ -6,9 +6,6 @@ Its coroutines run on the worker's event loop, the rest in any thread.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import time
 from asyncio import AbstractEventLoop
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +14,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
-from distributed import Status, Worker
+from distributed import Worker
 
 from dask_p2p.backends import as_array, backend_for, backend_named
 from dask_p2p.backends.base import Queue
@@ -34,6 +31,7 @@ from dask_p2p.errors import (
 from dask_p2p.monitoring.counters import Counters
 from dask_p2p.monitoring.fine import meter, note_transfer
 from dask_p2p.monitoring.records import Record, RecordLog, packed
+from dask_p2p.plugins.leaving import leave
 from dask_p2p.plugins.notices import warn_client
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
 from dask_p2p.plugins.spilling import find_in_memory, is_spilled, read_spilled
@@ -44,8 +42,6 @@ from dask_p2p.transports.router import BlockRef, Router
 from dask_p2p.types import Array, DType, Key, Kind
 
 __all__ = ["FALLBACK_TOPIC", "DaskWorkerContext"]
-
-logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -60,24 +56,13 @@ _KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them 
 _ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
 _PUBLISHED_ARRAYS = 1000  # of which it is known that their blocks have been published
 _MOST_AHEAD = 1000  # blocks of one array that are published before they are asked for
-_POLL_S = 0.01
 _PING_S = 0.2  # for a worker that was given up to say that it is there
-_TELL_S = 1.0  # that tasks have to tell of the GPU that they lost
-_LEAVE_S = 1.0  # from then on until a worker's process ends
 
 
 class DaskWorkerContext(AttemptLog):
-    """What transports and tasks need of the Dask worker that they are on: a `WorkerContext`.
+    """What transports and tasks need of the Dask worker that they are on: a `WorkerContext`."""
 
-    Parameters
-    ----------
-    worker
-        Dask's.
-    options
-        The worker's own.
-    """
-
-    def __init__(self, worker: Worker, options: Options) -> None:
+    def __init__(self, worker: Worker, options: Options) -> None:  # the worker's own
         super().__init__(worker.address)
         self.router = Router({}, self.warn, worker.address, self.note_fallback)
         self.records = RecordLog(_RECORDS)
@@ -101,7 +86,6 @@ class DaskWorkerContext(AttemptLog):
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
         self._from_disk: dict[Any, Any] = {}  # blocks by key, the oldest first
         self._forgetting: asyncio.TimerHandle | None = None
-        self._leaving: asyncio.Future[None] | None = None
 
     def block(self, key: Key) -> Any:
         """Return a block; one that is spilled is read, and left where it is."""
@@ -273,12 +257,9 @@ class DaskWorkerContext(AttemptLog):
 
     @answering
     async def new_records(self, since: Any = 0) -> dict[str, Any]:
-        """Answer the scheduler, which has all records before this number.
+        """Answer the scheduler, which has all records before this number, as `RecordLog.since`.
 
-        Returns
-        -------
-        dict
-            ``first`` and ``records``: as of `RecordLog.since`; ``under_way``: of tasks that run.
+        ``under_way`` are those of tasks that run.
         """
         first, records = self.records.since(checked_integer("since", since, 0, _MOST_RECORDS))
         running = map(self._numbered, self.under_way())
@@ -305,14 +286,8 @@ class DaskWorkerContext(AttemptLog):
         """
         if self._worker.address.startswith("inproc"):
             return False
-        self.loop.call_soon_threadsafe(self._leave, str(error))
+        self.loop.call_soon_threadsafe(leave, self._worker, str(error))
         return True
-
-    def _leave(self, reason: str) -> None:
-        if self._leaving is None:
-            logger.critical("Worker %s leaves the cluster: %s", self.address, reason)
-            warn_client(self._worker, f"dask_p2p: worker {self.address} left: {reason}", P2PWarning)
-            self._leaving = asyncio.ensure_future(_end_process(self._worker))
 
     def close(self) -> None:
         if self._forgetting is not None:
@@ -326,28 +301,3 @@ class DaskWorkerContext(AttemptLog):
 def _with_device(function: Callable[..., _T], *args: Any) -> _T:
     with device_work():
         return function(*args)
-
-
-async def _until_told(worker: Worker) -> None:
-    """Wait, not long, until one of the tasks that run here has failed: it says what was wrong.
-
-    All other tasks are done again elsewhere, and must not fail with the GPU as well.
-    """
-    worker.status = Status.closing_gracefully  # no other task begins
-    running = set(worker.state.executing)
-    deadline_s = time.monotonic() + _TELL_S
-    while running and time.monotonic() < deadline_s:
-        await asyncio.sleep(_POLL_S)
-        if any(task.state == "error" for task in running):
-            break
-        running &= worker.state.executing
-
-
-async def _end_process(worker: Worker) -> None:
-    """Close a worker, and end its process soon: closing often hangs or fails with a lost GPU."""
-    try:
-        await _until_told(worker)
-        closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")
-        await asyncio.wait_for(closing, _LEAVE_S)
-    finally:
-        os._exit(1)

@@ -31,19 +31,12 @@ _STEPS = 8  # sizes of pinned memory from one power of two to the next
 
 
 class OutputMemory(Buffers):
-    """Memory for outputs, kept until none has come back for a while.
+    """Memory for outputs of Dask's worker, kept until none has come back for a while.
 
     None is kept where the worker has no memory limit, nor what comes back while it uses half of it.
-
-    Parameters
-    ----------
-    worker
-        Dask's.
-    retain_s
-        How long it is kept; 0 for not at all.
     """
 
-    def __init__(self, worker: Worker, retain_s: float) -> None:
+    def __init__(self, worker: Worker, retain_s: float) -> None:  # 0 for not at all
         super().__init__("numpy", 0)
         self._worker: Worker | None = worker  # None once it is closed: outputs may outlive it
         self._retain_s = retain_s
@@ -94,11 +87,7 @@ class PinnedOutputs(OutputMemory):
     """The same for outputs that come from GPUs: pinned, so that copies end there.
 
     What is too small or too large to be kept is not pinned, which takes longer than it saves once.
-
-    Parameters
-    ----------
-    warn
-        Is told why memory cannot be pinned. Outputs lie in ordinary memory then.
+    `warn` is told why memory cannot be pinned. Outputs lie in ordinary memory then.
     """
 
     def __init__(self, worker: Worker, retain_s: float, warn: Callable[[str], None]) -> None:

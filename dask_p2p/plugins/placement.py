@@ -38,25 +38,14 @@ _MOST_SOURCES = 4096  # of a task that is ranked; one that reads from more reads
 
 
 class Overlay:
-    """Takes the place of one method of a scheduler, until it is no longer wanted.
-
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-    method : str
-        Name of its method.
-    decide : callable
-        Called with Dask's own method and the arguments.
-    is_wanted : callable
-        Asked at each call: once it says no, the overlay goes.
-    """
+    """Takes the place of one method of Dask's scheduler, until it is no longer wanted."""
 
     def __init__(
         self,
         scheduler: Any,
         method: str,
-        decide: Callable[..., Any],
-        is_wanted: Callable[[], bool],
+        decide: Callable[..., Any],  # called with Dask's own method and the arguments
+        is_wanted: Callable[[], bool],  # asked at each call: once it says no, the overlay goes
     ) -> None:
         current = getattr(scheduler, method)
         # One that is there is not wanted any more, and has not been called since.
@@ -86,15 +75,9 @@ def overlay_memory_check(
     is_wanted: Callable[[], bool],
     obstacle: Callable[[str], Exception | None],
 ) -> None:
-    """Leave Dask's check of whole dependencies out for this package's tasks.
+    """Leave Dask's check of whole dependencies out for this package's tasks; see `Overlay`.
 
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-    is_wanted : callable
-        See `Overlay`.
-    obstacle : callable
-        Returns why a worker, by address, cannot be sent such a task; None if it can.
+    `obstacle` returns why a worker, by address, cannot be sent such a task; None if it can.
     """
 
     def decide(original: Any, ts: Any, ws: Any, stimulus_id: str) -> Any:
@@ -112,16 +95,10 @@ def overlay_memory_check(
 
 
 def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
-    """Place this package's tasks by the regions that they read.
+    """Place this package's tasks by the regions that they read; see `Overlay`.
 
     Dask's own choice among the workers stands: those that hold something, within restrictions and
     resources. Only their order changes. Stealing goes on as it does for other tasks.
-
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-    is_wanted : callable
-        See `Overlay`.
     """
 
     def is_placed_here(ts: Any) -> bool:
@@ -183,12 +160,7 @@ def _place_member(scheduler: Any, ts: Any) -> Any:
 def held_elements(task: AssembleTask, who_has: dict[Any, Any]) -> Counter[Any]:
     """Return how much of what a task reads each worker holds, in elements.
 
-    Parameters
-    ----------
-    task
-        Whose input blocks are to be read.
-    who_has
-        For each of their keys the workers that hold it.
+    `who_has` has the workers that hold them for the key of each of its input blocks.
     """
     held: Counter[Any] = Counter()
     plan, index, blocks = task.plan, task.index, task.blocks

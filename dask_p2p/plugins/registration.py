@@ -250,12 +250,8 @@ def workers_of(client: Any) -> dict[str, dict[str, Any]]:
     `Client.scheduler_info` asks for the same, but the client itself asks now and then, for no
     workers, and may put its own answer in the place of this one.
     """
-    workers: dict[str, dict[str, Any]] = client.sync(_workers_of, client)
-    return workers
-
-
-async def _workers_of(client: Any) -> dict[str, dict[str, Any]]:
-    workers: dict[str, dict[str, Any]] = (await client.scheduler.identity(n_workers=-1))["workers"]
+    workers: dict[str, dict[str, Any]]
+    workers = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     return workers
 
 

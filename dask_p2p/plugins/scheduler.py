@@ -140,11 +140,8 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def register(self) -> dict[str, Any]:
         """Put the plugin on all workers; answer when they have it, or `ANSWER_S` have passed.
 
-        Returns
-        -------
-        dict
-            ``failed``: why a worker cannot take part, by address; ``silent``: addresses of those
-            that have not answered; ``workers``: how many there are.
+        ``failed`` says why a worker cannot take part, by address; ``silent`` are those that have
+        not answered; ``workers`` tells how many there are.
         """
         self._set_up_all()
         now_s = time.monotonic()
@@ -162,18 +159,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     @answering
     async def records(self, n: Any = None) -> dict[str, Any]:
-        """Ask the workers for what is new, and answer with the newest runs.
+        """Ask the workers for what is new, and answer with the newest `n` runs, or all.
 
-        Parameters
-        ----------
-        n : int, optional
-            Runs, at most; by default all.
-
-        Returns
-        -------
-        dict
-            ``records``: what `packed` made of them; ``silent``: addresses of workers that did
-            not answer.
+        ``records`` are what `packed` made of them; ``silent`` are workers that did not answer.
         """
         n = None if n is None else checked_integer("n", n, 1, _MOST_RUNS)
         ready = self.ready()

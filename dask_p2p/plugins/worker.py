@@ -51,10 +51,7 @@ _REFUSAL = (
 class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     """Makes a worker take part in peer-to-peer transfers.
 
-    Parameters
-    ----------
-    options : Options, optional
-        The worker's own; tasks bring theirs with them. By default those configured on the worker.
+    Options are the worker's own, by default as configured there; tasks bring theirs with them.
     """
 
     name = PLUGIN_NAME
@@ -210,14 +207,7 @@ def by_reference(
 ) -> dict[str, Any]:
     """Return a ``compute-task`` message with remote dependencies replaced by references.
 
-    Parameters
-    ----------
-    message
-        What the scheduler sent, without its ``op``.
-    is_here
-        Whether this worker holds a key in memory, or spilled.
-    address
-        This worker's.
+    `is_here` tells whether the worker, whose address is given, holds a key in memory or spilled.
     """
     references = {
         key: BlockRef(key, tuple(sorted(set(holders) - {address})))

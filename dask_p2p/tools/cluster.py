@@ -56,14 +56,7 @@ def _visible(setting: str | None, count: int) -> list[str]:
 
 
 def device_names(client: Any, kind: Kind) -> list[str]:
-    """Name the GPU, or the processor, of each worker, in the order of the workers' addresses.
-
-    Parameters
-    ----------
-    client : distributed.Client
-    kind : str
-        Of the blocks that the workers compute, "numpy" or "cupy".
-    """
+    """Name the GPU ("cupy"), or the processor, of each worker, in the order of their addresses."""
     names = client.run(lambda: backend_named(kind).device_name())
     return [names[address] for address in sorted(names)]
 

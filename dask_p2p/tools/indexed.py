@@ -32,15 +32,7 @@ def modulus(dtype: DType) -> int:
 
 
 def indexed_array(shape: Sequence[int], chunks: Any, dtype: DType, kind: Kind = "numpy") -> Any:
-    """Return a lazy Dask array with ``x[i, j, ...]`` the C-order linear index, modulo a prime.
-
-    Parameters
-    ----------
-    shape, chunks, dtype
-        As for all of Dask's array constructors; a boolean, integer, float or complex dtype.
-    kind : str
-        Of the blocks, "numpy" or "cupy".
-    """
+    """Return a lazy Dask array with ``x[i, j, ...]`` the C-order linear index, modulo a prime."""
     import dask.array as da
 
     template = da.empty(shape, chunks=chunks, dtype=dtype)
@@ -56,16 +48,8 @@ def count_wrong(
 ) -> Any:
     """Return the lazy number of elements of `y` that differ from a transposed `indexed_array`.
 
-    Parameters
-    ----------
-    y : dask.array.Array
-        What should be ``indexed_array(shape, ...)``, with axis ``axes[i]`` as its axis ``i``.
-    shape, axes : sequence of int
-    kind : str
-        Of the blocks, "numpy" or "cupy".
-    dtype : optional
-        Of the array before; by default that of `y`. All elements of a block are wrong if its
-        dtype is another, or its shape not the declared one.
+    That had this shape and, unless it is that of `y`, dtype. Axis ``axes[i]`` of it should be axis
+    ``i``. All elements of a block are wrong if its dtype is another, or its shape not the declared.
     """
     declared = np.dtype(y.dtype if dtype is None else dtype)
     ones, meta = tuple((1,) * count for count in y.numblocks), np.empty((0,) * y.ndim, np.int64)

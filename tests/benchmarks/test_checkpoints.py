@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from benchmarks import checkpoints
 
 
+@pytest.mark.cluster
 def test_what_is_compared_and_written(tmp_path):
     path = tmp_path / "result.json"
     done = CliRunner().invoke(

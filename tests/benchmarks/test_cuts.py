@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from benchmarks import cuts
 
 
+@pytest.mark.cluster
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(cuts, "find_spec", lambda name: None)  # without mpi4py
     path = tmp_path / "result.json"

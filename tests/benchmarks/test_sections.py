@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 from click.testing import CliRunner
 
 from benchmarks import sections
 from benchmarks.rivals.mpi_stencil import five_points
 
 
+@pytest.mark.cluster
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sections, "find_spec", lambda name: None)  # without mpi4py
     monkeypatch.setattr(sections, "counts", lambda side: (3, 2))

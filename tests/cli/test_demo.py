@@ -19,7 +19,7 @@ GIB = 2**30
 
 def wrong_of(text, way):
     """Return the count of wrong elements, which is the last but one of the figures of a way."""
-    line = next(line for line in text.splitlines() if line.startswith(f"  {way}  "))
+    line = next(line for line in text.splitlines() if line.startswith(f"{way}  "))
     return line.split()[-2]
 
 

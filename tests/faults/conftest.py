@@ -3,7 +3,7 @@ from __future__ import annotations
 import dask
 import pytest
 
-from tests.faults.support import Gate
+from tests.faults.support import Gate, as_new, cluster_of
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +17,18 @@ def _by_messages():
 def gate(tmp_path):
     with Gate(tmp_path) as gate:
         yield gate
+
+
+@pytest.fixture(scope="module")
+def shared(request):
+    """The cluster of a module, of which its `CLUSTER` says how many workers and which options."""
+    with cluster_of(*request.module.CLUSTER) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared, request):
+    """The same for each test, whatever those before it did to workers."""
+    n_workers, _ = request.module.CLUSTER
+    with as_new(shared, n_workers) as client:
+        yield client

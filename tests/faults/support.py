@@ -61,7 +61,7 @@ def as_new(client, n_workers):
         client.cancel([Future(key, client) for key in list(client.futures)])
         wait_until(lambda: client.run_on_scheduler(_count_tasks) == 0, BOUND_S)
         wait_until(lambda: _is_complete(client, n_workers), BOUND_S)
-        wait_until(lambda: all(client.run(_has_plugin).values()), BOUND_S)
+        wait_until(lambda: _are_ready(client, n_workers), BOUND_S)
         client.run(_forget_others, addresses(client))
 
 
@@ -78,6 +78,12 @@ def _is_complete(client, n_workers):
 
 def _count_tasks(dask_scheduler):
     return len(dask_scheduler.tasks)
+
+
+def _are_ready(client, n_workers):
+    """Whether so many workers have the plugin; one that just leaves answers with an error."""
+    answers = client.run(_has_plugin, on_error="return")
+    return [*answers.values()] == [True] * n_workers
 
 
 def _has_plugin(dask_worker):

@@ -17,7 +17,6 @@ from dask_p2p.errors import BlockMismatchError
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    as_new,
     assert_nothing_is_held,
     cluster_of,
     expected,
@@ -29,18 +28,7 @@ from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
 PARTS = {"p2p.transports.comm.part-bytes": 256}
-
-
-@pytest.fixture(scope="module")
-def shared():
-    with cluster_of(3, PARTS) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared):
-    with as_new(shared, 3) as client:
-        yield client
+CLUSTER = 3, PARTS
 
 
 def in_the_middle(client, gate):

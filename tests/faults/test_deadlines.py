@@ -18,9 +18,7 @@ from dask_p2p.errors import TransferError
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    as_new,
     assert_nothing_is_held,
-    cluster_of,
     expected,
     one_block_each,
     set_trap,
@@ -39,22 +37,16 @@ SETTINGS = {
     "p2p.transports.ucx.host-part-bytes": "128 kiB",
     "distributed.scheduler.active-memory-manager.start": False,  # it would drop replicas
 }
+CLUSTER = 4, SETTINGS
 #: For workers that are well: on a busy machine they too take longer than the deadline.
 PATIENT = {"p2p.timeouts.request": "20 s"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
 
 
-@pytest.fixture(scope="module")
-def shared():
-    with cluster_of(4, SETTINGS) as client:
-        yield client
-
-
 @pytest.fixture(params=["comm", "ucx"])
-def client(shared, request):
-    order = {"p2p.transports.order": [request.param]}
-    with as_new(shared, 4) as client, dask.config.set(SETTINGS | order):
+def client(client, request):
+    with dask.config.set({"p2p.transports.order": [request.param]}):
         yield client
 
 

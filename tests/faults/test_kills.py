@@ -19,9 +19,7 @@ import dask_p2p
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    as_new,
     assert_nothing_is_held,
-    cluster_of,
     expected,
     one_block_each,
     set_trap,
@@ -34,6 +32,7 @@ PARTS = {
     "p2p.transports.comm.part-bytes": 16 * 16 * 8 // 4,
     "p2p.transports.cma.part-bytes": 16 * 16 * 8 // 4,
 }
+CLUSTER = 4, PARTS
 
 HOLDER = {
     "comm": {
@@ -69,18 +68,6 @@ CASES = [
     for name, moment in {**of_holder, **READER}.items()
     for how in ("kill", "close")
 ]
-
-
-@pytest.fixture(scope="module")
-def shared():
-    with cluster_of(4, PARTS) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared):
-    with as_new(shared, 4) as client, dask.config.set(PARTS):
-        yield client
 
 
 def transposed_while(client, act):

@@ -15,9 +15,7 @@ from dask_p2p.plugins.registration import workers_of
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    as_new,
     assert_nothing_is_held,
-    cluster_of,
     expected,
     one_block_each,
     set_trap,
@@ -27,18 +25,7 @@ from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
 NEVER_BY_MEMORY = {"distributed.worker.memory.pause": False}  # the monitor would undo the tests'
-
-
-@pytest.fixture(scope="module")
-def shared():
-    with cluster_of(4, NEVER_BY_MEMORY) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared):
-    with as_new(shared, 4) as client:
-        yield client
+CLUSTER = 4, NEVER_BY_MEMORY
 
 
 def set_status(status, dask_worker):

@@ -19,7 +19,6 @@ from dask_p2p.plugins.context import DaskWorkerContext
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    as_new,
     assert_nothing_is_held,
     attempts,
     cluster_of,
@@ -33,6 +32,7 @@ from tests.transports.loopback import EventLoop, wait_until
 SHAPE = (384, 384)  # 1.1 MiB
 LIMIT_BYTES = 2**30
 PARTS = {"p2p.transports.comm.part-bytes": "16 kiB", "p2p.transports.cma.part-bytes": "16 kiB"}
+CLUSTER = 3, PARTS
 
 
 def on_disk(client):
@@ -51,18 +51,6 @@ def evict_all(dask_worker):
 def check(client, y):
     np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
     assert_nothing_is_held(client)
-
-
-@pytest.fixture(scope="module")
-def shared():
-    with cluster_of(3, PARTS) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared):
-    with as_new(shared, 3) as client, dask.config.set(PARTS):
-        yield client
 
 
 @pytest.mark.parametrize("transport", ["comm", "cma"])

@@ -7,7 +7,6 @@ goes on.
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from distributed import futures_of, wait
 
 import dask_p2p
@@ -15,7 +14,6 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    as_new,
     assert_nothing_is_held,
     cluster_of,
     expected,
@@ -28,6 +26,7 @@ from tests.transports.loopback import wait_until
 SHAPE = (48, 48)
 # It would drop replicas that a test has just made. The test that is about it starts it.
 NO_MANAGER = {"distributed.scheduler.active-memory-manager.start": False}
+CLUSTER = 4, NO_MANAGER
 
 
 def slabs(client):
@@ -65,18 +64,6 @@ def read_from(client, reader):
         return [stage.holder for stage in record.stages]
 
     return client.run(stages, workers=[reader])[reader]
-
-
-@pytest.fixture(scope="module")
-def shared():
-    with cluster_of(4, NO_MANAGER) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared):
-    with as_new(shared, 4) as client:
-        yield client
 
 
 def start(client, gate, x, reader):

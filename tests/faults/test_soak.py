@@ -12,9 +12,7 @@ import pytest
 import dask_p2p
 from tests.faults.support import (
     BOUND_S,
-    as_new,
     assert_nothing_is_held,
-    cluster_of,
     expected,
     source,
 )
@@ -25,6 +23,7 @@ PARTS = {
     "p2p.transports.comm.part-bytes": "8 kiB",
     "p2p.transports.ucx.host-part-bytes": "8 kiB",
 }
+CLUSTER = 2, PARTS
 WARM_UP = 45  # until pools, caches and Dask's own logs of bounded length have grown
 MIB = 2**20
 
@@ -51,18 +50,6 @@ def run(client, x, number):
         y = dask_p2p.transpose(x, chunks=(64 + i % 64, -1))
         got = client.compute(y).result(timeout=BOUND_S)
         assert (got == expected(SHAPE).T).all()
-
-
-@pytest.fixture(scope="module")
-def shared():
-    with cluster_of(2, PARTS) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared):
-    with as_new(shared, 2) as client, dask.config.set(PARTS):
-        yield client
 
 
 @pytest.mark.parametrize("runs", [60, pytest.param(1000, marks=pytest.mark.slow)])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 
-import dask
 import numpy as np
 import pytest
 from distributed import wait
@@ -16,9 +15,7 @@ import dask_p2p
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    as_new,
     assert_nothing_is_held,
-    cluster_of,
     expected,
     one_block_each,
     set_trap,
@@ -27,18 +24,7 @@ from tests.faults.support import (
 
 SHAPE = (48, 48)
 PARTS = {"p2p.transports.comm.part-bytes": 256}
-
-
-@pytest.fixture(scope="module")
-def shared():
-    with cluster_of(3, PARTS) as client:
-        yield client
-
-
-@pytest.fixture
-def client(shared):
-    with as_new(shared, 3) as client, dask.config.set(PARTS):
-        yield client
+CLUSTER = 3, PARTS
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(10, marks=pytest.mark.slow)])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import pickle
 
 import pytest
 
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, VersionError
+from dask_p2p.monitoring import records
 from dask_p2p.monitoring.records import (
     Fallback,
-    Record,
     RecordLog,
     RecordStore,
     Stage,
@@ -114,14 +113,12 @@ def test_records_travel():
     assert unpacked(packed([])) == []
 
 
-def test_records_of_another_version():
-    sent = pickle.loads(packed([FULL]))
-    sent["record"] = ("later", *sent["record"][:4])
-    sent["stage"] = (*sent["stage"][:3], "later")
-    row = sent["rows"][0]
-    sent["rows"] = [("?", *row[:3], [(*stage[:3], "?") for stage in row[3]])]
-    (again,) = unpacked(pickle.dumps(sent))
-    assert again == Record(*FULL[:3], (Stage("b", "cma", 1), Stage("c", "ipc", 2)))
+def test_records_of_another_version_are_refused(monkeypatch):
+    monkeypatch.setattr(records, "own_version", lambda: "9.9")
+    sent = packed([FULL])
+    monkeypatch.undo()
+    with pytest.raises(VersionError, match=r"got those of dask_p2p 9\.9"):
+        unpacked(sent)
 
 
 def test_the_figures_of_a_run():

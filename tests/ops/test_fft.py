@@ -121,9 +121,7 @@ def test_chunks_of_the_result(case, is_real, data):
     assert_close(got, expected)
 
 
-@pytest.mark.parametrize(
-    "n", [1, 2, 97, 360, 3**5 * 7 * 11, 2 * 3 * 5 * 7 * 11 * 13, 1048573, 2**20]
-)
+@pytest.mark.parametrize("n", [1, 2, 97, 360, 3**5 * 7 * 11, 2 * 3 * 5 * 7 * 11 * 13, 65521, 2**20])
 @pytest.mark.parametrize("char", ["F", "D"])
 def test_long_axes_of_any_factors(n, char):
     x = numbers((1, n), char)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import partial
 
 import dask
 import dask.array as da
@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from dask.array.utils import assert_eq
 from hypothesis import given
-from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, ChunksError, InputError, UnsupportedArrayError
+from tests.ops.stencils import BOUNDARIES, cases, windows
 from tests.support import persisted
 
 X = np.random.default_rng(0).random((12, 10))
-BOUNDARIES = ["none", "periodic", "reflect", "nearest", 7.5]
 
 
 def star(block):
@@ -42,21 +41,6 @@ def test_values_are_those_of_dask(boundary, depth):
     got.dask.validate()
 
 
-@st.composite
-def cases(draw):
-    lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=2))
-    chunks = []
-    for length in lengths:
-        inner = draw(st.lists(st.integers(1, length), max_size=3))
-        chunks.append(tuple(b - a for a, b in pairwise(sorted({0, length, *inner}))))
-    depth = tuple(
-        (draw(st.integers(0, min(length, 4))), draw(st.integers(0, min(length, 4))))
-        for length in lengths
-    )
-    boundary = tuple(draw(st.sampled_from(BOUNDARIES)) for _ in lengths)
-    return tuple(chunks), depth, boundary
-
-
 @given(cases())
 def test_any_widths_and_blocks(case):
     """Also of several blocks, and other before than after: more than Dask allows."""
@@ -73,22 +57,12 @@ def test_any_widths_and_blocks(case):
             constant = -1 if kind == "none" else kind  # below all values
             around = np.pad(around, wide, constant_values=constant)
 
-    def windows(block):
-        """The largest value of each window that fits into the block."""
-        out = np.empty_like(block)
-        for at in np.ndindex(block.shape):
-            window = tuple(
-                slice(max(0, i - before), i + after + 1)
-                for i, (before, after) in zip(at, depth, strict=True)
-            )
-            out[at] = block[window].max()
-        return out
-
     inner = tuple(
         slice(before, before + length) for (before, _), length in zip(depth, shape, strict=True)
     )
-    got = dask_p2p.map_overlap(windows, da.from_array(x, chunks=chunks), depth, boundary)
-    np.testing.assert_array_equal(got.compute(scheduler="sync"), windows(around)[inner])
+    largest = partial(windows, depth=depth)
+    got = dask_p2p.map_overlap(largest, da.from_array(x, chunks=chunks), depth, boundary)
+    np.testing.assert_array_equal(got.compute(scheduler="sync"), largest(around)[inner])
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)

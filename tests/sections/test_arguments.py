@@ -6,7 +6,6 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
@@ -53,11 +52,10 @@ def test_what_is_still_to_be_computed(given):
             spmd(lambda ctx, x, c: x, array(), **given)
 
 
-def test_futures_are_not_there_yet():
-    with Client(processes=False, n_workers=1, dashboard_address=":0") as client:
-        future = client.scatter(np.ones(4))
-        with pytest.raises(InputError, match="are computed, got <Future"):
-            iterate(same, array(), 0, 1, constants=(future,))
+def test_futures_are_not_there_yet(client):
+    future = client.scatter(np.ones(4))
+    with pytest.raises(InputError, match="are computed, got <Future"):
+        iterate(same, array(), 0, 1, constants=(future,))
 
 
 def test_fields_are_of_one_shape():

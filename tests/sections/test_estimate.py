@@ -7,7 +7,7 @@ import tracemalloc
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import wait
 
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.errors import InputError, MemoryLimitError
@@ -17,17 +17,7 @@ from dask_p2p.transports.packed.segments import Segment
 
 SHAPE, CHUNKS = (1200, 500), (300, 250)
 SLACK_BYTES = 300_000  # of Dask, beside 5 to 20 MB
-
-
-@pytest.fixture(scope="module")
-def client():
-    with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=2, dashboard_address=":0", memory_limit="1 GiB"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2, "memory_limit": "1 GiB"}
 
 
 class Counted(Segment):

@@ -19,6 +19,7 @@ _, *PROGRAMS = [
     for block in blocks_of(DOCS / "how-to" / "solvers.md")
     if block.language == "python" and not block.not_run
 ]
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 SOLVERS = ("heat", "wave", "derivative", "solve", "square_roots")
 
 
@@ -38,12 +39,9 @@ def alone():
 
 
 @pytest.fixture(scope="module")
-def client(alone):
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+def client(alone, client):
+    """After what is done without one."""
+    return client
 
 
 def test_the_page_has_a_program_for_each(alone):

@@ -13,7 +13,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from dask_p2p import iterate, spmd
 from dask_p2p.sections.scheduler import SectionsSchedulerPlugin
@@ -23,18 +23,7 @@ from tests.support import result_of
 from tests.transports.loopback import wait_until
 
 X = np.arange(96.0).reshape(8, 12)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def client(cluster):
-    with Client(cluster) as client:
-        yield client
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
 
 def array():
@@ -79,12 +68,12 @@ def test_cancels_at_any_time(client):
     assert np.array_equal(y.compute(), stepped())
 
 
-def test_a_worker_that_leaves_and_one_that_comes(client, cluster, tmp_path):
+def test_a_worker_that_leaves_and_one_that_comes(client, tmp_path):
     future = client.compute(spmd(stepping, array(), members=4, steps=60, path=tmp_path / "runs"))
     wait_until((tmp_path / "runs").exists)
     leaving = next(iter(client.nthreads()))
     client.retire_workers([leaving])
-    cluster.scale(3)  # it still counts the one that leaves
+    client.cluster.scale(3)  # it still counts the one that leaves
     assert np.array_equal(result_of(client, future), stepped(steps=60))
     del future
     client.wait_for_workers(2)
@@ -125,7 +114,7 @@ def running(client, tmp_path):
     path = tmp_path / "runs"
     future = client.compute(spmd(stepping, array(), members=4, steps=60, path=path))
     wait_until(path.exists)
-    pids = client.run(os.getpid)
+    pids = client.run(os.getpid, on_error="ignore")  # of one that just leaves
     victim = min(pids)
     yield future, victim, pids[victim]
     assert np.array_equal(result_of(client, future), stepped(steps=60))
@@ -186,9 +175,9 @@ def test_workers_that_are_paused(client, running):
     wait_until(lambda: client.run_on_scheduler(paused) == 0)
 
 
-def test_a_client_that_dies(client, cluster, tmp_path):
+def test_a_client_that_dies(client, tmp_path):
     process = multiprocessing.get_context("forkserver").Process(
-        target=as_client, args=(cluster.scheduler_address, tmp_path / "runs")
+        target=as_client, args=(client.cluster.scheduler_address, tmp_path / "runs")
     )
     process.start()
     wait_until((tmp_path / "runs").exists)

@@ -4,7 +4,6 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,16 +23,7 @@ from tests.sections.gangs import run_gang
 from tests.sections.support import nothing_is_left
 
 X = np.random.default_rng(0).normal(size=(24, 30))
-
-
-@pytest.fixture(scope="module")
-def client():
-    """As users have them: nannies, two threads a worker."""
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
 
 def array(x=X, chunks=((5, 7, 4, 8), (14, 16))):

@@ -11,7 +11,7 @@ from threading import Timer
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import wait
 
 from dask_p2p import iterate, spmd
 from tests.sections.support import nothing_is_left
@@ -20,15 +20,7 @@ from tests.transports.loopback import wait_until
 
 X = np.arange(96.0).reshape(8, 12)
 BOUND_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def client():
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=2, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+CLUSTER = {"n_workers": 3, "threads_per_worker": 2}
 
 
 def three_workers(client):

@@ -416,7 +416,7 @@ def test_members_spin_where_each_has_a_core(monkeypatch, cores, spins):
 
     def exchange(rank, links):
         others = dict.fromkeys({0, 1, 2} - {rank})
-        return [links.exchange("x", dict.fromkeys(others, b"x"), others) for _ in range(50)]
+        return [links.exchange("x", dict.fromkeys(others, b"x"), others) for _ in range(20)]
 
     with Gang(3) as gang:
         gang.run(exchange)

@@ -8,7 +8,7 @@ import time
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, Event, LocalCluster, wait
+from distributed import Event, wait
 
 import dask_p2p
 from dask_p2p import estimate, iterate, last_runs, spmd
@@ -16,15 +16,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.page.feed import TABLE
 
 BOUND_S = 30
-
-
-@pytest.fixture(scope="module")
-def client():
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
 
 from dask_p2p import spmd
 from dask_p2p.errors import (
@@ -22,6 +21,7 @@ from tests.sections.support import nothing_is_left
 
 BOUND_S = 5.0
 X = np.arange(240.0).reshape(24, 10)
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
 
 def array():
@@ -38,16 +38,6 @@ def normalized(ctx, x, power=1):
 
 def expected(power=1):
     return X / np.sum(X**power) + X.max(axis=0)
-
-
-@pytest.fixture(scope="module")
-def client():
-    """As users have them: nannies, two threads a worker."""
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
 
 
 @pytest.mark.parametrize("members", [2, 4])

@@ -1,8 +1,7 @@
 """The page /p2p of Dask's dashboard, and its plots each as a page.
 
 `charts` has what is drawn, `feed` when it is asked for, `plots` bokeh's models. Dask has no public
-way to add pages to a scheduler that runs: what is used of its dashboard is here and in `dashboard`,
-and without bokeh, or with another Dask, there are just no pages.
+way to add pages to a scheduler that runs: `dashboard` has what is used of its own.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ from dask_p2p.monitoring.page.feed import Feed
 
 __all__ = ["add_pages"]
 
-#: Dask's own: what is said here belongs into the scheduler's log, next to the dashboard's address.
-logger = logging.getLogger("distributed.scheduler")
+logger = logging.getLogger("distributed.scheduler")  # Dask's own, which has the page's address
 
 
 def add_pages(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
     """Put the pages on a scheduler's dashboard, once; return whether they are there.
 
-    If not, a line of the log says why, unless the scheduler was started without a dashboard. `feed`
-    returns what to show; None while there is nothing.
+    If not, the log says why, unless there is no dashboard. `feed` returns what to show, or None.
     """
     if importlib.util.find_spec("bokeh") is None:
         logger.info("dask_p2p: no page /p2p on the dashboard, which needs bokeh")

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf, nan
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from dask.utils import format_bytes, natural_sort_key
 
@@ -18,25 +18,15 @@ from dask_p2p.monitoring.records import Record, Stage
 from dask_p2p.monitoring.runs import Run
 from dask_p2p.monitoring.trace import in_lanes
 
-__all__ = [
-    "MOST_WORKERS",
-    "PARTS",
-    "Bar",
-    "Cell",
-    "Chart",
-    "Columns",
-    "as_columns",
-    "bars",
-    "links",
-]
+__all__ = ["PARTS", "Bar", "Cell", "Chart", "Columns", "as_columns", "bars", "links"]
 
-Columns = dict[str, list[Any]]
+Columns: TypeAlias = dict[str, list[Any]]
+_Stages: TypeAlias = dict[str, list[Stage]]  # by transport
 
-#: Workers that a chart has at most: those that move most.
-MOST_WORKERS = 64
 #: What a bar may be: a whole task, or what it did for one holder.
 PARTS = ("task", "waiting", "transfer", "kernel")
 
+_MOST_WORKERS = 64  # of a chart: those that move most
 _MOST_BARS = 4000
 _REASONS = 3  # of fallbacks, that a cell tells
 
@@ -85,22 +75,17 @@ class Bar(NamedTuple):
 
 def as_columns(rows: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Columns:
     """Return a table, given by rows, by columns of these names."""
-    turned = zip(*rows, strict=True) if rows else [()] * len(names)
-    return {name: list(column) for name, column in zip(names, turned, strict=True)}
+    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
 
 def links(records: Iterable[Record], workers: Iterable[str] = ()) -> Chart:
-    """Return a matrix of workers: a `Cell` for each pair of a reader and a holder.
-
-    `workers` are in it also where they moved nothing.
-    """
-    read: dict[tuple[str, str], dict[str, list[Stage]]] = {}  # by reader and holder, transport
+    """Return a matrix of workers, also of `workers` that moved nothing: a `Cell` for each pair."""
+    read: defaultdict[tuple[str, str], _Stages] = defaultdict(lambda: defaultdict(list))
     failed: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # why, by transport
     moved = Counter(dict.fromkeys(workers, 0))
     for record in records:
         for stage in record.stages:
-            by_transport = read.setdefault((record.worker, stage.holder), {})
-            by_transport.setdefault(stage.transport, []).append(stage)
+            read[record.worker, stage.holder][stage.transport].append(stage)
             moved[record.worker] += stage.nbytes
             moved[stage.holder] += stage.nbytes
         for holder, transport, reason in record.fallbacks:
@@ -112,7 +97,7 @@ def links(records: Iterable[Record], workers: Iterable[str] = ()) -> Chart:
     shown, note = _busiest(moved)
     names = _short_names(shown)
     found = [
-        (names[reader], names[holder], *_cell(by_transport, failed[reader, holder], best))
+        Cell(names[reader], names[holder], *_figures(by_transport, failed[reader, holder], best))
         for (reader, holder), by_transport in read.items()
         if {reader, holder} <= names.keys()
     ]
@@ -126,29 +111,26 @@ def _gbs(stages: Iterable[Stage]) -> float:
     return sum(n for n, _ in timed) / sum(s for _, s in timed) / 1e9 if timed else nan
 
 
-def _cell(
-    by_transport: Mapping[str, Sequence[Stage]],
-    failed: Mapping[str, str],
-    best: Mapping[str, float],
+def _figures(
+    by_transport: _Stages, failed: Mapping[str, str], best: Mapping[str, float]
 ) -> tuple[Any, ...]:
     """Return a `Cell` but for its reader and holder."""
     nbytes = Counter({name: sum(s.nbytes for s in those) for name, those in by_transport.items()})
     ((transport, _),) = nbytes.most_common(1)
     gbs = _gbs(by_transport[transport])
     share = gbs / best[transport] if best[transport] else nan
-    tasks = sum(map(len, by_transport.values()))
+    stages = [stage for those in by_transport.values() for stage in those]
     text = ", ".join(f"{name} {format_bytes(n)}" for name, n in nbytes.most_common())
-    waited_s = sum(stage.waited_s for those in by_transport.values() for stage in those)
+    waited_s = sum(stage.waited_s for stage in stages)
     reasons = [f"{name}: {why.removeprefix(f'{name}: ')}" for name, why in failed.items()]
     fallback = "; ".join(reasons[:_REASONS])
-    return transport, gbs, share, nbytes.total(), tasks, text, waited_s, fallback
+    return transport, gbs, share, nbytes.total(), len(stages), text, waited_s, fallback
 
 
 def bars(runs: Sequence[Run]) -> Chart:
-    """Return the newest runs as bars over time: a row a worker, columns as `Bar` names them.
+    """Return the newest runs, which come first, as bars over time: a row a worker.
 
-    `runs` come with the newest first. Where the bars of a few tasks would be too many, a task has
-    one stage for all its holders.
+    Where the bars of a few tasks would be too many, a task has one stage for all its holders.
     """
     records = sorted((r for run in _newest(runs) for r in run.records), key=lambda r: -r.start_s)
     moved: Counter[str] = Counter()
@@ -178,38 +160,36 @@ def bars(runs: Sequence[Run]) -> Chart:
 def _bars_of(
     record: Record, begun_s: float, top: float, height: float, names: Mapping[str, str]
 ) -> Iterator[Bar]:
-    """Yield a task's bars: waiting, transfer and kernels one below the other, in front of it.
-
-    ``waiting`` begins where reading began, ``kernel`` ends where the stage ends: the pieces of
-    which they are made lie between.
-    """
+    """Yield a task's bars: waiting, transfer and kernels one below the other, in front of it."""
     third = height / 3
-
-    def bar(part: str, left_s: float, seconds: float, of: Stage) -> Bar:
+    task = record.name, record.block, record.error, record.stop_s
+    for part, left_s, seconds, of in _parts_of(record):
         above = max(0, PARTS.index(part) - 1) * third
         low = top - height if part == "task" else top - above - third
         place = left_s - begun_s, left_s - begun_s + seconds, low, top - above
         what = names.get(of.holder, of.holder), of.transport, of.nbytes, seconds
-        task = record.name, record.block, record.error, record.stop_s
-        return Bar(part, *place, names[record.worker], *what, *task)
+        if seconds or part == "task":
+            yield Bar(part, *place, names[record.worker], *what, *task)
 
-    yield bar("task", record.start_s, record.stop_s - record.start_s, _all_of(record))
-    if record.kernel_s:
-        yield bar("kernel", record.start_s, record.kernel_s, Stage("itself", "", 0))
-    if record.parts:
-        down_s = record.stop_s - record.down_s
-        up, down = Stage("host", "up", record.up_bytes), Stage("host", "down", record.down_bytes)
-        yield bar("transfer", record.start_s, record.up_s, up)
-        yield bar("kernel", record.start_s, record.function_s, Stage("itself", "", 0))
-        yield bar("transfer", down_s, record.down_s, down)
+
+def _parts_of(record: Record) -> Iterator[tuple[str, float, float, Stage]]:
+    """Yield a task and what it did: the part, when it began, its seconds, and for whom it was.
+
+    ``waiting`` begins where reading began, ``kernel`` ends where the stage ends: the pieces of
+    which they are made lie between.
+    """
+    start_s, own = record.start_s, Stage("itself", "", 0)
+    yield "task", start_s, record.stop_s - start_s, _all_of(record)
+    yield "kernel", start_s, record.kernel_s, own
+    yield "transfer", start_s, record.up_s, Stage("host", "up", record.up_bytes)
+    yield "kernel", start_s, record.function_s, own
+    down = Stage("host", "down", record.down_bytes)
+    yield "transfer", record.stop_s - record.down_s, record.down_s, down
     for stage in record.stages:
         left_s, end_s = record.span_s(stage)
-        if stage.waited_s:
-            yield bar("waiting", left_s, stage.waited_s, stage)
-        if stage.wire_s:
-            yield bar("transfer", left_s, stage.wire_s, stage)
-        if stage.kernel_s:
-            yield bar("kernel", max(left_s, end_s - stage.kernel_s), stage.kernel_s, stage)
+        yield "waiting", left_s, stage.waited_s, stage
+        yield "transfer", left_s, stage.wire_s or 0.0, stage
+        yield "kernel", max(left_s, end_s - stage.kernel_s), stage.kernel_s, stage
 
 
 def _first(records: list[Record]) -> list[Record]:
@@ -226,45 +206,33 @@ def _all_of(record: Record) -> Stage:
         return stages[0]
     begun_s = min((stage.begun_s for stage in stages), default=0.0)
     end_s = max((stage.begun_s + (stage.wire_s or 0.0) for stage in stages), default=0.0)
-    return Stage(
-        holder=f"{len(stages)} holders",
-        transport=", ".join(sorted({stage.transport for stage in stages})),
-        nbytes=sum(stage.nbytes for stage in stages),
-        waited_s=sum(stage.waited_s for stage in stages),
-        wire_s=end_s - begun_s,
-        begun_s=begun_s,
-        kernel_s=sum(stage.kernel_s for stage in stages),
+    names = ", ".join(sorted({stage.transport for stage in stages}))
+    nbytes, waited_s, kernel_s = (
+        sum(getattr(stage, of) for stage in stages) for of in ("nbytes", "waited_s", "kernel_s")
     )
+    holders, wire_s = f"{len(stages)} holders", end_s - begun_s
+    return Stage(holders, names, nbytes, waited_s, wire_s, begun_s, kernel_s)
 
 
-def _newest(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs back to a pause longer than a second, and than all that comes after it."""
-    shown: list[Run] = []
+def _newest(runs: Sequence[Run]) -> Iterator[Run]:
+    """Yield the runs back to a pause longer than a second, and than all that comes after it."""
     first_s, last_s = inf, -inf
     for run in runs:
-        if shown and first_s - run.stop_s > max(1.0, last_s - first_s):
-            break
+        if first_s - run.stop_s > max(1.0, last_s - first_s) and first_s < inf:
+            return
         first_s, last_s = min(first_s, run.start_s), max(last_s, run.stop_s)
-        shown.append(run)
-    return shown
+        yield run
 
 
 def _busiest(moved: Counter[str]) -> tuple[list[str], str]:
     """Return the workers to show, in their order, and what a title has to say of it."""
-    most = [worker for worker, _ in moved.most_common(MOST_WORKERS)]
+    most = [worker for worker, _ in moved.most_common(_MOST_WORKERS)]
     note = f": the busiest {len(most)} of {len(moved)} workers" if len(most) < len(moved) else ""
     return sorted(most, key=natural_sort_key), note
 
 
 def _short_names(workers: Iterable[str]) -> dict[str, str]:
-    """Return addresses as people read them: without the protocol, where all have the same.
-
-    Examples
-    --------
-    >>> _short_names(["tcp://10.0.0.1:40001", "tcp://10.0.0.2:40001"])
-    {'tcp://10.0.0.1:40001': '10.0.0.1:40001', 'tcp://10.0.0.2:40001': '10.0.0.2:40001'}
-    """
-    workers = list(workers)
-    protocols = {worker.partition("://")[0] for worker in workers if "://" in worker}
-    one = len(protocols) < 2
-    return {worker: worker.rpartition("://")[2] if one else worker for worker in workers}
+    """Return addresses as people read them: without the protocol, where all have the same."""
+    parted = {worker: worker.rpartition("://") for worker in workers}
+    is_one = len({protocol for protocol, mark, _ in parted.values() if mark}) < 2
+    return {worker: short if is_one else worker for worker, (*_, short) in parted.items()}

@@ -17,12 +17,8 @@ from dask_p2p.monitoring.page.plots import LinksPlot, Page, RunsTable, StagesPlo
 
 __all__ = ["connect"]
 
-_PAGE = "p2p"
-_PLOTS = {
-    "individual-p2p-links": ("P2P Links", LinksPlot),
-    "individual-p2p-stages": ("P2P Stages", StagesPlot),
-    "individual-p2p-runs": ("P2P Runs", RunsTable),
-}
+_PAGE, _PLOT = "p2p", "individual-p2p-"
+_PLOTS = {"links": LinksPlot, "runs": RunsTable, "stages": StagesPlot}
 _LOOK_MS = 250  # between two looks of a page: half of what is between two questions to a worker
 
 _HEAD = """
@@ -38,11 +34,8 @@ _HEAD = """
   #p2p-theme a { color: inherit; }
 </style>
 <script>
-  const asked = new URLSearchParams(location.search);
-  if (!asked.has("theme") && matchMedia("(prefers-color-scheme: dark)").matches) {
-    asked.set("theme", "dark");
-    location.replace("?" + asked);
-  }
+  if (!location.search.includes("theme=") && matchMedia("(prefers-color-scheme: dark)").matches)
+    location.replace("?theme=dark");
 </script>
 """
 _PAGE_TEMPLATE = env.from_string(
@@ -61,7 +54,7 @@ def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
         return False
     if any(f"/{_PAGE}" in app.app_paths for app in dashboards):
         return True
-    documents = {f"/{url}": partial(_fill, feed, plot) for url, (_, plot) in _PLOTS.items()}
+    documents = {f"/{_PLOT}{name}": partial(_fill, feed, plot) for name, plot in _PLOTS.items()}
     documents[f"/{_PAGE}"] = partial(_fill, feed, Page)
     shared = template_variables(scheduler)  # the same dict for all of Dask's pages
     (dashboard, *_) = dashboards
@@ -71,7 +64,7 @@ def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
     own.start()
     dashboard._applications |= own._applications  # which /individual-plots.json lists
     shared["pages"].append(_PAGE)
-    shared["plots"] += [{"url": url, "name": name} for url, (name, _) in _PLOTS.items()]
+    shared["plots"] += [{"url": _PLOT + name, "name": f"P2P {name.title()}"} for name in _PLOTS]
     shared["plots"].sort(key=lambda plot: plot["name"])
     return True
 

@@ -6,9 +6,9 @@ Nothing here needs bokeh. Any number of pages share one feed, and each of its pi
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dask.utils import format_bytes
@@ -19,8 +19,6 @@ from dask_p2p.monitoring.records import Record, RecordStore
 from dask_p2p.monitoring.runs import Run, runs_of
 
 __all__ = ["INTERVAL_S", "TABLE", "Feed", "Picture", "Tasks", "picture"]
-
-logger = logging.getLogger(__name__)
 
 #: Between two questions to a worker, at least.
 INTERVAL_S = 0.5
@@ -54,36 +52,20 @@ class Picture(NamedTuple):
 
 
 class Feed:
-    """Asks the workers twice a second while somebody looks, and not at all otherwise.
-
-    Everything runs on the scheduler's event loop.
-
-    Parameters
-    ----------
-    records
-        Where the scheduler keeps what workers have told.
-    workers
-        Returns the addresses of those that may be asked.
-    ask
-        Brings a worker's new records to `records`, and returns those of its tasks under way; None
-        without an answer.
-    tasks
-        Returns the tasks of an output array, by its name.
-    """
+    """Asks the workers twice a second while somebody looks; all on the scheduler's event loop."""
 
     def __init__(
         self,
-        records: RecordStore,
-        workers: Callable[[], Iterable[str]],
-        ask: Callable[[str], Awaitable[list[Record] | None]],
-        tasks: Callable[[str], Tasks],
+        records: RecordStore,  # of the scheduler: what workers have told
+        workers: Callable[[], Iterable[str]],  # addresses of those that may be asked
+        ask: Callable[[str], Awaitable[list[Record] | None]],  # a worker; returns those under way
+        tasks: Callable[[str], Tasks],  # of an output array, by its name
     ) -> None:
-        self.records = records
-        self._workers, self.ask, self._tasks = workers, ask, tasks
+        self.records, self.ask = records, ask
+        self._workers, self._tasks = workers, tasks
         self._under_way: dict[str, list[Record]] = {}
         self._asked: dict[str, asyncio.Future[None]] = {}  # that have not answered
-        #: When the last round of questions began, by the monotonic clock.
-        self.last_round_s = 0.0
+        self.last_round_s = 0.0  # when questions were asked last, by the monotonic clock
         self._inputs: Any = None  # of the newest picture
         self._picture = picture([])
 
@@ -128,9 +110,8 @@ class Feed:
 
     async def _ask_one(self, worker: str) -> None:
         try:
-            self._under_way[worker] = await self.ask(worker) or []
-        except Exception:  # the page goes on with what the others tell
-            logger.debug("no answer of %s for the dashboard", worker, exc_info=True)
+            with suppress(Exception):  # the page goes on with what the others tell
+                self._under_way[worker] = await self.ask(worker) or []
         finally:
             self._asked.pop(worker, None)
 
@@ -148,21 +129,16 @@ def picture(
     for those that may have some left; `is_cut` says that there were older records, perhaps of the
     oldest run.
     """
-    runs: Sequence[Run] = runs_of(records)
-    if is_cut and len(runs) > 1:
-        runs = runs[:-1]
-    left = dict(tasks or {})
-    with_tasks = [(run, _take_tasks(run, left)) for run in runs]
-    running = frozenset(run.name for run, known in with_tasks if run.under_way or known.left)
-    rows = [_row(run, known) for run, known in with_tasks[:_MOST_RUNS]]
+    found = runs_of(records)
+    runs = found[:-1] if is_cut and len(found) > 1 else found
+    known, left = [], dict(tasks or {})
+    for run in runs:  # only the newest of an array may have tasks left, unless it has made all
+        of_array = left.pop(run.name, Tasks())
+        known.append((run, of_array if len(run.made) < of_array.total else Tasks()))
+    running = frozenset(run.name for run, of in known if run.under_way or of.left)
+    rows = [_row(run, of) for run, of in known[:_MOST_RUNS]]
     table = as_columns(rows, ("name", "state", *TABLE))
     return Picture(links(records, workers), bars(runs), table, running)
-
-
-def _take_tasks(run: Run, tasks: dict[str, Tasks]) -> Tasks:
-    """Take those that the run may have: only the newest of an array, unless it has made all."""
-    known = tasks.pop(run.name, Tasks())
-    return Tasks() if len({record.key for record in run.made}) >= known.total else known
 
 
 def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:

@@ -17,10 +17,7 @@ from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
 from tests.faults.faulty import flipped
 from tests.support import with_section
 from tests.transports.loopback import linked
-from tests.transports.packed.test_comm import TestComm as _TestComm
-from tests.transports.packed.test_comm import setup as comm_setup  # noqa: F401
-from tests.transports.packed.test_ucx import TestUcx as _TestUcx
-from tests.transports.packed.test_ucx import setup as ucx_setup  # noqa: F401
+from tests.transports.packed.conformance import PackedConformance
 from tests.transports.reading import open_block
 
 KEY = ("x", 0, 0)
@@ -34,31 +31,28 @@ POSITIONS = [
 ]
 
 
-class TestCommWithSums(_TestComm):
+@pytest.fixture(params=[CommTransport, UcxTransport], ids=lambda made: made.name)
+def transport(request):
+    return request.param
+
+
+class TestWithSums(PackedConformance):
     options = replace(options(), checksum=True)
 
     @pytest.fixture
-    def setup(self, comm_setup):  # noqa: F811
-        return comm_setup
+    def setup(self, transport, loop, tmp_path):
+        with linked(transport, loop, tmp_path, options()) as setup:
+            yield setup
 
 
-class TestUcxWithSums(_TestUcx):
-    options = replace(options(), checksum=True)
-
-    @pytest.fixture
-    def setup(self, ucx_setup):  # noqa: F811
-        return ucx_setup
-
-
-@pytest.fixture(params=["comm", "ucx"])
-def link(request, loop, tmp_path, monkeypatch):
+@pytest.fixture
+def link(transport, loop, tmp_path, monkeypatch):
     """A reader and a holder; `link.change` is done to all data on their way."""
-    make = {"comm": CommTransport, "ucx": UcxTransport}[request.param]
-    with linked(make, loop, tmp_path, options()) as setup:
+    with linked(transport, loop, tmp_path, options()) as setup:
         there = setup.host
         there.blocks[KEY] = BLOCK
         link = SimpleNamespace(
-            name=request.param, reader=setup.reader, holder=there, change=lambda array: array
+            name=transport.name, reader=setup.reader, holder=there, change=lambda array: array
         )
         if link.name == "comm":
             serve = there.handlers["p2p_comm_read"]

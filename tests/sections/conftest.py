@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from distributed import Client, LocalCluster
+
+
+@pytest.fixture(scope="module")
+def client(request):
+    """A client of the module's own cluster, if it has `CLUSTER`: as users have it, with nannies."""
+    with ExitStack() as stack:
+        if kwargs := getattr(request.module, "CLUSTER", None):
+            cluster = stack.enter_context(LocalCluster(**kwargs, dashboard_address=":0"))
+        else:
+            cluster = request.getfixturevalue("cluster")
+        yield stack.enter_context(Client(cluster))
