@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 from click.testing import CliRunner
 
 from benchmarks import sections_gpu
@@ -19,6 +20,7 @@ def test_a_step_is_that_of_the_whole_array():
     assert abs(reference(np.ones((9, 9, 9)), np.ones((9, 9, 9)), 1) - 1).max() < 1e-6
 
 
+@pytest.mark.cluster
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sections_gpu, "find_spec", lambda name: None)  # without JAX
     path = tmp_path / "result.json"
