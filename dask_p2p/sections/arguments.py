@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from operator import index as as_int
 from typing import Any
 
+import numpy as np
 from dask.base import unpack_collections
 
-from dask_p2p.backends import backend_for
+from dask_p2p.backends import BACKENDS, Backend, backend_for
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known
@@ -16,7 +17,13 @@ from dask_p2p.plans.members import Members
 from dask_p2p.plugins.registration import cluster_size
 from dask_p2p.types import DaskArray
 
-__all__ = ["check_computed", "check_function", "check_shares", "chosen_members"]
+__all__ = [
+    "check_computed",
+    "check_function",
+    "check_same_kind",
+    "check_shares",
+    "chosen_members",
+]
 
 
 def check_function(func: Any, of: str, name: str = "") -> None:
@@ -60,18 +67,14 @@ def check_shares(arrays: Sequence[DaskArray]) -> None:
     ChunksError
         If chunk sizes are unknown, or differ.
     UnsupportedArrayError
-        If they are no Dask arrays of NumPy blocks.
+        If they are no Dask arrays of NumPy or CuPy blocks, or of both.
     """
     if not arrays:
         raise InputError("expected at least one Dask array after the function, got none.")
     for x in arrays:
         check_array(x)
         check_chunks_are_known(x)
-        if (kind := backend_for(x._meta).name) != "numpy":
-            raise UnsupportedArrayError(
-                f"expected NumPy blocks, got {kind}: members cannot exchange those yet. Convert "
-                f"them first, x.map_blocks(cupy.asnumpy), or use map_overlap for each step."
-            )
+        check_same_kind(backend_for(arrays[0]._meta), x._meta, "an array")
         if x.shape != arrays[0].shape:
             raise ChunksError(
                 f"expected the shape of the first array for all, {arrays[0].shape}, got {x.shape}."
@@ -81,6 +84,24 @@ def check_shares(arrays: Sequence[DaskArray]) -> None:
                 f"expected the chunks of the first array for all, {arrays[0].chunks}, got "
                 f"{x.chunks}. Call x.rechunk first."
             )
+
+
+def check_same_kind(backend: Backend, value: Any, name: str) -> None:
+    """Refuse an array of another library than the section's.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        If it is one.
+    """
+    found = type(value).__module__.partition(".")[0]
+    if found in BACKENDS and found != backend.name and np.ndim(value):
+        convert = "cupy.asarray" if backend.on_device else "cupy.asnumpy"
+        raise UnsupportedArrayError(
+            f"expected {backend.title} blocks, as those of the first array, got {name} of "
+            f"{BACKENDS[found].title}: members compute with one of the two. Convert it first, "
+            f"x.map_blocks({convert}), or {convert}(x) if it is no Dask array; or give numbers."
+        )
 
 
 def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None) -> Members:

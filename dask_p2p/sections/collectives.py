@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
+from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.links import Buffer, Links
 
 __all__ = ["Collectives"]
@@ -24,10 +25,12 @@ class Collectives:
         Which member this is, of how many.
     links : Links or None
         By which it exchanges; None if it is the only one.
+    device : Host
+        Where arrays lie. Values go through host memory.
     """
 
-    def __init__(self, rank: int, size: int, links: Links | None) -> None:
-        self.rank, self.size, self._links = rank, size, links
+    def __init__(self, rank: int, size: int, links: Links | None, device: Host = HOST) -> None:
+        self.rank, self.size, self._links, self.device = rank, size, links, device
 
     def barrier(self) -> None:
         """Wait until all members have come here."""
@@ -48,7 +51,7 @@ class Collectives:
         Returns
         -------
         number or array
-            A NumPy scalar if `value` has no dimensions.
+            A NumPy scalar if `value` has no dimensions, also of CuPy; else an array of its kind.
 
         Raises
         ------
@@ -59,13 +62,13 @@ class Collectives:
         """
         if op not in _REDUCTIONS:
             raise InputError(f"op: expected one of {', '.join(_REDUCTIONS)}, got {op!r}.")
-        own = _numbers(value)
+        own = self._numbers(value)
         given = self._gather(f"allreduce({op!r}) of {own.dtype.str} {own.shape}", own.tobytes())
         total, *others = (np.frombuffer(data, own.dtype).reshape(own.shape) for data in given)
         total = total.copy()
         for other in others:
             _REDUCTIONS[op](total, other, out=total)
-        return total[()]
+        return self.device.from_host(total[()], value)
 
     def allgather(self, value: Any) -> Any:
         """Return the values of all members, by rank.
@@ -77,7 +80,7 @@ class Collectives:
 
         Returns
         -------
-        numpy.ndarray
+        numpy.ndarray or cupy.ndarray
             With one dimension more than `value`, in front.
 
         Raises
@@ -87,9 +90,10 @@ class Collectives:
         SectionError
             As `allreduce` raises it.
         """
-        own = _numbers(value)
+        own = self._numbers(value)
         given = self._gather(f"allgather() of {own.dtype.str} {own.shape}", own.tobytes())
-        return np.frombuffer(b"".join(given), own.dtype).reshape(self.size, *own.shape).copy()
+        found = np.frombuffer(b"".join(given), own.dtype).reshape(self.size, *own.shape).copy()
+        return self.device.from_host(found, value)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return one member's value.
@@ -115,7 +119,7 @@ class Collectives:
         """
         if root not in range(self.size):
             raise InputError(f"root: expected a rank below {self.size}, got {root!r}.")
-        own = np.array(_numbers(value))
+        own = np.array(self._numbers(value))
         others = [rank for rank in range(self.size) if rank != self.rank]
         call = f"broadcast(root={root}) of {own.dtype.str} {own.shape}"
         if self.rank == root:
@@ -124,7 +128,13 @@ class Collectives:
         else:
             found = self._exchange(call, {}, {root: bytearray(own.nbytes)})
             own = np.frombuffer(found[root], own.dtype).reshape(own.shape)
-        return own[()]
+        return self.device.from_host(own[()], value)
+
+    def _numbers(self, value: Any) -> Any:
+        own = np.asarray(self.device.to_host(value))
+        if own.dtype.kind not in "biufcmM":
+            raise InputError(f"value: expected numbers, got {type(value).__name__}.")
+        return own
 
     def _gather(self, call: str, data: bytes) -> list[Buffer]:
         """Give each member what each gives, by rank."""
@@ -134,10 +144,3 @@ class Collectives:
         self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
     ) -> dict[int, memoryview]:
         return {} if self._links is None else self._links.exchange(call, sends, receives)
-
-
-def _numbers(value: Any) -> Any:
-    own = np.asarray(value)
-    if own.dtype.kind not in "biufcmM":
-        raise InputError(f"value: expected numbers, got {type(value).__name__}.")
-    return own

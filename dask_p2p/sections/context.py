@@ -12,6 +12,7 @@ from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.rims import rims
 from dask_p2p.sections.collectives import Collectives
+from dask_p2p.sections.devices import HOST, Host, check_kind
 from dask_p2p.sections.halo import Exchange, Padded, Pending
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.progress import Progress
@@ -26,6 +27,9 @@ __all__ = ["Context"]
 
 class Context(Collectives, Transforms):
     """One member's place among the members that run a function at the same time.
+
+    With CuPy blocks a stream of the member's own is the current one while the function runs, and
+    methods put their work on that stream, too. The function need wait for nothing.
 
     All members must call the same methods in the same order. Where they do not, all raise a
     `SectionError` that names both calls.
@@ -51,6 +55,8 @@ class Context(Collectives, Transforms):
         What keeps its states.
     reads_memory : bool
         Whether it may read the memory of others on its host, and they read its own.
+    device : Host
+        Where its shares lie.
     """
 
     def __init__(
@@ -60,13 +66,14 @@ class Context(Collectives, Transforms):
         links: Links | None = None,
         checkpoints: Checkpoints | None = None,
         reads_memory: bool = True,
+        device: Host = HOST,
     ) -> None:
-        super().__init__(rank, members.size, links)
+        super().__init__(rank, members.size, links, device)
         self.grid = members.grid
         self.box: Box = members.box(rank)
         self._members, self._checkpoints = members, checkpoints
         self.progress = Progress()
-        self._redistribution = Redistribution(members, rank, links, reads_memory)
+        self._redistribution = Redistribution(members, rank, links, reads_memory, device)
 
     def padded(
         self,
@@ -113,18 +120,22 @@ class Context(Collectives, Transforms):
         (beyond,) = checked_boundaries(boundary, whole, kind)
         call = f"halo() of {kind.str}, depth {widths}, boundary {beyond}, corners {bool(corners)}"
         own = rims(self._members, self.rank, widths, beyond, bool(corners))
-        padded = Padded(Exchange(own, kind, call, self._links, checked_order(exchange)))
+        order = checked_order(exchange)
+        padded = Padded(Exchange(own, kind, call, self._links, order, self.device))
         if share is not None:
             if np.shape(share) != padded.inner.shape:
                 raise InputError(
                     f"share: expected an array of shape {padded.inner.shape}, got one of shape "
                     f"{np.shape(share)}."
                 )
+            check_kind(self.device, "share", share := self.device.as_array(share))
             padded.inner[...] = share
         return padded
 
     def halo(self, padded: Padded) -> Array:
         """Fill the rims, from the shares of all members; return the share with its rims.
+
+        On a GPU all that is put on the member's stream, and nothing is waited for.
 
         Raises
         ------
@@ -190,8 +201,8 @@ class Context(Collectives, Transforms):
 
         Returns
         -------
-        numpy.ndarray
-            The caller's own: `out` if that is given.
+        numpy.ndarray or cupy.ndarray
+            The caller's own: `out` if that is given. Of CuPy it has gone through host memory.
 
         Raises
         ------
@@ -244,6 +255,7 @@ class Context(Collectives, Transforms):
         for step in range(self.restore(*save), count):
             yield step
             self.progress.step = step + 1
+            self.device.keep_up(step + 1)
             if step + 1 < count and self.is_due(period, step + 1):
                 self.checkpoint(step + 1, *save)
 

@@ -8,12 +8,14 @@ from math import prod
 
 from dask.utils import format_bytes
 
+from dask_p2p.backends import backend_named
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.ops.estimate import MemoryEstimate
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.rims import Rims
-from dask_p2p.types import DType
+from dask_p2p.sections.windows import SLOTS
+from dask_p2p.types import DType, Kind
 
 __all__ = ["SectionEstimate", "check_memory", "iterated", "section_estimate"]
 
@@ -48,6 +50,9 @@ class SectionEstimate(MemoryEstimate):
         What a member sends to others in a step.
     checkpoint_bytes : int
         What a member copies for each checkpoint, and sends to another worker.
+    kind : str
+        Of the blocks: "numpy", or "cupy". Of CuPy all is memory of the GPU but `state_bytes`, and
+        rims are packed in two places: `packed_bytes`.
     """
 
     work_bytes: int
@@ -55,19 +60,29 @@ class SectionEstimate(MemoryEstimate):
     state_bytes: int
     step_bytes: int
     checkpoint_bytes: int
+    kind: Kind = "numpy"
 
     @property
     def total_bytes(self) -> int:
-        """All of it: the member's peak."""
+        """All of it: the member's peak; of CuPy that of its GPU's memory."""
         while_bytes = self.work_bytes + self.staging_bytes + self.packed_bytes
         after_bytes = self.returned_bytes + self.output_bytes
-        return self.input_bytes + self.state_bytes + max(while_bytes, after_bytes)
+        # On a GPU there are copies without rims, which go to the host.
+        state_bytes = self.state_bytes if self.kind == "numpy" else self.checkpoint_bytes
+        return self.input_bytes + state_bytes + max(while_bytes, after_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of that, or beside it if blocks are CuPy's, what is in host memory."""
+        if self.kind == "numpy":
+            return self.total_bytes
+        return self.state_bytes + self.staging_bytes + self.packed_bytes
 
     def __str__(self) -> str:
         named = {
             "blocks given": self.input_bytes,
             "shares and rims": self.work_bytes + self.staging_bytes + self.packed_bytes,
-            "checkpoints": self.state_bytes,
+            f"checkpoints{' on the host' * (self.kind != 'numpy')}": self.state_bytes,
             "blocks made after that": self.output_bytes,
         }
         parts = ", ".join(f"{format_bytes(of)} {name}" for name, of in named.items())
@@ -80,7 +95,12 @@ class SectionEstimate(MemoryEstimate):
 
 
 def section_estimate(
-    members: Members, rank: int, inputs: Sequence[DType], outputs: int, dtype: DType
+    members: Members,
+    rank: int,
+    inputs: Sequence[DType],
+    outputs: int,
+    dtype: DType,
+    kind: Kind = "numpy",
 ) -> SectionEstimate:
     """Return what is known of any function's member: blocks, and shares of all inputs.
 
@@ -92,6 +112,8 @@ def section_estimate(
         The dtype of each array.
     outputs, dtype
         How many arrays the function makes, and of which dtype.
+    kind
+        Of the blocks.
     """
     count = prod(members.shape(rank))
     given_bytes = sum(count * each.itemsize for each in inputs)
@@ -107,6 +129,7 @@ def section_estimate(
         state_bytes=0,
         step_bytes=0,
         checkpoint_bytes=0,
+        kind=kind,
     )
 
 
@@ -147,7 +170,7 @@ def iterated(
         work_bytes=(fields + 1) * padded_bytes + constants_bytes,
         returned_bytes=fields * padded_bytes,
         staging_bytes=staging_bytes,
-        packed_bytes=packed_bytes,
+        packed_bytes=packed_bytes * (1 if found.kind == "numpy" else SLOTS),
         state_bytes=2 * _GENERATIONS * state_bytes,
         step_bytes=packed_bytes,
         checkpoint_bytes=state_bytes,
@@ -163,17 +186,20 @@ def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
         If it cannot.
     """
     worker, _ = current_worker()
-    limit_bytes = worker.memory_manager.memory_limit if worker is not None else None
-    if not limit_bytes:
-        return
+    worker_bytes = worker.memory_manager.memory_limit if worker is not None else None
     found = estimate()
-    missing_bytes = found.total_bytes - limit_bytes
-    if missing_bytes > 0:
-        raise MemoryLimitError(
-            f"expected a member that fits into the {format_bytes(limit_bytes)} of worker "
-            f"{worker.address}, got one of {found}; {format_bytes(missing_bytes)} are missing. "
-            f"Spread the array over more workers, or do without checkpoints, "
-            f"checkpoint_every=None. dask_p2p.estimate(y) tells it before.",
-            found.total_bytes,
-            missing_bytes,
-        )
+    needed = {"numpy": found.host_bytes, found.kind: found.total_bytes}
+    for kind, needed_bytes in needed.items():
+        limit_bytes = backend_named(kind).memory_below(needed_bytes, worker_bytes)
+        if limit_bytes is not None:
+            where = f"worker {worker.address}" if worker is not None else "this process"
+            missing_bytes = needed_bytes - limit_bytes
+            raise MemoryLimitError(
+                f"expected a member that fits into the {format_bytes(limit_bytes)} of "
+                f"{'' if kind == 'numpy' else 'the GPU of '}{where}, got one of {found}; "
+                f"{format_bytes(missing_bytes)} are missing. "
+                f"Spread the array over more workers, or do without checkpoints, "
+                f"checkpoint_every=None. dask_p2p.estimate(y) tells it before.",
+                needed_bytes,
+                missing_bytes,
+            )

@@ -17,7 +17,8 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import List, Task, TaskRef
 
-from dask_p2p.backends import as_array
+from dask_p2p.backends import as_array, backend_for, backend_named
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
 from dask_p2p.engine.memory import in_memory_bytes
 from dask_p2p.engine.task import AssembleTask, Blocks, MemberTask
@@ -25,10 +26,11 @@ from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Chunks, box_slices
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.coordinator import COMMIT
+from dask_p2p.sections.devices import HOST, Host, check_kind
 from dask_p2p.sections.estimate import SectionEstimate, check_memory, section_estimate
 from dask_p2p.sections.member import run_member
 from dask_p2p.transports.replies import checked_block
-from dask_p2p.types import Array, DaskArray, DType
+from dask_p2p.types import Array, DaskArray, DType, Kind
 from dask_p2p.versioned import versioned
 
 __all__ = ["Section", "Shares", "ValueSpec", "section_arrays", "shape_of"]
@@ -54,7 +56,7 @@ def section_arrays(
         Called on each member with a context and its `Shares` of the arrays. Returns as many arrays
         of the share's shape as there are outputs, and then values, in a tuple.
     arrays : sequence of dask.array.Array
-        The inputs, of the same chunks, in NumPy blocks; of a graph, or of expressions.
+        The inputs, of the same chunks, in blocks of one kind; of a graph, or of expressions.
     members : Members
         Which of them has what.
     outputs : int
@@ -67,7 +69,8 @@ def section_arrays(
         Of values of each member, which become arrays with a block for each.
     """
     inputs = tuple(np.dtype(x.dtype) for x in arrays)
-    body = _Body(function, members, inputs, outputs, np.dtype(dtype), tuple(per_member))
+    kind, specs = backend_for(arrays[0]._meta).name, tuple(per_member)
+    body = _Body(function, members, inputs, outputs, np.dtype(dtype), specs, kind)
     section = Section(prefix, body, options)
     if hasattr(arrays[0], "expr"):
         from dask_p2p.sections.expression import SectionExpr
@@ -152,7 +155,8 @@ class Section:
         """Return an empty array of the kind of one of the arrays."""
         value = self._value(number)
         dtype = self.body.dtype if value is None else value.dtype
-        return np.empty((0,) * len(self.chunks(number)), dtype)
+        backend = backend_named(self.body.kind) if value is None else NUMPY
+        return backend.empty((0,) * len(self.chunks(number)), dtype)
 
     def hand_outs(self, name: str, gang: str, number: int) -> dict[Any, Task]:
         """Return the tasks that hand out the blocks of one of the arrays."""
@@ -190,6 +194,8 @@ class Shares:
         Of each array the blocks of this member.
     dtypes : sequence of numpy.dtype
         Of each array, as it is declared.
+    device : Host
+        Where they lie.
     """
 
     def __init__(
@@ -198,8 +204,10 @@ class Shares:
         rank: int,
         arrays: Sequence[Sequence[Array]],
         dtypes: Sequence[DType],
+        device: Host = HOST,
     ) -> None:
         blocks = list(members.blocks(rank))
+        self._device = device
         self._indices, self._dtypes = [index for index, _ in blocks], dtypes
         self.boxes = [box_slices(box) for _, box in blocks]
         self.shape = members.shape(rank)
@@ -213,11 +221,13 @@ class Shares:
         dtype = self._dtypes[number]
         for box, block, index in zip(self.boxes, self._arrays[number], self._indices, strict=True):
             key, shape = (f"input {number}", *index), share[box].shape
-            share[box] = checked_block(as_array(block), key, shape, dtype)
+            given = checked_block(as_array(block), key, shape, dtype)
+            check_kind(self._device, f"block {key}", given)
+            share[box] = given
 
     def copy(self, number: int) -> Array:
         """Return the share of one array: the caller's own."""
-        share = np.empty(self.shape, self._dtypes[number])
+        share = self._device.empty(self.shape, self._dtypes[number])
         self.copy_into(number, share)
         return share
 
@@ -232,6 +242,7 @@ class _Body:
     outputs: int
     dtype: DType
     per_member: tuple[ValueSpec, ...] = ()
+    kind: Kind = "numpy"
 
     @property
     def arrays(self) -> int:
@@ -241,17 +252,21 @@ class _Body:
     def __call__(self, ctx: Any, *arrays: Sequence[Any]) -> list[list[Any]]:
         given_bytes = sum(in_memory_bytes(block) for blocks in arrays for block in blocks)
         check_memory(lambda: replace(self._estimate(ctx.rank), input_bytes=given_bytes))
-        shares = Shares(self.members, ctx.rank, arrays, self.inputs)
+        with ctx.device.running([block for blocks in arrays for block in blocks]):
+            return self._made(ctx, Shares(self.members, ctx.rank, arrays, self.inputs, ctx.device))
+
+    def _made(self, ctx: Any, shares: Shares) -> list[list[Any]]:
         returned = self.function(ctx, shares)
-        values = self._values(ctx.rank, returned) if self.per_member else []
+        values = self._values(ctx, returned) if self.per_member else []
         returned = returned[: self.outputs] if self.per_member else returned
-        self._check(ctx.rank, shares.shape, returned)
-        made = [[np.array(each[box], self.dtype) for box in shares.boxes] for each in returned]
+        self._check(ctx, shares.shape, returned)
+        block = ctx.device.block
+        made = [[block(each[box], self.dtype) for box in shares.boxes] for each in returned]
         return made + [[value] for value in values]
 
-    def _values(self, rank: int, returned: Any) -> list[Array]:
+    def _values(self, ctx: Any, returned: Any) -> list[Array]:
         """Return the blocks of what a member returns beside its arrays."""
-        found = []
+        found, rank = [], ctx.rank
         if len(returned) != self.arrays:
             raise BlockMismatchError(
                 f"expected {self.outputs} array{'s' * (self.outputs != 1)} and "
@@ -259,7 +274,7 @@ class _Body:
                 f"{len(returned)} in all. Return a tuple of as many."
             )
         for value, spec in zip(returned[self.outputs :], self.per_member, strict=True):
-            own = np.asarray(value)
+            own = np.asarray(ctx.device.to_host(value))
             if own.shape != spec.shape or not np.can_cast(own.dtype, spec.dtype, "same_kind"):
                 raise BlockMismatchError(
                     f"expected a value of shape {spec.shape} that becomes {spec.dtype} from the "
@@ -275,13 +290,14 @@ class _Body:
 
     def _estimate(self, rank: int) -> SectionEstimate:
         given = self.members, rank, self.inputs
-        found = section_estimate(*given, self.outputs, self.dtype)
+        found = section_estimate(*given, self.outputs, self.dtype, self.kind)
         more: Any = getattr(self.function, "estimate", None)
         return found if more is None else more(found, *given)
 
-    def _check(self, rank: int, shape: tuple[int, ...], returned: Any) -> None:
-        each = returned if isinstance(returned, (tuple, list, np.ndarray)) else (returned,)
-        found = [shape_of(array) for array in each[: self.outputs + 1]]
+    def _check(self, ctx: Any, shape: tuple[int, ...], returned: Any) -> None:
+        rank, kind = ctx.rank, ctx.device.module.ndarray
+        each = returned if isinstance(returned, (tuple, list, kind)) else (returned,)
+        found = [shape_of(array, kind) for array in each[: self.outputs + 1]]
         if found != [shape] * self.outputs:
             raise BlockMismatchError(
                 f"expected {self.outputs} array{'s' * (self.outputs > 1)} of shape {shape} from "
@@ -296,10 +312,14 @@ class _Body:
                 )
 
 
-def shape_of(array: Any) -> tuple[int, ...] | str:
+def shape_of(array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
     """Return the shape of what a function has returned, or its type if it is no plain array."""
-    is_plain = isinstance(array, (np.ndarray, np.generic)) and not np.ma.isMaskedArray(array)
-    return array.shape if is_plain else type(array).__name__
+    is_plain = isinstance(array, (kind, np.generic)) and not np.ma.isMaskedArray(array)
+    if is_plain:
+        shape: tuple[int, ...] = array.shape
+        return shape
+    module = "" if kind is np.ndarray else f"{type(array).__module__}."  # perhaps NumPy's own
+    return f"{module}{type(array).__name__}"
 
 
 def _depend_on_all(*args: Any) -> None:

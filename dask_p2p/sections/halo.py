@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import Box, box_shape, box_slices
+from dask_p2p.geometry import Box, box_size, box_slices
 from dask_p2p.plans.frames import interior_and_frames
 from dask_p2p.plans.rims import Rims
-from dask_p2p.sections.links import Buffer, Links
-from dask_p2p.sections.staged import begin_in_order
+from dask_p2p.sections.devices import HOST, Host
+from dask_p2p.sections.links import Links
 from dask_p2p.types import Array, DType
 
 __all__ = ["Exchange", "Padded", "Part", "Pending"]
-
-
-_LARGE_BYTES = 1 << 16  # of rims for one member: between hosts sockets may take less at once
 
 
 class Part(NamedTuple):
@@ -36,9 +32,9 @@ class Padded:
 
     Attributes
     ----------
-    data : numpy.ndarray
+    data : numpy.ndarray or cupy.ndarray
         The share with its rims.
-    inner : numpy.ndarray
+    inner : numpy.ndarray or cupy.ndarray
         The share: a view of `data`.
 
     Parameters
@@ -49,7 +45,7 @@ class Padded:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self.data: Array = np.zeros(exchange.rims.shape, exchange.dtype)
+        self.data: Array = exchange.device.zeros(exchange.rims.shape, exchange.dtype)
         self.inner: Array = self.data[box_slices(exchange.rims.inner)]
         self._parts: dict[Any, Part] = {}  # each step asks for the same ones
 
@@ -99,23 +95,23 @@ class Exchange:
         By which members exchange; None if this is the only one.
     order : str
         Of messages: one of `dask_p2p.plans.orders.ORDERS`.
+    device : Host
+        Where shares lie: of a `Gpu` work is put on its stream, and nothing waits for it.
     """
 
     def __init__(
-        self, rims: Rims, dtype: DType, call: str, links: Links | None, order: str = "auto"
+        self,
+        rims: Rims,
+        dtype: DType,
+        call: str,
+        links: Links | None,
+        order: str = "auto",
+        device: Host = HOST,
     ) -> None:
-        self.rims, self.dtype, self._call, self._links = rims, np.dtype(dtype), call, links
-        self._order = order
-        self._receives = {rank: _Packed(boxes, dtype) for rank, boxes in rims.receives.items()}
-        self._sends = {rank: _Packed(boxes, dtype) for rank, boxes in rims.sends.items()}
-        self._receive_buffers: dict[int, Buffer | None] = {
-            rank: packed.buffer for rank, packed in self._receives.items()
-        }
-        self._send_buffers = {rank: packed.buffer for rank, packed in self._sends.items()}
+        self.rims, self.dtype, self.device = rims, np.dtype(dtype), device
+        self._moved = device.moved_rims(rims, self.dtype, call, links, order)
         self._local = [(box_slices(src), box_slices(dst)) for src, dst in rims.local]
         self._fills = [(box_slices(fill.dst), fill.value) for fill in rims.fills]
-        packed = [*self._receives.values(), *self._sends.values()]
-        self._is_large = any(len(each.buffer) > _LARGE_BYTES for each in packed)
         self._pending: Pending | None = None
 
     @cached_property
@@ -123,11 +119,10 @@ class Exchange:
         """Of the share: what needs no rims of other members, then what does."""
         return interior_and_frames(self.rims)
 
-    @property
-    def reaches_other_hosts(self) -> bool:
-        """Whether rims come from members on other hosts."""
-        links = self._links
-        return links is not None and any(map(links.is_on_other_host, self._receives))
+    @cached_property
+    def is_worth_hiding(self) -> bool:
+        """Whether the inside of shares should be computed while rims are on their way."""
+        return self._moved.is_worth_hiding(box_size(self.rims.inner))
 
     def begin(self, data: Array, beside: bool = True) -> Pending:
         """Begin to fill the rims of this member's share, from those of all members.
@@ -144,14 +139,10 @@ class Exchange:
                 "expected wait() of the exchange that halo_begin() began, before these rims are "
                 "exchanged again. Give other fields memory of their own: ctx.padded."
             )
-        for packed in self._sends.values():
+        for packed in self._moved.outgoing():
             for src, region in packed.regions:
                 region[...] = data[src]
-        end = None
-        if self._links is not None:
-            beside = beside and self._is_large
-            buffers = self._send_buffers, self._receive_buffers
-            end = begin_in_order(self._links, self._order, self._call, *buffers, beside)
+        end = self._moved.begin(beside)
         for dst, value in self._fills:
             data[dst] = value
         for src, dst in self._local:
@@ -162,7 +153,7 @@ class Exchange:
     def end(self, data: Array) -> None:
         """Put what has come into the rims."""
         self._pending = None
-        for packed in self._receives.values():
+        for packed in self._moved.incoming:
             for dst, region in packed.regions:
                 data[dst] = region
 
@@ -196,19 +187,3 @@ class Pending:
             self._exchange.end(self._data)
             self._exchange = None
         return self._data
-
-
-class _Packed:
-    """Memory for some regions of an array, one after the other."""
-
-    def __init__(self, boxes: list[Box], dtype: DType) -> None:
-        whole = np.empty(sum(prod(box_shape(box)) for box in boxes), dtype)
-        whole_bytes: Any = whole.view("u1")
-        self.buffer: Buffer = memoryview(whole_bytes)
-        self.regions: list[tuple[Any, Array]] = []
-        start = 0
-        for box in boxes:
-            shape = box_shape(box)
-            stop = start + prod(shape)
-            self.regions.append((box_slices(box), whole[start:stop].reshape(shape)))
-            start = stop

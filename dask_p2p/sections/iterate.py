@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.inputs import checked_count
@@ -17,6 +18,7 @@ from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.arguments import (
     check_computed,
     check_function,
+    check_same_kind,
     check_shares,
     chosen_members,
 )
@@ -61,7 +63,9 @@ def iterate(
         but what it is given.
     x : dask.array.Array or sequence of them
         The field to begin with. Several are levels of time, the newest first: what `func` makes
-        becomes the newest, and the oldest goes. Of one shape and chunks, in NumPy blocks.
+        becomes the newest, and the oldest goes. Of one shape and chunks, in NumPy or CuPy blocks.
+        With CuPy blocks `func` gets CuPy arrays, with a stream of the member's own as the current
+        one, and need not wait for what it puts there.
     depth : int, tuple, dict or list
         Width of the rims, as `dask_p2p.map_overlap` takes it; in a list one for each field. Rims
         may be wider than a member's share.
@@ -72,14 +76,16 @@ def iterate(
         "periodic". With "none" shares at the ends have no rim there.
     constants : sequence, optional
         What `func` reads in each step beside the fields. Of Dask arrays, which have x's shape, a
-        member gets its share, without rims; others are given as they are.
+        member gets its share, without rims; others are given as they are. All arrays are of the
+        fields' kind, NumPy's or CuPy's.
     corners : bool, optional
         Whether rims reach round corners. Stencils that are shaped like a star do not need that.
     overlap : bool or "auto", optional
         Whether `func` is applied to the inside of a share while rims are on their way, then to
         what is left, in two parts for each axis that is divided. It is called with parts then,
         and must give the same values for these. "auto", the default: where rims come from
-        another host, and shares have at least 2**18 elements.
+        another host, and shares have at least 2**18 elements; of CuPy blocks wherever rims come
+        from other members.
     exchange : {"auto", "diagonal", "left-right", "pairwise"}
         In which order members exchange rims: see `dask_p2p.sections.Context.redistribute`.
     until : callable, optional
@@ -111,7 +117,8 @@ def iterate(
     ChunksError
         If chunk sizes are unknown, or differ between fields.
     UnsupportedArrayError
-        If a field is no Dask array of NumPy blocks, or has Python objects.
+        If a field is no Dask array of NumPy or CuPy blocks, or has Python objects; or if arrays
+        are of both kinds.
     BlockMismatchError
         When it runs, if `func` returns something else, or does not fill all of `out`.
     SectionError
@@ -142,6 +149,7 @@ def iterate(
         raise InputError(f"overlap: expected True, False or 'auto', got {overlap!r}.")
     shapes = [first.shape] * len(fields)
     kind = np.dtype(first.dtype if dtype is None else dtype)
+    backend = backend_for(first._meta)
     if kind.hasobject:
         raise UnsupportedArrayError(
             f"expected fields without Python objects, which members cannot exchange, got {kind}. "
@@ -154,6 +162,8 @@ def iterate(
         )
     given = tuple((True, None) if is_dask_array(c) else (False, c) for c in constants)
     check_computed(*(value for _, value in given), *kwargs.values())
+    for constant in constants:
+        check_same_kind(backend, getattr(constant, "_meta", constant), "a constant")
     fields = [field.astype(kind) for field in fields]
     iteration = Iteration(
         function=func,

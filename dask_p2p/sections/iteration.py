@@ -15,6 +15,7 @@ from dask_p2p.geometry import Box, box_size
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.rims import rims
 from dask_p2p.sections.context import Context
+from dask_p2p.sections.devices import Host
 from dask_p2p.sections.estimate import SectionEstimate, iterated
 from dask_p2p.sections.graph import Shares, shape_of
 from dask_p2p.sections.halo import Padded, Part, Pending
@@ -23,10 +24,6 @@ from dask_p2p.types import Array, DType
 
 __all__ = ["Iteration"]
 
-# Elements of a share. The function is called for three parts or more, which took 0.02 ms a step
-# longer of a five-point stencil in NumPy: a quarter at 128 x 128, nothing that could be seen from
-# 512 x 512 on. What it hides is the network; between members of one host there is nothing to hide.
-_LEAST_OVERLAPPED = 1 << 18
 _MARK = b"\xa5"  # bytes of what is not filled
 
 
@@ -50,25 +47,25 @@ class Iteration:
 
     def __call__(self, ctx: Context, shares: Shares) -> tuple[Array, ...]:
         fields, spare = self._fields(ctx, shares)
-        constants = self._constants(shares)
+        constants = self._constants(ctx, shares)
         first, period = ctx.restore(*(field.inner for field in fields)), Period(self.period)
         ctx.progress.steps = self.steps
         for field in fields:
             ctx.halo(field)
         overlaps = self.overlap
         if overlaps == "auto":
-            is_far = spare.exchange.reaches_other_hosts
-            overlaps = is_far and spare.inner.size >= _LEAST_OVERLAPPED
+            overlaps = spare.exchange.is_worth_hiding
         pending: Pending | None = None
         mark = self._marked(spare.inner)
         for step in range(first + 1, self.steps + 1):
             for box in _boxes(fields[0], pending):
                 numbers = self._apply(box, fields, spare, constants)
             if mark is not None:
-                _check_filled(spare.inner, mark)
+                _check_filled(spare.inner, mark, ctx.device)
                 mark = None
             fields, spare = [spare, *fields[:-1]], fields[-1]
             ctx.progress.step = step
+            ctx.device.keep_up(step)
             if self._is_asked(step) and self._is_done(ctx, numbers):
                 break
             if step < self.steps:
@@ -150,14 +147,14 @@ class Iteration:
         fields = len(self.depths)
         return iterated(found, own, fields, inputs[fields:], self.dtype, self.period is not None)
 
-    def _constants(self, shares: Shares) -> list[Any]:
-        numbers = iter(range(len(self.depths), len(shares)))
-        return [shares.copy(next(numbers)) if of else _own(value) for of, value in self.constants]
+    def _constants(self, ctx: Context, shares: Shares) -> list[Any]:
+        numbers, kinds = iter(range(len(self.depths), len(shares))), ctx.device.module.ndarray
 
+        def own(constant: Any) -> Any:
+            """Return a copy of an array: the function may write into it, and run again."""
+            return constant.copy() if isinstance(constant, kinds) else constant
 
-def _own(constant: Any) -> Any:
-    """Return a copy of an array: the function may write into it, and run again."""
-    return constant.copy() if isinstance(constant, np.ndarray) else constant
+        return [shares.copy(next(numbers)) if of else own(value) for of, value in self.constants]
 
 
 def _boxes(field: Padded, pending: Pending | None) -> Iterator[Box]:
@@ -172,9 +169,9 @@ def _boxes(field: Padded, pending: Pending | None) -> Iterator[Box]:
     yield from frames
 
 
-def _check_filled(out: Array, mark: Any) -> None:
+def _check_filled(out: Array, mark: Any, device: Host) -> None:
     """Refuse what a function has not filled: it would be what was there some steps ago."""
-    if left := np.count_nonzero(out == mark):
+    if left := int(device.module.count_nonzero(out == mark)):
         raise BlockMismatchError(
             f"expected the function to fill its parameter out, of shape {out.shape}, but it left "
             f"{left} of {out.size} elements as they were. Write to all of them, out[...] = ..."
@@ -193,7 +190,7 @@ def _replace(out: Array, new: Any, part: Part) -> None:
     part
         Of the newest field, as the function has seen it.
     """
-    shape, seen = shape_of(new), part.data
+    shape, seen = shape_of(new, type(out)), part.data
     if shape == seen.shape:
         new = new[part.inner]
     elif shape != out.shape:

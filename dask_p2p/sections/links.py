@@ -53,6 +53,7 @@ class Links:
         self._endpoint = Endpoint(reach)
         self.endpoint = self._endpoint.text
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_woken = False
 
     def start(self, rank: int, peers: Sequence[Peer]) -> None:
         """Begin an attempt: all members know each other by now."""
@@ -76,7 +77,13 @@ class Links:
 
         Any thread may call this, until the links are closed.
         """
+        self._is_woken = True
         os.eventfd_write(self._woken, 1)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing can be exchanged any more."""
+        return self._is_woken or self._failure is not None
 
     def close(self) -> None:
         """End all links."""

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dask_p2p.config import Options
 from dask_p2p.engine.attempts import pause_s
-from dask_p2p.engine.task import current_worker
-from dask_p2p.errors import InputError, SectionError
+from dask_p2p.engine.task import current_worker, go_elsewhere
+from dask_p2p.errors import DeviceLostError, InputError, SectionError
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.context import Context
+from dask_p2p.sections.devices import device_for
 from dask_p2p.sections.links import AttemptEndedError, Peer
 from dask_p2p.sections.progress import Watch
 from dask_p2p.versioned import check_readable
@@ -49,20 +50,36 @@ def run_member(
         Which of them has what.
     body : callable
         Called with a context, and of each array the blocks of this member. Its ``dtype`` is that
-        of the blocks which it returns.
+        of the blocks which it returns, its ``kind`` that of both.
     options : Options
         Of the array.
     *arrays : sequence of array
         These blocks.
     """
     check_readable(members, options)
-    worker, context = current_worker()
+    _, context = current_worker()
     key = (gang, rank)
-    if members.size == 1:
-        ctx = Context(members)
-        with Watch(key, members, rank, body.dtype, ctx.progress, context) as watch:
-            watch.made(result := _called(body, ctx, arrays))
-        return result
+    try:
+        if members.size == 1:
+            ctx = Context(members, device=device_for(body.kind))
+            with Watch(key, members, rank, body.dtype, ctx.progress, context) as watch:
+                watch.made(result := _called(body, ctx, arrays))
+            return result
+        return _run_in_gang(gang, rank, members, body, options, arrays)
+    except DeviceLostError as exc:
+        go_elsewhere(context, exc)
+
+
+def _run_in_gang(
+    gang: str,
+    rank: int,
+    members: Members,
+    body: Any,
+    options: Options,
+    arrays: Sequence[Sequence[Any]],
+) -> Any:
+    """Do it together with other members, when all are there."""
+    worker, context = current_worker()
     if worker is None:
         raise InputError(
             f"expected a cluster for {members.size} members that run at the same time, got another "
@@ -81,9 +98,10 @@ def run_member(
         if order.state == "running":
             member.links.start(rank, [Peer(*peer) for peer in order.peers])
             reads_memory = "cma" in options.order("numpy") and not options.checksum
-            checkpoints = member.checkpoints(order)
-            ctx = Context(members, rank, member.links, checkpoints, reads_memory)
-            watch = Watch(key, members, rank, body.dtype, ctx.progress, context)
+            device = device_for(body.kind, member.links, "ipc" in options.order("cupy"))
+            checkpoints = member.checkpoints(order, device)
+            ctx = Context(members, rank, member.links, checkpoints, reads_memory, device)
+            watch = Watch((gang, rank), members, rank, body.dtype, ctx.progress, context)
             workers = [worker for worker, *_ in order.peers]
             with watch.of_gang(member.links, workers, order.attempt):
                 result, order = _attempt(member, ctx, body, arrays, watch)
@@ -109,16 +127,22 @@ def _attempt(
         result = _called(body, ctx, arrays)
         # One that returns early would leave others waiting for it.
         member.links.gather("nothing more: its function has returned", b"")
+        ctx.device.let_go(is_orderly=True)
         return result, member.leave()
     except AttemptEndedError as exc:
         watch.error = str(exc)
         return None, member.leave(str(exc))
+    except DeviceLostError as exc:
+        member.leave(f"member {member.rank} has lost its GPU: {exc}")
+        raise  # all come again: this one elsewhere
     except Exception as exc:
         error, is_itself = _pickled(exc, member.rank)
         order = member.leave(f"member {member.rank} raised {type(exc).__name__}", error)
         if is_itself and order.error == error:
             raise  # with its traceback
         return None, order
+    finally:
+        ctx.device.let_go(is_orderly=False)
 
 
 def _called(body: Callable[..., Any], ctx: Context, arrays: Sequence[Any]) -> Any:

@@ -1,4 +1,7 @@
-"""Shares of one cut made into those of another, by messages between the members of a gang."""
+"""Shares of one cut made into those of another, by messages between the members of a gang.
+
+Shares in memory of a GPU go through host memory.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from dask_p2p.geometry import box_slices, normal_axes
 from dask_p2p.plans.cuts import Moves, cut_of, moves, recut
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import partners
+from dask_p2p.sections.devices import HOST, Host, check_kind
 from dask_p2p.sections.links import Buffer, Links
 from dask_p2p.sections.reads import LEAST_BYTES, Reads, place_bytes
 from dask_p2p.sections.staged import begin_in_order
@@ -37,12 +41,19 @@ class Redistribution:
         By which they exchange; None if this is the only one.
     reads_memory
         Whether members of one host may read each other's memory.
+    device
+        Where shares lie.
     """
 
     def __init__(
-        self, members: Members, rank: int, links: Links | None, reads_memory: bool = True
+        self,
+        members: Members,
+        rank: int,
+        links: Links | None,
+        reads_memory: bool = True,
+        device: Host = HOST,
     ) -> None:
-        self._members, self._rank, self._links = members, rank, links
+        self._members, self._rank, self._links, self._device = members, rank, links, device
         self._reads = Reads(rank, members.size, links, reads_memory) if links else None
         self._known: dict[str, Any] = {}
         self._packed, self._arriving = _Memory(), _Memory()
@@ -125,7 +136,9 @@ class Redistribution:
         own = moves(before, after, axes, self._rank)
         part_elements = prod(whole) // before.size**2
         memory = self._packed, self._arriving
-        return Recut(own, axes, call, self._links, *memory, part_elements, self._reads)
+        return Recut(
+            own, axes, call, self._links, *memory, part_elements, self._reads, self._device
+        )
 
 
 class _Memory:
@@ -167,6 +180,8 @@ class Recut:
         What one member gives another, in the mean.
     reads
         By which members read large parts; None if they do not.
+    device
+        Where shares lie.
     """
 
     moves: Moves
@@ -177,6 +192,7 @@ class Recut:
     arriving: _Memory
     part_elements: int
     reads: Reads | None
+    device: Host = HOST
 
     def __call__(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
         """Return this member's share of the other cut, of its share of the one before.
@@ -188,17 +204,19 @@ class Recut:
         SectionError
             If the members made different calls.
         """
-        share = np.asanyarray(share)
+        share = self.device.as_array(share)
         self.check(share)
         if out is None:
-            out = np.empty(self.moves.after, share.dtype)
+            out = self.device.empty(self.moves.after, share.dtype)
         else:
             self._check_out(out, share)
+        given, made = self.device.to_host(share), self.device.host_memory_of(out)
         if self.links is not None:
-            self._exchange(self.links, share, out, order)
+            self._exchange(self.links, given, made, order)
         if self.moves.local is not None:
             src, dst = map(box_slices, self.moves.local)
-            NUMPY.permute_into(out[dst], share[src], self.axes)
+            NUMPY.permute_into(made[dst], given[src], self.axes)
+        self.device.copy_from_host(out, made)
         return out
 
     def _exchange(self, links: Links, share: Array, out: Array, order: str) -> None:
@@ -270,7 +288,7 @@ class Recut:
     def check(self, share: Array) -> None:
         """Refuse what is not this member's share of the cut before."""
         try:
-            NUMPY.check(share)
+            check_kind(self.device, "a", share)
         except UnsupportedArrayError as exc:
             raise UnsupportedArrayError(f"a: {exc}") from None
         if share.dtype.hasobject:
@@ -287,13 +305,15 @@ class Recut:
 
     def _check_out(self, out: Any, share: Array) -> None:
         shape, dtype = self.moves.after, share.dtype
-        if not isinstance(out, np.ndarray) or (out.shape, out.dtype) != (shape, dtype):
+        module = self.device.module
+        if not isinstance(out, module.ndarray) or (out.shape, out.dtype) != (shape, dtype):
             found = getattr(out, "shape", type(out).__name__), getattr(out, "dtype", "no dtype")
             raise InputError(
                 f"out: expected an array of shape {shape} and dtype {dtype}, got {found[0]} and "
                 f"{found[1]}."
             )
-        if not out.flags.writeable or np.may_share_memory(out, share):
+        is_fixed = not getattr(out.flags, "writeable", True)  # CuPy has no such flag
+        if is_fixed or module.may_share_memory(out, share):
             raise InputError(
                 "out: expected an array that can be written, and shares no memory with a."
             )

@@ -18,6 +18,7 @@ import numpy as np
 
 from dask_p2p.config import duration_s
 from dask_p2p.errors import InputError
+from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.links import AttemptEndedError, Buffer, Links
 from dask_p2p.sections.state_memory import StateMemory, copied_from, copied_into, size_of
 from dask_p2p.types import Array
@@ -131,10 +132,19 @@ class Checkpoints:
         By which they exchange.
     states
         Where they are kept.
+    device
+        Where the arrays lie that are kept.
     """
 
-    def __init__(self, rank: int, workers: Sequence[str], links: Links, states: States) -> None:
-        self._rank, self._links, self._states = rank, links, states
+    def __init__(
+        self,
+        rank: int,
+        workers: Sequence[str],
+        links: Links,
+        states: States,
+        device: Host = HOST,
+    ) -> None:
+        self._rank, self._links, self._states, self._device = rank, links, states, device
         self._buddies = buddies(workers)
         self._resume = states.resume
         self._last = states.resume or 0  # step of the newest state of this attempt
@@ -160,7 +170,7 @@ class Checkpoints:
             self._renew(memory, f"memory for the {call}", size_bytes if is_new else None)
         own = memory.own
         assert own is not None
-        copied_into(own, arrays)
+        copied_into(own, arrays, self._device)
         sends = self._to_buddy(b"" if memory.is_seen else own)
         self._links.exchange(f"{call}, its state", sends, memory.places())
         for rank, state in {self._rank: own, **memory.theirs}.items():
@@ -210,7 +220,7 @@ class Checkpoints:
                 f"expected the arrays that were kept at step {step}, of {len(own)} bytes, got some "
                 f"of {size_of(arrays)}. Give restore and checkpoint the same arrays."
             )
-        copied_from(own, arrays)
+        copied_from(own, arrays, self._device)
         return step
 
     def _found(self, rank: int, step: int) -> memoryview:

@@ -49,7 +49,8 @@ def spmd(
         Must depend on nothing but its arguments, and what the context returns. Returns an array of
         its share's shape.
     *arrays : dask.array.Array
-        Of the same chunks, in NumPy blocks.
+        Of the same chunks, in NumPy or CuPy blocks. With CuPy blocks `func` gets and returns CuPy
+        arrays; a stream of the member's own is the current one, and nothing has to be waited for.
     outputs : int, optional
         How many arrays `func` returns, in a tuple if not one.
     cut : sequence of int, optional
@@ -62,7 +63,7 @@ def spmd(
     per_member : sequence, optional
         What each member returns after its arrays, in the same tuple: for each value an example, a
         number or an array of the value's shape and dtype. It becomes an array with one block a
-        member, along a new first axis.
+        member, along a new first axis, of NumPy.
     **kwargs
         For `func`, as they are.
 
@@ -81,7 +82,7 @@ def spmd(
     ChunksError
         If chunk sizes are unknown, or differ between the arrays.
     UnsupportedArrayError
-        If one of `arrays` is no Dask array of NumPy blocks.
+        If one of `arrays` is no Dask array of NumPy or CuPy blocks, or they are of both kinds.
     BlockMismatchError
         When it runs, if `func` returns something else.
     SectionError

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import UnsuitableError
+from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.transports.packed.segments import Segment, SegmentName
 from dask_p2p.types import Array
 
@@ -83,16 +84,16 @@ def size_of(arrays: Sequence[Array]) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def copied_into(state: memoryview, arrays: Sequence[Array]) -> None:
-    """Copy arrays to where a state is, one after the other."""
+def copied_into(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
+    """Copy arrays of a device to where a state is, one after the other."""
     for array, place in zip(arrays, _places(state, arrays), strict=True):
-        np.copyto(place, array)
+        device.copy_to_host(place, array)
 
 
-def copied_from(state: memoryview, arrays: Sequence[Array]) -> None:
-    """Copy a state to where arrays are."""
+def copied_from(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
+    """Copy a state to where arrays of a device are."""
     for array, place in zip(arrays, _places(state, arrays), strict=True):
-        np.copyto(array, place)
+        device.copy_from_host(array, place)
 
 
 def _view(array: Any) -> memoryview:

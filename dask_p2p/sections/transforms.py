@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.backends import backend_for
 from dask_p2p.errors import InputError
 from dask_p2p.ops.fft_stages import (
     Axes,
@@ -22,6 +22,7 @@ from dask_p2p.ops.fft_stages import (
 from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
 from dask_p2p.plans.cuts import transform_stages
 from dask_p2p.plans.members import Members
+from dask_p2p.sections.devices import Host, check_kind
 from dask_p2p.sections.recut import Redistribution, checked_shape
 from dask_p2p.types import Array
 
@@ -34,6 +35,7 @@ class Transforms:
     """What a context transforms: by axes that are whole, and `redistribute` between these."""
 
     rank: int
+    device: Host
     _redistribution: Redistribution
 
     def fftn(
@@ -146,7 +148,7 @@ class Transforms:
 
         Returns
         -------
-        tuple of numpy.ndarray
+        tuple of numpy.ndarray or cupy.ndarray
             One array for each of `axes`, whose shapes fit together and to the transform.
 
         Raises
@@ -164,7 +166,8 @@ class Transforms:
             is_half = real and axis == along[-1]
             frequencies = np.fft.rfftfreq if is_half else np.fft.fftfreq
             own = 2 * np.pi * frequencies(whole[axis], steps[number])[slice(*box[axis])]
-            found.append(own.reshape([-1 if each == axis else 1 for each in range(len(whole))]))
+            shaped = own.reshape([-1 if each == axis else 1 for each in range(len(whole))])
+            found.append(self.device.module.asarray(shaped))
         return tuple(found)
 
     def _whole(self, shape: Sequence[int] | None) -> tuple[int, ...]:
@@ -196,11 +199,11 @@ class Transforms:
         norm: Norm,
     ) -> Array:
         check_norm(norm)
-        given = np.asanyarray(a)
+        given = self.device.as_array(a)
+        check_kind(self.device, "a", given)
         if given.dtype.kind not in "biufc" or (kind in TO_COMPLEX and given.dtype.kind == "c"):
             wanted = "real numbers" if kind in TO_COMPLEX else "numbers"
             raise InputError(f"a: expected {wanted}, got dtype {given.dtype}.")
-        NUMPY.check(given)
         steps = self._redistribution.once(
             f"{kind}n {axes!r} {cut!r} {from_cut!r} {shape!r} {norm!r} {given.dtype.itemsize}",
             partial(self._steps, kind, axes, cut, from_cut, shape, norm, given.dtype.itemsize),
@@ -262,7 +265,8 @@ def _locally(
     if share.size:
         return local.transformed(share, is_own), True
     dtype = complex_dtype(share.dtype)
-    return np.zeros(shape, np.empty(0, dtype).real.dtype if to_real else dtype), True
+    made = np.empty(0, dtype).real.dtype if to_real else dtype
+    return backend_for(share).module.zeros(shape, made), True
 
 
 def _checked_axes(axes: Axes, ndim: int) -> tuple[int, ...]:

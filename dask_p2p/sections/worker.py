@@ -21,6 +21,7 @@ from distributed.worker import WORKER_ANY_RUNNING
 
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.coordinator import Order
+from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
@@ -83,8 +84,8 @@ class Member:
         self._begin(self._call(LEAVE, cause=cause[:_CAUSE_CHARS], error=error))
         return self.order_after("running", "returned")
 
-    def checkpoints(self, order: Order) -> Checkpoints:
-        """Return what keeps this member's states in the attempt that begins."""
+    def checkpoints(self, order: Order, device: Host = HOST) -> Checkpoints:
+        """Return what keeps this member's states, of arrays on a device, in this attempt."""
 
         def tell() -> None:
             # Even if this run ends at once, the scheduler has to know what is to be dropped.
@@ -93,7 +94,7 @@ class Member:
 
         workers = [worker for worker, *_ in order.peers]
         states = States(self._plugin.saved, self._gang, order.resume, order.holders, tell)
-        self._checkpoints = Checkpoints(self.rank, workers, self.links, states)
+        self._checkpoints = Checkpoints(self.rank, workers, self.links, states, device)
         return self._checkpoints
 
     def close(self) -> None:

@@ -5,24 +5,30 @@ from __future__ import annotations
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from dask_p2p.sections import Context
+from dask_p2p.sections.devices import HOST
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links, Peer
 
 BOUND_S = 20
 
 
-def run_gang(members, function, **kwargs):
-    """Call a function of a context on each member; return the results, or raise what one raised."""
+def run_gang(members, function, device=lambda links: HOST, **kwargs):
+    """Call a function of a context on each member; return the results, or raise what one raised.
+
+    `device` makes of a member's links where its shares lie.
+    """
     links = [Links(Reach()) for _ in range(members.size)]
     peers = [Peer("worker", f"{rank:032}", each.endpoint) for rank, each in enumerate(links)]
     contexts = []
     for rank, each in enumerate(links):
         each.start(rank, peers)
-        contexts.append(Context(members, rank, each if members.size > 1 else None, **kwargs))
+        own = each if members.size > 1 else None
+        contexts.append(Context(members, rank, own, device=device(own), **kwargs))
 
     def run(ctx):
         result = function(ctx)
         ctx._gather("nothing more", b"")  # as members do
+        ctx.device.let_go(is_orderly=True)
         return result
 
     with ThreadPoolExecutor(members.size) as threads:

@@ -16,7 +16,7 @@ from dask_p2p.errors import (
 )
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
-from dask_p2p.sections import iteration as module
+from dask_p2p.sections import rim_messages
 from dask_p2p.sections.graph import Shares
 from dask_p2p.sections.links import Links
 from tests.sections.gangs import run_gang
@@ -288,7 +288,7 @@ def test_by_default_large_shares_are_done_in_parts_where_rims_come_from_other_ho
     monkeypatch, is_far, least, parts
 ):
     monkeypatch.setattr(Links, "is_on_other_host", lambda links, rank: is_far)
-    monkeypatch.setattr(module, "_LEAST_OVERLAPPED", least)
+    monkeypatch.setattr(rim_messages, "_LEAST_OVERLAPPED", least)
     x, seen = np.arange(120.0).reshape(24, 5), []
 
     def counting(u, out):

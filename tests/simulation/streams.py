@@ -4,6 +4,9 @@ Each stream and the host have a clock of all of them (Lamport; Fidge, Mattern). 
 is ordered after another one if its clock has seen that. So one run finds every read that may come
 before its write, every write that may come before a read, and memory that is given back while a
 stream may still use it, in whatever order a GPU would have done it.
+
+Several threads may use it. The host is one timeline for all: what one of them has waited for all
+others know to be done.
 """
 
 from __future__ import annotations
@@ -45,21 +48,30 @@ class Recorder:
         self.used_bytes = 0
         self.idle = defaultdict(list)  # memory that came back, by stream and size
         self.accesses = defaultdict(list)  # (what, timeline, tick, is_write) by word
-        self.streams = {}
+        self.streams, self.events = {}, {}
         self._numbers = itertools.count(1)
-        self.current = [self.stream("null")]
+        self.lock = threading.RLock()
+        self._null, self._per_thread = self.stream("null"), threading.local()
         self.pinned = {}  # sizes by address, of the host
         self.live_bytes = self.most_bytes = 0
         self.limit_bytes = _MEMORY_BYTES
         self.pageable_copies = 0
         self.cupy = _cupy(self)
 
+    @property
+    def current(self):
+        """The streams that this thread has made current, the last of them is."""
+        if not hasattr(self._per_thread, "current"):
+            self._per_thread.current = [self._null]
+        return self._per_thread.current
+
     # --- clocks ---
 
     def stream(self, name=None):
-        number = next(self._numbers)
-        stream = self.streams[number] = Stream(self, number, name or f"stream {number}")
-        return stream
+        with self.lock:
+            number = next(self._numbers)
+            stream = self.streams[number] = Stream(self, number, name or f"stream {number}")
+            return stream
 
     def join(self, timeline, clock):
         own = self.clocks[timeline]
@@ -68,12 +80,13 @@ class Recorder:
 
     def do(self, timeline, what, reads=(), writes=()):
         """Note an operation that the host gives to a timeline now."""
-        self.join(timeline, self.clocks[HOST])
-        clock = self.clocks[timeline]
-        clock[timeline] += 1
-        for arrays, is_write in ((reads, False), (writes, True)):
-            for array in arrays:
-                self._access(what, timeline, clock, addresses(array), is_write)
+        with self.lock:
+            self.join(timeline, self.clocks[HOST])
+            clock = self.clocks[timeline]
+            clock[timeline] += 1
+            for arrays, is_write in ((reads, False), (writes, True)):
+                for array in arrays:
+                    self._access(what, timeline, clock, addresses(array), is_write)
 
     def _access(self, what, timeline, clock, where, is_write):
         for address in where:
@@ -93,7 +106,10 @@ class Recorder:
 
     def empty(self, shape, dtype):
         """Allocate as a pool does: on the current stream, what came back to it first."""
-        stream, dtype = self.current[-1], np.dtype(dtype)
+        with self.lock:
+            return self._empty(self.current[-1], shape, np.dtype(dtype))
+
+    def _empty(self, stream, shape, dtype):
         nbytes = int(np.prod(shape, dtype=int)) * dtype.itemsize
         size_bytes = -(-max(1, nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self.live_bytes + size_bytes > self.limit_bytes:
@@ -113,6 +129,11 @@ class Recorder:
 
     def _give_back(self, stream, start, size_bytes):
         """What comes next on the stream of its allocation may use it; on others it must be idle."""
+        with self.lock:
+            self._check_idle(stream, start, size_bytes)
+            self.idle[stream, size_bytes].append(start)
+
+    def _check_idle(self, stream, start, size_bytes):
         self.live_bytes -= size_bytes
         clock = defaultdict(int, self.clocks[HOST])
         for timeline, tick in self.clocks[stream.name].items():
@@ -124,7 +145,6 @@ class Recorder:
                     self.failed = RaceError(
                         f"memory is given back before {what} on {timeline} is done"
                     )
-        self.idle[stream, size_bytes].append(start)
 
     failed = None  # what a finalizer found, which may not raise
 
@@ -139,11 +159,17 @@ class Recorder:
         array.values[...] = values
         return array
 
+    def borrowed(self, address, size_bytes, owner, device):
+        """Bytes of the device as an array that keeps their owner alive."""
+        start = address - self.base
+        return Array(self, self.memory[start : start + size_bytes], owner)
+
     def at(self, pointer, shape, strides):
         """Bytes of the device or of the host, as a copy engine reaches them."""
         if 0 <= pointer - self.base < _MEMORY_BYTES:
             return np.ndarray(shape, "u1", self.memory, pointer - self.base, strides)
-        starts = [start for start, size in self.pinned.items() if 0 <= pointer - start < size]
+        pinned = self.pinned.copy().items()
+        starts = [start for start, size in pinned if 0 <= pointer - start < size]
         self.pageable_copies += not starts
         size_bytes = (shape[0] - 1) * strides[0] + shape[-1]
         raw = (ctypes.c_char * size_bytes).from_address(pointer)
@@ -165,8 +191,9 @@ class Recorder:
 
     def synchronize(self):
         """As allocating memory does: wait for all streams."""
-        for stream in self.streams.values():
-            stream.synchronize()
+        with self.lock:
+            for stream in self.streams.values():
+                stream.synchronize()
         return 0
 
     def read(self, array):
@@ -189,10 +216,55 @@ class Array:
         self.recorder, self.values, self.owner = recorder, values, owner
 
     def __getattr__(self, name):  # shape, strides, dtype and the like
+        if name.startswith("__array"):
+            raise AttributeError(name)
         return getattr(self.values, name)
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
     def __getitem__(self, item):
         return Array(self.recorder, self.values[item], self.owner)
+
+    def __setitem__(self, item, value):
+        if isinstance(value, np.ndarray) and value.ndim:
+            raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
+        reads = [value] if isinstance(value, Array) else []
+        self.recorder.do(self._stream, "a kernel", reads=reads, writes=[self[item]])
+        self.values[item] = getattr(value, "values", value)
+
+    @property
+    def _stream(self):
+        return self.recorder.current[-1].name
+
+    def view(self, dtype):
+        return Array(self.recorder, self.values.view(dtype), self.owner)
+
+    def reshape(self, *shape):
+        return Array(self.recorder, self.values.reshape(*shape), self.owner)
+
+    def transpose(self, *axes):
+        return Array(self.recorder, self.values.transpose(*axes), self.owner)
+
+    def made(self, function, *others):
+        """A new array of what a function of NumPy makes of this one, and others."""
+        arrays = [each for each in (self, *others) if isinstance(each, Array)]
+        values = np.asarray(function(self.values, *(getattr(o, "values", o) for o in others)))
+        new = self.recorder.empty(values.shape, values.dtype)
+        self.recorder.do(self._stream, "a kernel", reads=arrays, writes=[new])
+        new.values[...] = values
+        return new
+
+    def astype(self, dtype):
+        return self.made(lambda values: values.astype(dtype))
+
+    def __eq__(self, other):
+        return self.made(np.equal, other)
+
+    __hash__ = None
+
+    def __int__(self):
+        return int(self.get())
 
     @property
     def data(self):
@@ -207,10 +279,13 @@ class Array:
         self.recorder.do(stream.name, "an upload", writes=[self])
         self.values[...] = values
 
-    def get(self, stream):
+    def get(self, stream=None, out=None):
+        stream = stream or self.recorder.current[-1]
         self.recorder.do(stream.name, "a download", reads=[self])
         stream.synchronize()
-        return self.values.copy()
+        if out is not None:
+            np.copyto(out, self.values)
+        return self.values.copy() if out is None else out
 
 
 class Stream:
@@ -223,10 +298,12 @@ class Stream:
         return event
 
     def wait_event(self, event):
-        self.recorder.join(self.name, event.clock)
+        with self.recorder.lock:
+            self.recorder.join(self.name, event.clock)
 
     def synchronize(self):
-        self.recorder.join(HOST, self.recorder.clocks[self.name])
+        with self.recorder.lock:
+            self.recorder.join(HOST, self.recorder.clocks[self.name])
 
     def __enter__(self):
         self.recorder.current.append(self)
@@ -239,15 +316,20 @@ class Stream:
 class Event:
     done = False
 
-    def __init__(self, recorder):
+    def __init__(self, recorder, interprocess=False):
         self.recorder, self.clock = recorder, {}
+        if interprocess:
+            self.ptr = len(recorder.events) + 1
+            recorder.events[self.ptr] = self
 
     def record(self, stream):
-        self.recorder.do(stream.name, "an event")
-        self.clock = dict(self.recorder.clocks[stream.name])
+        with self.recorder.lock:
+            self.recorder.do(stream.name, "an event")
+            self.clock = dict(self.recorder.clocks[stream.name])
 
     def synchronize(self):
-        self.recorder.join(HOST, self.clock)
+        with self.recorder.lock:
+            self.recorder.join(HOST, self.clock)
 
 
 def address_of(values):
@@ -285,17 +367,31 @@ def _cupy(recorder):
         getDevice=lambda: 0,
         getDeviceCount=lambda: 1,
         malloc=lambda size_bytes: recorder.synchronize(),
+        deviceSynchronize=lambda: recorder.synchronize(),
         free=lambda address: None,
         hostRegister=lambda *args: recorder.pin(*args),
         hostUnregister=lambda pointer: recorder.unpin(pointer),
         memcpyAsync=memcpy,
         streamIsCapturing=lambda stream: False,
+        streamQuery=lambda stream: 0,
+        memGetInfo=lambda: (recorder.limit_bytes - recorder.live_bytes, recorder.limit_bytes),
+        ipcGetEventHandle=lambda event: event.to_bytes(8, "little"),
+        ipcOpenEventHandle=lambda handle: int.from_bytes(handle, "little"),
+        eventDestroy=lambda event: None,
+        streamWaitEvent=lambda stream, event: recorder.streams[stream].wait_event(
+            recorder.events[event]
+        ),
+        ipcOpenMemHandle=lambda handle: int.from_bytes(handle, "little"),
+        ipcCloseMemHandle=lambda address: None,
         memcpy2DAsync=memcpy2d,
     )
     cuda = SimpleNamespace(
         Stream=make_stream,
         Device=lambda number: nullcontext(),
-        Event=lambda disable_timing=False: Event(recorder),
+        Event=lambda disable_timing=False, interprocess=False: Event(recorder, interprocess),
+        alloc=lambda size_bytes: recorder.empty((size_bytes,), "u1").data,
+        UnownedMemory=lambda *args: SimpleNamespace(array=recorder.borrowed(*args)),
+        MemoryPointer=lambda memory, offset_bytes: memory,
         get_elapsed_time=lambda start, stop: 1.0,
         runtime=runtime,
     )
@@ -319,6 +415,18 @@ def _cupy(recorder):
     def broadcast_to(array, shape):
         return Array(recorder, np.broadcast_to(array.values, shape), array.owner)
 
+    def zeros(shape, dtype):
+        made = recorder.empty(shape, dtype)
+        made[...] = np.zeros((), dtype)
+        return made
+
+    def asarray(values):
+        if isinstance(values, Array):
+            return values
+        made = recorder.empty(np.shape(values), np.asarray(values).dtype)
+        made.set(np.asarray(values), recorder.current[-1])
+        return made
+
     def copyto(dst, src):
         recorder.do(recorder.current[-1].name, "a kernel", reads=[src], writes=[dst])
         dst.values[...] = src.values
@@ -330,6 +438,10 @@ def _cupy(recorder):
         ndarray=ndarray,
         broadcast_to=broadcast_to,
         copyto=copyto,
+        zeros=zeros,
+        asarray=asarray,
+        count_nonzero=lambda array: array.made(np.count_nonzero),
+        may_share_memory=lambda a, b: np.may_share_memory(a.values, b.values),
     )
 
 

@@ -1,0 +1,231 @@
+"""A step of a wave on GPUs by `iterate`, beside the kernel alone and JAX's `shard_map`.
+
+    timeout 240 python -m benchmarks.sections_gpu --json FILE
+    python -m benchmarks.sections_gpu --cpu --size 32 --steps 20
+
+25 points in float32, one cube a GPU, with a periodic boundary: rims lie along the first axis, and
+the kernel goes round along the others. What `iterate` takes for a step is the difference between
+many steps and one, over the number of steps. The kernel alone runs in a worker, on memory of the
+same layout, with nothing exchanged. Values are compared with NumPy's first. Each thing that is
+timed has a time-out, after which the others follow. It has not been run on GPUs yet.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import click
+import dask.array as da
+import numpy as np
+
+import dask_p2p
+from benchmarks.environment import environment
+from benchmarks.growth import write
+from benchmarks.rivals.wave import RADIUS, reference, wave
+
+__all__ = ["main"]
+
+OURS, NO_OVERLAP = "dask_p2p.iterate", "dask_p2p.iterate, overlap=False"
+KERNEL, JAX = "the kernel alone", "JAX shard_map"
+_CHECKED = 16  # side of the cubes that are compared with NumPy's
+_TOLERANCE = 1e-4
+
+
+def steps_of(size: int) -> int:
+    """Return how many steps are timed at once: less than a second on a GPU."""
+    return max(100, min(4000, 200 * 512**3 // size**3))
+
+
+def field(size: int, workers: int, is_on_gpu: bool) -> Any:
+    """Return a Dask array with a cube for each worker."""
+    rng = da.random.default_rng(0)
+    x = rng.random((workers * size, size, size), "f4", chunks=(size, size, size))
+    if is_on_gpu:
+        import cupy
+
+        x = x.map_blocks(cupy.asarray)
+    return x
+
+
+def iterated(x: Any, steps: int, overlap: bool | Literal["auto"] = "auto") -> Any:
+    """Return the lazy field after so many steps."""
+    depths: list[Any] = [{0: RADIUS}, 0]
+    made = dask_p2p.iterate(wave, (x, x), depths, steps, overlap=overlap, checkpoint_every=None)
+    return made[0]
+
+
+def computed(y: Any, timeout_s: float) -> float:
+    """Return how long it takes to compute an array, wherever it stays."""
+    from distributed import futures_of, wait
+
+    start_s = time.perf_counter()
+    y = y.persist()
+    wait(y, timeout=timeout_s)
+    elapsed_s = time.perf_counter() - start_s
+    for future in futures_of(y):
+        if future.status == "error":
+            future.result()
+    return elapsed_s
+
+
+def wrong(workers: int, is_on_gpu: bool, timeout_s: float) -> float:
+    """Return how much some steps differ from NumPy's at most."""
+    from distributed import get_client
+
+    x = field(_CHECKED, workers, is_on_gpu)
+    both = [iterated(x, 5), x]
+    client = get_client()
+    if is_on_gpu:
+        both = [each.map_blocks(_on_host, meta=np.empty((0, 0, 0), "f4")) for each in both]
+    got, whole = (each.result(timeout=timeout_s) for each in client.compute(both))
+    return float(abs(got - reference(whole, whole, 5)).max())
+
+
+def _on_host(block: Any) -> Any:
+    return block.get()
+
+
+def kernel_alone(size: int, steps: int, is_on_gpu: bool) -> float:
+    """Return the seconds of a step without any exchange, on fields with rims. On a worker."""
+    module: Any = np
+    if is_on_gpu:
+        import cupy as module  # type: ignore[no-redef]
+    rims = slice(RADIUS, -RADIUS)
+    fields = [module.zeros((size + 2 * RADIUS, size, size), "f4") for _ in range(3)]
+
+    def run(count: int) -> float:
+        start_s = time.perf_counter()
+        for _ in range(count):
+            newest, before, out = fields
+            wave(newest, before[rims], out[rims])
+            fields[:] = [out, newest, before]
+        if is_on_gpu:
+            module.cuda.get_current_stream().synchronize()
+        return time.perf_counter() - start_s
+
+    run(1)
+    return run(steps) / steps
+
+
+def ours(x: Any, steps: int, overlap: bool | Literal["auto"], timeout_s: float) -> float:
+    """Return the seconds of a step by `iterate`."""
+    many, one = (computed(iterated(x, n, overlap), timeout_s) for n in (steps + 1, 1))
+    return (many - one) / steps
+
+
+def jax_steps(
+    size: int, steps: int, workers: int, repeats: int, is_on_gpu: bool, timeout_s: float
+) -> list[float]:
+    """Return the seconds of a step by JAX, in a process of its own."""
+    asked = {"gpus": workers, "size": size, "steps": steps, "repeats": repeats}
+    given = [text for name, of in asked.items() for text in (f"--{name}", str(of))]
+    command = [sys.executable, "-m", "benchmarks.rivals.jax_wave", *given]
+    done = subprocess.run(
+        command + ["--cpu"] * (not is_on_gpu),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-500:])
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])["step_s"]
+    return found
+
+
+def attempt(what: str, measure: Callable[[], Any]) -> Any:
+    """Return what is measured; None, with a line that says so, if that fails."""
+    try:
+        return measure()
+    except Exception as exc:
+        print(f"{what} failed: {type(exc).__name__}: {str(exc)[:500]}", flush=True)
+        return None
+
+
+def times_of(
+    client: Any, size: int, steps: int, repeats: int, is_on_gpu: bool, timeout_s: float
+) -> dict[str, list[float]]:
+    """Return seconds of a step by each way on the cluster, in turns; of those that did not fail."""
+    workers = sorted(client.nthreads())
+    x = client.persist(field(size, len(workers), is_on_gpu))
+
+    def alone() -> float:
+        given = size, steps, is_on_gpu
+        future = client.submit(kernel_alone, *given, workers=workers[:1], pure=False)
+        found: float = future.result(timeout=timeout_s)
+        return found
+
+    ways: dict[str, Callable[[], float]] = {
+        KERNEL: alone,
+        OURS: partial(ours, x, steps, "auto", timeout_s),
+        NO_OVERLAP: partial(ours, x, steps, False, timeout_s),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(repeats + 1):
+        for way in [way for way in ways if way in times]:
+            found = attempt(f"{size} {way}", ways[way])
+            if found is None:
+                del times[way]
+            elif repeat:
+                times[way].append(found)
+    return times
+
+
+@click.command(context_settings={"show_default": True})
+@click.option(
+    "--size", "sizes", multiple=True, type=int, default=(512, 256, 128), help="Of a cube."
+)
+@click.option("--workers", default=2, help="With a GPU each.")
+@click.option("--steps", type=int, help="At a time. By default by the size.")
+@click.option("--repeats", default=3, help="Rounds after a first one.")
+@click.option("--timeout", "timeout_s", default=30.0, help="Of each thing that is timed, seconds.")
+@click.option("--cpu", "on_cpu", is_flag=True, help="NumPy, to try the program out.")
+@click.option("--json", "path", type=click.Path(path_type=Path))
+def main(
+    sizes: Sequence[int],
+    workers: int,
+    steps: int | None,
+    repeats: int,
+    timeout_s: float,
+    on_cpu: bool,
+    path: Path | None,
+) -> None:
+    """Time a step of a wave on GPUs by one layer for all steps, beside other ways."""
+    from distributed import Client
+
+    of_gpus: dict[str, Any] = {} if on_cpu else {"rmm_pool_size": 2**34}
+    rows: dict[int, dict[str, list[float]]] = {}
+    with (
+        dask_p2p.local_cluster(workers, gpus=not on_cpu, **of_gpus) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        error = wrong(workers, not on_cpu, timeout_s)
+        if not error < _TOLERANCE:
+            raise click.ClickException(f"values differ from NumPy's by {error:g}")
+        for size in sizes:
+            count = steps or steps_of(size)
+            rows[size] = times_of(client, size, count, repeats, not on_cpu, timeout_s)
+    for size, times in rows.items():  # when nobody else has the GPUs' memory
+        if find_spec("jax") is not None:
+            count = steps or steps_of(size)
+            given = size, count, workers, repeats, not on_cpu, timeout_s
+            if (found := attempt(f"{size} {JAX}", partial(jax_steps, *given))) is not None:
+                times[JAX] = found
+        for way, each in times.items():
+            print(f"{size:>5} {way:>34}: {median(each) * 1e3:9.4f} ms a step", flush=True)
+    shown = [{"size": size, "step_s": times} for size, times in rows.items()]
+    write(path, {**environment(), "workers": workers, "repeats": repeats, "rows": shown})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Where members' shares lie: in host memory, or in that of a GPU, and what differs between these.
+
+On a GPU a member has a stream of its own. Its function and its exchanges put work there and wait
+for nothing. Whatever the host needs is copied down when the stream has come so far.
+
+Dask-CUDA spills what a worker's store holds: outputs, and copies of inputs that others refer to.
+What a member works with is in no store, so nothing of it is spilled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dask_p2p.backends import Backend, backend_for, backend_named, device_of
+from dask_p2p.backends.device import device_work, wait_until_written
+from dask_p2p.errors import DeviceLostError, InputError
+from dask_p2p.plans.rims import Rims
+from dask_p2p.sections.links import Links
+from dask_p2p.sections.rim_messages import RimMessages
+from dask_p2p.sections.rim_windows import RimWindows
+from dask_p2p.types import Array, DType, DTypeLike, Kind
+
+__all__ = ["HOST", "STEPS_AHEAD", "Gpu", "Host", "check_kind", "device_for"]
+
+STEPS_AHEAD = 64  # that the host is ahead of a GPU at most
+_SPIN_S = 2e-4  # that a GPU is asked without a pause
+_PAUSE_S = 5e-5
+# After the end of an attempt. An event of a process that is gone may never happen, and what waits
+# for it on a GPU ends with this process only.
+_LONGEST_S = 30.0
+_LINGER_S = 60.0  # that windows stay which peers may still read, after an attempt that failed
+_NOT_READY = 600  # of CUDA: cudaErrorNotReady
+_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
+
+
+class Host:
+    """The host: what is called has been done when it returns."""
+
+    kind: ClassVar[Kind] = "numpy"
+
+    @property
+    def backend(self) -> Backend:
+        """Of the arrays."""
+        return backend_named(self.kind)
+
+    @property
+    def module(self) -> Any:
+        """The arrays' package."""
+        return self.backend.module
+
+    def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
+        """Return a context for all that a member does with its blocks; at its end that is done."""
+        return nullcontext()
+
+    def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        """Return an array of zeros."""
+        return np.zeros(tuple(shape), dtype)
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        """Return an array whose values are not set."""
+        return np.empty(tuple(shape), dtype)
+
+    def as_array(self, value: Any) -> Any:
+        """Return what users give as an array, as far as that is plain to do."""
+        return np.asanyarray(value)
+
+    def to_host(self, value: Any) -> Any:
+        """Return an array of this device as one of NumPy, and anything else as it is."""
+        return value
+
+    def from_host(self, array: Any, like: Any) -> Any:
+        """Return an array of NumPy as one of this device, if `like` is such, and has dimensions."""
+        return array
+
+    def host_memory_of(self, array: Array) -> Any:
+        """Return memory of the host for what `copy_from_host` copies into an array."""
+        return array
+
+    def copy_to_host(self, place: Any, array: Array) -> None:
+        """Copy an array to where it belongs in host memory."""
+        np.copyto(place, array)
+
+    def copy_from_host(self, array: Array, place: Any) -> None:
+        """Copy what is in host memory into an array."""
+        if place is not array:
+            np.copyto(array, place)
+
+    def block(self, array: Array, dtype: DType) -> Array:
+        """Return a copy of an array that the task hands on."""
+        made: Array = np.array(array, dtype)
+        return made
+
+    def moved_rims(
+        self, rims: Rims, dtype: DType, call: str, links: Links | None, order: str
+    ) -> RimMessages | RimWindows:
+        """Return what brings packed rims to other members, and theirs here."""
+        return RimMessages(rims, dtype, call, links, order)
+
+    def keep_up(self, step: int) -> None:
+        """Have the device do what it was given, now and then; `step` counts what was given."""
+
+    def let_go(self, is_orderly: bool) -> None:
+        """Give back what other members read: nobody does any more if the end `is_orderly`."""
+
+
+HOST = Host()
+
+
+class Gpu(Host):
+    """A GPU: what is called has been put on the member's stream when it returns.
+
+    Parameters
+    ----------
+    links : Links or None
+        To other members; None if there are none.
+    has_windows : bool
+        Whether members of one host may read each other's memory.
+    """
+
+    kind: ClassVar[Kind] = "cupy"
+    stream: Any  # what computes
+    copies: Any  # what reads the windows of others
+
+    _idle: ClassVar[defaultdict[int, list[tuple[Any, Any]]]] = defaultdict(list)
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, links: Links | None, has_windows: bool = True) -> None:
+        self._links, self.has_windows = links, has_windows
+        #: Called when all is done: closes what is others'.
+        self.closing: list[Callable[[], None]] = []
+        #: What others read. It goes when they have closed it.
+        self.exported: list[Any] = []
+
+    @contextmanager
+    def running(self, blocks: Sequence[Array]) -> Iterator[None]:
+        with device_work(), device_of(*blocks):
+            wait_until_written(blocks)
+            device = self.module.cuda.runtime.getDevice()
+            pair = self.stream, self.copies = self._streams(device)
+            with self.stream:
+                try:
+                    yield
+                finally:
+                    self.wait()  # also for copies, since the stream waits for these
+                    while self.closing:
+                        self.closing.pop()()
+            with self._lock:
+                self._idle[device].append(pair)
+
+    def _streams(self, device: int) -> tuple[Any, Any]:
+        """Return two streams that nobody uses: a pool keeps the memory of each for that one."""
+        with self._lock:
+            if self._idle[device]:
+                return self._idle[device].pop()
+        make = self.module.cuda.Stream
+        return make(non_blocking=True), make(non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait until all that was put on the stream is done.
+
+        Raises
+        ------
+        DeviceLostError
+            If it does not end though the attempt has: a peer has gone for whose event it waits.
+        """
+        runtime = self.module.cuda.runtime
+        began_s, ended_s = time.monotonic(), inf
+        while runtime.streamQuery(self.stream.ptr) == _NOT_READY:
+            now_s = time.monotonic()
+            if self._links is not None and self._links.has_ended:
+                ended_s = min(ended_s, now_s)
+            if now_s - ended_s > _LONGEST_S:
+                raise DeviceLostError(
+                    f"the GPU has waited {_LONGEST_S:g} s for a member of its gang that has gone. "
+                    f"Only a new process helps."
+                )
+            time.sleep(0 if now_s - began_s < _SPIN_S else _PAUSE_S)
+        self.stream.synchronize()  # which raises what has gone wrong
+
+    def keep_up(self, step: int) -> None:
+        if step % STEPS_AHEAD == 0:
+            self.wait()
+
+    # --- memory
+
+    def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        return self.module.zeros(tuple(shape), dtype)
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        return self.backend.empty(shape, dtype)
+
+    def _is_own(self, value: Any) -> bool:
+        return isinstance(value, self.module.ndarray)
+
+    def as_array(self, value: Any) -> Any:
+        return value
+
+    def to_host(self, value: Any) -> Any:
+        if not self._is_own(value):
+            return value
+        self.wait()
+        return value.get()
+
+    def from_host(self, array: Any, like: Any) -> Any:
+        return self.module.asarray(array) if self._is_own(like) and np.ndim(array) else array
+
+    def host_memory_of(self, array: Array) -> Any:
+        return np.empty(array.shape, array.dtype)
+
+    def copy_to_host(self, place: Any, array: Array) -> None:
+        self.wait()
+        if array.size:
+            array.get(out=place)
+
+    def copy_from_host(self, array: Array, place: Any) -> None:
+        array[...] = self.module.asarray(place)
+
+    def copy(self, to: int, of: int, size_bytes: int, stream: Any) -> None:
+        """Put a copy from an address to another on a stream."""
+        if size_bytes:
+            self.module.cuda.runtime.memcpyAsync(to, of, size_bytes, _MEMCPY_DEFAULT, stream.ptr)
+
+    def block(self, array: Array, dtype: DType) -> Array:
+        # It outlives the stream, whose memory a pool keeps for that: see `DeviceQueue.empty`.
+        queue = self.backend.queue()
+        made = queue.empty(array.shape, dtype)
+        own = array if array.dtype == dtype else array.astype(dtype)
+        self.wait()
+        queue.permute(made, own, range(own.ndim))
+        queue.synchronize()
+        return made
+
+    def moved_rims(
+        self, rims: Rims, dtype: DType, call: str, links: Links | None, order: str
+    ) -> RimMessages | RimWindows:
+        return RimWindows(self, rims, dtype, call, links, order)
+
+    def let_go(self, is_orderly: bool) -> None:
+        exported, self.exported = self.exported, []
+        if exported and not is_orderly:
+            later = threading.Timer(_LINGER_S, _drop, [exported])
+            later.daemon = True
+            later.start()
+        else:
+            _drop(exported)
+
+
+def _drop(exported: list[Any]) -> None:
+    if exported:
+        with device_work():
+            exported.clear()
+
+
+def device_for(kind: Kind, links: Links | None = None, has_windows: bool = True) -> Host:
+    """Return where a member's shares lie that are arrays of this kind."""
+    return HOST if kind == HOST.kind else Gpu(links, has_windows)
+
+
+def check_kind(device: Host, name: str, array: Any) -> None:
+    """Refuse an array that is no plain one of a device.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        If it is of no known kind, or more than its bytes.
+    InputError
+        If it is of another kind.
+    """
+    kind = backend_for(array).name
+    if kind != device.kind:
+        module = device.module.__name__
+        raise InputError(
+            f"{name}: expected an array of {module}, as the section's are, got one of {kind}. "
+            f"Convert it: {'cupy.asarray' if module == 'cupy' else 'cupy.asnumpy'}({name})."
+        )

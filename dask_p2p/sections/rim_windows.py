@@ -1,0 +1,183 @@
+"""Rims between GPUs: read from windows of members of the host, or sent through host memory.
+
+An exchange packs rims into a slot of this member's window, records that slot's event, and tells the
+readers by an empty message: so calls that differ are found, and the end of an attempt ends waits.
+When a peer's message is there, the stream of copies waits for the peer's event, and copies what the
+peer has packed; the stream that computes waits for the copies. The host waits for messages alone.
+
+Slots are used in turn, and two of them are enough. What is packed into one was packed there two
+exchanges before, and has been read since::
+
+    own pack(t+2)  follows  own pull(t+1)     on the own streams
+    own pull(t+1)  follows  peer's pack(t+1)  by the peer's event
+    peer's pack(t+1)  follows  peer's pull(t)  on the peer's streams
+
+That holds for peers that read this member's window and whose window it reads. Others get messages.
+
+Nor is an event recorded again before a peer has waited for it: before the messages of t+1, which
+this member has when it comes to t+2, the peer has given its stream the wait of t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dask_p2p.backends.pinned import Pinned
+from dask_p2p.errors import TransferError
+from dask_p2p.plans.rims import Rims
+from dask_p2p.sections.links import Buffer, Links
+from dask_p2p.sections.rim_messages import Packed, elements_of
+from dask_p2p.sections.staged import begin_in_order
+from dask_p2p.sections.windows import SLOTS, OwnWindow, PeerWindow, opened
+from dask_p2p.types import Array, DType
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.devices import Gpu
+
+__all__ = ["RimWindows"]
+
+
+class RimWindows:
+    """Brings rims in memory of a GPU. It is what `RimMessages` is for those in host memory.
+
+    Parameters
+    ----------
+    gpu : Gpu
+        Of this member.
+    rims, dtype, call, links, order
+        As of `RimMessages`.
+    """
+
+    def __init__(
+        self, gpu: Gpu, rims: Rims, dtype: DType, call: str, links: Links | None, order: str
+    ) -> None:
+        self._gpu, self._rims, self._dtype = gpu, rims, dtype
+        self._call, self._links, self._order = call, links, order
+        self._exchanges = 0  # so far
+        self._received = {rank: self._packed(boxes) for rank, boxes in rims.receives.items()}
+        self.incoming: Sequence[Packed] = list(self._received.values())
+        self._slots: list[list[Packed]] = []  # made with the first exchange
+        self._own: OwnWindow | None = None
+        self._windows: dict[int, PeerWindow] = {}  # by rank
+        self._down: dict[int, tuple[Packed, Array]] = {}  # what is sent, and where on the host
+        self._up: dict[int, tuple[Packed, Array]] = {}
+        self._pulled: Any = None  # event: of all copies out of windows
+
+    def is_worth_hiding(self, elements: int) -> bool:
+        """Return whether there is something to wait for: launches take little."""
+        return bool(self._received)
+
+    def outgoing(self) -> Sequence[Packed]:
+        """Return where the caller packs what goes to others in the next exchange."""
+        if not self._slots:
+            self._open()
+        return self._slots[self._exchanges % SLOTS]
+
+    def begin(self, beside: bool) -> Callable[[], Any] | None:
+        """Begin an exchange; return what puts its end on the stream, once all messages are here."""
+        if self._links is None:
+            return None
+        slot, self._exchanges = self._exchanges % SLOTS, self._exchanges + 1
+        if self._own is not None:
+            self._own.events[slot].record(self._gpu.stream)
+        for packed, place in self._down.values():
+            self._copy(place, packed.whole)
+        if self._down or self._up:
+            self._gpu.wait()  # for that, and for the last copies out of where messages go
+        sends: dict[int, Buffer] = dict.fromkeys(self._windows, b"")
+        receives: dict[int, Buffer | None] = {rank: bytearray() for rank in self._windows}
+        sends |= {rank: memoryview(place) for rank, (_, place) in self._down.items()}
+        receives |= {rank: memoryview(place) for rank, (_, place) in self._up.items()}
+        end = begin_in_order(self._links, self._order, self._call, sends, receives, beside)
+        return partial(self._end, self._links, end, slot)
+
+    def _end(self, links: Links, end: Callable[[], Any], slot: int) -> None:
+        end()
+        copies, stream = self._gpu.copies, self._gpu.stream
+        if self._own is not None:
+            # Its own event too: what came last has been unpacked by then.
+            copies.wait_event(self._own.events[slot])
+            for rank, window in self._windows.items():
+                window.wait(copies, slot)
+                into = self._received[rank].whole
+                self._gpu.copy(into.data.ptr, window.address(slot), into.nbytes, copies)
+                links.count(rank, into.nbytes)
+            self._pulled.record(copies)
+            stream.wait_event(self._pulled)
+        for packed, place in self._up.values():
+            self._copy(packed.whole, place)
+
+    def _copy(self, to: Any, of: Any) -> None:
+        to_ptr, of_ptr = (
+            each.ctypes.data if isinstance(each, np.ndarray) else each.data.ptr for each in (to, of)
+        )
+        self._gpu.copy(to_ptr, of_ptr, of.nbytes, self._gpu.stream)
+
+    def _packed(self, boxes: Any) -> Packed:
+        return Packed(boxes, self._gpu.empty((elements_of(boxes),), self._dtype))
+
+    # --- once
+
+    def _open(self) -> None:
+        """Find out whose windows are read; have memory for what is packed."""
+        sends, receives = self._rims.sends, self._rims.receives
+        if self._links is not None:
+            self._open_windows(self._links)
+        slots = [[] if self._own is None else self._in_window(self._own, n) for n in range(SLOTS)]
+        for rank, boxes in sends.items():
+            if rank not in self._windows:
+                packed = self._packed(boxes)
+                self._down[rank] = packed, _host_memory(packed.whole.nbytes)
+        for rank in receives.keys() - self._windows.keys():
+            packed = self._received[rank]
+            self._up[rank] = packed, _host_memory(packed.whole.nbytes)
+        self._slots = [[*slot, *(packed for packed, _ in self._down.values())] for slot in slots]
+
+    def _in_window(self, own: OwnWindow, slot: int) -> list[Packed]:
+        return [
+            Packed(self._rims.sends[rank], own.memory(rank, slot).view(self._dtype))
+            for rank in self._windows
+        ]
+
+    def _open_windows(self, links: Links) -> None:
+        """Tell each other where windows are; read those of peers that can read this one's, too."""
+        gpu, runtime = self._gpu, self._gpu.module.cuda.runtime
+        item_bytes, near = self._dtype.itemsize, set[int]()
+        if gpu.has_windows:
+            both = self._rims.sends.keys() & self._rims.receives.keys()
+            near = {rank for rank in both if not links.is_on_other_host(rank)}
+        sizes = {rank: elements_of(self._rims.sends[rank]) * item_bytes for rank in sorted(near)}
+        own = None
+        if sizes:
+            with suppress(TransferError, ImportError, runtime.CUDARuntimeError):
+                own = OwnWindow(gpu, sizes)
+        told = {rank: b"" if own is None else own.told(rank) for rank in sizes}
+        heard = links.exchange(f"{self._call}, windows", told, dict.fromkeys(sizes))
+        found = {
+            rank: None
+            if own is None
+            else opened(gpu, bytes(each), self._received[rank].whole.nbytes)
+            for rank, each in heard.items()
+        }
+        seen = {rank: bytes([window is not None]) for rank, window in found.items()}
+        answers = links.exchange(f"{self._call}, windows seen", seen, dict.fromkeys(sizes))
+        for rank, window in found.items():
+            if window is not None:
+                gpu.closing.append(window.close)
+                if any(answers[rank]):
+                    self._windows[rank] = window
+        if self._windows:
+            self._own = own
+            self._pulled = gpu.module.cuda.Event(disable_timing=True)
+
+
+def _host_memory(size_bytes: int) -> Array:
+    """Return memory that copies end in, pinned if it can be."""
+    with suppress(Exception):  # of the system, or of CUDA: copies are slower then
+        return np.asarray(Pinned(size_bytes))[:size_bytes]
+    return np.empty(size_bytes, np.uint8)

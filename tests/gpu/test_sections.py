@@ -1,0 +1,374 @@
+"""`iterate` and `spmd` with CuPy blocks: values are those of NumPy, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from functools import partial
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p import estimate, iterate, spmd
+from dask_p2p.errors import SectionError
+from tests.gpu.support import POOL, on_gpu
+from tests.gpu.test_operations import on_host
+from tests.gpu.test_streams import spin
+from tests.sections.support import nothing_is_left
+from tests.sections.test_iterate import reference
+from tests.support import persisted, result_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+X = np.random.default_rng(0).normal(size=(96, 70))
+UNEVEN = ((13, 40, 7, 36), (33, 37))
+TOLERANCE = {"f": 1e-5, "d": 1e-13}
+
+
+def heat(u, out):
+    """A five-point stencil that weighs each side otherwise."""
+    out[...] = 0.2 * u[1:-1, 1:-1] + 0.1 * u[:-2, 1:-1] + 0.2 * u[2:, 1:-1]
+    out += 0.3 * u[1:-1, :-2] + 0.2 * u[1:-1, 2:]
+
+
+def nine(u, out):
+    """Of points across corners, too."""
+    out[...] = u[:-2, :-2] + 2 * u[:-2, 2:] + 3 * u[2:, :-2] + 4 * u[2:, 2:] + u[1:-1, 1:-1]
+    out /= 11
+
+
+def wave(u, before, speed, factor, out):
+    """25 points, of two levels of time, with a speed for each point."""
+    own = u[4:-4, 4:-4]
+    out[...] = 2 * own - before
+    for by, weight in enumerate((-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560)):
+        for axis in range(2):
+            for side in (-by, by) if by else (0,):
+                at = [slice(4, n - 4) for n in u.shape]
+                at[axis] = slice(4 + side, u.shape[axis] - 4 + side)
+                out += factor * weight * speed * u[tuple(at)]
+
+
+def check(y, wanted, char="d"):
+    got = on_host(y)
+    assert got.dtype == np.dtype(char)
+    bound = TOLERANCE[char] * np.abs(wanted).max()
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=bound)
+
+
+# --- one GPU, with and without a cluster
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("char", "fd")
+@pytest.mark.parametrize("boundary", ["periodic", "nearest", 0.5])
+def test_a_member_alone(char, boundary):
+    x = X.astype(char)
+    with dask.config.set(scheduler="sync"):
+        y = iterate(heat, on_gpu(x, UNEVEN), 1, 12, boundary=boundary, members=1)
+        check(y, reference(heat, [X], 1, 12, boundary)[0], char)
+        y = spmd(lambda ctx, a: a / ctx.allreduce((a * a).sum()), on_gpu(x, UNEVEN), members=1)
+        check(y, x / (x.astype("d") ** 2).sum(), char)
+
+
+@pytest.mark.gpu(1)
+def test_functions_may_work_on_for_long():
+    """Rims, copies to the host and outputs come after what is on the stream."""
+
+    def late(u, out):
+        import cupy
+
+        spin(cupy.cuda.get_current_stream(), 20_000_000)
+        heat(u, out)
+        return out.sum()
+
+    with dask.config.set(scheduler="sync"):
+        y = iterate(late, on_gpu(X, UNEVEN), 1, 5, until=lambda total: False, members=1)
+        check(y, reference(heat, [X], 1, 5, "periodic")[0])
+
+
+@pytest.mark.gpu(1)
+def test_two_workers_of_one_gpu():
+    """Which read each other's windows, too, where the driver lets them."""
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
+        Client(cluster),
+    ):
+        y = iterate(heat, on_gpu(X, UNEVEN), 1, 100, members=2)
+        check(y, reference(heat, [X], 1, 100, "periodic")[0])
+
+
+# --- two GPUs
+
+
+@pytest.fixture(params=["windows", "messages"])
+def way(request):
+    """By which rims come: those of windows are chosen by the transport whose memory they are."""
+    order = ["ipc", "comm"] if request.param == "windows" else ["comm"]
+    with dask.config.set({"p2p.transports.order": order}):
+        yield request.param
+
+
+def windows_of(ctx, x):
+    """How many windows a member reads."""
+    p = ctx.padded(x, boundary="periodic")
+    ctx.halo(p)
+    return x, len(p.exchange._moved._windows)
+
+
+@pytest.mark.gpu(2)
+def test_windows_are_read(client, way):
+    _, counts = spmd(windows_of, on_gpu(X, (48, 70)), per_member=[0])
+    assert counts.compute().tolist() == ([1, 1] if way == "windows" else [0, 0])
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])
+@pytest.mark.parametrize("char", "fd")
+def test_heat(client, way, char, boundary, overlap):
+    x = persisted(client, on_gpu(X.astype(char), UNEVEN))
+    y = iterate(heat, x, 1, 200, boundary=boundary, overlap=overlap)
+    check(y, reference(heat, [X], 1, 200, boundary)[0], char)
+    nothing_is_left(client)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("members", [2, 4])
+def test_corners(client, way, members):
+    y = iterate(nine, on_gpu(X, UNEVEN), 1, 50, corners=True, members=members)
+    check(y, reference(nine, [X], 1, 50, "periodic")[0])
+
+
+@pytest.mark.gpu(2)
+def test_a_wave_of_two_levels(client, way):
+    speed = np.random.default_rng(1).random(X.shape)
+    fields = on_gpu(X, UNEVEN), on_gpu(X + 1, UNEVEN)
+    y, before = iterate(
+        wave, fields, [4, 0], 60, constants=(on_gpu(speed, (40, 70)), 0.05), boundary="periodic"
+    )
+
+    def whole(u, old, speed, factor, out):
+        wave(u, old[4:-4, 4:-4], speed, factor, out)
+
+    wanted = reference(whole, [X, X + 1], 4, 60, "periodic", (speed, 0.05))
+    check(y, wanted[0])
+    check(before, wanted[1])
+
+
+@pytest.mark.gpu(2)
+def test_until(client, way):
+    def halves(u, out):
+        out[...] = u / 2
+        return (out**2).sum()
+
+    y = iterate(halves, on_gpu(X, UNEVEN), 0, 100, until=lambda size: size < 1e-6)
+    steps = next(n for n in range(100) if ((X / 2**n) ** 2).sum() < 1e-6)
+    check(y, X / 2**steps)
+
+
+def exchanging(ctx, x):
+    total = ctx.allreduce(x.sum())
+    turned = ctx.redistribute(x, cut=(1,))
+    back = ctx.redistribute(turned, from_cut=(1,))
+    waves = ctx.fftn(back, cut=(1,))
+    again = ctx.ifftn(waves, from_cut=(1,)).real
+    ctx.barrier()
+    return again / total, x.max()
+
+
+@pytest.mark.gpu(2)
+def test_spmd_with_all_it_can_do(client, way):
+    y, most = spmd(exchanging, on_gpu(X, (24, 70)), cut=(0,), per_member=[0.0])
+    np.testing.assert_allclose(on_host(y), X / X.sum(), rtol=1e-9)
+    assert most.compute().max() == X.max()
+
+
+@pytest.mark.gpu(2)
+def test_late_kernels_and_windows(client, way):
+    """A member that is behind is waited for by the other's GPU."""
+
+    def late(ctx, x):
+        import cupy
+
+        p = ctx.padded(x, depth={0: 1}, boundary="periodic")
+        for step in range(20):
+            if step % 2 == ctx.rank:
+                spin(cupy.cuda.get_current_stream(), 20_000_000)
+            ctx.halo(p)
+            p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
+        return p.inner
+
+    wanted = X
+    for _ in range(20):
+        wanted = (np.roll(wanted, 1, 0) + np.roll(wanted, -1, 0)) / 2
+    check(spmd(late, on_gpu(X, (48, 70))), wanted)
+
+
+@pytest.mark.gpu(2)
+def test_a_function_that_raises(client, way):
+    def raises(u, out):
+        heat(u, out)
+        raise ValueError("no more")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no more"):
+            iterate(raises, on_gpu(X, UNEVEN), 1, 50).compute()
+    nothing_is_left(client)
+    check(iterate(heat, on_gpu(X, UNEVEN), 1, 5), reference(heat, [X], 1, 5, "periodic")[0])
+
+
+@pytest.mark.gpu(2)
+def test_calls_that_differ(client, way):
+    def differs(ctx, x):
+        p = ctx.padded(x, boundary="periodic")
+        for _ in range(5):
+            ctx.halo(p)
+        ctx.barrier() if ctx.rank else ctx.halo(p)
+        return x
+
+    with pytest.raises(SectionError, match="expected the same calls of all members"):
+        spmd(differs, on_gpu(X, (48, 70))).compute()
+    nothing_is_left(client)
+
+
+def used_bytes(dask_worker):
+    """What is taken of the pool, without what is kept for the next block."""
+    import rmm
+
+    gc.collect()
+    resource = rmm.mr.get_current_device_resource()
+    while not hasattr(resource, "pool_size"):
+        resource = resource.get_upstream()
+    import cupy
+
+    cupy.cuda.runtime.deviceSynchronize()
+    return resource.pool_size(), cupy.cuda.runtime.memGetInfo()[0]
+
+
+@pytest.mark.gpu(2)
+def test_no_memory_of_the_gpu_is_lost(client, way):
+    def run():
+        y = persisted(client, iterate(heat, x, 1, 30, checkpoint_every=10))
+        del y
+
+    x = persisted(client, on_gpu(np.zeros((2048, 2048), "f4"), (512, 2048)))
+    for _ in range(3):
+        run()
+    nothing_is_left(client)
+    before = client.run(used_bytes)
+    for _ in range(20):
+        run()
+    nothing_is_left(client)
+    after = client.run(used_bytes)
+    for worker, (pool_bytes, free_bytes) in after.items():
+        assert pool_bytes == before[worker][0]
+        assert free_bytes >= before[worker][1] - 2**26
+
+
+@pytest.mark.gpu(2)
+def test_estimate_says_what_is_on_the_gpu(client):
+    found = estimate(iterate(heat, on_gpu(X, UNEVEN), 1, 5))
+    assert found.kind == "cupy"
+    assert found.packed_bytes == 2 * found.step_bytes
+    assert found.host_bytes >= found.state_bytes > 0
+
+
+# --- a killed member
+
+
+def dies_once(ctx, x, path, steps):
+    """Ends its process in the middle, between the two members' exchanges."""
+    p = ctx.padded(x, depth={0: 1}, boundary="periodic")
+    for step in ctx.steps(steps, [p.inner], every=10):
+        ctx.halo(p)
+        p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
+        if step == steps // 2 and ctx.rank == 0 and not os.path.exists(path):
+            open(path, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return p.inner
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("steps", [50, 200])
+def test_a_killed_member(tmp_path, way, steps):
+    """All begin again where they were saved last; on another worker, or when a nanny has made one.
+
+    What the other GPU waits for may never happen: its worker leaves then, and all begin again.
+    """
+    from distributed import Client
+
+    wanted = X
+    for _ in range(steps):
+        wanted = (np.roll(wanted, 1, 0) + np.roll(wanted, -1, 0)) / 2
+    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
+        path = str(tmp_path / "died")
+        y = spmd(dies_once, on_gpu(X, (48, 70)), path=path, steps=steps)
+        y = y.map_blocks(lambda block: block.get(), meta=np.empty((0, 0)))
+        got = result_of(client, client.compute(y), timeout_s=200)
+        assert os.path.exists(path)
+        np.testing.assert_allclose(got, wanted, rtol=1e-12)
+        nothing_is_left(client)
+
+
+@pytest.mark.gpu(2)
+def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
+    """An attempt that another member ends; the next one goes on where all were saved."""
+
+    def tries(ctx, x, path):
+        from dask_p2p.sections.peers import AttemptEndedError
+
+        p = ctx.padded(x)
+        first = None
+        for step in ctx.steps(20, [p.inner], every=5):
+            first = step if first is None else first
+            p.inner[...] += 1
+            if step == 12 and ctx.rank and not os.path.exists(path):
+                open(path, "w").close()
+                raise AttemptEndedError("for a test")
+        return p.inner, first
+
+    y, firsts = spmd(tries, on_gpu(X, (48, 70)), per_member=[0], path=str(tmp_path / "tried"))
+    y, firsts = client.persist([y, firsts])
+    wait([y, firsts])
+    assert firsts.compute().tolist() == [10, 10]
+    check(y, X + 20)
+
+
+def spills(ctx, x):
+    """Fill the store of the worker meanwhile: what the member works with stays."""
+    p = ctx.padded(x, depth={0: 1}, boundary="periodic")
+    addresses = {p.data.data.ptr}
+    for _ in range(200):
+        ctx.halo(p)
+        p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
+        addresses.add(p.data.data.ptr)
+    assert len(addresses) == 1
+    return p.inner
+
+
+@pytest.mark.gpu(2)
+def test_members_work_where_blocks_are_spilled():
+    from distributed import Client
+
+    settings = {"device_memory_limit": "40 MB", **POOL}
+    with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster) as client:
+        make = partial(np.ones, (2048, 2048), "f4")
+        others = persisted(client, on_gpu(make(), (512, 2048)))
+        x = on_gpu(X.astype("f4"), (48, 70))
+        wanted = X
+        for _ in range(200):
+            wanted = (np.roll(wanted, 1, 0) + np.roll(wanted, -1, 0)) / 2
+        check(spmd(spills, x), wanted, "f")
+        assert float(others.sum().compute()) == 2048**2
+        assert isinstance(others, da.Array)

@@ -1,0 +1,118 @@
+"""Sections of CuPy arrays without a GPU: values, and a check of every access of memory."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+
+import dask_p2p.backends
+from dask_p2p.backends import cupy as cupy_backend
+from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.slots import KeptSlots
+from dask_p2p.engine.task import MemberTask
+from dask_p2p.geometry import box_slices
+from dask_p2p.sections import rim_windows, windows
+from dask_p2p.sections.devices import Gpu
+from dask_p2p.transports.in_place import cuda_ipc
+from tests.sections.gangs import run_gang
+from tests.simulation.streams import HOST, Array, emulated, kernels
+
+
+def emulated_gpu(monkeypatch):
+    """A recorder in the place of CuPy. All members have one GPU, and read each other's windows."""
+    recorder = emulated(monkeypatch)
+    numbers = itertools.count()  # which two members do not get at the same time
+
+    def export(block):
+        handle = block.data.ptr.to_bytes(8, "little").hex()
+        return cuda_ipc.Place("gpu", handle, next(numbers), block.data.ptr, block.nbytes, 0)
+
+    begin = rim_windows.begin_in_order
+
+    def noted(links, order, call, sends, receives, beside):
+        """Sockets read and write from now on."""
+        for buffers, access in ((sends, "reads"), (receives, "writes")):
+            arrays = [np.frombuffer(each, "u1") for each in buffers.values() if len(each)]
+            recorder.do(HOST, "a socket", **{access: arrays})
+        return begin(links, order, call, sends, receives, beside)
+
+    for where, name, value in (
+        (rim_windows, "begin_in_order", noted),
+        (dask_p2p.backends, "cupy_kernels", kernels(recorder)),
+        (cupy_backend, "_rmm_resources", list),
+        (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
+        (DeviceQueue, "_per_thread", threading.local()),
+        (DeviceQueue, "_kept_slots", KeptSlots()),
+        (Gpu, "_idle", type(Gpu._idle)(list)),
+        (windows, "_mappings", cuda_ipc.Mappings()),
+        (windows, "separation", lambda own, peer: None),
+        (cuda_ipc, "export", export),
+        (cuda_ipc, "gpu_uuid", lambda: "gpu"),
+        (cuda_ipc, "peer_obstacle", lambda gpu: None),
+    ):
+        monkeypatch.setattr(where, name, value, raising=False)
+    return recorder
+
+
+def on_gpu(gpu, x):
+    """A Dask array of NumPy blocks, with CuPy ones."""
+    meta = gpu.empty((0,) * x.ndim, x.dtype)
+    return x.map_blocks(gpu.written, dtype=x.dtype, meta=meta)
+
+
+def kernel(gpu, function):
+    """A function that fills `out` on the device, as NumPy's function does on the host."""
+
+    def run(*given, out=None, **kwargs):
+        arrays = [each for each in given if isinstance(each, Array)]
+        stream = gpu.current[-1].name
+        assert stream != "null"
+        values = [getattr(each, "values", each) for each in given]
+        if out is None:
+            return arrays[0].made(lambda own, *others: function(own, *others, **kwargs), *given[1:])
+        gpu.do(stream, "the function", reads=arrays, writes=[out])
+        return function(*values, out=out.values, **kwargs)
+
+    return run
+
+
+def member_tasks(y):
+    """The tasks of a section's members, by rank."""
+    graph = y.__dask_graph__()
+    tasks = [task for task in dict(graph).values() if isinstance(task, MemberTask)]
+    return sorted(tasks, key=lambda task: task.key[1])
+
+
+def run_section(gpu, y, inputs, **kwargs):
+    """Run all members of a section that makes `y`; return the values of the arrays that it makes.
+
+    `inputs` are the values of its inputs, which are put on the device as blocks.
+    """
+    task = member_tasks(y)[0]
+    members, body = task.args[2], task.body
+
+    def function(ctx):
+        share = box_slices(ctx.box)
+        boxes = [box_slices(box) for _, box in members.blocks(ctx.rank)]
+        tasks = gpu.stream()  # that made the blocks, and has perhaps not done so yet
+        blocks = [[gpu.written(x[share][box], tasks) for box in boxes] for x in inputs]
+        try:
+            made = body(ctx, *blocks)
+        except BaseException:
+            gpu.synchronize()  # what made them may be at work
+            raise
+        gpu.check()
+        wholes = [np.full(members.shape(ctx.rank), np.nan, body.dtype) for _ in made]
+        for whole, blocks in zip(wholes, made, strict=True):
+            for box, block in zip(boxes, blocks, strict=True):
+                whole[box] = gpu.read(block)
+        return wholes
+
+    kwargs = {"device": Gpu, **kwargs}
+    outputs = [np.full(inputs[0].shape, np.nan, body.dtype) for _ in range(body.outputs)]
+    for rank, shares in enumerate(run_gang(members, function, **kwargs)):
+        for output, share in zip(outputs, shares, strict=True):
+            output[box_slices(members.box(rank))] = share
+    return outputs

@@ -1,0 +1,132 @@
+"""Gangs of CuPy arrays on a cluster whose workers are threads here, with one GPU that records."""
+
+from __future__ import annotations
+
+import gc
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, Reschedule
+
+from dask_p2p import iterate, spmd
+from dask_p2p.errors import DeviceLostError
+from dask_p2p.sections import devices, member
+from dask_p2p.sections.rim_windows import RimWindows
+from tests.sections.emulated import emulated_gpu, kernel
+from tests.sections.support import nothing_is_left
+from tests.sections.test_iterate import reference, star
+
+X = np.random.default_rng(0).normal(size=(12, 10))
+here = {}  # what functions find that travel by their names
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    here["gpu"] = emulated_gpu(monkeypatch)
+    yield here["gpu"]
+    here.clear()
+    gc.collect()
+
+
+@pytest.fixture
+def client(gpu):
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=2, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def up(block):
+    return here["gpu"].written(block)
+
+
+def down(block):
+    return here["gpu"].read(block)
+
+
+def on_star(u, out):
+    kernel(here["gpu"], star)(u, out=out)
+
+
+def array():
+    meta = here["gpu"].empty((0, 0), "f8")
+    return da.from_array(X, chunks=(3, 5)).map_blocks(up, dtype="f8", meta=meta)
+
+
+def on_host(y):
+    return y.map_blocks(down, dtype=y.dtype, meta=np.empty((0, 0))).compute()
+
+
+def test_values_and_what_is_left(gpu, client, monkeypatch):
+    made, original = [], RimWindows._open
+
+    def noted(rims):
+        original(rims)
+        made.append(len(rims._windows))
+
+    monkeypatch.setattr(RimWindows, "_open", noted)
+    (wanted,) = reference(star, [X], 1, 7, "periodic")
+    left_bytes = []
+    for _ in range(3):
+        got = on_host(iterate(on_star, array(), 1, 7, checkpoint_every=2))
+        assert np.array_equal(got, wanted)
+        gpu.check()
+        nothing_is_left(client)
+        left_bytes.append(gpu.live_bytes)
+    assert made == [1] * 6
+    assert len(set(left_bytes)) == 1, "windows, padded shares and outputs have gone"
+
+
+def fails_once(ctx, x):
+    p = ctx.padded(x, boundary="periodic")
+    for step in ctx.steps(6, [p.inner], every=2):
+        ctx.halo(p)
+        if step == 4 and ctx.rank and not here.setdefault("failed", 0):
+            here["failed"] = 1
+            ctx._links._links[0].socket.close()  # as a peer's end is seen
+        on_star(p.data, p.inner.copy())
+        p.inner[...] = p.inner.made(lambda values: values + 1)
+    return p.inner
+
+
+def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
+    monkeypatch.setattr(devices, "_LINGER_S", 0.05)
+    try:
+        y = on_host(spmd(fails_once, array()))
+    finally:
+        here.pop("failed", None)
+    assert np.allclose(y, X + 6)
+    gpu.check()
+    nothing_is_left(client)
+
+
+def loses_its_gpu(ctx, x):
+    if ctx.rank and not here.setdefault("lost", 0):
+        here["lost"] = 1
+        raise DeviceLostError("the GPU of this process works no more")
+    ctx.barrier()
+    return x
+
+
+def test_only_the_worker_whose_gpu_is_lost_leaves(gpu, client, monkeypatch):
+    """All members come again."""
+    leaving = []
+
+    def leaves(context, error):
+        leaving.append(str(error))
+        raise Reschedule
+
+    monkeypatch.setattr(member, "go_elsewhere", leaves)
+    assert np.array_equal(on_host(spmd(loses_its_gpu, array())), X)
+    assert leaving == ["the GPU of this process works no more"]
+    nothing_is_left(client)
+
+
+def test_a_lost_gpu_is_named_where_no_worker_can_leave(gpu, client):
+    with pytest.raises(DeviceLostError, match="works no more"):
+        spmd(loses_its_gpu, array()).compute()
+    nothing_is_left(client)

@@ -1,0 +1,227 @@
+"""Rims between GPUs: values, and that every access of memory comes after those before it."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from types import SimpleNamespace
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import iterate
+from dask_p2p.errors import SectionError
+from dask_p2p.plans.members import Members
+from dask_p2p.plans.orders import ORDERS
+from dask_p2p.sections import rim_windows, windows
+from dask_p2p.sections.devices import Gpu
+from dask_p2p.sections.links import Links
+from dask_p2p.sections.rim_windows import RimWindows
+from dask_p2p.transports.in_place import cuda_ipc
+from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
+from tests.sections.gangs import run_gang
+from tests.sections.test_iterate import reference, star
+from tests.simulation.streams import RaceError, Stream
+
+X = np.random.default_rng(0).normal(size=(12, 10))
+CHUNKS = ((3, 4, 5), (6, 4))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return emulated_gpu(monkeypatch)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Of each exchange that is made, the ranks whose windows it reads."""
+    found, original = [], RimWindows._open
+
+    def noted(rims):
+        original(rims)
+        found.append(sorted(rims._windows))
+
+    monkeypatch.setattr(RimWindows, "_open", noted)
+    return found
+
+
+def heat(gpu, steps=5, members=4, x=X, **kwargs):
+    a = on_gpu(gpu, da.from_array(x, chunks=CHUNKS))
+    return iterate(kernel(gpu, star), a, 1, steps, members=members, **kwargs)
+
+
+def check(gpu, y, steps=5, boundary="periodic", x=X, **kwargs):
+    (got,) = run_section(gpu, y, [x], **kwargs)
+    assert np.array_equal(got, reference(star, [x], 1, steps, boundary)[0])
+    gc.collect()
+    gpu.check()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("boundary", ["periodic", "nearest", 0.5])
+@pytest.mark.parametrize("members", [1, 2, 4, 6])
+@pytest.mark.parametrize("has_windows", [True, False])
+def test_values(gpu, opened, has_windows, members, boundary, overlap):
+    y = heat(gpu, members=members, boundary=boundary, overlap=overlap)
+    check(gpu, y, boundary=boundary, device=partial(Gpu, has_windows=has_windows))
+    assert len(opened) == members
+    assert all(opened) if has_windows and members > 1 else not any(opened)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c8"])
+def test_dtypes(gpu, dtype):
+    x = X.astype(dtype)
+    check(gpu, heat(gpu, x=x), x=x)
+
+
+@pytest.mark.parametrize("exchange", ORDERS[1:])
+def test_orders_of_messages(gpu, opened, exchange):
+    check(gpu, heat(gpu, exchange=exchange, members=6))
+    assert all(opened)
+
+
+def test_members_of_other_hosts_get_messages(gpu, opened, monkeypatch):
+    """Of a square of four, those of one row are on one host."""
+    monkeypatch.setattr(
+        Links, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
+    )
+    check(gpu, heat(gpu))
+    assert sorted(opened) == [[0], [1], [2], [3]]
+
+
+def test_windows_that_one_side_cannot_read_are_not_used(gpu, opened, monkeypatch):
+    original = rim_windows.opened
+
+    def opens(device, told, size_bytes):
+        return None if device._links.place[0] == 0 else original(device, told, size_bytes)
+
+    monkeypatch.setattr(rim_windows, "opened", opens)
+    check(gpu, heat(gpu))
+    assert sorted(opened) == [[], [1, 2], [3], [3]]
+
+
+def test_memory_that_cannot_be_exported_is_not_read(gpu, opened, monkeypatch):
+    def refuses(block):
+        raise cuda_ipc.TransferError("managed")
+
+    monkeypatch.setattr(cuda_ipc, "export", refuses)
+    check(gpu, heat(gpu))
+    assert opened == [[]] * 4
+
+
+def test_one_way_neighbours_get_messages(gpu, opened):
+    """Two slots are not enough where nobody waits for the reader."""
+
+    def shifted(u, out):
+        out[:] = u[:-1]
+
+    x = np.arange(12.0)
+    a = on_gpu(gpu, da.from_array(x, chunks=3))
+    y = iterate(kernel(gpu, shifted), a, {0: (1, 0)}, 9, boundary=0.0, members=4)
+    (got,) = run_section(gpu, y, [x])
+    assert got.tolist() == [0] * 9 + [0, 1, 2]
+    assert opened == [[]] * 4
+
+
+def test_calls_that_differ_are_found(gpu):
+    members = Members(((4, 4),), (2,))
+
+    def function(ctx):
+        with ctx.device.running([]):
+            p = ctx.padded(gpu.written(np.ones(4)), boundary="periodic")
+            for _ in range(3):
+                ctx.halo(p)
+            if ctx.rank:
+                ctx.barrier()
+            else:
+                ctx.halo(p)
+
+    with pytest.raises(SectionError, match=r"member 0 called halo\(\).* and member 1 called barr"):
+        run_gang(members, function, device=Gpu)
+
+
+# --- what is lost if one of the rules is
+
+
+def one_slot(monkeypatch):
+    for module in (windows, rim_windows):
+        monkeypatch.setattr(module, "SLOTS", 1)
+
+
+def nobody_waits_for_peers(monkeypatch):
+    monkeypatch.setattr(windows.PeerWindow, "wait", lambda window, stream, slot: None)
+
+
+def recorded_before_it_is_packed(monkeypatch):
+    outgoing, begin = RimWindows.outgoing, RimWindows.begin
+
+    def early(rims):
+        found = outgoing(rims)
+        if rims._own is not None:
+            rims._own.events[rims._exchanges % rim_windows.SLOTS].record(rims._gpu.stream)
+        return found
+
+    def without(rims, beside):
+        events = rims._own.events
+        rims._own.events = [SimpleNamespace(record=lambda stream: None)] * len(events)
+        try:
+            return begin(rims, beside)
+        finally:
+            rims._own.events = events
+
+    monkeypatch.setattr(RimWindows, "outgoing", early)
+    monkeypatch.setattr(RimWindows, "begin", without)
+
+
+def unpacked_before_it_is_there(monkeypatch):
+    original = RimWindows._open_windows
+
+    def opens(rims, links):
+        original(rims, links)
+        rims._pulled = SimpleNamespace(record=lambda stream: None, clock={})
+
+    monkeypatch.setattr(RimWindows, "_open_windows", opens)
+
+
+def pulled_over_what_is_not_unpacked(monkeypatch):
+    original = Stream.wait_event
+
+    def wait(stream, event):
+        if not hasattr(event, "ptr"):  # else it is the own one of those that peers wait for
+            original(stream, event)
+
+    monkeypatch.setattr(Stream, "wait_event", wait)
+    monkeypatch.setattr(
+        windows.PeerWindow,
+        "wait",
+        lambda w, stream, slot: original(stream, stream.recorder.events[w._events[slot]]),
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        one_slot,
+        nobody_waits_for_peers,
+        recorded_before_it_is_packed,
+        unpacked_before_it_is_there,
+        pulled_over_what_is_not_unpacked,
+    ],
+)
+def test_each_rule_is_needed(gpu, monkeypatch, broken, overlap):
+    broken(monkeypatch)
+    with pytest.raises((RaceError, AssertionError)):
+        check(gpu, heat(gpu, steps=9, overlap=overlap), steps=9)
+
+
+def test_windows_go_when_nobody_reads_them(gpu):
+    """Also those of exchanges that the function has forgotten."""
+    check(gpu, heat(gpu))
+    gc.collect()
+    before = gpu.live_bytes
+    for _ in range(3):
+        check(gpu, heat(gpu))
+        gc.collect()
+        assert gpu.live_bytes == before
