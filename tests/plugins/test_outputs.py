@@ -160,7 +160,7 @@ def test_outputs_of_a_gpu_are_pinned_and_their_memory_is_kept(gpu):
 def test_what_is_small_or_large_is_not_pinned(gpu):
     async def main():
         memory = PinnedOutputs(Worker(), 60, None)
-        for shape in ((100,), (4 * MIB // 8 + 1,)):
+        for shape in ((100,), (16 * MIB // 8 + 1,)):
             assert not is_pinned(taken(memory, shape))
         assert not is_pinned(taken(PinnedOutputs(Worker(None), 60, None)))
         assert gpu.pinned == {}

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import weakref
+from contextlib import closing
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -28,12 +29,12 @@ from dask_p2p.transports.in_place import descriptor as description
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
 from dask_p2p.transports.in_place.reading import DirectoryOptions
-from dask_p2p.transports.reading import Request
 from dask_p2p.transports.replies import ask_and_wait
 from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.in_place.test_cuda_ipc import FakeRuntime
 from tests.transports.loopback import linked, wait_until
+from tests.transports.reading import open_block
 
 MIB = 2**20
 
@@ -341,9 +342,14 @@ def test_a_block_that_is_spilled_to_host_memory_comes_another_way(setup, monkeyp
     array = np.arange(6.0)
     setup.put("block", array)
     monkeypatch.setattr(same_host, "backend_for", lambda block: NUMPY)
-    wanted = Request("block", "holder", array.shape, array.dtype, "cupy", [((0, 6),)])
+
+    def read():
+        of = "holder", "block", array.shape, array.dtype, "cupy"
+        with closing(open_block(setup.reader, *of, [((0, 6),)], options())) as remote:
+            return remote.whole(setup.to_numpy, 20)
+
     with pytest.raises(UnsuitableError, match=r"ipc is not for .* where arrays of numpy do"):
-        setup.reader.open(wanted, options())
+        read()
     assert setup.serving.usage() == {"published": 0, "mapped": 0}
     monkeypatch.setattr(same_host, "backend_for", lambda block: CUPY)
-    setup.reader.open(wanted, options()).close()  # Dask has brought it back
+    np.testing.assert_array_equal(read(), array)  # Dask has brought it back
