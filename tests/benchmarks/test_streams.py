@@ -65,7 +65,7 @@ def test_ways_of_dask_are_checked(client, monkeypatch):
     for way in [streams.PINNED, streams.PAGEABLE, streams.REGISTERED]:
         assert measured[way]() > 0
     wrong = streams.mapping(client, 1000, fallback="numpy")
-    monkeypatch.setattr(streams.dask_p2p, "map_on_gpu", lambda function, x, **kwargs: x)
+    monkeypatch.setattr(streams.dask_p2p, "map_on_gpu", lambda function, x, **kwargs: x + 0)
     with pytest.raises(ClickException, match="values are wrong"):
         wrong[streams.PAGEABLE]()
 
@@ -76,7 +76,7 @@ def test_transposes_are_checked(client, monkeypatch):
     (measure,) = streams.transposing(client, 1000).values()
     assert measure() > 0
     (wrong,) = streams.transposing(client, 1000).values()
-    monkeypatch.setattr(streams.dask_p2p, "transpose", lambda x: x)
+    monkeypatch.setattr(streams.dask_p2p, "transpose", lambda x: x + 0)
     with pytest.raises(ClickException, match="values are wrong"):
         wrong()
     monkeypatch.undo()

@@ -24,6 +24,9 @@ def emulated_gpu(monkeypatch):
     """A recorder in the place of CuPy. All members have one GPU, and read each other's windows."""
     recorder = emulated(monkeypatch)
     numbers = itertools.count()  # which two members do not get at the same time
+    mappings = cuda_ipc.Mappings()
+    # It would close what is unused when another test runs, without this CuPy.
+    monkeypatch.setattr(mappings._timer, "start", lambda: None)
 
     def export(block):
         handle = block.data.ptr.to_bytes(8, "little").hex()
@@ -46,7 +49,7 @@ def emulated_gpu(monkeypatch):
         (DeviceQueue, "_per_thread", threading.local()),
         (DeviceQueue, "_kept_slots", KeptSlots()),
         (Gpu, "_idle", type(Gpu._idle)(list)),
-        (windows, "_mappings", cuda_ipc.Mappings()),
+        (windows, "_mappings", mappings),
         (windows, "separation", lambda own, peer: None),
         (cuda_ipc, "export", export),
         (cuda_ipc, "gpu_uuid", lambda: "gpu"),
