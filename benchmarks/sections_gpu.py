@@ -7,7 +7,7 @@
 the kernel goes round along the others. What `iterate` takes for a step is the difference between
 many steps and one, over the number of steps. The kernel alone runs in a worker, on memory of the
 same layout, with nothing exchanged. Values are compared with NumPy's first. Each thing that is
-timed has a time-out, after which the others follow. It has not been run on GPUs yet.
+timed has a time-out, after which the others follow. It has been run on one GPU, by one worker.
 """
 
 from __future__ import annotations

@@ -110,10 +110,6 @@ def map_on_gpu(
     BlockMismatchError
         When it runs, if `func` returns something else than it should.
 
-    Notes
-    -----
-    Not yet measured on GPUs. The order of copies and kernels was tested with an emulated one.
-
     Examples
     --------
     >>> import dask.array as da

@@ -49,7 +49,7 @@ class Recorder:
         self.idle = defaultdict(list)  # memory that came back, by stream and size
         self.accesses = defaultdict(list)  # (what, timeline, tick, is_write) by word
         self.streams, self.events = {}, {}
-        self._numbers = itertools.count(1)
+        self._numbers = iter(range(1, 2**62))  # which can be pickled
         self.lock = threading.RLock()
         self._null, self._per_thread = self.stream("null"), threading.local()
         self.pinned = {}  # sizes by address, of the host
