@@ -12,7 +12,6 @@ others know to be done.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import sys
 import threading
 import weakref
