@@ -369,7 +369,7 @@ class TestCma(Conformance):
         assert setup.serving.usage() == {"published": 1}
         np.testing.assert_array_equal(remote.request().result(), array)
         wait_until(lambda: setup.serving.usage() == {"published": 0})
-        assert not os.path.exists(setup.serving.directory.folder)
+        wait_until(lambda: not os.path.exists(setup.serving.directory.folder))
 
     def test_a_reader_with_its_last_file_descriptor(self, setup, block, monkeypatch):
         key, array = block
