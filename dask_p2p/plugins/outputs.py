@@ -26,7 +26,7 @@ __all__ = ["OutputMemory", "PinnedOutputs"]
 
 _LEAST_BYTES = 2**20  # less is allocated sooner than it is looked for
 _PINNED_SHARE = 2  # of a worker's memory limit is pinned at most: the system cannot take that back
-_STEPS = 8  # sizes of pinned memory from one power of two to the next
+_STEPS = 8  # sizes of memory from one power of two to the next
 
 
 class OutputMemory(Buffers):
@@ -46,13 +46,24 @@ class OutputMemory(Buffers):
     def empty(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
         """Return an array whose values are undefined, for what the queue will do."""
         size_bytes = prod(shape) * dtype.itemsize
-        # Of what is not kept no more is allocated than it needs: a buffer is up to twice as large.
-        is_kept = size_bytes >= _LEAST_BYTES and self.size_of(size_bytes) <= self._most_bytes
         if queue.kind != self.kind or dtype.hasobject:
             return queue.empty(shape, dtype)
-        array = self.take(tuple(shape), dtype) if is_kept else queue.empty(shape, dtype)
+        # Of what is not kept no more is allocated than it needs: a buffer is larger.
+        if size_bytes >= _LEAST_BYTES and self.size_of(size_bytes) <= self._most_bytes:
+            return self.take(tuple(shape), dtype)
+        array = queue.empty(shape, dtype)
         first_touch(array)
         return array
+
+    def size_of(self, nbytes: int) -> int:
+        # All of it is there, whatever part is used: its pages are touched, or pinned, once.
+        step_bytes = max(_LEAST_BYTES, buffer_bytes(nbytes) // 2 // _STEPS)
+        return -(-nbytes // step_bytes) * step_bytes
+
+    def _allocate(self, size_bytes: int) -> Any:
+        memory = super()._allocate(size_bytes)
+        first_touch(memory)
+        return memory
 
     @property
     def _most_bytes(self) -> int:
@@ -103,11 +114,6 @@ class PinnedOutputs(OutputMemory):
     def pinned_bytes(self) -> int:
         """Of all memory that is pinned: of outputs, and of what is kept."""
         return sum(list(self._pinned.values()))
-
-    def size_of(self, nbytes: int) -> int:
-        # Unlike other memory it is there as a whole, whatever part of it is used.
-        step_bytes = max(_LEAST_BYTES, buffer_bytes(nbytes) // 2 // _STEPS)
-        return -(-nbytes // step_bytes) * step_bytes
 
     def empty(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
         try:
