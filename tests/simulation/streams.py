@@ -465,7 +465,7 @@ def emulated(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
     monkeypatch.setattr(dask_p2p.backends, "cupy_kernels", kernels(recorder), raising=False)
     for where, name, value in (
-        (HostStreams, "_per_thread", threading.local()),
+        (HostStreams, "_streams", {}),
         (HostStreams, "_kept_slots", KeptSlots()),
         (HostStreams, "_kept_host_slots", KeptSlots()),
         (device, "_private", {}),
