@@ -167,8 +167,9 @@ class _Block:
             self._of.keep(self._slots, self._host_slots)
 
     def wait(self) -> None:
-        """Wait until the last part is done, and so all of them."""
-        self._events["down", (len(self._plan.parts) - 1) % SLOTS].synchronize()
+        """Wait until the last part is done on all streams, and so all of them."""
+        for what in self._of.streams:
+            self._events[what, (len(self._plan.parts) - 1) % SLOTS].synchronize()
         self._of.timings.read()
 
     def close(self) -> None:
