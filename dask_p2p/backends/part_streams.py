@@ -164,7 +164,12 @@ class _Block:
         """
         if self._has_slots:
             self._has_slots = False
-            self._of.keep(self._slots, self._host_slots)
+            oldest_first = (self._rotated(slots) for slots in (self._slots, self._host_slots))
+            self._of.keep(*oldest_first)
+
+    def _rotated(self, slots: list[Slot]) -> list[Slot]:
+        first = len(self._plan.parts) % max(1, len(slots))
+        return slots[first:] + slots[:first]
 
     def wait(self) -> None:
         """Wait until the last part is done on all streams, and so all of them."""

@@ -211,6 +211,19 @@ def test_slots_that_nobody_keeps_last_until_the_block_is_done(gpu):
     followed(gpu, *works, before=PartStreams.drop_slots)
 
 
+def test_the_next_block_begins_in_the_slot_that_is_free_first(gpu):
+    work = Work(gpu, array())
+    taken = []
+
+    def begin():
+        (taken[:],) = PartStreams._kept_slots._kept[0]
+
+    PartStreams(NEVER, pytest.fail, hand_on=begin).run(work, array(True))
+    assert len(work.plan.parts) % SLOTS == 1
+    next_up, then, last_down = (slot.memory.data.ptr for slot in taken)
+    assert last_down < next_up < then, "the last part lies in the slot that was the first one"
+
+
 def test_one_block_at_a_time_is_waited_for_beside_others(gpu):
     """However many a worker has: the next one begins when the one before is done."""
     waiting = PartStreams._waits
