@@ -2,10 +2,10 @@
 
 ::
 
-    host      [fill 0][fill 1]        [fill 2]        [empty 0][fill 3]       [empty 1] ...
-    up                [part 0][part 1]        [part 2]                [part 3]
-    run                       [part 0][part 1]        [part 2]
-    down                              [part 0][part 1]        [part 2]
+    threads   [fill 0][fill 1][fill 2]        [fill 3][empty 0]       [empty 1] ...
+    up                [part 0][part 1][part 2]        [part 3]
+    run                       [part 0][part 1][part 2]        [part 3]
+    down                              [part 0][part 1][part 2]
 
 `dask_p2p.plans.parts.steps` says what is done in which order, and what each step waits for: here
 that is done, with an event for each stream and slot. Where an array lies in pinned memory, copies
@@ -17,6 +17,7 @@ CuPy is imported when a method is called, never with this module.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ import numpy as np
 
 from dask_p2p.backends import device as device_module
 from dask_p2p.backends.base import SLOTS, Timer
-from dask_p2p.backends.host_copies import copy_on_host
+from dask_p2p.backends.host_copies import begin_copy, copy_on_host
 from dask_p2p.backends.host_streams import HostStreams, array_in, pitch_of
 from dask_p2p.backends.pinned import is_pinned, registered
 from dask_p2p.backends.pitch import Pitch
@@ -144,6 +145,7 @@ class _Block:
         self._count = min(SLOTS, len(work.plan.parts))
         self._slots = of.device_slots(self._count, work.plan.slot_bytes)
         self._host_slots: list[Slot] = []  # which may not be needed
+        self._filling: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # by slot
         self._has_slots = True
         event = partial(of.cupy.cuda.Event, disable_timing=True)
         self._events = {(what, slot): event() for what in of.streams for slot in range(self._count)}
@@ -179,6 +181,8 @@ class _Block:
 
     def close(self) -> None:
         """Give everything back; only when the streams are done with it."""
+        for number in list(self._filling):
+            self._wait_until_filled(number)
         for slot in self._slots:
             slot.results.pop(self, None)
         self._made = None
@@ -197,6 +201,7 @@ class _Block:
         else:
             stream, timer = self._of.streams[step.what], getattr(self._of.copied, step.what)
             if step.what == "up":
+                self._wait_until_filled(slot)
                 events += self._of_block_before(self._slots, part, slot)
             for event in events:
                 stream.wait_event(event)
@@ -207,14 +212,18 @@ class _Block:
             self._note_use(step.what, slot)
 
     def _fill(self, part: Part, slot: int, events: list[Any]) -> None:
-        """Have threads copy into a slot of the host what copies up cannot begin at."""
+        """Have threads begin to copy into a slot of the host what copies up cannot begin at."""
         for number, (view, at) in enumerate(self._inputs(part)):
             if view.size and self._pitch(number, view) is None:
                 to = array_in(self._host(slot), at, view)
                 for event in (*events, *self._of_block_before(self._host_slots, part, slot)):
                     event.synchronize()
-                copy_on_host(to, view)
+                self._filling[slot].append(begin_copy(to, view))
                 self._of.copied.staged_bytes += view.nbytes
+
+    def _wait_until_filled(self, slot: int) -> None:
+        for wait in self._filling.pop(slot, ()):
+            wait()
 
     def _of_block_before(self, slots: list[Slot], part: Part, slot: int) -> list[Any]:
         """Return what tells that a block before no longer needs a slot, if this part is first."""

@@ -308,6 +308,7 @@ def test_slots_that_are_kept_come_before_an_error(gpu):
         (("run", "down"), True, True, False),
         (("down", "empty"), True, False, False),
         ("the end", True, True, False),
+        ("the threads", False, True, False),
     ],
     ids=str,
 )
@@ -324,6 +325,8 @@ def test_without_an_event_a_race_is_found(
     monkeypatch.setattr(part_streams, "steps", fewer)
     if left_out == "the end":
         monkeypatch.setattr(part_streams._Block, "wait", lambda self: None)
+    if left_out == "the threads":
+        monkeypatch.setattr(part_streams._Block, "_wait_until_filled", lambda *args: None)
     out = np.empty((ROWS, COLUMNS)) if is_reduced else array(pinned_out)
     work = Work(gpu, array(pinned_in), is_reduced=is_reduced, in_place=True)
     with pytest.raises(RaceError):
