@@ -2,13 +2,13 @@
 
     python -m benchmarks.streams --megabytes 16 --megabytes 4096 --json FILE
 
-The first three ways are those of M. Harris, "How to Overlap Data Transfers in CUDA C/C++", and of
-G. Ruetsch and M. Fatica for CUDA Fortran: an array of pinned memory goes to the GPU as a whole,
-through a function and back; or in four parts on four streams, given to them part by part, or kind
-by kind. The others are Dask arrays on one worker: `map_on_gpu`, and the transpose of a square array
-by the CPU and by the GPU (`p2p.permute-numpy`). Each way is run twice in a row, and the second run
-is timed: outputs find the memory that the first has left, as in a chain of calls. The first result
-of each way is checked. It needs a GPU.
+The first ways are those of M. Harris, "How to Overlap Data Transfers in CUDA C/C++", and of G.
+Ruetsch and M. Fatica for CUDA Fortran: an array of pinned memory goes to the GPU as a whole, through
+a function and back; or in four parts on four streams, given to them part by part, or kind by kind;
+or in 32 parts. The others are Dask arrays on one worker: `map_on_gpu`, and the transpose of a square
+array and its rechunk to slabs along the other axis, by the CPU and by the GPU (`p2p.permute-numpy`).
+Each way is run twice in a row, and the second run is timed: outputs find the memory that the first
+has left, as in a chain of calls. The first result of each way is checked. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ from dask_p2p.backends.pinned import Pinned
 __all__ = ["by_kind", "by_part", "main"]
 
 _STREAMS = 4  # of the article
+_PARTS = 32
 _BLOCKS = 4
 SEQUENTIAL, BY_PART, BY_KIND = "one after the other", "parts, part by part", "parts, kind by kind"
+MANY_PARTS = "32 parts, part by part"
 PINNED, PAGEABLE = "map_on_gpu, pinned", "map_on_gpu, pageable"
 REGISTERED, USERS = "map_on_gpu, pinned where it lies", "asarray, function, asnumpy"
 TRANSPOSED = {"cpu": "transpose, by the CPU", "gpu": "transpose, by the GPU"}
+RECHUNKED = {"cpu": "rechunk, by the CPU", "gpu": "rechunk, by the GPU"}
 _NEVER = "1 PiB"
 
 Issued = Iterator[tuple[str, int]]
@@ -98,7 +101,8 @@ class Issuer:
         size = -(-self._source.size // count)
         results: dict[int, Any] = {}
         for what, number in issued:
-            part, stream = slice(number * size, (number + 1) * size), self._streams[number]
+            part = slice(number * size, (number + 1) * size)
+            stream = self._streams[number % _STREAMS]
             host, memory = self._source[part], self._memory[part]
             with stream:
                 if what == "up":
@@ -138,6 +142,7 @@ def issuing(size: int) -> dict[str, Callable[[], float]]:
         SEQUENTIAL: way(by_kind, 1),
         BY_PART: way(by_part, _STREAMS),
         BY_KIND: way(by_kind, _STREAMS),
+        MANY_PARTS: way(by_part, _PARTS),
     }
 
 
@@ -170,16 +175,22 @@ def unchanged(a: Any) -> Any:
 
 
 def transposing(client: Any, size: int) -> dict[str, Callable[[], float]]:
-    """Return what measures a transpose of about so many elements, in ordinary memory."""
+    """Return what measures a transpose and a rechunk of about so many elements."""
     side = isqrt(size)
     x = da.arange(side**2, dtype="f4", chunks=-1).reshape(side, side)
     x = client.persist(x.rechunk((-(-side // _BLOCKS), side)))
 
-    def transposed(by: str) -> Any:
+    def moved(verb: Callable[..., Any], by: str) -> Any:
         with dask.config.set({"p2p.permute-numpy": by}):
-            return dask_p2p.transpose(x)
+            return verb(x)
 
-    return {way: _of_dask(client, partial(transposed, by), x.T) for by, way in TRANSPOSED.items()}
+    rechunk = partial(dask_p2p.rechunk, chunks=x.chunks[::-1])
+    verbs = ((TRANSPOSED, dask_p2p.transpose, x.T), (RECHUNKED, rechunk, x))
+    return {
+        way: _of_dask(client, partial(moved, verb, by), wanted)
+        for ways, verb, wanted in verbs
+        for by, way in ways.items()
+    }
 
 
 def _of_dask(client: Any, make: Callable[[], Any], wanted: Any) -> Callable[[], float]:
