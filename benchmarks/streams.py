@@ -3,12 +3,13 @@
     python -m benchmarks.streams --megabytes 16 --megabytes 4096 --json FILE
 
 The first ways are those of M. Harris, "How to Overlap Data Transfers in CUDA C/C++", and of G.
-Ruetsch and M. Fatica for CUDA Fortran: an array of pinned memory goes to the GPU as a whole, through
-a function and back; or in four parts on four streams, given to them part by part, or kind by kind;
-or in 32 parts. The others are Dask arrays on one worker: `map_on_gpu`, and the transpose of a square
-array and its rechunk to slabs along the other axis, by the CPU and by the GPU (`p2p.permute-numpy`).
-Each way is run twice in a row, and the second run is timed: outputs find the memory that the first
-has left, as in a chain of calls. The first result of each way is checked. It needs a GPU.
+Ruetsch and M. Fatica for CUDA Fortran: an array of pinned memory goes to the GPU as a whole,
+through a function and back; or in four parts on four streams, given to them part by part, or kind
+by kind; or in 32 parts. The others are Dask arrays of eight blocks on one worker: `map_on_gpu`, and
+the transpose of a square array and its rechunk to slabs along the other axis, by the CPU and by the
+GPU (`p2p.permute-numpy`). Each way is run twice in a row, and the second run is timed: outputs find
+the memory that the first has left, as in a chain of calls. The first result of each way is checked.
+It needs a GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from distributed import Client, wait
 import dask_p2p
 from benchmarks.environment import environment
 from benchmarks.growth import write
+from dask_p2p.backends import host_copies
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.pinned import Pinned
 
@@ -37,14 +39,14 @@ __all__ = ["by_kind", "by_part", "main"]
 
 _STREAMS = 4  # of the article
 _PARTS = 32
-_BLOCKS = 4
+_BLOCKS = 8
 SEQUENTIAL, BY_PART, BY_KIND = "one after the other", "parts, part by part", "parts, kind by kind"
 MANY_PARTS = "32 parts, part by part"
 PINNED, PAGEABLE = "map_on_gpu, pinned", "map_on_gpu, pageable"
 REGISTERED, USERS = "map_on_gpu, pinned where it lies", "asarray, function, asnumpy"
 TRANSPOSED = {"cpu": "transpose, by the CPU", "gpu": "transpose, by the GPU"}
 RECHUNKED = {"cpu": "rechunk, by the CPU", "gpu": "rechunk, by the GPU"}
-_NEVER = "1 PiB"
+_AS_IT_IS = host_copies._MOST_THREADS, host_copies._FEW_THREADS
 
 Issued = Iterator[tuple[str, int]]
 
@@ -146,13 +148,18 @@ def issuing(size: int) -> dict[str, Callable[[], float]]:
     }
 
 
-def mapping(client: Any, size: int, fallback: str | None = None) -> dict[str, Callable[[], float]]:
+def mapping(
+    client: Any, size: int, threads: Sequence[int] = (), fallback: str | None = None
+) -> dict[str, Callable[[], float]]:
     """Return what measures each way of Dask's: from `persist` to `wait`, of blocks in memory."""
     x = client.persist(da.arange(size, dtype="f4", chunks=-(-size // _BLOCKS)))
 
-    def on_gpu(of: Any, register_from: str = _NEVER, by: Callable[..., Any] = function) -> Any:
-        with dask.config.set({"p2p.map-on-gpu.register-from": register_from}):
-            return dask_p2p.map_on_gpu(by, of, dtype="f4", fallback=fallback)
+    def on_gpu(of: Any, by: Callable[..., Any] = function) -> Any:
+        return dask_p2p.map_on_gpu(by, of, dtype="f4", fallback=fallback)
+
+    def copied_by(most: int, few: int = 0) -> Any:
+        client.run(_fill_by, most, few)
+        return on_gpu(x)
 
     def by_users() -> Any:
         import cupy
@@ -162,11 +169,19 @@ def mapping(client: Any, size: int, fallback: str | None = None) -> dict[str, Ca
     same = client.persist(on_gpu(x, by=unchanged))  # whose blocks lie in pinned memory
     ways: dict[str, Callable[[], Any]] = {
         PINNED: partial(on_gpu, same),
-        PAGEABLE: partial(on_gpu, x),
-        REGISTERED: partial(on_gpu, x, "1 B"),
+        PAGEABLE: partial(copied_by, *_AS_IT_IS),
+        REGISTERED: partial(copied_by, 1, 2),
         USERS: by_users,
     }
+    ways |= {f"{PAGEABLE}, {count} thread(s)": partial(copied_by, count) for count in threads}
     return {way: _of_dask(client, make, function(x)) for way, make in ways.items()}
+
+
+def _fill_by(most: int, few: int) -> None:
+    """Have a worker fill slots by so many threads; if these are few, pin blocks where they lie."""
+    host_copies._MOST_THREADS, host_copies._FEW_THREADS = most, few
+    host_copies._cores.cache_clear()
+    host_copies._threads.cache_clear()
 
 
 def unchanged(a: Any) -> Any:
@@ -233,8 +248,12 @@ def _measuring(
 @click.command(context_settings={"show_default": True})
 @click.option("--megabytes", "sizes", multiple=True, type=int, default=(16, 1024), help="In, MiB.")
 @click.option("--repeats", default=7, help="Rounds after a first one.")
+@click.option("--threads", multiple=True, type=int, help="That fill slots; repeatable.")
+@click.option("--only", default="", help="Ways whose names have this in them.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
-def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
+def main(
+    sizes: Sequence[int], repeats: int, threads: Sequence[int], only: str, path: Path | None
+) -> None:
     """Time an array of float32 in host memory on its way through a GPU and back."""
     if (obstacle := gpu_obstacle()) is not None:
         raise click.ClickException(
@@ -245,7 +264,8 @@ def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
     with dask_p2p.local_cluster(1, gpus=True) as cluster, Client(cluster) as client:
         for megabytes in sizes:
             size = megabytes * 2**18
-            measured = issuing(size) | mapping(client, size) | transposing(client, size)
+            measured = issuing(size) | mapping(client, size, threads) | transposing(client, size)
+            measured = {way: measure for way, measure in measured.items() if only in way}
             times: dict[str, list[float]] = {way: [] for way in measured}
             for repeat in range(repeats + 1):
                 for way, measure in measured.items():
@@ -255,9 +275,8 @@ def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
                         times[way].append(elapsed_s)
             for way, each in times.items():
                 gbs = 8 * size / median(each) / 1e9
-                ratio = median(times[SEQUENTIAL]) / median(each)
                 print(f"{megabytes:>6} MiB {way:>33}: {median(each) * 1e3:9.3f} ms, ", end="")
-                print(f"{gbs:6.1f} GB/s both ways, {ratio:5.2f} x", flush=True)
+                print(f"{gbs:6.1f} GB/s both ways", flush=True)
             rows.append({"megabytes": megabytes, "times_s": times})
     write(path, {**environment(), "repeats": repeats, "rows": rows})
 

@@ -17,6 +17,7 @@ from dask.utils import funcname
 from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_written
+from dask_p2p.backends.host_copies import register_from_bytes
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.part_streams import Copied, PartStreams
@@ -199,8 +200,7 @@ class Work:
             return out
         tell = partial(warn_once, None if context is None else context.warn, where)
         while True:
-            from_bytes = self.of.options.register_from_bytes
-            streams = PartStreams(from_bytes, tell, self.ranges, hand_on)
+            streams = PartStreams(register_from_bytes(), tell, self.ranges, hand_on)
             self.copied = streams.copied
             try:
                 streams.run(self, out)
