@@ -157,24 +157,23 @@ def mapping(
     def on_gpu(of: Any, by: Callable[..., Any] = function) -> Any:
         return dask_p2p.map_on_gpu(by, of, dtype="f4", fallback=fallback)
 
-    def copied_by(most: int, few: int = 0) -> Any:
-        client.run(_fill_by, most, few)
-        return on_gpu(x)
-
     def by_users() -> Any:
         import cupy
 
         return x.map_blocks(cupy.asarray).map_blocks(function).map_blocks(cupy.asnumpy)
 
     same = client.persist(on_gpu(x, by=unchanged))  # whose blocks lie in pinned memory
-    ways: dict[str, Callable[[], Any]] = {
-        PINNED: partial(on_gpu, same),
-        PAGEABLE: partial(copied_by, *_AS_IT_IS),
-        REGISTERED: partial(copied_by, 1, 2),
-        USERS: by_users,
+    pageable = {PAGEABLE: _AS_IT_IS, REGISTERED: (1, 2)}
+    pageable |= {f"{PAGEABLE}, {count} thread(s)": (count, 0) for count in threads}
+    measure = partial(_of_dask, client, wanted=function(x))
+    return {
+        PINNED: measure(partial(on_gpu, same)),
+        USERS: measure(by_users),
+        **{
+            way: measure(partial(on_gpu, x), before=partial(client.run, _fill_by, *counts))
+            for way, counts in pageable.items()
+        },
     }
-    ways |= {f"{PAGEABLE}, {count} thread(s)": partial(copied_by, count) for count in threads}
-    return {way: _of_dask(client, make, function(x)) for way, make in ways.items()}
 
 
 def _fill_by(most: int, few: int) -> None:
@@ -208,7 +207,12 @@ def transposing(client: Any, size: int) -> dict[str, Callable[[], float]]:
     }
 
 
-def _of_dask(client: Any, make: Callable[[], Any], wanted: Any) -> Callable[[], float]:
+def _of_dask(
+    client: Any,
+    make: Callable[[], Any],
+    wanted: Any,
+    before: Callable[[], Any] = lambda: None,
+) -> Callable[[], float]:
     def run() -> Any:
         y = client.persist(make())
         wait(y)
@@ -216,6 +220,7 @@ def _of_dask(client: Any, make: Callable[[], Any], wanted: Any) -> Callable[[], 
 
     def prepare() -> None:
         """Wait until the result of the run before is gone: it has the same name."""
+        before()
         name = make().name
         while client.run_on_scheduler(_has_tasks, name):
             time.sleep(0.001)

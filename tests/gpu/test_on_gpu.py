@@ -227,6 +227,7 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
     rows = 2**12
     array = np.arange(8 * rows * 2**10, dtype="f4").reshape(8 * rows, 2**10)
     with dask_p2p.local_cluster(1, gpus=True) as cluster, Client(cluster) as client:
+        client.run(hand_on_small_blocks)
         x = persisted(client, da.from_array(array, chunks=(rows, -1)))
         same = persisted(client, dask_p2p.map_on_gpu(late, x, dtype="f4"))
         y = persisted(client, dask_p2p.map_on_gpu(late, same, dtype="f4"))
@@ -236,6 +237,10 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
     assert len(spans) == 8
     assert all(then[0] < first[1] for first, then in pairwise(spans))
     assert all(third[0] > first[1] for first, third in zip(spans, spans[2:], strict=False))
+
+
+def hand_on_small_blocks():
+    part_work._HAND_ON_FROM_BYTES = 1
 
 
 def records_of(name, dask_worker):
