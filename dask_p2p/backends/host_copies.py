@@ -23,11 +23,12 @@ __all__ = ["begin_copy", "copy_on_host", "register_from_bytes"]
 _MOST_THREADS = 8
 _FEW_THREADS = 4
 _REGISTER_FROM_BYTES = 2**24
-_LEAST_BYTES = 2**20  # to be copied by several threads
+_LEAST_BYTES = 2**20  # to be copied by another thread
+_BYTES_EACH = 2**22  # at least: to give one its part takes as long as to copy half a MiB
 
 
 def copy_on_host(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> None:
-    """Copy an array of the host, by several threads if it is large."""
+    """Copy an array of the host, by several threads if it is large; return when that is done."""
     begin_copy(to, of)()
 
 
@@ -43,8 +44,8 @@ def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[
     if of.nbytes < _LEAST_BYTES:
         copy(...)
         return _nothing
-    box = tuple((0, n) for n in of.shape)
-    parts = map(box_slices, split_box(box, -(-of.size // _cores())))
+    box, count = tuple((0, n) for n in of.shape), min(_cores(), -(-of.nbytes // _BYTES_EACH))
+    parts = map(box_slices, split_box(box, -(-of.size // count)))
     copies = [_threads().submit(copy, part) for part in parts]
 
     def wait() -> None:

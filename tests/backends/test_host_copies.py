@@ -31,6 +31,23 @@ def test_arrays_are_copied_by_several_threads_if_they_are_large(monkeypatch, sha
     host_copies._threads.cache_clear()
 
 
+def test_no_thread_has_less_to_copy_than_is_worth_it(monkeypatch):
+    monkeypatch.setattr(host_copies, "_cores", lambda: 8)
+    sizes, permute_into = [], NUMPY.permute_into
+
+    def noted(to, of, axes):
+        sizes.append(of.nbytes)
+        permute_into(to, of, axes)
+
+    monkeypatch.setattr(NUMPY, "permute_into", noted)
+    for mebibytes, count in ((1, 1), (4, 1), (16, 4), (64, 8)):
+        values = np.zeros(mebibytes * 2**20, "u1")
+        copy_on_host(values.copy(), values)
+        assert len(sizes) == count
+        assert sum(sizes) == values.nbytes
+        sizes.clear()
+
+
 def test_a_copy_goes_on_until_it_is_waited_for(monkeypatch):
     held, permute_into = threading.Event(), NUMPY.permute_into
 
