@@ -178,6 +178,8 @@ class DeviceQueue:
         if pitch is None or src.nbytes > slot_bytes or not self._has_slots(slot_bytes):
             return _Prefetched(src, None)
         slot = self._slots[0]
+        if src.nbytes > slot.memory.nbytes:  # made for an earlier holder, whose parts were smaller
+            return _Prefetched(src, None)
         self._slots.rotate(-1)
         if slot.is_used:
             self._copies.wait_event(slot.free)

@@ -98,6 +98,18 @@ def test_packed_regions_are_there_when_they_are_waited_for(gpu):
     gpu.check()
 
 
+def test_parts_that_are_larger_than_the_slots_are_read_in_place(gpu):
+    """Those of one holder may all be smaller than those of the next."""
+    queue = DeviceQueue("cupy")
+    out = queue.empty((3 * ROWS, COLUMNS), "f8")
+    peers = [gpu.written(values(0)), gpu.written(np.concatenate([values(1), values(2)]))]
+    for place, peer in zip((out[:ROWS], out[ROWS:]), peers, strict=True):
+        queue.permute_prefetched(place, queue.prefetch(peer, peer.nbytes), (0, 1))
+    queue.synchronize()
+    np.testing.assert_array_equal(gpu.read(out), np.concatenate([*map(values, range(3))]))
+    gpu.check()
+
+
 def ignore(*args, **kwargs):
     pass
 
