@@ -146,10 +146,11 @@ def test_outputs_are_done_when_they_leave(gpu):
 
 
 def test_the_function_runs_on_a_stream_of_the_member(gpu):
-    names = []
+    names, queues = [], []
 
     def function(ctx, x):
         names.append(gpu.current[-1].name)
+        queues.append(ctx.device.queue)
         ctx.barrier()
         return x
 
@@ -157,6 +158,7 @@ def test_the_function_runs_on_a_stream_of_the_member(gpu):
     assert len({*names, "null"}) == 5
     by_sections(gpu, function, X)
     assert {*names[4:]} == {*names[:4]}, "a pool keeps memory for each"
+    assert {*queues[4:]} == {*queues[:4]}, "which have streams, too"
 
 
 # --- through the host
