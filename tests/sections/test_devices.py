@@ -6,12 +6,14 @@ import gc
 import time
 from types import ModuleType, SimpleNamespace
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
 
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.backends import cupy as cupy_backend
+from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
     DeviceLostError,
@@ -31,6 +33,8 @@ from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import Array
 
 X = np.random.default_rng(0).normal(size=(8, 6))
+
+STAGING = "p2p.transports.ipc.staging-bytes"
 
 
 @pytest.fixture
@@ -310,6 +314,16 @@ def test_what_does_not_fit_into_the_gpu_is_refused(gpu, monkeypatch):
         run_section(gpu, y, [X])
     monkeypatch.setattr(cupy_backend, "_total_bytes", lambda device: found.total_bytes)
     run_section(gpu, y, [X])
+
+
+@pytest.mark.parametrize(
+    ("staging", "order", "part_bytes", "has_windows"),
+    [("384 KiB", "auto", 2**17, True), ("0 B", "auto", 0, True), ("0 B", ["comm"], 0, False)],
+)
+def test_what_options_say_of_reading(staging, order, part_bytes, has_windows):
+    with dask.config.set({"p2p.transports.order": order, STAGING: staging}):
+        device = devices.device_for("cupy", options())
+    assert (device.part_bytes, device.has_windows) == (part_bytes, has_windows)
 
 
 def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):

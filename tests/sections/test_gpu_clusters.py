@@ -21,6 +21,7 @@ from tests.sections.support import nothing_is_left
 from tests.sections.test_iterate import reference, star
 
 X = np.random.default_rng(0).normal(size=(12, 10))
+STAGING = "p2p.transports.ipc.staging-bytes"
 here = {}  # what functions find that travel by their names
 
 
@@ -128,7 +129,7 @@ def test_redistributions(gpu, client, monkeypatch, order, fails):
     left_bytes = []
     for _ in range(3):
         here["to fail"] = fails
-        with dask.config.set({"p2p.transports": {"order": order, "ipc.staging-bytes": "384 KiB"}}):
+        with dask.config.set({"p2p.transports.order": order, STAGING: "384 KiB"}):
             y, downs = spmd(turns, array(), per_member=[0], cut=(0,))
             y, downs = client.persist([y, downs])
             assert np.array_equal(on_host(y), 64 * X)
