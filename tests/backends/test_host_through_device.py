@@ -241,7 +241,8 @@ def forgotten(queue):
         ("auto", "f8", False),
     ],
 )
-def test_the_rule(where, dtype, expected):
+def test_the_rule(where, dtype, expected, monkeypatch):
+    monkeypatch.setattr(module, "on_gpu", lambda: False)
     assert is_for_device(where, 2**40, np.dtype(dtype)) == expected
 
 

@@ -14,7 +14,6 @@ from distributed.core import error_message
 
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import transport_classes
-from dask_p2p.engine import assembly as module
 from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
 from dask_p2p.transports import footprint
