@@ -7,6 +7,7 @@ What is here loads with its first use: `dask` itself imports this package at eac
 command line.
 """
 
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from dask_p2p.config import ensure_defaults
@@ -105,6 +106,8 @@ _FUNCTIONS = {
     "transpose": "dask_p2p.ops.transpose",
     "uninstall": "dask_p2p.tools.dropin",
 }
+# Python's imports fail where threads begin at different modules of one package at the same time.
+_loading = RLock()
 
 
 def __getattr__(name: str) -> Any:
@@ -114,12 +117,13 @@ def __getattr__(name: str) -> Any:
         return version("dask-p2p")
     from importlib import import_module
 
-    if name == "fft":
-        return import_module("dask_p2p.fft")
-    if name not in _FUNCTIONS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = function = getattr(import_module(_FUNCTIONS[name]), name)
-    return function
+    with _loading:
+        if name == "fft":
+            return import_module("dask_p2p.fft")
+        if name not in _FUNCTIONS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = function = getattr(import_module(_FUNCTIONS[name]), name)
+        return function
 
 
 def __dir__() -> list[str]:

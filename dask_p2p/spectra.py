@@ -45,6 +45,7 @@ def spectrum(
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.fft`."""
     dims = _dims(a, dim, real_dim, list(a.dims))
+    a = _ascending(a, dims)
     axes = []
     for name in dims:
         at = _even(a[name].values, name)
@@ -77,7 +78,7 @@ def undone(
     for name in dims:
         given, number = a[name].values, a.get_axis_num(name)
         is_real = name == real_dim
-        in_order = given if given.size < 3 or given[0] < given[-1] else np.fft.fftshift(given)
+        in_order = given if given[0] < given[-1] else np.fft.fftshift(given)
         frequencies = _even(in_order, name)
         n = 2 * (given.size - 1) if is_real else given.size
         if abs(frequencies[0 if is_real else n // 2]) > _EVEN * (frequencies[1] - frequencies[0]):
@@ -114,6 +115,13 @@ def _dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Ha
             f"expected dimensions of {a.dims}, each once, got dim={dim!r}, real_dim={real_dim!r}."
         )
     return dims
+
+
+def _ascending(a: Any, dims: Sequence[Hashable]) -> Any:
+    """Turn an array round where its coordinates descend, as latitudes often do."""
+    ends = {name: a[name].values[[0, -1]] for name in dims if a[name].size}
+    turned = [name for name, (first, last) in ends.items() if last < first]
+    return a.isel(dict.fromkeys(turned, slice(None, None, -1)))
 
 
 def _even(values: Any, name: Hashable) -> Any:

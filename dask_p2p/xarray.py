@@ -252,6 +252,9 @@ class P2PAccessor:
     ) -> Any:
         """Transform an array along dimensions, by `dask_p2p.fft`, with frequencies as coordinates.
 
+        Where a coordinate descends, the array is turned round first: the order of its elements
+        makes no difference.
+
         Parameters
         ----------
         dim : hashable or sequence of hashable, optional

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
 import subprocess
 import sys
+import threading
 import typing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.resources import files
 
@@ -62,6 +66,26 @@ def test_all_is_what_is_there():
         assert callable(getattr(dask_p2p, name))
     with pytest.raises(AttributeError, match="nothing"):
         dask_p2p.nothing  # noqa: B018
+
+
+def test_threads_load_one_after_the_other(monkeypatch):
+    """Python fails, now and then, where threads import modules of one package at once."""
+    together = threading.Barrier(2)
+    met = []
+
+    def import_module(name):
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.2)
+            met.append(name)
+        return original(name)
+
+    original = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    names = ["fft", "transpose"]
+    with ThreadPoolExecutor(2) as threads:
+        fft, transpose = threads.map(dask_p2p.__getattr__, names)
+    assert (fft, transpose) == (dask_p2p.fft, dask_p2p.transpose)
+    assert not met
 
 
 def test_completion_shows_what_is_public():

@@ -131,7 +131,7 @@ def checked_chunks(
             given, shape, limit=block_size_limit, dtype=dtype, previous_chunks=before
         )
         if balance:
-            result = tuple(map(_balance_chunksizes, result))
+            result = tuple(_balance_chunksizes(along) if sum(along) else along for along in result)
         sizes = tuple(tuple(map(int, axis_sizes)) for axis_sizes in result)
         if tuple(map(sum, sizes)) != shape:
             raise ValueError("their sums differ from the shape")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from dask_p2p.sections.progress import Progress
 from dask_p2p.sections.recut import Redistribution
 from dask_p2p.sections.saved import Checkpoints, Period
 from dask_p2p.sections.staged import checked_order
+from dask_p2p.sections.state_memory import check_state
 from dask_p2p.sections.transforms import Transforms
 from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
 
@@ -139,10 +141,12 @@ class Context(Collectives, Transforms):
 
         Raises
         ------
+        InputError
+            If `padded` did not return it.
         SectionError
             If the members made different calls, or rims differ between them.
         """
-        return padded.exchange.begin(padded.data, beside=False).wait()
+        return _exchange_of(padded).begin(padded.data, beside=False).wait()
 
     def halo_begin(self, padded: Padded) -> Pending:
         """Begin to fill the rims; ``wait()`` of what is returned ends that, as `halo` does.
@@ -153,11 +157,11 @@ class Context(Collectives, Transforms):
         Raises
         ------
         InputError
-            If rims of this memory are on their way already.
+            If rims of this memory are on their way already, or `padded` did not return it.
         SectionError
             If the members made different calls, or rims differ between them.
         """
-        return padded.exchange.begin(padded.data)
+        return _exchange_of(padded).begin(padded.data)
 
     def redistribute(
         self,
@@ -249,7 +253,8 @@ class Context(Collectives, Transforms):
         Raises
         ------
         InputError
-            If `every` is nothing of the kind.
+            If `every` is nothing of the kind, or `save` is no sequence of arrays that can be
+            written.
         SectionError
             If the members made different calls.
         """
@@ -279,9 +284,12 @@ class Context(Collectives, Transforms):
 
         Raises
         ------
+        InputError
+            If one is no array that can be written.
         SectionError
             If the members made different calls.
         """
+        check_state(arrays, self.device)
         if self._checkpoints is not None:
             self._checkpoints.save(step, arrays)
 
@@ -295,9 +303,21 @@ class Context(Collectives, Transforms):
 
         Raises
         ------
+        InputError
+            If one is no array that can be written.
         SectionError
             If the members made different calls.
         """
+        check_state(arrays, self.device)
         step = 0 if self._checkpoints is None else self._checkpoints.restore(arrays)
         self.progress.step = self.progress.first = step
         return step
+
+
+def _exchange_of(padded: Any) -> Exchange:
+    if not isinstance(padded, Padded):
+        raise InputError(
+            f"expected what ctx.padded() returned, got {type(padded).__name__}. Make it once, "
+            f"p = ctx.padded(share, depth), and change the share in p.inner."
+        )
+    return padded.exchange

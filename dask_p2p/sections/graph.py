@@ -267,11 +267,12 @@ class _Body:
     def _values(self, ctx: Any, returned: Any) -> list[Array]:
         """Return the blocks of what a member returns beside its arrays."""
         found, rank = [], ctx.rank
-        if len(returned) != self.arrays:
+        count = len(returned) if isinstance(returned, (tuple, list)) else 1
+        if count != self.arrays:
             raise BlockMismatchError(
                 f"expected {self.outputs} array{'s' * (self.outputs != 1)} and "
                 f"{len(self.per_member)} per_member from the function on member {rank}, got "
-                f"{len(returned)} in all. Return a tuple of as many."
+                f"{count} in all. Return a tuple of as many."
             )
         for value, spec in zip(returned[self.outputs :], self.per_member, strict=True):
             own = np.asarray(ctx.device.to_host(value))

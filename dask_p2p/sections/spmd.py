@@ -104,6 +104,11 @@ def spmd(
     chosen = chosen_members(arrays[0], members, cut)
     options = checked_options()
     register_if_possible()
+    if not isinstance(per_member, (list, tuple)):
+        raise InputError(
+            f"per_member: expected a list with an example of each value, got {per_member!r}. Give "
+            f"one as [example]."
+        )
     values = [_checked_example(example) for example in per_member]
     made = section_arrays(
         "p2p-spmd",
@@ -120,7 +125,7 @@ def spmd(
 
 def _checked_example(example: Any) -> ValueSpec:
     value = np.asarray(example)
-    if is_dask_array(example) or value.dtype.hasobject:
+    if is_dask_array(example) or value.dtype.kind in "OSU":
         raise InputError(
             f"per_member: expected numbers or arrays of NumPy, as examples of what a member "
             f"returns, got {type(example).__name__}."

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.errors import UnsuitableError
+from dask_p2p.errors import InputError, UnsuitableError
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.transports.packed.segments import Segment, SegmentName
 from dask_p2p.types import Array
 
-__all__ = ["StateMemory", "copied_from", "copied_into", "size_of"]
+__all__ = ["StateMemory", "check_state", "copied_from", "copied_into", "size_of"]
 
 _IS_SEEN, _IS_SENT = b"\1", b"\0"
 
@@ -77,6 +77,29 @@ class StateMemory:
         """Return where the bytes go that others send, by rank: none of those whose are seen."""
         nothing = memoryview(b"")
         return {rank: nothing if rank in self._seen else to for rank, to in self.theirs.items()}
+
+
+def check_state(arrays: Sequence[Any], device: Host = HOST) -> None:
+    """Refuse what no state can be copied from, and back into.
+
+    Raises
+    ------
+    InputError
+        If it is no array of the device, holds Python objects, or cannot be written.
+    """
+    for array in arrays:
+        if not isinstance(array, device.module.ndarray):
+            found = type(array).__name__
+        elif array.dtype.hasobject:
+            found = "one of Python objects"
+        elif not getattr(array.flags, "writeable", True):  # CuPy's always are
+            found = "one that is read-only"
+        else:
+            continue
+        raise InputError(
+            f"expected {device.module.__name__} arrays as the state to save, which can be filled "
+            f"again, got {found}. Give a list of arrays; keep a number in one of its own."
+        )
 
 
 def size_of(arrays: Sequence[Array]) -> int:

@@ -32,6 +32,12 @@ def test_chunks_are_those_of_dask(chunks, balance):
     assert_eq(got, expected)
 
 
+def test_an_axis_without_elements_is_balanced_as_it_is():
+    """Dask divides by its length."""
+    x = da.ones((0, 10), chunks=(0, 3))
+    assert dask_p2p.rechunk(x, {1: 5}, balance=True).chunks == ((0,), (5, 5))
+
+
 def test_a_limit_of_the_blocks_size():
     x = da.from_array(X, chunks=-1)
     got = dask_p2p.rechunk(x, {0: "auto"}, block_size_limit=240)

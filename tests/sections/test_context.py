@@ -32,3 +32,27 @@ def test_what_cannot_be_exchanged_is_refused(alone):
         alone.allgather("text")
     with pytest.raises(InputError, match="root: expected a rank below 1, got 1"):
         alone.broadcast(3, root=1)
+
+
+READ_ONLY = np.broadcast_to(0.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ([np.zeros(3), 0.0], "float"),
+        (np.zeros(3), "float64"),  # the array in the place of a list: its elements
+        ([np.array([None])], "one of Python objects"),
+        ([READ_ONLY], "one that is read-only"),
+    ],
+)
+def test_a_state_that_could_not_be_brought_back_is_refused_at_once(alone, state, found):
+    """Not when a worker was lost, or after half a minute, and by a member alone too."""
+    message = f"expected numpy arrays as the state to save, .* got {found}. Give a list"
+    for call in (
+        lambda: list(alone.steps(3, save=state)),
+        lambda: alone.checkpoint(1, *state),
+        lambda: alone.restore(*state),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()

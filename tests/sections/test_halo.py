@@ -72,6 +72,13 @@ def test_rims_that_are_on_their_way_are_not_exchanged_again():
     assert ctx.halo(p).tolist() == [1] * 6
 
 
+@pytest.mark.parametrize("call", [Context.halo, Context.halo_begin])
+def test_a_share_that_has_no_rims_is_refused(call):
+    ctx = Context(Members(((4,),), (1,)))
+    with pytest.raises(InputError, match=r"what ctx.padded\(\) returned, got ndarray. Make it"):
+        call(ctx, np.ones(4))
+
+
 def test_large_rims_arrive_in_the_order_of_calls():
     members = Members(((4, 4), (500_000,)), (2, 1))  # rims of 4 MB: more than sockets buffer
 

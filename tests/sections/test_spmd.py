@@ -105,14 +105,18 @@ def test_each_member_returns_values_of_its_own(client):
         wrong[2].compute()
     with pytest.raises(BlockMismatchError, match="expected 1 array and 1 per_member from"):
         spmd(described, array(), members=2, per_member=(0,))[0].compute()
+    with pytest.raises(BlockMismatchError, match=r"1 array and 1 per_member .* got 1 in all"):
+        spmd(normalized, array(), members=2, per_member=(0,))[0].compute()
     with pytest.raises(BlockMismatchError, match=r"value of shape .* that becomes int64"):
         spmd(described, array(), members=2, per_member=(0, np.zeros(2, int)))[1].compute()
 
 
 def test_examples_of_what_members_return_are_numbers():
-    for wrong in ({}, array()):
+    for wrong in ({}, array(), "text", b"text"):
         with pytest.raises(InputError, match="per_member: expected numbers or arrays of NumPy"):
             spmd(normalized, array(), per_member=(wrong,))
+    with pytest.raises(InputError, match=r"per_member: expected a list .* got 0.0. Give one as"):
+        spmd(normalized, array(), per_member=0.0)
 
 
 def test_sums_have_the_same_bits_everywhere(client):
