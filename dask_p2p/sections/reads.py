@@ -60,7 +60,7 @@ class Reads:
         proof = bytes(_PROOF.size)
         if self._is_allowed:
             process_memory.allow_readers()
-            address = process_memory.address_of(self._token)
+            address = self._token.ctypes.data
             proof = _PROOF.pack(os.getpid(), address, self._token.tobytes())
         proofs = self._links.gather("whether members read each other's memory", proof)
         self._pids = [_PROOF.unpack(each)[0] for each in proofs]
@@ -91,7 +91,7 @@ class Reads:
         shape, strides = region.shape, region.strides
         if process_memory.run_bytes_of(shape, strides, region.itemsize) < _LEAST_RUN_BYTES:
             return bytes(place_bytes(region.ndim))
-        address = process_memory.address_of(region)
+        address = region.ctypes.data
         return struct.pack(f"<Q{region.ndim}q", address, *strides)
 
     def read(

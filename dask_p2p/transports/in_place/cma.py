@@ -88,7 +88,7 @@ class CmaTransport(SameHostTransport):
 
     def memory_proof(self) -> str:
         process_memory.allow_readers()
-        return f"{process_memory.address_of(self._token):x} {self._token.tobytes().hex()}"
+        return f"{self._token.ctypes.data:x} {self._token.tobytes().hex()}"
 
     def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
         try:
@@ -103,7 +103,7 @@ class CmaTransport(SameHostTransport):
         return None
 
     def place_of(self, block: Array) -> dict[str, Any]:
-        return {"address": process_memory.address_of(block)}
+        return {"address": block.ctypes.data}
 
     def regions(self, descriptor: Descriptor, block: OpenBlock, peer: Peer) -> Regions:
         wanted, place = block.wanted, descriptor.place

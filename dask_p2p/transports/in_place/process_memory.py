@@ -22,7 +22,6 @@ from dask_p2p.types import DType
 
 __all__ = [
     "Runs",
-    "address_of",
     "allow_readers",
     "is_supported",
     "read",
@@ -93,7 +92,7 @@ def read(pid: int, runs: Runs, dtype: DType, memory: np.ndarray[Any, Any]) -> np
     where there is no such memory in it.
     """
     if runs.run_bytes:
-        _read_runs(pid, runs.addresses, runs.run_bytes, *_contiguous(address_of(memory), runs))
+        _read_runs(pid, runs.addresses, runs.run_bytes, *_contiguous(memory.ctypes.data, runs))
     array = np.ndarray(runs.shape, dtype, memory.data).transpose(runs.axes)
     turned: list[Any] = [slice(None, None, -1 if back else 1) for back in runs.backwards]
     return array[(*turned, ...)]  # of no axes, too, an array
@@ -105,7 +104,7 @@ def read_into(pid: int, runs: Runs, array: np.ndarray[Any, Any]) -> bool:
     So it is copied once. Return whether that was done; it is not where runs are short. The array
     is any view, of the region's shape and dtype.
     """
-    local = runs_of(address_of(array), array.shape, array.strides, array.itemsize)
+    local = runs_of(array.ctypes.data, array.shape, array.strides, array.itemsize)
     if (local.shape, local.axes) != (runs.shape, runs.axes) or any(
         local.backwards + runs.backwards
     ):
@@ -195,8 +194,3 @@ def allow_readers() -> None:
     With that they may trace it, too. It does nothing where Yama is not there.
     """
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-
-
-def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Return the address of an array's first element in this process."""
-    return int(array.__array_interface__["data"][0])
