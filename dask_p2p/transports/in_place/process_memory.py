@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
+from secrets import token_bytes
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,15 +22,19 @@ import numpy as np
 from dask_p2p.types import DType
 
 __all__ = [
+    "TOKEN_BYTES",
     "Runs",
     "allow_readers",
+    "holds",
     "is_supported",
+    "new_token",
     "read",
     "read_into",
     "run_bytes_of",
     "runs_of",
 ]
 
+TOKEN_BYTES = 16
 MOST_RUNS = 1024  # of one system call: IOV_MAX
 _SHORT_RUN_BYTES = 256  # below, NumPy copies quicker than the kernel
 _PR_SET_PTRACER = 0x59616D61  # "Yama", of linux/prctl.h
@@ -186,6 +191,17 @@ def _libc() -> Any:
 def is_supported() -> bool:
     """Return whether this system has cross-memory attach: Linux does."""
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "process_vm_readv")
+
+
+def new_token() -> np.ndarray[Any, Any]:
+    """Return random bytes: who finds them at their address reads the process that it means to."""
+    return np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8)
+
+
+def holds(pid: int, address: int, token: bytes) -> bool:
+    """Return whether a process has this token at an address; it fails as `read` does."""
+    runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
+    return read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8)).tobytes() == token
 
 
 def allow_readers() -> None:

@@ -14,7 +14,9 @@ from dask_p2p.transports.in_place import process_memory
 from dask_p2p.transports.in_place.process_memory import (
     MOST_RUNS,
     allow_readers,
+    holds,
     is_supported,
+    new_token,
     read,
     read_into,
     runs_of,
@@ -149,3 +151,9 @@ def test_memory_that_is_not_there(there):
 
 def test_allowing_readers_does_no_harm():
     allow_readers()
+
+
+def test_a_token_proves_which_process_is_read():
+    token, other = new_token(), new_token()
+    assert holds(os.getpid(), token.ctypes.data, token.tobytes())
+    assert not holds(os.getpid(), token.ctypes.data, other.tobytes())
