@@ -114,21 +114,20 @@ async def in_process(n_workers=2, **options):
 
 
 @contextmanager
+def own_client(n_workers=2, **options):
+    """A client of a new cluster: by default of two processes with one thread each."""
+    from distributed import Client, LocalCluster
+
+    chosen = {"threads_per_worker": 1, "dashboard_address": ":0", **options}
+    with LocalCluster(n_workers=n_workers, **chosen) as cluster, Client(cluster) as client:
+        yield client
+
+
 def tls_client():
     """A client of two worker processes that speak TLS."""
-    from distributed import Client, LocalCluster, Security
+    from distributed import Security
 
-    with (
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            security=Security.temporary(),
-            protocol="tls://",
-            dashboard_address=":0",
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+    return own_client(security=Security.temporary(), protocol="tls://")
 
 
 def indexed(shape, dtype=np.int64):

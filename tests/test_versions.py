@@ -13,14 +13,14 @@ import dask.array as da
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from distributed import Client, LocalCluster
+from distributed import Client
 
 import dask_p2p
 from dask_p2p.cli import p2p
 from dask_p2p.errors import P2PWarning, RegistrationError, VersionError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.versioned import own_version
-from tests.support import indexed, result_of
+from tests.support import indexed, own_client, result_of
 
 pytestmark = pytest.mark.programs
 
@@ -117,10 +117,7 @@ def before():
 @pytest.fixture
 def bare():
     """A client of a cluster of this version, without its plugins."""
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client() as client:
         yield client
 
 

@@ -10,12 +10,11 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.registration import workers_of
-from tests.support import persisted, result_of, tls_client, used
+from tests.support import own_client, persisted, result_of, tls_client, used
 from tests.transports.loopback import wait_until
 
 
@@ -103,8 +102,7 @@ def forbid_reading(dask_worker):
 def test_where_the_kernel_refuses_blocks_come_by_messages_and_check_says_so():
     x = np.arange(480.0).reshape(40, 12)
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
+        own_client() as client,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")
@@ -132,10 +130,7 @@ def test_a_tls_cluster():
 def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
     """Reading needs nothing of a holder but that it is there: one that hangs does not matter."""
     shape = (60, 40)
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(3) as client:
         dask_p2p.register(client)
         a = da.fromfunction(lambda i, j: i * 40 + j, shape=shape, chunks=(20, 40), dtype=float)
         a = persisted(client, a)

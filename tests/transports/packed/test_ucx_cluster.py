@@ -11,11 +11,10 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import persisted, tls_client, used
+from tests.support import own_client, persisted, tls_client, used
 from tests.transports.loopback import wait_until
 
 
@@ -98,10 +97,7 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
 )
 def test_a_killed_worker(how, moment_s):
     shape = (3000, 1500)
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(3) as client:
         a = persisted(
             client,
             da.fromfunction(
