@@ -60,14 +60,14 @@ class DeviceQueue:
     _per_thread = threading.local()  # streams by device
     _kept_slots = KeptSlots()
 
-    def __init__(self, kind: Kind, beside_copies: bool = False) -> None:
+    def __init__(self, kind: Kind, leave_bandwidth: bool = False) -> None:
         import cupy
 
         from dask_p2p.backends import cupy_kernels
 
         self._cupy = cupy
         self._kernels = cupy_kernels
-        self._low_occupancy = beside_copies
+        self._low_occupancy = leave_bandwidth
         self.kind = kind
         known: dict[Any, Any] = self._per_thread.__dict__
         self._device = device = cupy.cuda.runtime.getDevice()

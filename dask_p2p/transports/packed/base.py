@@ -264,7 +264,7 @@ class PackedTransport(Transport):
         self, target: Target, key: Key, block: Array, boxes: Sequence[tuple[int, Box]]
     ) -> list[dict[str, Any]]:
         """Pack regions of one block; return the answers about them."""
-        queue = backend_for(block).queue(beside_copies=True)
+        queue = backend_for(block).queue(leave_bandwidth=True)
         queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
         try:
             packed = [target.pack(number, queue, block[box_slices(box)]) for number, box in boxes]
