@@ -25,6 +25,7 @@ from dask_p2p.types import ChunksLike, DaskArray, DType
 
 __all__ = [
     "Axes",
+    "Length",
     "Lengths",
     "Norm",
     "check_norm",
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 Norm: TypeAlias = Literal["backward", "ortho", "forward"] | None
-Lengths: TypeAlias = Sequence[int | None] | None
+Length: TypeAlias = int | None
+Lengths: TypeAlias = Sequence[Length] | None
 Axes: TypeAlias = Sequence[int] | None
 
 _NORMS = ("backward", "ortho", "forward")

@@ -79,11 +79,7 @@ def check(client: Any = None) -> Any:
 
     Raises
     ------
-    ValueError
-        If there is no client.
-    InputError
-        If the client is closed.
-    RegistrationError
+    ValueError, InputError, RegistrationError
         See `register`.
     """
     client = checked_client(client)
