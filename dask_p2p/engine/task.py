@@ -2,8 +2,7 @@
 
 Its dependencies are, truthfully, all input blocks of which it needs a region: lineage, culling,
 memory release and recovery are Dask's own. What a worker with the plugin changes is only how the
-blocks that it does not hold are given: as references (`AssembleTask.with_references`) instead of
-as copies.
+blocks that it does not hold are given: as references (`BlockRef`) instead of as copies.
 """
 
 from __future__ import annotations
@@ -167,11 +166,6 @@ class AssembleTask(Task):  # type: ignore[misc]
     ) -> AssembleTask:
         """Make the task; by default `assemble_block` does its work."""
         return cls(key, function or assemble_block, key, plan, index, output, blocks)
-
-    def with_references(self, references: Mapping[Any, BlockRef]) -> AssembleTask:
-        """Return the task with these dependencies replaced by references."""
-        *others, blocks = self.args
-        return type(self)(self.key, self.func, *others, blocks.substitute(references))
 
 
 class MemberTask(Task):  # type: ignore[misc]

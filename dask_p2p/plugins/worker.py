@@ -220,7 +220,7 @@ def by_reference(
         **message,
         "who_has": {k: v for k, v in message["who_has"].items() if k not in references},
         "nbytes": {k: v for k, v in message["nbytes"].items() if k not in references},
-        "run_spec": message["run_spec"].with_references(references),
+        "run_spec": message["run_spec"].substitute(references),
     }
 
 

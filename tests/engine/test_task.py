@@ -42,7 +42,7 @@ def test_it_computes(task):
 
 def test_references_take_the_place_of_dependencies(task):
     ref = BlockRef(KEYS[0], ("tcp://a",))
-    rewritten = task.with_references({KEYS[0]: ref})
+    rewritten = task.substitute({KEYS[0]: ref})
     assert type(rewritten) is AssembleTask
     assert rewritten.key == task.key
     assert rewritten.dependencies == {KEYS[1]}

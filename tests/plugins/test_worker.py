@@ -18,7 +18,7 @@ from tests.support import in_process
 
 
 class FakeTask:
-    def with_references(self, references):
+    def substitute(self, references):
         return references
 
 
