@@ -29,7 +29,7 @@ from dask_p2p.backends import SLOTS, Queue, Timer, as_array, backend_for, device
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext
-from dask_p2p.engine.fetch import Fetch, RemoteSource
+from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
 from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.engine.queues import queue_for
 from dask_p2p.engine.sources import RemoteSources
@@ -40,7 +40,6 @@ from dask_p2p.plans import BlockPlan, Source
 from dask_p2p.transports.footprint import staging_bytes
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import checked_block
-from dask_p2p.transports.router import BlockRef
 from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned
 

@@ -21,12 +21,12 @@ from dask_p2p.config import Options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.attempts import AttemptLog, pause_s
 from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.geometry import Index
 from dask_p2p.monitoring.records import REASON_CHARS, Record
 from dask_p2p.plans import Plan
-from dask_p2p.transports.router import BlockRef
 from dask_p2p.transports.silence import is_given_up
 from dask_p2p.types import Key
 from dask_p2p.versioned import Unreadable, check_readable

@@ -35,10 +35,10 @@ from dask_p2p.plugins.leaving import leave
 from dask_p2p.plugins.notices import warn_client
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
 from dask_p2p.plugins.spilling import find_in_memory, is_spilled, read_spilled
-from dask_p2p.transports.probe import Probes, is_probe, probe_key
+from dask_p2p.transports.probe import Probes, is_probe
 from dask_p2p.transports.replies import answering, ask_and_wait
 from dask_p2p.transports.requests import checked_integer
-from dask_p2p.transports.router import BlockRef, Router
+from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
 __all__ = ["FALLBACK_TOPIC", "DaskWorkerContext"]
@@ -234,8 +234,7 @@ class DaskWorkerContext(AttemptLog):
         with device_work():
             for holder in holders:
                 if holder != self.address:
-                    ref = BlockRef(probe_key(kind), (holder,))
-                    self.router.routes(ref, kind, np.dtype("u1"), self._options.order(kind))
+                    self.router.routes([holder], kind, np.dtype("u1"), self._options.order(kind))
 
     def record(self, record: Record) -> None:
         if not record.error:

@@ -23,6 +23,7 @@ from distributed import Worker, WorkerPlugin
 from dask_p2p.backends import worker_backend
 from dask_p2p.backends.device import raise_if_lost
 from dask_p2p.config import Options, options
+from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, plugin_context
 from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, Values
@@ -32,7 +33,6 @@ from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.low_latency import shorten_worker
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.in_place.same_host import SameHostTransport
-from dask_p2p.transports.router import BlockRef
 from dask_p2p.types import Key
 from dask_p2p.versioned import check_dask, versioned
 

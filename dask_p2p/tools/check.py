@@ -26,6 +26,7 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pinned import CANNOT_PIN, REMEDY
 from dask_p2p.config import Options, options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
+from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import Obstacle, P2PError
 from dask_p2p.inputs import checked_client
@@ -36,7 +37,6 @@ from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
 from dask_p2p.tools.report import EXPECTED, HostPair, Link, Problem, Report, Status
 from dask_p2p.transports.in_place.cuda_ipc import POOL_REMEDY
 from dask_p2p.transports.probe import check_probe, most_probe_bytes, probe_key
-from dask_p2p.transports.router import BlockRef
 from dask_p2p.types import AsynchronousClient, Client, Kind
 
 __all__ = ["HostPair", "Link", "Problem", "Report", "Status", "check", "find_problems"]
@@ -265,9 +265,8 @@ class _Pair:
 
     def _measure(self) -> tuple[float, float, str]:
         """Return the time of a small block and of a large one, and what brought that one."""
-        block = BlockRef(probe_key(self.kind), (self.holder,))
         # The first one is tried before anything is timed.
-        self.context.router.routes(block, self.kind, _DTYPE, self.options.order(self.kind))
+        self.context.router.routes([self.holder], self.kind, _DTYPE, self.options.order(self.kind))
         latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(REPEATS)
         return latency_s, *self._time(REPEATS)
 
