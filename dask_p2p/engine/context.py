@@ -11,6 +11,7 @@ from dask_p2p.engine.attempts import Attempts
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.monitoring.records import Record
 from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
 __all__ = ["TaskContext"]
@@ -19,6 +20,7 @@ __all__ = ["TaskContext"]
 class TaskContext(WorkerContext, Protocol):
     """The worker of a task."""
 
+    router: Router
     running: dict[Any, Callable[[], Record]]  # what to say of tasks that run, by key
 
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
