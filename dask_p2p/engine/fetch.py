@@ -152,10 +152,7 @@ class Fetch:
 
         That is the one given where the transport can bring the region straight there.
 
-        Raises
-        ------
-        TransferError
-            If it will not come.
+        `TransferError` if it will not come.
         """
         holder, transport = self.route.holder, self.route.transport.name
         if not region.is_here():

@@ -154,10 +154,7 @@ class RemoteSources:
     def given_up(self, sources: Sequence[RemoteSource]) -> list[RemoteSource]:
         """Return those of the sources that were given up, each to be read by its next route.
 
-        Raises
-        ------
-        TransferError
-            If a source has no route left.
+        `TransferError` if a source has no route left.
         """
         given_up = [source for source in sources if source.error is not None]
         for source in given_up:
@@ -187,10 +184,7 @@ class RemoteSources:
 
         Call only when all kernels are synchronised.
 
-        Raises
-        ------
-        TransferError
-            If a source has no route left.
+        `TransferError` if a source has no route left.
         """
         wrong: list[RemoteSource] = []
         while self._open:

@@ -48,10 +48,7 @@ def check_functions(func: Any, reduce: Any) -> None:
 def portable(function: Any) -> Any:
     """Return NumPy's ufunc for one of CuPy's, which cannot be pickled: it calls that of its arrays.
 
-    Raises
-    ------
-    InputError
-        If NumPy has none of its name.
+    `InputError` if NumPy has none of its name.
     """
     if type(function).__name__ != "ufunc" or not type(function).__module__.startswith("cupy"):
         return function

@@ -178,13 +178,7 @@ def iterated(
 
 
 def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
-    """Refuse a member that can never fit into the memory of the worker that this thread works for.
-
-    Raises
-    ------
-    MemoryLimitError
-        If it cannot.
-    """
+    """Refuse a member that can never fit into this worker's memory: `MemoryLimitError`."""
     worker, _ = current_worker()
     worker_bytes = worker.memory_manager.memory_limit if worker is not None else None
     found = estimate()
