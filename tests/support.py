@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -121,6 +123,23 @@ def own_client(n_workers=2, **options):
     chosen = {"threads_per_worker": 1, "dashboard_address": ":0", **options}
     with LocalCluster(n_workers=n_workers, **chosen) as cluster, Client(cluster) as client:
         yield client
+
+
+@contextmanager
+def worker_process(address, *args, cwd=None, **variables):
+    """A worker as a user starts it, in a folder, and with variables in its environment."""
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard"]
+    process = subprocess.Popen(
+        [*command, "--nthreads", "1", "--no-nanny", *args],
+        env={**os.environ, "PYTHONPATH": import_path(), **variables},
+        cwd=cwd,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def tls_client():

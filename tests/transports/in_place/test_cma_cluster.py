@@ -16,21 +16,15 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.registration import workers_of
 from tests.support import own_client, persisted, result_of, tls_client, used
 from tests.transports.loopback import wait_until
+from tests.transports.transposes import check_bits, check_objects
 
 
 @pytest.mark.parametrize(
     "dtype", ["f8", "?", "c16", "f2", "M8[ns]", "U3", [("a", "i1"), ("b", ">f8")]], ids=str
 )
 def test_values_of_any_dtype(client, dtype):
-    x = np.zeros((300, 200), dtype)
-    x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
-    a = persisted(client, da.from_array(x, chunks=(70, 150)))
     with dask.config.set({"p2p.transports.cma.part-bytes": "5 kB"}):
-        y = persisted(client, dask_p2p.transpose(a))
-    got = y.compute()
-    assert got.dtype == x.dtype
-    assert got.tobytes() == x.T.tobytes()
-    assert used(client, y) == {"cma"}
+        check_bits(client, dtype, "cma")
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -55,13 +49,7 @@ def test_blocks_of_any_memory_layout(client):
 
 
 def test_objects_go_another_way_without_a_warning(client):
-    x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
-    a = persisted(client, da.from_array(x, chunks=(4, 2)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        y = persisted(client, dask_p2p.transpose(a))
-    assert y.compute().tolist() == x.T.tolist()
-    assert used(client, y) == {"comm"}
+    check_objects(client)
 
 
 def test_elements_that_lie_far_apart_go_another_way_without_a_warning(client):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 
 import dask
 import dask.array as da
@@ -16,6 +15,7 @@ import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from tests.support import own_client, persisted, tls_client, used
 from tests.transports.loopback import wait_until
+from tests.transports.transposes import check_bits, check_objects
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,7 @@ def _prefer_ucx():
     "dtype", ["f8", "?", "c16", "M8[ns]", "U3", [("a", "i1"), ("b", ">f8")]], ids=str
 )
 def test_values_of_any_dtype(client, dtype):
-    x = np.zeros((300, 200), dtype)
-    x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
-    a = persisted(client, da.from_array(x, chunks=(70, 150)))
-    y = persisted(client, dask_p2p.transpose(a))
-    got = y.compute()
-    assert got.dtype == x.dtype
-    assert got.tobytes() == x.T.tobytes()
-    assert used(client, y) == {"ucx"}
+    check_bits(client, dtype, "ucx")
 
 
 def test_many_parts_on_and_on(client):
@@ -57,13 +50,7 @@ def test_many_parts_on_and_on(client):
 
 
 def test_objects_go_another_way_without_a_warning(client):
-    x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
-    a = persisted(client, da.from_array(x, chunks=(4, 2)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        y = persisted(client, dask_p2p.transpose(a))
-    assert y.compute().tolist() == x.T.tolist()
-    assert used(client, y) == {"comm"}
+    check_objects(client)
 
 
 @pytest.mark.parametrize("allowed", [False, True])
