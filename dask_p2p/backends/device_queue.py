@@ -230,6 +230,8 @@ class DeviceQueue:
             self._is_busy = False
             self._timings.read()
             if self._slots:
+                for slot in self._slots:
+                    slot.is_used = False
                 self._kept_slots.keep(self._device, list(self._slots))
                 self._slots.clear()
         self._unread.clear()

@@ -38,8 +38,9 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
         Is told what is missing, and why, where memory cannot be pinned.
     """
     streams = HostStreams(warn)
-    memory = streams.device_memory(2 * _BYTES)
-    host = streams.host_memory(2 * _BYTES)
+    slots = streams.device_slots(1, 2 * _BYTES)
+    host_slots = streams.host_slots(1, 2 * _BYTES)
+    memory, host = slots[0], host_slots[0]
     try:
         if not is_pinned(host.memory):
             return None
@@ -53,7 +54,7 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
         return HostLink(*(n * _BYTES / s / 1e9 for n, s in ((1, up_s), (1, down_s), (2, both_s))))
     finally:
         streams.synchronize()
-        streams.keep(memory, host)
+        streams.keep(slots, host_slots)
 
 
 def _seconds(of: HostStreams, memory: Slot, host: Slot, ways: tuple[str, ...]) -> float:

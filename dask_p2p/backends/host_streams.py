@@ -1,13 +1,12 @@
-"""Between host memory and a GPU: three streams of a thread, and memory for parts on both sides.
+"""Between host memory and a GPU: three streams, and memory for parts on both sides.
 
 CuPy is imported when an object is made, never with this module.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +22,10 @@ _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses whe
 
 
 class HostStreams:
-    """Three streams of the calling thread on the current GPU, and memory that is kept for parts.
+    """Three streams of the current GPU, and memory that is kept for parts.
+
+    All blocks of a process go through the same streams: one begins while the last parts of another
+    are still under way, and does not delay these.
 
     Parameters
     ----------
@@ -31,7 +33,7 @@ class HostStreams:
         Is told what is missing, and why, where memory cannot be pinned: copies are slower then.
     """
 
-    _per_thread = threading.local()  # streams by device
+    _streams: ClassVar[dict[int, dict[str, Any]]] = {}  # by device
     _kept_slots = KeptSlots()
     _kept_host_slots = KeptSlots()
 
@@ -40,41 +42,43 @@ class HostStreams:
 
         self.cupy = cupy
         self._device = device = cupy.cuda.runtime.getDevice()
-        known: dict[Any, Any] = self._per_thread.__dict__
-        if device not in known:
-            make = cupy.cuda.Stream
-            known[device] = {what: make(non_blocking=True) for what in ("up", "run", "down")}
-        self.streams: dict[str, Any] = known[device]
+        if device not in self._streams:
+            made = {what: cupy.cuda.Stream(non_blocking=True) for what in ("up", "run", "down")}
+            self._streams.setdefault(device, made)  # another thread may be doing the same
+        self.streams = self._streams[device]
         self.timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
         self._warn = warn
 
-    def device_memory(self, size_bytes: int) -> Slot:
-        """Return memory of the device for the inputs of some parts."""
-        if kept := self._kept_slots.take(self._device, size_bytes):
-            return kept[0]
+    def device_slots(self, count: int, size_bytes: int) -> list[Slot]:
+        """Return memory of the device for so many parts."""
+        if kept := self._kept_slots.take(self._device, size_bytes, count):
+            return kept
         with self.streams["up"]:  # on the stream that fills it: there is nothing to wait for
-            return Slot(self.cupy.empty((size_bytes,), np.uint8), None, None)
+            return _slots(self.cupy.empty((count * size_bytes,), np.uint8), count)
 
-    def host_memory(self, size_bytes: int) -> Slot:
-        """Return memory of the host for some parts, pinned if it can be."""
-        if kept := self._kept_host_slots.take(None, size_bytes):
-            return kept[0]
+    def host_slots(self, count: int, size_bytes: int) -> list[Slot]:
+        """Return memory of the host for so many parts, pinned if it can be."""
+        if kept := self._kept_host_slots.take(None, size_bytes, count):
+            return kept
         try:
-            return Slot(np.asarray(Pinned(size_bytes)), None, None)
+            return _slots(np.asarray(Pinned(count * size_bytes)), count)
         except (OSError, MemoryError, self.cupy.cuda.runtime.CUDARuntimeError) as exc:
             self._warn(CANNOT_PIN, f"{type(exc).__name__}: {exc}")
-            return Slot(np.empty(size_bytes, np.uint8), None, None)
+            return _slots(np.empty(count * size_bytes, np.uint8), count)
 
     @classmethod
     def drop_slots(cls) -> None:
         """Give the device's memory back that is kept for the next block."""
         cls._kept_slots.clear()
 
-    def keep(self, memory: Slot, host_memory: Slot | None) -> None:
-        """Keep memory a while for the next block. Nothing reads or writes it any more."""
-        self._kept_slots.keep(self._device, [memory])
-        if host_memory is not None:
-            self._kept_host_slots.keep(None, [host_memory])
+    def keep(self, slots: list[Slot], host_slots: list[Slot]) -> None:
+        """Keep memory a while for the next block, which waits until it is free."""
+        for kept, device, each in (
+            (self._kept_slots, self._device, slots),
+            (self._kept_host_slots, None, host_slots),
+        ):
+            if each:
+                kept.keep(device, each)
 
     def copy_up(self, to: Array, of: np.ndarray[Any, Any], pitch: Pitch) -> None:
         """Have a copy engine copy an array of the host, of this pitch, to memory of the device."""
@@ -99,10 +103,14 @@ class HostStreams:
             runtime.memcpyAsync(to, of, size_bytes, _MEMCPY_DEFAULT, stream)
 
     def synchronize(self) -> None:
-        """Wait for all three: nothing reads or writes any more what the thread has used."""
+        """Wait for all three: nothing reads or writes any more what blocks have used so far."""
         for stream in self.streams.values():
             stream.synchronize()
-        self.timings.read()
+
+
+def _slots(memory: Any, count: int) -> list[Slot]:
+    size_bytes = memory.nbytes // count
+    return [Slot(memory[at * size_bytes :][:size_bytes], None, None) for at in range(count)]
 
 
 def pitch_of(view: np.ndarray[Any, Any]) -> Pitch | None:

@@ -102,8 +102,8 @@ class HostThroughDeviceQueue(HostQueue):
         self._events = [tuple(event() for _ in range(3)) for _ in range(SLOTS)]
         self._under_way: deque[_UnderWay] = deque()  # the oldest first
         self._parts = 0  # so far
-        self._memory: Slot | None = None  # of the device, as long as something is under way
-        self._host_memory: Slot | None = None  # which may not be needed
+        self._memory: list[Slot] = []  # one of the device, as long as something is under way
+        self._host_memory: list[Slot] = []  # one, which may not be needed
         self._on_host = False  # for lack of memory
 
     def permute(
@@ -124,7 +124,7 @@ class HostThroughDeviceQueue(HostQueue):
         super().permute(dst, np.broadcast_to(value, dst.shape), range(dst.ndim))
 
     def synchronize(self) -> None:
-        if self._memory is None:
+        if not self._memory:
             return
         try:
             self._finish_all()
@@ -132,12 +132,12 @@ class HostThroughDeviceQueue(HostQueue):
             self._streams.synchronize()
             self._under_way.clear()
             self._streams.keep(self._memory, self._host_memory)
-            self._memory = self._host_memory = None
+            self._memory, self._host_memory = [], []
 
     def _has_memory(self) -> bool:
-        if self._memory is None and not self._on_host:
+        if not self._memory and not self._on_host:
             try:
-                self._memory = self._streams.device_memory(_HALVES * SLOTS * self._size_bytes)
+                self._memory = self._streams.device_slots(1, _HALVES * SLOTS * self._size_bytes)
             except MemoryError as exc:  # of CuPy and of RMM too
                 self._on_host = True
                 cause = f"{type(exc).__name__}: {exc}"
@@ -186,14 +186,13 @@ class HostThroughDeviceQueue(HostQueue):
             copy_on_host(first.target, first.staged)
 
     def _on_device(self, slot: int, half: int, like: np.ndarray[Any, Any]) -> Array:
-        assert self._memory is not None
-        memory = self._memory.memory[self._start(slot, half) :][: like.nbytes]
+        memory = self._memory[0].memory[self._start(slot, half) :][: like.nbytes]
         return self._streams.cupy.ndarray(like.shape, like.dtype, memory.data)
 
     def _on_the_host(self, slot: int, half: int, like: np.ndarray[Any, Any]) -> Any:
-        if self._host_memory is None:
-            self._host_memory = self._streams.host_memory(_HALVES * SLOTS * self._size_bytes)
-        return array_in(self._host_memory.memory, self._start(slot, half), like)
+        if not self._host_memory:
+            self._host_memory = self._streams.host_slots(1, _HALVES * SLOTS * self._size_bytes)
+        return array_in(self._host_memory[0].memory, self._start(slot, half), like)
 
     def _start(self, slot: int, half: int) -> int:
         return (_HALVES * slot + half) * self._size_bytes

@@ -2,31 +2,34 @@
 
 ::
 
-    host      [fill 0][fill 1]        [fill 2]        [empty 0][fill 3]       [empty 1] ...
-    up                [part 0][part 1]        [part 2]                [part 3]
-    run                       [part 0][part 1]        [part 2]
-    down                              [part 0][part 1]        [part 2]
+    threads   [fill 0][fill 1][fill 2]        [fill 3][empty 0]       [empty 1] ...
+    up                [part 0][part 1][part 2]        [part 3]
+    run                       [part 0][part 1][part 2]        [part 3]
+    down                              [part 0][part 1][part 2]
 
 `dask_p2p.plans.parts.steps` says what is done in which order, and what each step waits for: here
 that is done, with an event for each stream and slot. Where an array lies in pinned memory, copies
-begin or end there, and the host has nothing to fill or to empty.
+begin or end there, and the host has nothing to fill or to empty. The next block may begin as soon
+as all of one has been given to the streams: slot by slot it follows in the same memory.
 
 CuPy is imported when a method is called, never with this module.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
 
 from dask_p2p.backends import device as device_module
 from dask_p2p.backends.base import SLOTS, Timer
-from dask_p2p.backends.host_copies import copy_on_host
+from dask_p2p.backends.host_copies import begin_copy, copy_on_host
 from dask_p2p.backends.host_streams import HostStreams, array_in, pitch_of
 from dask_p2p.backends.pinned import is_pinned, registered
 from dask_p2p.backends.pitch import Pitch
@@ -70,7 +73,7 @@ class Copied:
 
 
 class PartStreams(HostStreams):
-    """What blocks go through part by part, on the current GPU.
+    """What a block goes through part by part, on the current GPU.
 
     Parameters
     ----------
@@ -81,18 +84,24 @@ class PartStreams(HostStreams):
         Is told what is missing, and why, where memory cannot be pinned: copies are slower then.
     ranges
         Makes a context that profilers show by its name.
+    hand_on
+        Is called when all of a block has been given to the streams, and they have done the block
+        before: the next one may begin, though this thread has to wait for what is under way.
     """
+
+    _waits = Lock()  # held by who has called `hand_on`
 
     def __init__(
         self,
         register_from_bytes: int,
         warn: Callable[..., None],
         ranges: Callable[..., AbstractContextManager[Any]] = nullcontext,
+        hand_on: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(warn)
         self.copied = Copied()
         self._register_from_bytes = register_from_bytes
-        self._ranges = ranges
+        self._ranges, self._hand_on = ranges, hand_on
 
     def run(self, work: PartWork, out: np.ndarray[Any, Any]) -> None:
         """Fill an array of host memory; return when that is done.
@@ -109,9 +118,17 @@ class PartStreams(HostStreams):
             for step in steps(len(work.plan.parts), SLOTS, work.is_reduced):
                 with self._ranges(f"{step.what} {step.part}"):
                     block.do(step)
+            if self._hand_on is None or not is_pinned(out):  # which nothing is left to do for
+                block.wait()
+            else:
+                block.give_slots_back()
+                with self._waits:
+                    self._hand_on()
+                    block.wait()
+        except BaseException:
+            self.synchronize()  # nothing reads or writes any more what is given back
+            raise
         finally:
-            # Whatever failed: nothing reads or writes any more what is given back.
-            self.synchronize()
             block.close()
 
     def registered(self, array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
@@ -126,11 +143,12 @@ class _Block:
         self._of, self._work, self._out = of, work, out
         self._plan = work.plan
         self._count = min(SLOTS, len(work.plan.parts))
-        self._memory = of.device_memory(self._count * work.plan.slot_bytes)
-        self._host_memory: Slot | None = None  # which may not be needed
+        self._slots = of.device_slots(self._count, work.plan.slot_bytes)
+        self._host_slots: list[Slot] = []  # which may not be needed
+        self._filling: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # by slot
+        self._has_slots = True
         event = partial(of.cupy.cuda.Event, disable_timing=True)
         self._events = {(what, slot): event() for what in of.streams for slot in range(self._count)}
-        self._results: list[Any] = [None] * SLOTS
         self._made: Any = None  # of the results of all parts so far
         self._unregister: list[Callable[[], None]] = []
         self._reached = [is_pinned(array) or self._registers(array) for array in work.arrays]
@@ -141,13 +159,36 @@ class _Block:
             self._unregister.append(unregister)
         return unregister is not None
 
+    def give_slots_back(self) -> None:
+        """Let another block have the slots, each after what is under way in it.
+
+        They are held here too: nobody may free them before that is done.
+        """
+        if self._has_slots:
+            self._has_slots = False
+            oldest_first = (self._rotated(slots) for slots in (self._slots, self._host_slots))
+            self._of.keep(*oldest_first)
+
+    def _rotated(self, slots: list[Slot]) -> list[Slot]:
+        first = len(self._plan.parts) % max(1, len(slots))
+        return slots[first:] + slots[:first]
+
+    def wait(self) -> None:
+        """Wait until the last part is done on all streams, and so all of them."""
+        for what in self._of.streams:
+            self._events[what, (len(self._plan.parts) - 1) % SLOTS].synchronize()
+        self._of.timings.read()
+
     def close(self) -> None:
-        """Give everything back; only when all streams are done."""
-        self._results.clear()
+        """Give everything back; only when the streams are done with it."""
+        for number in list(self._filling):
+            self._wait_until_filled(number)
+        for slot in self._slots:
+            slot.results.pop(self, None)
         self._made = None
         for unregister in self._unregister:
             unregister()
-        self._of.keep(self._memory, self._host_memory)
+        self.give_slots_back()
 
     def do(self, step: Step) -> None:
         """Do a step, or give it to its stream, after those that it has to wait for."""
@@ -159,21 +200,40 @@ class _Block:
             self._empty(part, slot, events)
         else:
             stream, timer = self._of.streams[step.what], getattr(self._of.copied, step.what)
+            if step.what == "up":
+                self._wait_until_filled(slot)
+                events += self._of_block_before(self._slots, part, slot)
             for event in events:
                 stream.wait_event(event)
             with self._of.timings.group(timer):
                 self._of.timings.begin(stream)
                 getattr(self, f"_{step.what}")(part, slot, stream)
             self._events[step.what, slot].record(stream)
+            self._note_use(step.what, slot)
 
     def _fill(self, part: Part, slot: int, events: list[Any]) -> None:
-        """Have threads copy into a slot of the host what copies up cannot begin at."""
+        """Have threads begin to copy into a slot of the host what copies up cannot begin at."""
         for number, (view, at) in enumerate(self._inputs(part)):
             if view.size and self._pitch(number, view) is None:
-                while events:
-                    events.pop().synchronize()
-                copy_on_host(array_in(self._host(slot), at, view), view)
+                to = array_in(self._host(slot), at, view)
+                for event in (*events, *self._of_block_before(self._host_slots, part, slot)):
+                    event.synchronize()
+                self._filling[slot].append(begin_copy(to, view))
                 self._of.copied.staged_bytes += view.nbytes
+
+    def _wait_until_filled(self, slot: int) -> None:
+        for wait in self._filling.pop(slot, ()):
+            wait()
+
+    def _of_block_before(self, slots: list[Slot], part: Part, slot: int) -> list[Any]:
+        """Return what tells that a block before no longer needs a slot, if this part is first."""
+        is_first = part in self._plan.parts[: self._count]
+        return [slots[slot].free] if is_first and slots[slot].is_used else []
+
+    def _note_use(self, what: str, slot: int) -> None:
+        """Note until when a slot is in use: on the device until the result of its part is down."""
+        for each in (self._host_slots if what == "up" else self._slots)[slot : slot + 1]:
+            each.free, each.is_used = self._events[what, slot], True
 
     def _up(self, part: Part, slot: int, stream: Any) -> None:
         for number, (view, at) in enumerate(self._inputs(part)):
@@ -186,7 +246,8 @@ class _Block:
     def _run(self, part: Part, slot: int, stream: Any) -> None:
         # The copy down of what is dropped here is done before the stream goes on: what comes next
         # may have its memory.
-        self._results[slot] = None
+        results = self._slots[slot].results
+        results.clear()
         memory = self._device_slot(slot)
         inputs = [
             self._of.cupy.ndarray(view.shape, view.dtype, memory[at:][: view.nbytes].data)
@@ -199,7 +260,7 @@ class _Block:
                 if 0 <= result.data.ptr - memory.data.ptr < memory.nbytes:
                     result = self._copied(result)  # out of what is filled anew
                 self._made = result
-            self._results[slot] = result if result.flags.c_contiguous else self._copied(result)
+            results[self] = result if result.flags.c_contiguous else self._copied(result)
 
     def _copied(self, array: Array) -> Array:
         copy = self._of.cupy.empty(array.shape, array.dtype)
@@ -207,7 +268,7 @@ class _Block:
         return copy
 
     def _down(self, part: Part, slot: int, stream: Any) -> None:
-        result, target = self._results[slot], self._out[self._work.place(part)]
+        result, target = self._slots[slot].results[self], self._out[self._work.place(part)]
         pitch = pitch_of(target) if self._reaches_out else None
         if pitch is None:
             target = array_in(self._host(slot), self._plan.slot_bytes, target)
@@ -234,12 +295,10 @@ class _Block:
         return pitch_of(view) if self._reached[number] else None
 
     def _device_slot(self, slot: int) -> Array:
-        size_bytes = self._plan.slot_bytes
-        return self._memory.memory[slot * size_bytes :][:size_bytes]
+        return self._slots[slot].memory[: self._plan.slot_bytes]
 
     def _host(self, slot: int) -> np.ndarray[Any, Any]:
-        size_bytes = self._plan.host_slot_bytes
-        if self._host_memory is None:
-            self._host_memory = self._of.host_memory(self._count * size_bytes)
-        memory: np.ndarray[Any, Any] = self._host_memory.memory[slot * size_bytes :][:size_bytes]
+        if not self._host_slots:
+            self._host_slots = self._of.host_slots(self._count, self._plan.host_slot_bytes)
+        memory: np.ndarray[Any, Any] = self._host_slots[slot].memory
         return memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dask_p2p.backends.repeating import RepeatingTimer
@@ -22,6 +22,8 @@ class Slot:
     full: Any  # event: the copy is complete
     free: Any  # event: the copy is no longer needed
     is_used: bool = False  # whether `free` has been recorded
+    #: What was made of the part, by who did. Whoever has the slot next drops it.
+    results: dict[Any, Any] = field(default_factory=dict)
 
 
 class KeptSlots:
@@ -36,22 +38,20 @@ class KeptSlots:
         self._timer = RepeatingTimer(keep_s, self._expire)
         self._lock = threading.Lock()
 
-    def take(self, device: int | None, slot_bytes: int) -> list[Slot]:
-        """Return slots of at least so many bytes; none if there are none. Smaller ones go."""
+    def take(self, device: int | None, slot_bytes: int, count: int = 1) -> list[Slot]:
+        """Return so many slots at least of so many bytes, or none. Smaller ones go."""
         small = []  # which are freed only when the lock is
         with self._lock:
             kept = self._kept.get(device, [])
             while kept:
                 slots = kept.pop()
-                if slots[0].memory.nbytes >= slot_bytes:
+                if len(slots) >= count and slots[0].memory.nbytes >= slot_bytes:
                     return slots
                 small.append(slots)
         return []
 
     def keep(self, device: int | None, slots: list[Slot]) -> None:
-        """Keep slots. Nothing reads or writes them any more."""
-        for slot in slots:
-            slot.is_used = False
+        """Keep slots, which may be in use until their events."""
         with self._lock:
             self._kept.setdefault(device, []).append(slots)
             self._used_s = time.monotonic()

@@ -24,7 +24,7 @@ from dask_p2p.backends.pinned import warn_once
 from dask_p2p.engine.context import TaskContext
 from dask_p2p.engine.memory import is_out_of_memory
 from dask_p2p.engine.parts import OPERATION, Mapped, is_of_parts, run_name
-from dask_p2p.engine.task import current_worker, go_elsewhere
+from dask_p2p.engine.task import begin_next, current_worker, go_elsewhere
 from dask_p2p.errors import (
     BlockMismatchError,
     DeviceLostError,
@@ -40,6 +40,8 @@ from dask_p2p.types import Array, Key, Kind
 from dask_p2p.versioned import check_readable, versioned
 
 __all__ = ["PartsFunction", "Work"]
+
+_HAND_ON_FROM_BYTES = 2**24  # which take a third of a millisecond each way, a task a few
 
 
 @versioned()
@@ -79,7 +81,7 @@ class PartsFunction:
             run: Callable[[], Any] = partial(work.run, context)
         elif (obstacle := gpu_obstacle()) is None:
             work = Work(of, arrays, block_id, told, CUPY.name)
-            run = partial(work.through_gpu, context, where)
+            run = partial(work.through_gpu, context, where, _hand_on(worker, work))
         elif of.fallback is not None:
             work = Work(of, arrays, block_id, told, kind)
             run = partial(work.run, context)
@@ -95,6 +97,17 @@ class PartsFunction:
                 return run()
         except DeviceLostError as exc:
             go_elsewhere(context, exc)
+
+
+def _hand_on(worker: Any, work: Work) -> Callable[[], None] | None:
+    """Return what has the worker begin its next task while the last parts of this one come back.
+
+    None if that is not worth it, or this task goes on after the call: too many would do so at once.
+    """
+    if worker is None or work.up_bytes < _HAND_ON_FROM_BYTES:
+        return None
+    spec = getattr(worker.state.tasks.get(worker.get_current_task()), "run_spec", None)
+    return begin_next if isinstance(getattr(spec, "func", None), PartsFunction) else None
 
 
 @contextmanager
@@ -166,8 +179,15 @@ class Work:
         with self.copied.run:
             return self.call(part, inputs)
 
-    def through_gpu(self, context: TaskContext | None, where: str) -> Any:
-        """Return the block of the output, which comes back from a GPU.
+    @property
+    def up_bytes(self) -> int:
+        """Of all that is read."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def through_gpu(
+        self, context: TaskContext | None, where: str, hand_on: Callable[[], None] | None = None
+    ) -> Any:
+        """Return the block of the output, which comes back from a GPU; see `PartStreams`.
 
         Raises
         ------
@@ -179,7 +199,8 @@ class Work:
             return out
         tell = partial(warn_once, None if context is None else context.warn, where)
         while True:
-            streams = PartStreams(self.of.options.register_from_bytes, tell, self.ranges)
+            from_bytes = self.of.options.register_from_bytes
+            streams = PartStreams(from_bytes, tell, self.ranges, hand_on)
             self.copied = streams.copied
             try:
                 streams.run(self, out)

@@ -175,8 +175,9 @@ def _aligned(size_bytes: int) -> int:
 class Step(NamedTuple):
     """Something that is done with one part, or given to a stream to be done."""
 
-    #: "fill": threads of the host copy the part into pinned memory. "up", "run", "down": on a
-    #: stream each. "empty": threads copy the result out of pinned memory.
+    #: "fill": threads of the host begin to copy the part into pinned memory, and "up" waits for
+    #: them. "up", "run", "down": on a stream each. "empty": threads copy the result out of pinned
+    #: memory.
     what: str
     part: int
     #: Steps of other timelines that have to be done before: the host waits for these before "fill"
@@ -189,7 +190,8 @@ def steps(count: int, slots: int, is_reduced: bool = False) -> Iterator[Step]:
     """Yield the steps of so many parts in the order in which the host does them, or issues them.
 
     A part goes up before the function is called for the one before it: a function that waits for
-    its own work does not keep copies waiting. The slot of a part is its number modulo `slots`.
+    its own work does not keep copies waiting. Threads begin to fill the next slot before that, and
+    are at it meanwhile. The slot of a part is its number modulo `slots`.
 
     Parameters
     ----------
@@ -206,8 +208,8 @@ def steps(count: int, slots: int, is_reduced: bool = False) -> Iterator[Step]:
     >>> for step in steps(2, 2):
     ...     print(step.what, step.part, step.after)
     fill 0 ()
-    up 0 ()
     fill 1 ()
+    up 0 ()
     up 1 ()
     run 0 (('up', 0),)
     down 0 (('run', 0),)
@@ -217,16 +219,16 @@ def steps(count: int, slots: int, is_reduced: bool = False) -> Iterator[Step]:
     empty 1 (('down', 1),)
     """
     last = count - 1
-    for number in range(count + 2):
-        if number < count:
-            earlier = number - slots  # the part that had the slot before
-            is_first = earlier < 0
-            yield Step("fill", number, () if is_first else (("up", earlier),))
-            freed = "run" if is_reduced else "down"
-            yield Step("up", number, () if is_first else ((freed, earlier),))
+    freed = "run" if is_reduced else "down"
+    for number in range(count + 3):
+        if (part := number) < count:
+            # The part that had the slot before, if there was one.
+            yield Step("fill", part, () if part < slots else (("up", part - slots),))
         if 0 <= (part := number - 1) < count:
+            yield Step("up", part, () if part < slots else ((freed, part - slots),))
+        if 0 <= (part := number - 2) < count:
             yield Step("run", part, (("up", part),))
             if part == last or not is_reduced:
                 yield Step("down", part, (("run", part),))
-        if 0 <= (part := number - 2) < count and (part == last or not is_reduced):
+        if 0 <= (part := number - 3) < count and (part == last or not is_reduced):
             yield Step("empty", part, (("down", part),))

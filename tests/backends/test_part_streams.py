@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -162,22 +159,85 @@ def test_the_function_comes_after_what_the_null_stream_does(gpu):
     through(gpu, work, array())
 
 
-def test_a_thread_waits_for_streams_of_its_own_only(gpu, monkeypatch):
-    """So blocks of other threads are under way while one ends."""
-    waited, real = defaultdict(set), Stream.synchronize
+def test_a_block_waits_for_its_own_parts_only(gpu, monkeypatch):
+    """So another one, which goes through the same streams, is under way while it ends."""
+    monkeypatch.setattr(Stream, "synchronize", lambda self: pytest.fail("of all blocks"))
+    through(gpu, Work(gpu, array()), array(True))
 
-    def synchronize(stream):
-        waited[threading.current_thread()].add(stream.name)
-        real(stream)
 
-    monkeypatch.setattr(Stream, "synchronize", synchronize)
-    for _ in range(2):
-        thread = threading.Thread(target=through, args=(gpu, Work(gpu, array()), array()))
-        thread.start()
-        thread.join()
-    first, second = waited.values()
-    assert len(first) == len(second) == 3
-    assert not first & second
+def followed(gpu, first, then, before=lambda: None):
+    """Two blocks through the streams, of which the second begins as soon as it may."""
+    outs = [array(True), array(True)]
+
+    def begin():
+        before()
+        through(gpu, then, outs[1])
+        begun.append(gpu.most_bytes)
+
+    begun = []
+    PartStreams(NEVER, pytest.fail, hand_on=begin).run(first, outs[0])
+    gpu.do(HOST, "whoever reads the output", reads=[outs[0]])
+    gpu.check()
+    assert len(begun) == 1
+    for work, out in zip((first, then), outs, strict=True):
+        np.testing.assert_array_equal(out, work.expected())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("pins", [(True, True), (True, False), (False, True), (False, False)])
+def test_the_next_block_begins_in_the_same_slots(gpu, pins, in_place):
+    first, then = (Work(gpu, array(is_pinned), in_place=in_place) for is_pinned in pins)
+    followed(gpu, first, then)
+    assert gpu.most_bytes <= sum(first.plan.device_bytes(SLOTS)), "slots for one block, not for two"
+    PartStreams.drop_slots()
+    assert gpu.live_bytes == 0, "and none of the results is left"
+
+
+@pytest.mark.parametrize(("where", "pinned_in"), [("_slots", True), ("_host_slots", False)])
+def test_without_waiting_for_the_block_before_a_race_is_found(gpu, monkeypatch, where, pinned_in):
+    real = part_streams._Block._of_block_before
+
+    def fewer(block, slots, part, slot):
+        return [] if slots is getattr(block, where) else real(block, slots, part, slot)
+
+    monkeypatch.setattr(part_streams._Block, "_of_block_before", fewer)
+    with pytest.raises(RaceError):
+        followed(gpu, *(Work(gpu, array(pinned_in), in_place=True) for _ in range(2)))
+
+
+def test_slots_that_nobody_keeps_last_until_the_block_is_done(gpu):
+    """Another block that has no memory left may have them dropped."""
+    works = (Work(gpu, array(True)) for _ in range(2))
+    followed(gpu, *works, before=PartStreams.drop_slots)
+
+
+def test_the_next_block_begins_in_the_slot_that_is_free_first(gpu):
+    work = Work(gpu, array())
+    taken = []
+
+    def begin():
+        (taken[:],) = PartStreams._kept_slots._kept[0]
+
+    PartStreams(NEVER, pytest.fail, hand_on=begin).run(work, array(True))
+    assert len(work.plan.parts) % SLOTS == 1
+    next_up, then, last_down = (slot.memory.data.ptr for slot in taken)
+    assert last_down < next_up < then, "the last part lies in the slot that was the first one"
+
+
+def test_one_block_at_a_time_is_waited_for_beside_others(gpu):
+    """However many a worker has: the next one begins when the one before is done."""
+    waiting = PartStreams._waits
+
+    def begin():
+        assert waiting.locked()
+
+    PartStreams(NEVER, pytest.fail, hand_on=begin).run(Work(gpu, array()), array(True))
+    assert not waiting.locked()
+
+
+def test_nothing_is_handed_on_where_threads_bring_the_last_part_home(gpu):
+    streams = PartStreams(NEVER, pytest.fail, hand_on=lambda: pytest.fail("there is no need"))
+    streams.run(Work(gpu, array(True)), array())
 
 
 def test_without_pinned_memory_values_are_right(gpu, monkeypatch):
@@ -248,6 +308,7 @@ def test_slots_that_are_kept_come_before_an_error(gpu):
         (("run", "down"), True, True, False),
         (("down", "empty"), True, False, False),
         ("the end", True, True, False),
+        ("the threads", False, True, False),
     ],
     ids=str,
 )
@@ -263,7 +324,9 @@ def test_without_an_event_a_race_is_found(
 
     monkeypatch.setattr(part_streams, "steps", fewer)
     if left_out == "the end":
-        monkeypatch.setattr(Stream, "synchronize", lambda self: None)
+        monkeypatch.setattr(part_streams._Block, "wait", lambda self: None)
+    if left_out == "the threads":
+        monkeypatch.setattr(part_streams._Block, "_wait_until_filled", lambda *args: None)
     out = np.empty((ROWS, COLUMNS)) if is_reduced else array(pinned_out)
     work = Work(gpu, array(pinned_in), is_reduced=is_reduced, in_place=True)
     with pytest.raises(RaceError):

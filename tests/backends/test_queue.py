@@ -294,10 +294,11 @@ def test_slots_are_kept_for_the_next_queue():
     kept = KeptSlots(keep_s=0.2)
     large = [used_slot(100)]
     kept.keep(0, large)
-    assert not large[0].is_used
     assert kept.take(1, 10) == [], "another device's"
     assert kept.take(0, 50) is large
     assert kept.take(0, 50) == [], "in use"
+    kept.keep(0, large)
+    assert kept.take(0, 50, 2) == [], "too few"
     kept.keep(0, large)
     assert kept.clear()
     assert not kept.clear()

@@ -13,6 +13,7 @@ import pytest
 from distributed import Reschedule
 
 import dask_p2p
+from dask_p2p.backends import part_streams
 from dask_p2p.engine import part_work
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
 from tests.simulation.streams import HOST, emulated
@@ -149,7 +150,9 @@ def test_errors_name_the_block_and_the_part(gpu, x):
     assert "block (1, 0), part 3 of 3, which is 8 to 12 of" in caught.value.__notes__[0]
 
 
-def test_a_worker_notes_what_went_through_its_gpu(gpu, x, monkeypatch):
+@pytest.fixture
+def worker(monkeypatch):
+    """What a task sees of Dask's. It lists what it is told."""
     notes = []
     context = SimpleNamespace(
         address="tcp://a",
@@ -163,8 +166,15 @@ def test_a_worker_notes_what_went_through_its_gpu(gpu, x, monkeypatch):
         address="tcp://a",
         get_current_task=lambda: "fused-0123",
         state=SimpleNamespace(tasks={"fused-0123": SimpleNamespace(run_id=7)}),
+        context=context,
+        notes=notes,
     )
     monkeypatch.setattr(part_work, "current_worker", lambda: (worker, context))
+    return worker
+
+
+def test_a_worker_notes_what_went_through_its_gpu(gpu, x, worker, monkeypatch):
+    notes, context = worker.notes, worker.context
     running = []
 
     def noted(a):
@@ -190,6 +200,37 @@ def test_a_worker_notes_what_went_through_its_gpu(gpu, x, monkeypatch):
     with pytest.raises(Reschedule):
         computed(gpu, on_gpu(gpu, np.negative, x))
     assert notes[0].error == "DeviceLostError: it works no more"
+
+
+@pytest.mark.parametrize(
+    ("from_bytes", "is_alone", "begun"),
+    [
+        (0, True, 1),
+        (0, False, 0),  # it goes on after the call: all that do would be at work at once
+        (2**30, True, 0),  # it is done before the next one has begun
+    ],
+)
+def test_the_next_task_begins_while_the_last_parts_of_one_come_back(
+    gpu, x, worker, monkeypatch, from_bytes, is_alone, begun
+):
+    notes = worker.notes
+    monkeypatch.setattr(part_work, "begin_next", lambda: notes.append("the next"))
+    monkeypatch.setattr(part_work, "_HAND_ON_FROM_BYTES", from_bytes)
+    monkeypatch.setattr(part_streams, "is_pinned", lambda array: True)
+    task = worker.state.tasks["fused-0123"]
+    task.run_spec = SimpleNamespace(func=max)
+    called = part_work.PartsFunction.__call__
+
+    def alone(function, *args, **kwargs):
+        task.run_spec = SimpleNamespace(func=function)
+        return called(function, *args, **kwargs)
+
+    if is_alone:
+        monkeypatch.setattr(part_work.PartsFunction, "__call__", alone)
+    y = on_gpu(gpu, np.negative, x)
+    np.testing.assert_array_equal(computed(gpu, y.blocks[0]), -VALUES[:12])
+    assert notes.count("the next") == begun
+    assert notes[-1].is_made
 
 
 def test_with_too_little_memory_parts_are_smaller(gpu, x):

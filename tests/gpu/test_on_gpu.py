@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 import warnings
+from itertools import pairwise
 from math import prod
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
+from distributed import Client
 
 import dask_p2p
 from dask_p2p.backends import part_streams, pinned
@@ -198,14 +200,46 @@ def test_no_more_memory_is_taken_than_is_estimated():
         cupy.cuda.set_allocator(before)
 
 
-def test_several_threads_have_streams_of_their_own():
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_blocks_of_several_threads_go_through_the_same_streams(is_kept):
+    """In memory that is pinned, or is not: slots on the host are used again too."""
     array = values("f8")
     x = da.from_array(array, chunks=(256, 1024))
+    if is_kept:
+        x = x.map_blocks(pinned_copy).persist(scheduler="threads")
     y = dask_p2p.map_on_gpu(function, x, part_bytes=2**18)
     with dask.config.set(pool=None, num_workers=4):
         got = y.compute(scheduler="threads")
     assert threading.active_count() > 1
     np.testing.assert_array_equal(got, function(array))
+
+
+def pinned_copy(block):
+    memory = np.asarray(pinned.Pinned(block.nbytes))[: block.nbytes]
+    copy = memory.view(block.dtype).reshape(block.shape)
+    copy[...] = block
+    return copy
+
+
+def test_a_block_begins_while_the_last_parts_of_another_come_back():
+    """With one thread, and however slow the function is, at most two are under way."""
+    rows = 2**12
+    array = np.arange(8 * rows * 2**10, dtype="f4").reshape(8 * rows, 2**10)
+    with dask_p2p.local_cluster(1, gpus=True) as cluster, Client(cluster) as client:
+        x = persisted(client, da.from_array(array, chunks=(rows, -1)))
+        same = persisted(client, dask_p2p.map_on_gpu(late, x, dtype="f4"))
+        y = persisted(client, dask_p2p.map_on_gpu(late, same, dtype="f4"))
+        np.testing.assert_array_equal(y.compute(), 4 * array)
+        (records,) = client.run(records_of, y.name).values()
+    spans = sorted((each.start_s, each.stop_s) for each in records)
+    assert len(spans) == 8
+    assert all(then[0] < first[1] for first, then in pairwise(spans))
+    assert all(third[0] > first[1] for first, third in zip(spans, spans[2:], strict=False))
+
+
+def records_of(name, dask_worker):
+    records = dask_worker.plugins[PLUGIN_NAME].context.records.since(0)[1]
+    return [each for each in records if each.key[0] == name]
 
 
 @pytest.mark.gpu(2)

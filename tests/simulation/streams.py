@@ -458,20 +458,27 @@ def emulated(monkeypatch):
     """A recorder in the place of CuPy, of its kernels, and of what host arrays go through."""
     recorder = Recorder()
 
-    def copy_on_host(to, of):
-        recorder.do(HOST, "a thread", reads=[of], writes=[to])
+    threads = recorder.cupy.cuda.Stream()
+
+    def begin_copy(to, of):
+        recorder.do(threads.name, "a thread", reads=[of], writes=[to])
         to[...] = of
+        return threads.record().synchronize
+
+    def copy_on_host(to, of):
+        begin_copy(to, of)()
 
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
     monkeypatch.setattr(dask_p2p.backends, "cupy_kernels", kernels(recorder), raising=False)
     for where, name, value in (
-        (HostStreams, "_per_thread", threading.local()),
+        (HostStreams, "_streams", {}),
         (HostStreams, "_kept_slots", KeptSlots()),
         (HostStreams, "_kept_host_slots", KeptSlots()),
         (device, "_private", {}),
         (pinned, "_start", lambda: None),
         (pinned, "_leaving", SimpleNamespace(put=lambda item: item[0]())),  # at once
         (pinned, "_warned", set()),
+        (part_streams, "begin_copy", begin_copy),
         (part_streams, "copy_on_host", copy_on_host),
         (host_through_device, "copy_on_host", copy_on_host),
     ):
