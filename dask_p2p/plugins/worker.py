@@ -121,7 +121,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     @property
     def leased_bytes(self) -> int:
         """Bytes of blocks that are kept because others read them, or may be about to."""
-        return sum(transport.leased_bytes for transport in self._in_place())
+        return sum(transport.directory.leased_bytes for transport in self._in_place())
 
     def _in_place(self) -> list[SameHostTransport]:
         return [each for each in self._transports.values() if isinstance(each, SameHostTransport)]
