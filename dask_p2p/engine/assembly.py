@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.backends import SLOTS, Queue, Timer, as_array, backend_for, device_of
+from dask_p2p.backends import Queue, Timer, as_array, backend_for, device_of
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext
@@ -292,7 +292,7 @@ class Assembly:
                     continue
                 ahead.append((fetch, region))
                 del region  # which may be placed already: the next one takes its room
-                while len(ahead) > self._ahead(fetch):
+                while len(ahead) > fetch.reading.ahead:
                     yield self._place_first(ahead, queue, same_host_lane)
         while ahead:
             yield self._place_first(ahead, queue, same_host_lane)
@@ -314,11 +314,6 @@ class Assembly:
             pass
         self.place_region(*ahead.popleft(), queue)
         return True
-
-    def _ahead(self, fetch: Fetch) -> int:
-        if fetch.in_place:  # copies that are queued, each into a slot
-            return 0 if self._in_sync else SLOTS - 1
-        return fetch.reading.ahead
 
     def place_region(self, fetch: Fetch, region: Region, queue: Queue) -> None:
         """Wait for a region and put it where it belongs."""
