@@ -28,7 +28,7 @@ import numpy as np
 from dask_p2p.backends import Queue, Timer, as_array, backend_for, device_of
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
-from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
 from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.engine.queues import queue_for
@@ -107,7 +107,7 @@ class Assembly:
         self.options = output.options
         self._in_sync = output.options.mode == "sync"
         self.context = context
-        self._where = "this process" if context is None else f"worker {context.address}"
+        self._where = where_is(context)
         self.ranges = Ranges(output.options.nvtx)
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
         self.local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}

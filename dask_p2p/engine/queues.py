@@ -14,7 +14,7 @@ from dask_p2p.backends.host_through_device import (
 )
 from dask_p2p.backends.pinned import warn_once
 from dask_p2p.config import Options
-from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.errors import NoDeviceError
 from dask_p2p.plans import BlockPlan
 from dask_p2p.types import DType, Kind
@@ -51,7 +51,7 @@ def queue_for(
     backend, nbytes = backend_named(kind), prod(plan.shape) * dtype.itemsize
     if backend.on_device or not is_for_device(options.permute_numpy, nbytes, dtype):
         return backend.queue(leave_bandwidth=leave_bandwidth)
-    where = "this process" if context is None else f"worker {context.address}"
+    where = where_is(context)
     obstacle = gpu_obstacle()
     if obstacle is not None and options.permute_numpy == "auto":
         return backend.queue(leave_bandwidth=leave_bandwidth)
