@@ -41,7 +41,7 @@ from dask_p2p.transports.requests import checked_integer
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
-__all__ = ["FALLBACK_TOPIC", "DaskWorkerContext"]
+__all__ = ["FALLBACK_TOPIC", "DaskWorkerContext", "must_encrypt"]
 
 _T = TypeVar("_T")
 
@@ -71,10 +71,7 @@ class DaskWorkerContext(AttemptLog):
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
         self.folder: str = worker.local_directory
-        # Credentials from a configuration file do not make Dask require what they are used for.
-        self.encrypted_only: bool = bool(worker.security.require_encryption) or (
-            worker.address.startswith(_ENCRYPTED)
-        )
+        self.encrypted_only = must_encrypt(worker)
         self.probes = Probes()
         self.outputs = OutputMemory(worker, options.retain_outputs_s)
         self.pinned = PinnedOutputs(worker, options.retain_outputs_s, self.warn)
@@ -295,6 +292,12 @@ class DaskWorkerContext(AttemptLog):
         self.outputs.close()
         self.pinned.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def must_encrypt(worker: Worker) -> bool:
+    """Return whether nothing may leave a worker unencrypted."""
+    # Credentials from a configuration file do not make Dask require what they are used for.
+    return bool(worker.security.require_encryption) or worker.address.startswith(_ENCRYPTED)
 
 
 def _with_device(function: Callable[..., _T], *args: Any) -> _T:

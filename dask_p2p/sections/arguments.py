@@ -19,19 +19,10 @@ from dask_p2p.types import DaskArray
 
 __all__ = [
     "check_computed",
-    "check_function",
     "check_same_kind",
     "check_shares",
     "chosen_members",
 ]
-
-
-def check_function(func: Any, of: str, name: str = "") -> None:
-    """Refuse what cannot be called: `InputError`."""
-    if not callable(func):
-        where = f"{name}: " if name else ""
-        remedy = "" if name else " Give the function first."
-        raise InputError(f"{where}expected a function of {of}, got {func!r}.{remedy}")
 
 
 def check_computed(*given: Any) -> None:

@@ -11,13 +11,12 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.arguments import is_dask_array
+from dask_p2p.ops.arguments import check_function, is_dask_array
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.arguments import (
     check_computed,
-    check_function,
     check_same_kind,
     check_shares,
     chosen_members,
@@ -133,9 +132,9 @@ def iterate(
     >>> iterate(smooth, x, depth=1, steps=2, boundary="nearest").compute(scheduler="sync")
     array([0.75, 1.25, 2.  , 3.  , 3.75, 4.25])
     """
-    check_function(func, "fields with rims")
-    if until is not None:
-        check_function(until, "numbers", "until")
+    check_function(func, "fields with rims", "iterate(func, x, depth, steps)")
+    if until is not None and not callable(until):
+        raise InputError(f"until: expected a function of numbers, got {until!r}.")
     checked_period(checkpoint_every)
     if isinstance(boundary, list):
         raise InputError(
