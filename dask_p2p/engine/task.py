@@ -90,10 +90,8 @@ class Blocks(GraphNode):  # type: ignore[misc]
 
     def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> Blocks:
         """Return the same with other keys, or references, in the place of some keys."""
-        others = {known: subs[known] for known in self.dependencies & subs.keys()}
-        if not others:
-            return self
-        return Blocks(*(others.get(i, i) if not isinstance(i, BlockRef) else i for i in self.items))
+        items = tuple([i if isinstance(i, BlockRef) else subs.get(i, i) for i in self.items])
+        return self if items == self.items else Blocks(*items)
 
 
 class AssembleTask(Task):  # type: ignore[misc]

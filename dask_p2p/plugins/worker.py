@@ -210,9 +210,9 @@ def by_reference(
     `is_here` tells whether the worker, whose address is given, holds a key in memory or spilled.
     """
     references = {
-        key: BlockRef(key, tuple(sorted(set(holders) - {address})))
+        key: BlockRef(key, tuple(sorted(others)))
         for key, holders in message["who_has"].items()
-        if not is_here(key) and set(holders) - {address}
+        if not is_here(key) and (others := {*holders} - {address})
     }
     if not references:
         return message
