@@ -2,13 +2,14 @@
 
     python -m benchmarks.streams --megabytes 16 --megabytes 4096 --json FILE
 
-The first three ways are those of M. Harris, "How to Overlap Data Transfers in CUDA C/C++", and of
-G. Ruetsch and M. Fatica for CUDA Fortran: an array of pinned memory goes to the GPU as a whole,
+The first ways are those of M. Harris, "How to Overlap Data Transfers in CUDA C/C++", and of G.
+Ruetsch and M. Fatica for CUDA Fortran: an array of pinned memory goes to the GPU as a whole,
 through a function and back; or in four parts on four streams, given to them part by part, or kind
-by kind. The others are Dask arrays on one worker: `map_on_gpu`, and the transpose of a square array
-by the CPU and by the GPU (`p2p.permute-numpy`). Each way is run twice in a row, and the second run
-is timed: outputs find the memory that the first has left, as in a chain of calls. The first result
-of each way is checked. It needs a GPU.
+by kind; or in 32 parts. The others are Dask arrays of eight blocks on one worker: `map_on_gpu`, and
+the transpose of a square array and its rechunk to slabs along the other axis, by the CPU and by the
+GPU (`p2p.permute-numpy`). Each way is run twice in a row, and the second run is timed: outputs find
+the memory that the first has left, as in a chain of calls. The first result of each way is checked.
+It needs a GPU.
 """
 
 from __future__ import annotations
@@ -30,18 +31,22 @@ from distributed import Client, wait
 import dask_p2p
 from benchmarks.environment import environment
 from benchmarks.growth import write
+from dask_p2p.backends import host_copies
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.pinned import Pinned
 
 __all__ = ["by_kind", "by_part", "main"]
 
 _STREAMS = 4  # of the article
-_BLOCKS = 4
+_PARTS = 32
+_BLOCKS = 8
 SEQUENTIAL, BY_PART, BY_KIND = "one after the other", "parts, part by part", "parts, kind by kind"
+MANY_PARTS = "32 parts, part by part"
 PINNED, PAGEABLE = "map_on_gpu, pinned", "map_on_gpu, pageable"
 REGISTERED, USERS = "map_on_gpu, pinned where it lies", "asarray, function, asnumpy"
 TRANSPOSED = {"cpu": "transpose, by the CPU", "gpu": "transpose, by the GPU"}
-_NEVER = "1 PiB"
+RECHUNKED = {"cpu": "rechunk, by the CPU", "gpu": "rechunk, by the GPU"}
+_AS_IT_IS = host_copies._MOST_THREADS, host_copies._FEW_THREADS
 
 Issued = Iterator[tuple[str, int]]
 
@@ -98,7 +103,8 @@ class Issuer:
         size = -(-self._source.size // count)
         results: dict[int, Any] = {}
         for what, number in issued:
-            part, stream = slice(number * size, (number + 1) * size), self._streams[number]
+            part = slice(number * size, (number + 1) * size)
+            stream = self._streams[number % _STREAMS]
             host, memory = self._source[part], self._memory[part]
             with stream:
                 if what == "up":
@@ -138,16 +144,18 @@ def issuing(size: int) -> dict[str, Callable[[], float]]:
         SEQUENTIAL: way(by_kind, 1),
         BY_PART: way(by_part, _STREAMS),
         BY_KIND: way(by_kind, _STREAMS),
+        MANY_PARTS: way(by_part, _PARTS),
     }
 
 
-def mapping(client: Any, size: int, fallback: str | None = None) -> dict[str, Callable[[], float]]:
+def mapping(
+    client: Any, size: int, threads: Sequence[int] = (), fallback: str | None = None
+) -> dict[str, Callable[[], float]]:
     """Return what measures each way of Dask's: from `persist` to `wait`, of blocks in memory."""
     x = client.persist(da.arange(size, dtype="f4", chunks=-(-size // _BLOCKS)))
 
-    def on_gpu(of: Any, register_from: str = _NEVER, by: Callable[..., Any] = function) -> Any:
-        with dask.config.set({"p2p.map-on-gpu.register-from": register_from}):
-            return dask_p2p.map_on_gpu(by, of, dtype="f4", fallback=fallback)
+    def on_gpu(of: Any, by: Callable[..., Any] = function) -> Any:
+        return dask_p2p.map_on_gpu(by, of, dtype="f4", fallback=fallback)
 
     def by_users() -> Any:
         import cupy
@@ -155,13 +163,24 @@ def mapping(client: Any, size: int, fallback: str | None = None) -> dict[str, Ca
         return x.map_blocks(cupy.asarray).map_blocks(function).map_blocks(cupy.asnumpy)
 
     same = client.persist(on_gpu(x, by=unchanged))  # whose blocks lie in pinned memory
-    ways: dict[str, Callable[[], Any]] = {
-        PINNED: partial(on_gpu, same),
-        PAGEABLE: partial(on_gpu, x),
-        REGISTERED: partial(on_gpu, x, "1 B"),
-        USERS: by_users,
+    pageable = {PAGEABLE: _AS_IT_IS, REGISTERED: (1, 2)}
+    pageable |= {f"{PAGEABLE}, {count} thread(s)": (count, 0) for count in threads}
+    measure = partial(_of_dask, client, wanted=function(x))
+    return {
+        PINNED: measure(partial(on_gpu, same)),
+        USERS: measure(by_users),
+        **{
+            way: measure(partial(on_gpu, x), before=partial(client.run, _fill_by, *counts))
+            for way, counts in pageable.items()
+        },
     }
-    return {way: _of_dask(client, make, function(x)) for way, make in ways.items()}
+
+
+def _fill_by(most: int, few: int) -> None:
+    """Have a worker fill slots by so many threads; if these are few, pin blocks where they lie."""
+    host_copies._MOST_THREADS, host_copies._FEW_THREADS = most, few
+    host_copies._cores.cache_clear()
+    host_copies._threads.cache_clear()
 
 
 def unchanged(a: Any) -> Any:
@@ -170,19 +189,30 @@ def unchanged(a: Any) -> Any:
 
 
 def transposing(client: Any, size: int) -> dict[str, Callable[[], float]]:
-    """Return what measures a transpose of about so many elements, in ordinary memory."""
+    """Return what measures a transpose and a rechunk of about so many elements."""
     side = isqrt(size)
     x = da.arange(side**2, dtype="f4", chunks=-1).reshape(side, side)
     x = client.persist(x.rechunk((-(-side // _BLOCKS), side)))
 
-    def transposed(by: str) -> Any:
+    def moved(verb: Callable[..., Any], by: str) -> Any:
         with dask.config.set({"p2p.permute-numpy": by}):
-            return dask_p2p.transpose(x)
+            return verb(x)
 
-    return {way: _of_dask(client, partial(transposed, by), x.T) for by, way in TRANSPOSED.items()}
+    rechunk = partial(dask_p2p.rechunk, chunks=x.chunks[::-1])
+    verbs = ((TRANSPOSED, dask_p2p.transpose, x.T), (RECHUNKED, rechunk, x))
+    return {
+        way: _of_dask(client, partial(moved, verb, by), wanted)
+        for ways, verb, wanted in verbs
+        for by, way in ways.items()
+    }
 
 
-def _of_dask(client: Any, make: Callable[[], Any], wanted: Any) -> Callable[[], float]:
+def _of_dask(
+    client: Any,
+    make: Callable[[], Any],
+    wanted: Any,
+    before: Callable[[], Any] = lambda: None,
+) -> Callable[[], float]:
     def run() -> Any:
         y = client.persist(make())
         wait(y)
@@ -190,6 +220,7 @@ def _of_dask(client: Any, make: Callable[[], Any], wanted: Any) -> Callable[[], 
 
     def prepare() -> None:
         """Wait until the result of the run before is gone: it has the same name."""
+        before()
         name = make().name
         while client.run_on_scheduler(_has_tasks, name):
             time.sleep(0.001)
@@ -222,8 +253,12 @@ def _measuring(
 @click.command(context_settings={"show_default": True})
 @click.option("--megabytes", "sizes", multiple=True, type=int, default=(16, 1024), help="In, MiB.")
 @click.option("--repeats", default=7, help="Rounds after a first one.")
+@click.option("--threads", multiple=True, type=int, help="That fill slots; repeatable.")
+@click.option("--only", default="", help="Ways whose names have this in them.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
-def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
+def main(
+    sizes: Sequence[int], repeats: int, threads: Sequence[int], only: str, path: Path | None
+) -> None:
     """Time an array of float32 in host memory on its way through a GPU and back."""
     if (obstacle := gpu_obstacle()) is not None:
         raise click.ClickException(
@@ -234,7 +269,8 @@ def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
     with dask_p2p.local_cluster(1, gpus=True) as cluster, Client(cluster) as client:
         for megabytes in sizes:
             size = megabytes * 2**18
-            measured = issuing(size) | mapping(client, size) | transposing(client, size)
+            measured = issuing(size) | mapping(client, size, threads) | transposing(client, size)
+            measured = {way: measure for way, measure in measured.items() if only in way}
             times: dict[str, list[float]] = {way: [] for way in measured}
             for repeat in range(repeats + 1):
                 for way, measure in measured.items():
@@ -244,9 +280,8 @@ def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
                         times[way].append(elapsed_s)
             for way, each in times.items():
                 gbs = 8 * size / median(each) / 1e9
-                ratio = median(times[SEQUENTIAL]) / median(each)
                 print(f"{megabytes:>6} MiB {way:>33}: {median(each) * 1e3:9.3f} ms, ", end="")
-                print(f"{gbs:6.1f} GB/s both ways, {ratio:5.2f} x", flush=True)
+                print(f"{gbs:6.1f} GB/s both ways", flush=True)
             rows.append({"megabytes": megabytes, "times_s": times})
     write(path, {**environment(), "repeats": repeats, "rows": rows})
 

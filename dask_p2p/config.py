@@ -150,7 +150,6 @@ class Options:
     transports: tuple[str, ...] | None = option("transports.order", _transports)
     request_timeout_s: float = option("timeouts.request", duration_s)
     backoff_s: float = option("timeouts.backoff", duration_s)
-    register_from_bytes: int = option("map-on-gpu.register-from", positive_bytes)
     nvtx: bool = option("nvtx", yes_or_no)
     warn_after_s: float = option("sections.warn-after", duration_s)
 

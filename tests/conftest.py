@@ -17,6 +17,7 @@ settings.load_profile("default")
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands would fold what they print
 
+SHARING = 2  # workers on one GPU, by `--share-gpu`
 MOST_PROCESSES = 8  # each may have a cluster of its own
 
 
@@ -32,6 +33,11 @@ def gpu_count() -> int:
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption(
+        "--share-gpu",
+        action="store_true",
+        help="run tests of two GPUs on one, which the workers share",
+    )
 
 
 def pytest_configure(config):
@@ -125,9 +131,10 @@ def skip_without_gpus(items):
         return
     there = gpu_count()
     for item in marked:
+        is_shared = there and item.config.getoption("--share-gpu") and "tests/gpu" in item.nodeid
         args = item.get_closest_marker("gpu").args
         needed = args[0] if args else 1
-        if there < needed:
+        if there < needed and not (is_shared and needed == SHARING):
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), there are {there}"))
 
 

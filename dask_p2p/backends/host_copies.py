@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,21 @@ import numpy as np
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import box_slices, split_box
 
-__all__ = ["begin_copy", "copy_on_host"]
+__all__ = ["begin_copy", "copy_on_host", "register_from_bytes"]
 
-# With 1, 4 and 12 threads, slots were filled and emptied at 7, 18 and 35 GB/s (H200, 16 cores).
-_MOST_THREADS = 12
-_LEAST_BYTES = 2**20  # to be copied by several threads
+# On an H200's host with 16 cores, blocks of 256 MiB went through its GPU at 10, 17, 25, 32 and 28
+# GB/s, both ways together, as 1, 2, 4, 8 and 12 threads filled slots of pinned memory. From where
+# they lay, pinned for that time, it was 23 to 26. Blocks of 1 GiB took 50 GB/s with 8 threads as
+# with 12, and 31 pinned.
+_MOST_THREADS = 8
+_FEW_THREADS = 4
+_REGISTER_FROM_BYTES = 2**24
+_LEAST_BYTES = 2**20  # to be copied by another thread
+_BYTES_EACH = 2**22  # at least: to give one its part takes as long as to copy half a MiB
 
 
 def copy_on_host(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> None:
-    """Copy an array of the host, by several threads if it is large."""
+    """Copy an array of the host, by several threads if it is large; return when that is done."""
     begin_copy(to, of)()
 
 
@@ -37,8 +44,8 @@ def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[
     if of.nbytes < _LEAST_BYTES:
         copy(...)
         return _nothing
-    box = tuple((0, n) for n in of.shape)
-    parts = map(box_slices, split_box(box, -(-of.size // _cores())))
+    box, count = tuple((0, n) for n in of.shape), min(_cores(), -(-of.nbytes // _BYTES_EACH))
+    parts = map(box_slices, split_box(box, -(-of.size // count)))
     copies = [_threads().submit(copy, part) for part in parts]
 
     def wait() -> None:
@@ -50,6 +57,14 @@ def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[
 
 def _nothing() -> None:
     """Wait for nothing."""
+
+
+def register_from_bytes() -> float:
+    """Return how large a block is that a GPU reads sooner if it is pinned where it lies.
+
+    Where there are less than four threads that could copy it into pinned memory.
+    """
+    return _REGISTER_FROM_BYTES if _cores() < _FEW_THREADS else inf
 
 
 @cache

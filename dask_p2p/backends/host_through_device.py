@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dask_p2p.backends._checks import transposed
 from dask_p2p.backends.base import SLOTS, Backend
+from dask_p2p.backends.hardware import on_gpu
 from dask_p2p.backends.host_copies import copy_on_host
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.host_streams import HostStreams, array_in, pitch_of
@@ -35,9 +35,9 @@ from dask_p2p.types import Array, DType
 
 __all__ = ["HostThroughDeviceQueue", "is_for_device", "part_bytes", "slots_bytes"]
 
-#: The smallest block that a GPU permutes where the option says "auto". On an H200 that would be
-#: 2**24, but what a task needs of memory is reckoned before it is known which workers have a GPU.
-AUTO_FROM_BYTES = inf
+#: The smallest block that a GPU permutes where the option says "auto": smaller ones the CPU had
+#: done sooner, on an H200's host with one thread.
+AUTO_FROM_BYTES = 2**24
 
 _PART_BYTES = 2**24
 _ALIGNMENT_BYTES = 512  # of what is allocated on a GPU
@@ -51,11 +51,11 @@ def is_for_device(where: str, nbytes: int, dtype: DType | None = None) -> bool:
     """Return whether NumPy blocks are permuted by a GPU: of this size, and dtype if that is known.
 
     Objects and structures are not, nor items of other sizes than numbers have. `where` is the
-    option ``p2p.permute-numpy``: "auto", "cpu" or "gpu".
+    option ``p2p.permute-numpy``: "auto", "cpu" or "gpu". What "auto" says holds for this process.
     """
     if dtype is not None and (dtype.hasobject or dtype.names or dtype.itemsize not in _WORDS):
         return False
-    return where == "gpu" or (where == "auto" and nbytes >= AUTO_FROM_BYTES)
+    return where == "gpu" or (where == "auto" and nbytes >= AUTO_FROM_BYTES and on_gpu())
 
 
 def part_bytes(limit_bytes: int) -> int:

@@ -93,7 +93,7 @@ class PartStreams(HostStreams):
 
     def __init__(
         self,
-        register_from_bytes: int,
+        register_from_bytes: float,
         warn: Callable[..., None],
         ranges: Callable[..., AbstractContextManager[Any]] = nullcontext,
         hand_on: Callable[[], None] | None = None,

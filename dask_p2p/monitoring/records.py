@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import threading
 from bisect import bisect
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ __all__ = [
     "RecordStore",
     "RunStarts",
     "Stage",
+    "overlap",
     "packed",
     "unpacked",
 ]
@@ -109,12 +110,6 @@ class Record(NamedTuple):
     down_s: float = 0.0  # of copies back
 
     @property
-    def overlap(self) -> float:
-        """How many of copies up, function and copies down went on at once, on average."""
-        spent_s = self.stop_s - self.start_s
-        return (self.up_s + self.function_s + self.down_s) / spent_s if spent_s > 0 else 0.0
-
-    @property
     def is_made(self) -> bool:
         """Whether the attempt made its block."""
         return not self.error and self.wanted_bytes is None
@@ -164,6 +159,29 @@ def unpacked(data: bytes) -> list[Record]:
     version, records = pickle.loads(data)
     check_version(version)
     return list(pickle.loads(records))
+
+
+def overlap(records: Iterable[Record]) -> float:
+    """How many of copies up, function and copies down went on at once, on average.
+
+    While a worker had blocks in hand, of which the next begins before one ends. Of the worker where
+    it was least; 0 if no block went through a GPU in parts.
+    """
+    by_worker: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=lambda record: record.start_s):
+        if record.parts:
+            by_worker[record.worker].append(record)
+    return min(map(_overlap_of_one, by_worker.values()), default=0.0)
+
+
+def _overlap_of_one(records: Iterable[Record]) -> float:
+    """Return it for one worker's blocks, in the order in which they began."""
+    done_s = spent_s = until_s = 0.0
+    for record in records:
+        done_s += record.up_s + record.function_s + record.down_s
+        spent_s += max(0.0, record.stop_s - max(record.start_s, until_s))
+        until_s = max(until_s, record.stop_s)
+    return done_s / spent_s if spent_s else 0.0
 
 
 class RecordLog:

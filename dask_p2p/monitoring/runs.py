@@ -14,7 +14,7 @@ from typing import Any, overload
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.inputs import checked_client, checked_count
 from dask_p2p.monitoring.cells import OF_SOME, cells
-from dask_p2p.monitoring.records import RECORDS_OP, Record, unpacked
+from dask_p2p.monitoring.records import RECORDS_OP, Record, overlap, unpacked
 from dask_p2p.monitoring.text_table import html_table, text_table
 from dask_p2p.monitoring.trace import trace
 from dask_p2p.types import AsynchronousClient, Client
@@ -188,8 +188,8 @@ class Run:
 
     @property
     def overlap(self) -> float:
-        """Of `map_on_gpu`, what the block had whose copies and function overlapped least."""
-        return min((record.overlap for record in self.made if record.parts), default=0.0)
+        """Of `map_on_gpu`, how many of copies up, function and copies down went on at once."""
+        return overlap(self.made)
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def map_on_gpu(
         parts of C-ordered blocks are contiguous.
     part_bytes : int or str, optional
         What a part of all arrays takes together, rims included, at most: unless one element along
-        the axis takes more. Blocks are cut into eight parts at least, as long as these take 4 MiB:
+        the axis takes more. Blocks are cut into eight parts at least, as long as these take 16 MiB:
         copies and the function overlap then.
     dtype : str or numpy.dtype, optional
         Of what `func` returns. By default it is found out by calling it with an empty array.

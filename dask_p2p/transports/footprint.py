@@ -121,7 +121,6 @@ def _queue_bytes(options: Options, kind: Kind) -> int:
     return slots_bytes(options.staging_limit_bytes)
 
 
-@lru_cache(maxsize=1024)  # each task of an array asks the same, before it does anything else
 def staging_bytes(
     options: Options, kind: Kind, largest_bytes: int, remote_bytes: int, item_bytes: int
 ) -> int:
@@ -132,7 +131,12 @@ def staging_bytes(
     from other workers, and one element: no part is smaller.
     """
     wanted = largest_bytes, remote_bytes, item_bytes
-    return _queue_bytes(options, kind) + sum(
+    return _queue_bytes(options, kind) + _brought_bytes(options, kind, wanted)
+
+
+@lru_cache(maxsize=1024)  # each task of an array asks the same, before it does anything else
+def _brought_bytes(options: Options, kind: Kind, wanted: tuple[int, int, int]) -> int:
+    return sum(
         max((used.task_bytes(*wanted) for used in _used(options, kind, [is_local])), default=0)
         for is_local in (True, False)
     )

@@ -71,15 +71,17 @@ def test_ways_of_dask_are_checked(client, monkeypatch):
 
 
 def test_transposes_are_checked(client, monkeypatch):
-    by_cpu = {"cpu": streams.TRANSPOSED["cpu"]}  # the other way needs a GPU, and says so
-    monkeypatch.setattr(streams, "TRANSPOSED", by_cpu)
-    (measure,) = streams.transposing(client, 1000).values()
-    assert measure() > 0
-    (wrong,) = streams.transposing(client, 1000).values()
-    monkeypatch.setattr(streams.dask_p2p, "transpose", lambda x: x + 0)
-    with pytest.raises(ClickException, match="values are wrong"):
-        wrong()
-    monkeypatch.undo()
+    # The other ways need a GPU, and say so.
+    by_cpu = streams.TRANSPOSED["cpu"], streams.RECHUNKED["cpu"]
+    for way in by_cpu:
+        assert streams.transposing(client, 1000)[way]() > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(streams.dask_p2p, "transpose", lambda x: x + 0)
+        patch.setattr(streams.dask_p2p, "rechunk", lambda x, chunks: x.T)
+        wrong = streams.transposing(client, 1000)
+        for way in by_cpu:
+            with pytest.raises(ClickException, match="values are wrong"):
+                wrong[way]()
     if gpu_obstacle() is not None:
         with pytest.raises(NoDeviceError):
             streams.transposing(client, 1000)[streams.TRANSPOSED["gpu"]]()

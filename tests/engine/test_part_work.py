@@ -70,10 +70,10 @@ def computed(gpu, y):
     return np.block([[b] for b in blocks])
 
 
-@pytest.mark.parametrize("register_from", ["1 B", "1 GiB"])
-def test_values_are_those_of_whole_blocks(gpu, x, register_from):
-    with dask.config.set({"p2p.map-on-gpu.register-from": register_from}):
-        y = on_gpu(gpu, lambda a: 2 * a + 1, x)
+@pytest.mark.parametrize("register_from", [1, 2**30])
+def test_values_are_those_of_whole_blocks(gpu, x, register_from, monkeypatch):
+    monkeypatch.setattr(part_work, "register_from_bytes", lambda: register_from)
+    y = on_gpu(gpu, lambda a: 2 * a + 1, x)
     np.testing.assert_array_equal(computed(gpu, y), 2 * VALUES + 1)
     assert gpu.most_bytes <= dask_p2p.estimate(y).total_bytes
     assert gpu.pageable_copies == 0

@@ -52,7 +52,7 @@ def test_blocks_are_cut_into_eight_parts_at_least_that_are_not_small():
         mapped = Mapped(None, (argument(sizes),), 0, sizes, sizes, np.dtype("f8"), part_bytes)
         return len(mapped.plan((0, 0)).parts)
 
-    assert [parts(n) for n in (1, 4, 5, 16, 32, 64, 512, 1024)] == [1, 1, 2, 4, 8, 8, 8, 16]
+    assert [parts(n) for n in (4, 16, 20, 64, 128, 256, 512, 1024)] == [1, 1, 2, 4, 8, 8, 8, 16]
     assert parts(4, 2**20) == 4
 
 

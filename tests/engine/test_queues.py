@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from math import prod
 
 import dask
 import dask.array as da
@@ -67,10 +69,19 @@ def chosen(where, dtype="f8", kind="numpy", context=None):
     return queue_for(PLAN, np.dtype(dtype), kind, given, context, False)
 
 
-def test_by_default_cpus_permute(gpu):
+def test_by_default_gpus_permute_large_blocks_on_their_workers(gpu, monkeypatch):
     assert options().permute_numpy == "auto"
-    for where in ("auto", "cpu"):
-        assert type(chosen(where)) is HostQueue
+    assert "cupy" in sys.modules, "what is emulated"
+    assert type(chosen("auto")) is HostQueue, "a small one"
+    monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", prod(PLAN.shape) * 8)
+    assert type(chosen("auto")) is HostThroughDeviceQueue
+    assert type(chosen("auto", "f4")) is HostQueue
+    assert type(chosen("cpu")) is HostQueue
+    monkeypatch.delitem(sys.modules, "cupy")
+    assert type(chosen("auto")) is HostQueue, "not a worker that computes on a GPU"
+
+
+def test_what_is_asked_for(gpu):
     assert type(chosen("gpu")) is HostThroughDeviceQueue
     assert type(chosen("gpu", "O")) is HostQueue
     assert type(chosen("gpu", kind="cupy")) is DeviceQueue
@@ -84,6 +95,7 @@ def test_a_worker_without_a_gpu_says_so(monkeypatch):
         assert words in str(caught.value)
     assert type(chosen("gpu", "O")) is HostQueue, "it is left to the CPU anyway"
     monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", 0)
+    monkeypatch.setattr(host_through_device, "on_gpu", lambda: True)
     assert type(chosen("auto")) is HostQueue
 
 
@@ -173,9 +185,12 @@ def test_a_lack_of_memory_is_warned_of_once(gpu, parts):
 
 def test_what_slots_take_is_counted(gpu):
     x = da.ones((400, 300), chunks=100)
-    before = dask_p2p.estimate(x, workers=4)
-    with dask.config.set({"p2p.permute-numpy": "gpu"}):
-        after = dask_p2p.estimate(x, workers=4)
-    assert after.staging_bytes >= before.staging_bytes + 6 * 2**24
+    staging_bytes = []
+    for where in ("cpu", "gpu", "auto"):  # as if this were a worker with a GPU
+        with dask.config.set({"p2p.permute-numpy": where}):
+            staging_bytes.append(dask_p2p.estimate(x, workers=4).staging_bytes)
+    by_cpu, by_gpu, by_either = staging_bytes
+    assert by_gpu >= by_cpu + 6 * 2**24
+    assert by_either == by_gpu
     need = assembly(FakePeers(), permute_numpy="gpu")._need("numpy")
     assert need.staging_bytes >= 2 * SLOTS * 2**24

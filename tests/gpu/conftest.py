@@ -6,7 +6,16 @@ import pytest
 
 import dask_p2p
 from tests.faults.support import Gate
+from tests.gpu.sharing import shared_cluster
 from tests.gpu.support import POOL
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sharing(request):
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--share-gpu"):
+            patch.setattr(dask_p2p, "local_cluster", shared_cluster)
+        yield
 
 
 @pytest.fixture(scope="module")

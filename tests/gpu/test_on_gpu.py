@@ -21,6 +21,7 @@ from dask_p2p.backends.host_streams import HostStreams
 from dask_p2p.backends.part_streams import PartStreams
 from dask_p2p.backends.pinned import is_pinned
 from dask_p2p.backends.slots import KeptSlots
+from dask_p2p.engine import part_work
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
 from dask_p2p.plans.parts import Input, plan_parts, steps
@@ -53,14 +54,14 @@ def whole(func, block, **kwargs):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("register_from", ["1 B", "1 TiB"])
+@pytest.mark.parametrize("register_from", [1, 2**40])
 @pytest.mark.parametrize("dtype", ["f4", "f8", "c16", "i2"])
-def test_values_are_those_of_whole_blocks(dtype, register_from, axis):
+def test_values_are_those_of_whole_blocks(dtype, register_from, axis, monkeypatch):
+    monkeypatch.setattr(part_work, "register_from_bytes", lambda: register_from)
     array = values(dtype)
-    with dask.config.set({"p2p.map-on-gpu.register-from": register_from}):
-        x = da.from_array(array, chunks=(2048, 1024))
-        y = dask_p2p.map_on_gpu(function, x, axis=axis, part_bytes=PART_BYTES)
-        got = y.compute(scheduler="threads")
+    x = da.from_array(array, chunks=(2048, 1024))
+    y = dask_p2p.map_on_gpu(function, x, axis=axis, part_bytes=PART_BYTES)
+    got = y.compute(scheduler="threads")
     assert got.tobytes() == whole(function, array).tobytes()
 
 
@@ -226,6 +227,7 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
     rows = 2**12
     array = np.arange(8 * rows * 2**10, dtype="f4").reshape(8 * rows, 2**10)
     with dask_p2p.local_cluster(1, gpus=True) as cluster, Client(cluster) as client:
+        client.run(hand_on_small_blocks)
         x = persisted(client, da.from_array(array, chunks=(rows, -1)))
         same = persisted(client, dask_p2p.map_on_gpu(late, x, dtype="f4"))
         y = persisted(client, dask_p2p.map_on_gpu(late, same, dtype="f4"))
@@ -235,6 +237,10 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
     assert len(spans) == 8
     assert all(then[0] < first[1] for first, then in pairwise(spans))
     assert all(third[0] > first[1] for first, third in zip(spans, spans[2:], strict=False))
+
+
+def hand_on_small_blocks():
+    part_work._HAND_ON_FROM_BYTES = 1
 
 
 def records_of(name, dask_worker):

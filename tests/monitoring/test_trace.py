@@ -138,7 +138,7 @@ def test_a_block_that_went_through_a_gpu():
     ]
     assert found[2]["args"] == {"bytes": 100}
     (task,) = (e for e in events["X"] if e["cat"] == "task")
-    assert (task["args"]["parts"], task["args"]["overlap"]) == (4, 1.5)
+    assert task["args"]["parts"] == 4
 
 
 def test_nothing():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.backends import MOST_UNREAD, SLOTS
+from dask_p2p.backends import MOST_UNREAD, SLOTS, host_through_device
 from dask_p2p.backends.host_through_device import slots_bytes
 from dask_p2p.config import options
 from dask_p2p.transports import OWN, CmaTransport, CommTransport, IpcTransport, UcxTransport
@@ -100,6 +100,12 @@ def test_slots_of_numpy_blocks_leave_those_of_cupy_as_they_are():
     assert found[0] == found[1]
     found = [staging_bytes(chosen, "numpy", 0, 0, 8) for chosen in (for_cpu, for_gpu)]
     assert found == [0, 96 * MIB]
+
+
+def test_slots_of_numpy_blocks_are_counted_on_workers_with_gpus(monkeypatch):
+    for is_there, wanted_bytes in ((False, 0), (True, 96 * MIB)):
+        monkeypatch.setattr(host_through_device, "on_gpu", lambda is_there=is_there: is_there)
+        assert staging_bytes(options(), "numpy", 0, 0, 8) == wanted_bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
