@@ -13,7 +13,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import numpy as np
 from distributed import Worker
 
 from dask_p2p.backends import as_array, backend_for, backend_named
@@ -35,7 +34,7 @@ from dask_p2p.plugins.leaving import leave
 from dask_p2p.plugins.notices import warn_client
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
 from dask_p2p.plugins.spilling import find_in_memory, is_spilled, read_spilled
-from dask_p2p.transports.probe import Probes, is_probe
+from dask_p2p.transports.probe import PROBE_DTYPE, Probes, is_probe
 from dask_p2p.transports.replies import answering, ask_and_wait
 from dask_p2p.transports.requests import checked_integer
 from dask_p2p.transports.router import Router
@@ -231,7 +230,7 @@ class DaskWorkerContext(AttemptLog):
         with device_work():
             for holder in holders:
                 if holder != self.address:
-                    self.router.routes([holder], kind, np.dtype("u1"), self._options.order(kind))
+                    self.router.routes([holder], kind, PROBE_DTYPE, self._options.order(kind))
 
     def record(self, record: Record) -> None:
         if not record.error:
