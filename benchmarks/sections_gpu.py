@@ -1,13 +1,20 @@
-"""A step of a wave on GPUs by `iterate`, beside the kernel alone and JAX's `shard_map`.
+"""A step of a wave on GPUs by `iterate`, beside the kernel alone and JAX's `shard_map`; transposes.
 
     timeout 240 python -m benchmarks.sections_gpu --json FILE
-    python -m benchmarks.sections_gpu --cpu --size 32 --steps 20
+    python -m benchmarks.sections_gpu --size 0 --side 65536 --workers 1
+    python -m benchmarks.sections_gpu --cpu --size 32 --steps 20 --side 512
 
 25 points in float32, one cube a GPU, with a periodic boundary: rims lie along the first axis, and
 the kernel goes round along the others. What `iterate` takes for a step is the difference between
 many steps and one, over the number of steps. The kernel alone runs in a worker, on memory of the
-same layout, with nothing exchanged. Values are compared with NumPy's first. Each thing that is
-timed has a time-out, after which the others follow. It has been run on one GPU, by one worker.
+same layout, with nothing exchanged. Values are compared with NumPy's first.
+
+Transposes are of squares in float32, in slabs of rows, one a worker: by `Context.redistribute` in a
+section, several calls at once and nothing waited for between them, and as a layer of
+`dask_p2p.transpose`, from the client's call until it is done. Of these each element is checked.
+
+Each thing that is timed has a time-out, after which the others follow. Waves have been run on one
+GPU, by one worker, and transposes on none.
 """
 
 from __future__ import annotations
@@ -31,13 +38,17 @@ import dask_p2p
 from benchmarks.environment import environment
 from benchmarks.growth import write
 from benchmarks.rivals.wave import RADIUS, reference, wave
+from dask_p2p.tools.indexed import count_wrong, indexed_array
 
 __all__ = ["main"]
 
 OURS, NO_OVERLAP = "dask_p2p.iterate", "dask_p2p.iterate, overlap=False"
 KERNEL, JAX = "the kernel alone", "JAX shard_map"
+IN_SECTION, LAYER = "a transpose in a section", "a layer of dask_p2p.transpose"
 _CHECKED = 16  # side of the cubes that are compared with NumPy's
 _TOLERANCE = 1e-4
+_CALLS = 8  # of transposes in a section at once
+_AT_ONCE = 5  # arrays of the size of the transposed one that there are, of which each has a part
 
 
 def steps_of(size: int) -> int:
@@ -180,10 +191,64 @@ def times_of(
     return times
 
 
+def transposed(ctx: Any, x: Any, rounds: int) -> tuple[Any, Any]:
+    """Return the transpose of a square in slabs, and for each round the seconds of a call."""
+    out, times = ctx.redistribute(x, (0,), axes=(1, 0)), []
+    for _ in range(rounds):
+        _done(x)
+        ctx.barrier()
+        start_s = time.perf_counter()
+        for _ in range(_CALLS):
+            ctx.redistribute(x, (0,), axes=(1, 0), out=out)
+        _done(out)
+        times.append(ctx.allreduce((time.perf_counter() - start_s) / _CALLS, "max"))
+    return out, np.array(times)
+
+
+def _done(array: Any) -> None:
+    """Wait for what is on the member's stream."""
+    if not isinstance(array, np.ndarray):
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()
+
+
+def transposes_of(
+    client: Any, side: int, repeats: int, is_on_gpu: bool, timeout_s: float
+) -> dict[str, list[float]]:
+    """Return seconds of a transpose by each way; of those that did not fail."""
+    workers, kind = len(client.nthreads()), "cupy" if is_on_gpu else "numpy"
+    x = client.persist(
+        indexed_array((side, side), (-(-side // workers), side), np.dtype("f4"), kind)
+    )
+    spread: dict[str, Any] = {"cut": (0,), "rounds": repeats + 1, "members": workers}
+
+    def checked(y: Any) -> None:
+        if count := client.compute(count_wrong(y, x.shape, (1, 0), kind)).result(timeout=timeout_s):
+            raise RuntimeError(f"{count} elements are wrong")
+
+    def in_section() -> list[float]:
+        y, times = client.persist(
+            dask_p2p.spmd(transposed, x, per_member=[np.zeros(repeats + 1)], **spread)
+        )
+        found = client.compute(times).result(timeout=timeout_s)
+        checked(y)
+        return [float(each) for each in found.max(axis=0)[1:]]
+
+    def as_layer() -> list[float]:
+        checked(dask_p2p.transpose(x))
+        return [computed(dask_p2p.transpose(x), timeout_s) for _ in range(repeats + 1)][1:]
+
+    ways = {IN_SECTION: in_section, LAYER: as_layer}
+    found = {way: attempt(f"{side} {way}", measure) for way, measure in ways.items()}
+    return {way: times for way, times in found.items() if times is not None}
+
+
 @click.command(context_settings={"show_default": True})
 @click.option(
-    "--size", "sizes", multiple=True, type=int, default=(512, 256, 128), help="Of a cube."
+    "--size", "sizes", multiple=True, type=int, default=(512, 256, 128), help="Of a cube; 0: none."
 )
+@click.option("--side", "sides", multiple=True, type=int, help="Of a square that is transposed.")
 @click.option("--workers", default=2, help="With a GPU each.")
 @click.option("--steps", type=int, help="At a time. By default by the size.")
 @click.option("--repeats", default=3, help="Rounds after a first one.")
@@ -192,6 +257,7 @@ def times_of(
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def main(
     sizes: Sequence[int],
+    sides: Sequence[int],
     workers: int,
     steps: int | None,
     repeats: int,
@@ -199,10 +265,14 @@ def main(
     on_cpu: bool,
     path: Path | None,
 ) -> None:
-    """Time a step of a wave on GPUs by one layer for all steps, beside other ways."""
+    """Time a step of a wave on GPUs by one layer for all steps, and transposes in a section."""
     from distributed import Client
 
-    of_gpus: dict[str, Any] = {} if on_cpu else {"rmm_pool_size": 2**34}
+    # In one piece, which others map: a multiple of 2 MiB.
+    largest_bytes = max(sides, default=0) ** 2 * 4 // workers
+    pool_bytes = max(2**34, -(-_AT_ONCE * largest_bytes // 2**30) * 2**30)
+    of_gpus: dict[str, Any] = {} if on_cpu else {"rmm_pool_size": pool_bytes}
+    squares: dict[int, dict[str, list[float]]] = {}
     rows: dict[int, dict[str, list[float]]] = {}
     with (
         dask_p2p.local_cluster(workers, gpus=not on_cpu, **of_gpus) as cluster,
@@ -212,9 +282,11 @@ def main(
         error = wrong(workers, not on_cpu, timeout_s)
         if not error < _TOLERANCE:
             raise click.ClickException(f"values differ from NumPy's by {error:g}")
-        for size in sizes:
+        for size in filter(None, sizes):
             count = steps or steps_of(size)
             rows[size] = times_of(client, size, count, repeats, not on_cpu, timeout_s)
+        for side in sides:
+            squares[side] = transposes_of(client, side, repeats, not on_cpu, timeout_s)
     for size, times in rows.items():  # when nobody else has the GPUs' memory
         if find_spec("jax") is not None:
             count = steps or steps_of(size)
@@ -223,7 +295,11 @@ def main(
                 times[JAX] = found
         for way, each in times.items():
             print(f"{size:>5} {way:>34}: {median(each) * 1e3:9.4f} ms a step", flush=True)
-    shown = [{"size": size, "step_s": times} for size, times in rows.items()]
+    for side, times in squares.items():
+        for way, each in times.items():
+            print(f"{side:>5} {way:>34}: {median(each) * 1e3:9.4f} ms", flush=True)
+    shown: list[Any] = [{"size": size, "step_s": times} for size, times in rows.items()]
+    shown += [{"side": side, "transpose_s": times} for side, times in squares.items()]
     write(path, {**environment(), "workers": workers, "repeats": repeats, "rows": shown})
 
 

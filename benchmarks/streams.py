@@ -31,7 +31,7 @@ from distributed import Client, wait
 import dask_p2p
 from benchmarks.environment import environment
 from benchmarks.growth import write
-from dask_p2p.backends import host_copies
+from dask_p2p.backends import host_copies, host_threads
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.pinned import Pinned
 
@@ -46,7 +46,7 @@ PINNED, PAGEABLE = "map_on_gpu, pinned", "map_on_gpu, pageable"
 REGISTERED, USERS = "map_on_gpu, pinned where it lies", "asarray, function, asnumpy"
 TRANSPOSED = {"cpu": "transpose, by the CPU", "gpu": "transpose, by the GPU"}
 RECHUNKED = {"cpu": "rechunk, by the CPU", "gpu": "rechunk, by the GPU"}
-_AS_IT_IS = host_copies._MOST_THREADS, host_copies._FEW_THREADS
+_AS_IT_IS = host_threads._MOST, host_copies._FEW_THREADS
 
 Issued = Iterator[tuple[str, int]]
 
@@ -178,9 +178,9 @@ def mapping(
 
 def _fill_by(most: int, few: int) -> None:
     """Have a worker fill slots by so many threads; if these are few, pin blocks where they lie."""
-    host_copies._MOST_THREADS, host_copies._FEW_THREADS = most, few
-    host_copies._cores.cache_clear()
-    host_copies._threads.cache_clear()
+    host_threads._MOST, host_copies._FEW_THREADS = most, few
+    host_threads.thread_count.cache_clear()
+    host_threads.pool.cache_clear()
 
 
 def unchanged(a: Any) -> Any:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ class _Prefetched(NamedTuple):
 
 
 class DeviceQueue:
-    """CuPy: four streams of the calling thread's own.
+    """CuPy: four streams, of the calling thread's own unless the queue is to have its own.
 
     ::
 
@@ -60,7 +60,9 @@ class DeviceQueue:
     _per_thread = threading.local()  # streams by device
     _kept_slots = KeptSlots()
 
-    def __init__(self, kind: Kind, leave_bandwidth: bool = False) -> None:
+    def __init__(
+        self, kind: Kind, leave_bandwidth: bool = False, has_own_streams: bool = False
+    ) -> None:
         import cupy
 
         from dask_p2p.backends import cupy_kernels
@@ -69,7 +71,7 @@ class DeviceQueue:
         self._kernels = cupy_kernels
         self._low_occupancy = leave_bandwidth
         self.kind = kind
-        known: dict[Any, Any] = self._per_thread.__dict__
+        known: dict[Any, Any] = {} if has_own_streams else self._per_thread.__dict__
         self._device = device = cupy.cuda.runtime.getDevice()
         if device not in known:
             make = cupy.cuda.Stream
@@ -178,6 +180,8 @@ class DeviceQueue:
         if pitch is None or src.nbytes > slot_bytes or not self._has_slots(slot_bytes):
             return _Prefetched(src, None)
         slot = self._slots[0]
+        if src.nbytes > slot.memory.nbytes:  # made for an earlier holder, whose parts were smaller
+            return _Prefetched(src, None)
         self._slots.rotate(-1)
         if slot.is_used:
             self._copies.wait_event(slot.free)
@@ -194,6 +198,30 @@ class DeviceQueue:
         self._permute_on(self._emptying, dst, part.array, axes)
         part.slot.free.record(self._emptying)
         part.slot.is_used = True
+
+    @contextmanager
+    def within(self, stream: Any) -> Iterator[None]:
+        """Return a context whose work follows what a stream has been given before.
+
+        What the stream is given later follows that work, so that nobody need wait for the queue.
+        """
+        event = self._cupy.cuda.Event
+        given = event(disable_timing=True)
+        given.record(stream)
+        for own in self._all:
+            own.wait_event(given)
+        try:
+            yield
+        finally:
+            for own in self._all:
+                done = event(disable_timing=True)
+                done.record(own)
+                stream.wait_event(done)
+
+    @property
+    def reading(self) -> Sequence[Any]:
+        """The streams on which parts of peers' blocks are read."""
+        return self._copies, self._stream
 
     def pack(self, dst: Array, src: Array) -> Callable[[], None]:
         # By a copy engine too: beside UCX's copies it takes less from them than a kernel does.
@@ -227,7 +255,7 @@ class DeviceQueue:
         if self._is_busy:
             for stream in self._all:
                 stream.synchronize()
-            self._is_busy = False
+            self._is_busy = self._in_place = False
             self._timings.read()
             if self._slots:
                 for slot in self._slots:

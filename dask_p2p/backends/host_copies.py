@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from math import inf
 from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.host_threads import pool, thread_count
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import box_slices, split_box
 
@@ -20,7 +18,6 @@ __all__ = ["begin_copy", "copy_on_host", "register_from_bytes"]
 # GB/s, both ways together, as 1, 2, 4, 8 and 12 threads filled slots of pinned memory. From where
 # they lay, pinned for that time, it was 23 to 26. Blocks of 1 GiB took 50 GB/s with 8 threads as
 # with 12, and 31 pinned.
-_MOST_THREADS = 8
 _FEW_THREADS = 4
 _REGISTER_FROM_BYTES = 2**24
 _LEAST_BYTES = 2**20  # to be copied by another thread
@@ -44,9 +41,9 @@ def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[
     if of.nbytes < _LEAST_BYTES:
         copy(...)
         return _nothing
-    box, count = tuple((0, n) for n in of.shape), min(_cores(), -(-of.nbytes // _BYTES_EACH))
+    box, count = tuple((0, n) for n in of.shape), min(thread_count(), -(-of.nbytes // _BYTES_EACH))
     parts = map(box_slices, split_box(box, -(-of.size // count)))
-    copies = [_threads().submit(copy, part) for part in parts]
+    copies = [pool().submit(copy, part) for part in parts]
 
     def wait() -> None:
         for each in copies:
@@ -64,14 +61,4 @@ def register_from_bytes() -> float:
 
     Where there are less than four threads that could copy it into pinned memory.
     """
-    return _REGISTER_FROM_BYTES if _cores() < _FEW_THREADS else inf
-
-
-@cache
-def _cores() -> int:
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_cores(), "p2p-slots")
+    return _REGISTER_FROM_BYTES if thread_count() < _FEW_THREADS else inf

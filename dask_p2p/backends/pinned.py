@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends.device import device_work
-from dask_p2p.backends.first_touch import first_touch
+from dask_p2p.backends.first_touch import touch_by_threads
 from dask_p2p.errors import P2PWarning
 
 __all__ = ["CANNOT_PIN", "REMEDY", "Pinned", "is_pinned", "register", "registered", "warn_once"]
@@ -42,7 +42,7 @@ class Pinned:
         with suppress(OSError):  # as NumPy asks for; not all systems have huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = np.frombuffer(pages, np.uint8)
-        first_touch(self.bytes)
+        touch_by_threads(self.bytes)
         self.nbytes = size_bytes
         unpin = register(self.bytes)
         _start()

@@ -173,7 +173,9 @@ class Context(Collectives, Transforms):
         """Divide an array between the members along other axes; return what this one has then.
 
         All members give each other what they then have: a transpose of slabs, if `cut` is another
-        axis. What is kept for messages is used again by the next call.
+        axis. What is kept for messages is used again by the next call. On a GPU all that is put on
+        the member's stream, and parts are read from other GPUs of the host. Those of others come
+        through host memory, for which the call waits.
 
         Parameters
         ----------
@@ -202,7 +204,7 @@ class Context(Collectives, Transforms):
         Returns
         -------
         numpy.ndarray or cupy.ndarray
-            The caller's own: `out` if that is given. Of CuPy it has gone through host memory.
+            The caller's own: `out` if that is given.
 
         Raises
         ------

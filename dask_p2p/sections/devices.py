@@ -21,11 +21,16 @@ import numpy as np
 
 from dask_p2p.backends import Backend, backend_for, backend_named, device_of
 from dask_p2p.backends.device import device_work, wait_until_written
+from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, InputError
 from dask_p2p.plans.rims import Rims
+from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.links import Links
+from dask_p2p.sections.regions import Regions
 from dask_p2p.sections.rim_messages import RimMessages
 from dask_p2p.sections.rim_windows import RimWindows
+from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
 __all__ = ["HOST", "STEPS_AHEAD", "Gpu", "Host", "check_kind", "device_for"]
@@ -80,18 +85,13 @@ class Host:
         """Return an array of NumPy as one of this device, if `like` is such, and has dimensions."""
         return array
 
-    def host_memory_of(self, array: Array) -> Any:
-        """Return memory of the host for what `copy_from_host` copies into an array."""
-        return array
-
     def copy_to_host(self, place: Any, array: Array) -> None:
         """Copy an array to where it belongs in host memory."""
         np.copyto(place, array)
 
     def copy_from_host(self, array: Array, place: Any) -> None:
         """Copy what is in host memory into an array."""
-        if place is not array:
-            np.copyto(array, place)
+        np.copyto(array, place)
 
     def block(self, array: Array, dtype: DType) -> Array:
         """Return a copy of an array that the task hands on."""
@@ -103,6 +103,10 @@ class Host:
     ) -> RimMessages | RimWindows:
         """Return what brings packed rims to other members, and theirs here."""
         return RimMessages(rims, dtype, call, links, order)
+
+    def moved_regions(self, links: Links | None, reads_memory: bool) -> Regions | GpuRegions:
+        """Return what brings regions of shares to other members, and theirs here."""
+        return Regions(links, reads_memory)
 
     def keep_up(self, step: int) -> None:
         """Have the device do what it was given, now and then; `step` counts what was given."""
@@ -123,17 +127,19 @@ class Gpu(Host):
         To other members; None if there are none.
     has_windows : bool
         Whether members of one host may read each other's memory.
+    part_bytes : int
+        What copy engines bring at a time of regions that are read; 0: kernels read them.
     """
 
     kind: ClassVar[Kind] = "cupy"
     stream: Any  # what computes
     copies: Any  # what reads the windows of others
 
-    _idle: ClassVar[defaultdict[int, list[tuple[Any, Any]]]] = defaultdict(list)
+    _idle: ClassVar[defaultdict[int, list[_Streams]]] = defaultdict(list)
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, links: Links | None, has_windows: bool = True) -> None:
-        self._links, self.has_windows = links, has_windows
+    def __init__(self, links: Links | None, has_windows: bool = True, part_bytes: int = 0) -> None:
+        self._links, self.has_windows, self.part_bytes = links, has_windows, part_bytes
         #: Called when all is done: closes what is others'.
         self.closing: list[Callable[[], None]] = []
         #: What others read. It goes when they have closed it.
@@ -144,24 +150,25 @@ class Gpu(Host):
         with device_work(), device_of(*blocks):
             wait_until_written(blocks)
             device = self.module.cuda.runtime.getDevice()
-            pair = self.stream, self.copies = self._streams(device)
+            with self._lock:
+                idle = self._idle[device]
+                self._streams = streams = idle.pop() if idle else _Streams(self.module.cuda.Stream)
+            self.stream, self.copies = streams.stream, streams.copies
             with self.stream:
                 try:
                     yield
                 finally:
-                    self.wait()  # also for copies, since the stream waits for these
+                    self.wait()  # also for all others, since the stream waits for these
+                    streams.queue.synchronize()
                     while self.closing:
                         self.closing.pop()()
             with self._lock:
-                self._idle[device].append(pair)
+                self._idle[device].append(streams)
 
-    def _streams(self, device: int) -> tuple[Any, Any]:
-        """Return two streams that nobody uses: a pool keeps the memory of each for that one."""
-        with self._lock:
-            if self._idle[device]:
-                return self._idle[device].pop()
-        make = self.module.cuda.Stream
-        return make(non_blocking=True), make(non_blocking=True)
+    @property
+    def queue(self) -> DeviceQueue:
+        """What reads regions of others, and permutes: always `within` the stream."""
+        return self._streams.queue
 
     def wait(self) -> None:
         """Wait until all that was put on the stream is done.
@@ -212,9 +219,6 @@ class Gpu(Host):
     def from_host(self, array: Any, like: Any) -> Any:
         return self.module.asarray(array) if self._is_own(like) and np.ndim(array) else array
 
-    def host_memory_of(self, array: Array) -> Any:
-        return np.empty(array.shape, array.dtype)
-
     def copy_to_host(self, place: Any, array: Array) -> None:
         self.wait()
         if array.size:
@@ -243,6 +247,9 @@ class Gpu(Host):
     ) -> RimMessages | RimWindows:
         return RimWindows(self, rims, dtype, call, links, order)
 
+    def moved_regions(self, links: Links | None, reads_memory: bool) -> Regions | GpuRegions:
+        return GpuRegions(self, links, reads_memory)
+
     def let_go(self, is_orderly: bool) -> None:
         exported, self.exported = self.exported, []
         if exported and not is_orderly:
@@ -253,15 +260,32 @@ class Gpu(Host):
             _drop(exported)
 
 
+class _Streams:
+    """What one member after the other has: a pool keeps the memory of a stream for that one.
+
+    Parameters
+    ----------
+    make : callable
+        Makes a stream of the current device.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.stream, self.copies = make(non_blocking=True), make(non_blocking=True)
+        self.queue = DeviceQueue("cupy", leave_bandwidth=True, has_own_streams=True)
+
+
 def _drop(exported: list[Any]) -> None:
     if exported:
         with device_work():
             exported.clear()
 
 
-def device_for(kind: Kind, links: Links | None = None, has_windows: bool = True) -> Host:
+def device_for(kind: Kind, options: Options, links: Links | None = None) -> Host:
     """Return where a member's shares lie that are arrays of this kind."""
-    return HOST if kind == HOST.kind else Gpu(links, has_windows)
+    if kind == HOST.kind:
+        return HOST
+    part_bytes = IpcTransport.footprint(options, kind).part_bytes or 0
+    return Gpu(links, "ipc" in options.order(kind), part_bytes)
 
 
 def check_kind(device: Host, name: str, array: Any) -> None:

@@ -61,7 +61,7 @@ def run_member(
     key = (gang, rank)
     try:
         if members.size == 1:
-            ctx = Context(members, device=device_for(body.kind))
+            ctx = Context(members, device=device_for(body.kind, options))
             with Watch(key, members, rank, body.dtype, ctx.progress, context) as watch:
                 watch.made(result := _called(body, ctx, arrays))
             return result
@@ -98,7 +98,7 @@ def _run_in_gang(
         if order.state == "running":
             member.links.start(rank, [Peer(*peer) for peer in order.peers])
             reads_memory = "cma" in options.order("numpy") and not options.checksum
-            device = device_for(body.kind, member.links, "ipc" in options.order("cupy"))
+            device = device_for(body.kind, options, member.links)
             checkpoints = member.checkpoints(order, device)
             ctx = Context(members, rank, member.links, checkpoints, reads_memory, device)
             watch = Watch((gang, rank), members, rank, body.dtype, ctx.progress, context)

@@ -1,29 +1,22 @@
-"""Shares of one cut made into those of another, by messages between the members of a gang.
-
-Shares in memory of a GPU go through host memory.
-"""
+"""Shares of one cut made into those of another, by exchanges between the members of a gang."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from operator import index
 from typing import Any, TypeVar
 
-import numpy as np
-
-from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import box_slices, normal_axes
 from dask_p2p.plans.cuts import Moves, cut_of, moves, recut
 from dask_p2p.plans.members import Members
-from dask_p2p.plans.orders import partners
 from dask_p2p.sections.devices import HOST, Host, check_kind
-from dask_p2p.sections.links import Buffer, Links
-from dask_p2p.sections.reads import LEAST_BYTES, Reads, place_bytes
-from dask_p2p.sections.staged import begin_in_order
-from dask_p2p.types import Array, DType
+from dask_p2p.sections.gpu_regions import GpuRegions
+from dask_p2p.sections.links import Links
+from dask_p2p.sections.regions import Call, Local, Regions
+from dask_p2p.types import Array
 
 __all__ = ["Recut", "Redistribution", "checked_shape"]
 
@@ -53,10 +46,9 @@ class Redistribution:
         reads_memory: bool = True,
         device: Host = HOST,
     ) -> None:
-        self._members, self._rank, self._links, self._device = members, rank, links, device
-        self._reads = Reads(rank, members.size, links, reads_memory) if links else None
+        self._members, self._rank, self._device = members, rank, device
+        self._regions = device.moved_regions(links, reads_memory)
         self._known: dict[str, Any] = {}
-        self._packed, self._arriving = _Memory(), _Memory()
         self.shape = tuple(map(sum, members.chunks))
 
     def members(self, cut: Any, shape: Any = None, name: str = "cut") -> Members:
@@ -134,30 +126,8 @@ class Redistribution:
         whole = tuple(map(sum, before.share_sizes))
         call = f"{name} of {whole}, {before.grid} to {after.grid}, axes {axes}"
         own = moves(before, after, axes, self._rank)
-        part_elements = prod(whole) // before.size**2
-        memory = self._packed, self._arriving
-        return Recut(
-            own, axes, call, self._links, *memory, part_elements, self._reads, self._device
-        )
-
-
-class _Memory:
-    """Memory that one exchange after the other uses: as much as the largest of them takes."""
-
-    def __init__(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
-
-    def arrays(self, shapes: Sequence[tuple[int, ...]], dtype: DType) -> list[Array]:
-        """Return arrays in it, one after the other."""
-        starts = [0]
-        for shape in shapes:
-            starts.append(starts[-1] + prod(shape) * dtype.itemsize)
-        if self._bytes.nbytes < starts[-1]:
-            self._bytes = np.empty(starts[-1], np.uint8)
-        return [
-            np.ndarray(shape, dtype, self._bytes, start)
-            for shape, start in zip(shapes, starts, strict=False)
-        ]
+        mean_elements = prod(whole) // before.size**2
+        return Recut(own, axes, call, mean_elements, self._regions, self._device)
 
 
 @dataclass(frozen=True)
@@ -172,14 +142,10 @@ class Recut:
         Axis ``i`` afterwards is axis ``axes[i]`` before.
     call
         What is done. All members must name the same.
-    links
-        By which they exchange; None if this is the only one.
-    packed, arriving
-        Memory for regions that do not lie in one piece.
-    part_elements
-        What one member gives another, in the mean.
-    reads
-        By which members read large parts; None if they do not.
+    mean_elements
+        What one member gives another.
+    regions
+        What brings it there.
     device
         Where shares lie.
     """
@@ -187,11 +153,8 @@ class Recut:
     moves: Moves
     axes: tuple[int, ...]
     call: str
-    links: Links | None
-    packed: _Memory
-    arriving: _Memory
-    part_elements: int
-    reads: Reads | None
+    mean_elements: int
+    regions: Regions | GpuRegions
     device: Host = HOST
 
     def __call__(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
@@ -210,80 +173,16 @@ class Recut:
             out = self.device.empty(self.moves.after, share.dtype)
         else:
             self._check_out(out, share)
-        given, made = self.device.to_host(share), self.device.host_memory_of(out)
-        if self.links is not None:
-            self._exchange(self.links, given, made, order)
-        if self.moves.local is not None:
-            src, dst = map(box_slices, self.moves.local)
-            NUMPY.permute_into(made[dst], given[src], self.axes)
-        self.device.copy_from_host(out, made)
-        return out
-
-    def _exchange(self, links: Links, share: Array, out: Array, order: str) -> None:
-        call, axes = f"{self.call}, {share.dtype}", self.axes
+        text = f"{self.call}, {share.dtype}"
+        call = Call(text, share.dtype, order, self.axes, self.mean_elements)
         regions = {rank: share[box_slices(box)] for rank, box in self.moves.sends.items()}
         targets = {rank: out[box_slices(box)] for rank, box in self.moves.receives.items()}
-        readers, read = set[int](), set[int]()
-        if self.reads is not None and self.part_elements * share.itemsize >= LEAST_BYTES:
-            readers, read = self._read(links, self.reads, order, call, regions, targets)
-        sent = {rank: region for rank, region in regions.items() if rank not in readers}
-        sends: dict[int, Buffer] = dict.fromkeys(read, b"")  # who waits for that
-        sends |= {rank: _bytes_of(region) for rank, region in self._in_one_piece(sent, share.dtype)}
-        targets = {rank: target for rank, target in targets.items() if rank not in read}
-        in_place = axes == tuple(sorted(axes))
-        direct = {r for r, target in targets.items() if in_place and target.flags.c_contiguous}
-        others = [rank for rank in targets if rank not in direct]
-        shapes = [self._arriving_shape(targets[rank].shape) for rank in others]
-        arriving = dict(zip(others, self.arriving.arrays(shapes, share.dtype), strict=True))
-        receives: dict[int, Buffer | None] = {rank: bytearray() for rank in readers}
-        receives |= {r: _bytes_of(arriving.get(r, target)) for r, target in targets.items()}
-        begin_in_order(links, order, call, sends, receives)()
-        for rank in others:
-            NUMPY.permute_into(targets[rank], arriving[rank], axes)
-
-    def _in_one_piece(self, regions: dict[int, Array], dtype: DType) -> Iterator[tuple[int, Array]]:
-        scattered = [rank for rank, region in regions.items() if not region.flags.c_contiguous]
-        shapes = [regions[rank].shape for rank in scattered]
-        packed = dict(zip(scattered, self.packed.arrays(shapes, dtype), strict=True))
-        for rank, region in regions.items():
-            if rank in packed:
-                NUMPY.permute_into(packed[rank], region, range(region.ndim))
-            yield rank, packed.get(rank, region)
-
-    def _read(
-        self,
-        links: Links,
-        reads: Reads,
-        order: str,
-        call: str,
-        regions: dict[int, Array],
-        targets: dict[int, Array],
-    ) -> tuple[set[int], set[int]]:
-        """Read from others; return the members that read here, and those that were read."""
-        reads.try_all()
-        places = {rank: reads.place_for(rank, region) for rank, region in regions.items()}
-        told = {rank: place for rank, place in places.items() if place is not None}
-        length = place_bytes(len(self.axes))
-        asked = {rank: bytearray(length) for rank in targets if reads.reads_from(rank)}
-        found = links.exchange(f"{call}, places", told, dict(asked))
-        read = {rank: place for rank, place in found.items() if any(place)}
-        in_turn = partners("diagonal" if order == "auto" else order, *links.place)
-        for rank in (each.source for each in in_turn if each.source in read):
-            assert rank is not None
-            place, target = read[rank], targets[rank]
-            shape = self._arriving_shape(target.shape)
-            region = reads.read(rank, place, shape, target, self.axes, self._arriving_bytes)
-            links.count(rank, target.nbytes)
-            if region is not None:
-                NUMPY.permute_into(target, region, self.axes)
-        return {rank for rank, place in told.items() if any(place)}, {*read}
-
-    def _arriving_bytes(self, size_bytes: int) -> Array:
-        return self.arriving.arrays([(size_bytes,)], np.dtype(np.uint8))[0]
-
-    def _arriving_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape, before the axes are permuted, of what has this one afterwards."""
-        return tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
+        local = None
+        if self.moves.local is not None:
+            src, dst = map(box_slices, self.moves.local)
+            local = Local(share[src], out[dst])
+        self.regions.bring(call, regions, targets, local)
+        return out
 
     def check(self, share: Array) -> None:
         """Refuse what is not this member's share of the cut before."""
@@ -334,9 +233,3 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     if min(lengths, default=0) < 0:
         raise InputError(f"shape: expected lengths of axes, got {shape!r}.")
     return lengths
-
-
-def _bytes_of(region: Array) -> Buffer:
-    """Return the bytes of an array that lies in one piece."""
-    flat: Any = region.reshape(-1)
-    return memoryview(flat.view(np.uint8)) if region.nbytes else bytearray()

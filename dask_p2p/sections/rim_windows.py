@@ -28,12 +28,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_p2p.backends.pinned import Pinned
-from dask_p2p.errors import TransferError
 from dask_p2p.plans.rims import Rims
 from dask_p2p.sections.links import Buffer, Links
 from dask_p2p.sections.rim_messages import Packed, elements_of
 from dask_p2p.sections.staged import begin_in_order
-from dask_p2p.sections.windows import SLOTS, OwnWindow, PeerWindow, opened
+from dask_p2p.sections.windows import SLOTS, OwnWindow, PeerWindow, if_possible, opened
 from dask_p2p.types import Array, DType
 
 if TYPE_CHECKING:
@@ -146,31 +145,20 @@ class RimWindows:
 
     def _open_windows(self, links: Links) -> None:
         """Tell each other where windows are; read those of peers that can read this one's, too."""
-        gpu, runtime = self._gpu, self._gpu.module.cuda.runtime
-        item_bytes, near = self._dtype.itemsize, set[int]()
+        gpu, item_bytes, near = self._gpu, self._dtype.itemsize, set[int]()
         if gpu.has_windows:
             both = self._rims.sends.keys() & self._rims.receives.keys()
             near = {rank for rank in both if not links.is_on_other_host(rank)}
         sizes = {rank: elements_of(self._rims.sends[rank]) * item_bytes for rank in sorted(near)}
-        own = None
-        if sizes:
-            with suppress(TransferError, ImportError, runtime.CUDARuntimeError):
-                own = OwnWindow(gpu, sizes)
+        own = if_possible(gpu, partial(OwnWindow, gpu, sizes)) if sizes else None
         told = {rank: b"" if own is None else own.told(rank) for rank in sizes}
-        heard = links.exchange(f"{self._call}, windows", told, dict.fromkeys(sizes))
-        found = {
-            rank: None
-            if own is None
-            else opened(gpu, bytes(each), self._received[rank].whole.nbytes)
-            for rank, each in heard.items()
-        }
-        seen = {rank: bytes([window is not None]) for rank, window in found.items()}
-        answers = links.exchange(f"{self._call}, windows seen", seen, dict.fromkeys(sizes))
-        for rank, window in found.items():
-            if window is not None:
-                gpu.closing.append(window.close)
-                if any(answers[rank]):
-                    self._windows[rank] = window
+        self._windows = opened(
+            gpu,
+            links,
+            self._call,
+            told,
+            lambda rank, said: PeerWindow(gpu, said, self._received[rank].whole.nbytes),
+        )
         if self._windows:
             self._own = own
             self._pulled = gpu.module.cuda.Event(disable_timing=True)

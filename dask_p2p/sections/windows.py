@@ -1,22 +1,24 @@
 """Windows: memory of GPUs that members of one host read from each other, by CUDA IPC.
 
-A window has `SLOTS` slots for each reader, and an event for each slot. An event of another process
-can be waited for only when it has been recorded: so a message tells when that is.
+A window has `SLOTS` slots for each reader, and an event for each slot. What has no window is read
+where it lies, behind events as well. An event of another process can be waited for only when it has
+been recorded: so a message tells when that is.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.errors import TransferError
+from dask_p2p.sections.links import Links
 from dask_p2p.transports.in_place import cuda_ipc
 from dask_p2p.transports.in_place.descriptor import Peer, separation
 from dask_p2p.types import Array
@@ -24,15 +26,45 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
 
-__all__ = ["SLOTS", "OwnWindow", "PeerWindow", "opened"]
+__all__ = ["SLOTS", "OwnEvents", "OwnWindow", "PeerMemory", "PeerWindow", "if_possible", "opened"]
 
 SLOTS = 2
 _ALIGNMENT_BYTES = 512
 
 _mappings = cuda_ipc.Mappings()  # of all members of this process: a pool is mapped once
 
+_T = TypeVar("_T")
+_P = TypeVar("_P", bound="PeerMemory")
 
-class OwnWindow:
+
+class OwnEvents:
+    """Events that other members wait for.
+
+    Parameters
+    ----------
+    gpu
+        Whose streams record them.
+    count
+        How many.
+    """
+
+    def __init__(self, gpu: Gpu, count: int) -> None:
+        make = gpu.module.cuda.Event
+        self.events = [make(disable_timing=True, interprocess=True) for _ in range(count)]
+        # They stay until the readers have closed them, whatever becomes of this object.
+        gpu.exported.append(self.events)
+        handle_of = gpu.module.cuda.runtime.ipcGetEventHandle
+        self._told: dict[str, Any] = {
+            "peer": asdict(_own_peer()),
+            "events": [bytes(handle_of(event.ptr)).hex() for event in self.events],
+        }
+
+    def told(self, rank: int) -> bytes:
+        """Return what a member needs to be told."""
+        return json.dumps(self._told).encode()
+
+
+class OwnWindow(OwnEvents):
     """What other members read.
 
     Parameters
@@ -44,8 +76,7 @@ class OwnWindow:
     """
 
     def __init__(self, gpu: Gpu, sizes_bytes: Mapping[int, int]) -> None:
-        make = gpu.module.cuda.Event
-        self.events = [make(disable_timing=True, interprocess=True) for _ in range(SLOTS)]
+        super().__init__(gpu, SLOTS)
         self._places: dict[int, list[int]] = {}
         self._sizes_bytes, end = sizes_bytes, 0
         for rank, size_bytes in sizes_bytes.items():
@@ -54,14 +85,8 @@ class OwnWindow:
             end += SLOTS * aligned
         memory = gpu.backend.allocate(end)
         self._memory = gpu.backend.bytes_of(memory, end, memory)
-        # They stay until the readers have closed them, whatever becomes of this object.
-        gpu.exported.append((self._memory, self.events))
-        handle_of = gpu.module.cuda.runtime.ipcGetEventHandle
-        self._told: dict[str, Any] = {
-            "peer": asdict(_own_peer()),
-            "place": asdict(cuda_ipc.export(self._memory)),
-            "events": [bytes(handle_of(event.ptr)).hex() for event in self.events],
-        }
+        gpu.exported.append(self._memory)
+        self._told["place"] = asdict(cuda_ipc.export(self._memory))
 
     def memory(self, rank: int, slot: int) -> Array:
         """Return the bytes of a slot."""
@@ -69,22 +94,19 @@ class OwnWindow:
         return self._memory[start : start + self._sizes_bytes[rank]]
 
     def told(self, rank: int) -> bytes:
-        """Return what a reader needs to be told."""
         own = {"starts": self._places[rank], "size_bytes": self._sizes_bytes[rank]}
         return json.dumps({**self._told, **own}).encode()
 
 
-class PeerWindow:
-    """The window of another member, as this one reads it.
+class PeerMemory:
+    """The memory of another member, as this one reads it, and its events.
 
     Parameters
     ----------
     gpu
         Of this member.
     told
-        What the other one said: `OwnWindow.told`.
-    size_bytes
-        Of a slot.
+        What the other one said: `OwnEvents.told`.
 
     Raises
     ------
@@ -92,48 +114,118 @@ class PeerWindow:
         If it cannot be read here.
     """
 
-    def __init__(self, gpu: Gpu, told: bytes, size_bytes: int) -> None:
-        runtime = gpu.module.cuda.runtime
+    def __init__(self, gpu: Gpu, told: bytes) -> None:
         said = json.loads(told)
-        peer, place = Peer.parse(said["peer"]), cuda_ipc.Place(**said["place"])
-        obstacle = separation(_own_peer(), peer) or cuda_ipc.peer_obstacle(place.gpu)
+        peer = Peer.parse(said["peer"])
+        obstacle = separation(_own_peer(), peer) or cuda_ipc.peer_obstacle(peer.memory_proof)
         if obstacle is not None:
             raise TransferError(str(obstacle), obstacle=obstacle)
-        if said["size_bytes"] != size_bytes:
-            raise TransferError(f"expected {size_bytes} bytes, got {said['size_bytes']}")
-        self._runtime, self._events = runtime, list[int]()
-        self._mapping = _mappings.acquire(peer.folder, place, SLOTS * size_bytes)
-        start = self._mapping.address + place.offset_bytes
-        self._addresses: list[int] = [start + each for each in said["starts"]]
+        self._runtime, self._events = gpu.module.cuda.runtime, list[int]()
+        self._process, self._mapped = peer.folder, dict[int, cuda_ipc.Mapping]()
         try:
             for handle in said["events"]:
-                self._events.append(runtime.ipcOpenEventHandle(bytes.fromhex(handle)))
+                self._events.append(self._runtime.ipcOpenEventHandle(bytes.fromhex(handle)))
         except BaseException:
             self.close()
             raise
 
-    def address(self, slot: int) -> int:
-        """Return where a slot is mapped."""
-        return self._addresses[slot]
+    def mapped(self, place: cuda_ipc.Place, size_bytes: int) -> int:
+        """Return where something of the other member is mapped, until this is closed.
 
-    def wait(self, stream: Any, slot: int) -> None:
-        """Have a stream wait until a slot is filled, by what has been recorded so far."""
-        self._runtime.streamWaitEvent(stream.ptr, self._events[slot])
+        It raises `TransferError` if that cannot be mapped.
+        """
+        if place.buffer_id not in self._mapped:
+            # What was at its addresses is gone, so all that read it here is done.
+            for mapping in [*self._mapped.values()]:
+                if mapping.overlaps(self._process, place):
+                    _mappings.release(self._mapped.pop(mapping.place.buffer_id))
+            mapping = _mappings.acquire(self._process, place, size_bytes)
+            self._mapped[place.buffer_id] = mapping
+        return self._mapped[place.buffer_id].address + place.offset_bytes
+
+    def wait(self, stream: Any, number: int) -> None:
+        """Have a stream wait for one of the events, as it has been recorded last."""
+        self._runtime.streamWaitEvent(stream.ptr, self._events[number])
 
     def close(self) -> None:
         """Close it: nothing of this member reads it any more."""
         for event in self._events:
             self._runtime.eventDestroy(event)
         self._events.clear()
-        _mappings.release(self._mapping)
+        while self._mapped:
+            _mappings.release(self._mapped.popitem()[1])
 
 
-def opened(gpu: Gpu, told: bytes, size_bytes: int) -> PeerWindow | None:
-    """Open another member's window; None if that cannot be read here, or there is none."""
-    if told:
-        with suppress(TransferError, ImportError, gpu.module.cuda.runtime.CUDARuntimeError):
-            return PeerWindow(gpu, told, size_bytes)
+class PeerWindow(PeerMemory):
+    """The window of another member, as this one reads it: it waits for the events of slots.
+
+    Parameters
+    ----------
+    gpu, told
+        As of `PeerMemory`: what `OwnWindow.told` returns.
+    size_bytes
+        Of a slot.
+    """
+
+    def __init__(self, gpu: Gpu, told: bytes, size_bytes: int) -> None:
+        super().__init__(gpu, told)
+        said = json.loads(told)
+        try:
+            if said["size_bytes"] != size_bytes:
+                raise TransferError(f"expected {size_bytes} bytes, got {said['size_bytes']}")
+            start = self.mapped(cuda_ipc.Place(**said["place"]), SLOTS * size_bytes)
+        except BaseException:
+            self.close()
+            raise
+        self._addresses: list[int] = [start + each for each in said["starts"]]
+
+    def address(self, slot: int) -> int:
+        """Return where a slot is mapped."""
+        return self._addresses[slot]
+
+
+def if_possible(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
+    """Return what is made to be shared with other processes; None if that does not work here."""
+    with suppress(TransferError, ImportError, gpu.module.cuda.runtime.CUDARuntimeError):
+        return make()
     return None
+
+
+def opened(
+    gpu: Gpu,
+    links: Links,
+    call: str,
+    told: Mapping[int, bytes],
+    make: Callable[[int, bytes], _P],
+) -> dict[int, _P]:
+    """Open what other members have, as these open what this one has.
+
+    Parameters
+    ----------
+    gpu, links
+        Of this member. What is opened is closed with its attempt.
+    call
+        What this is for.
+    told
+        What others are told, by rank; nothing if this member has nothing for them.
+    make
+        Opens that of a member of this rank, by what it told.
+
+    Returns
+    -------
+    dict
+        What both could open, by rank.
+    """
+    heard = links.exchange(f"{call}, windows", told, dict.fromkeys(told))
+    found: dict[int, _P] = {}
+    for rank, said in heard.items():
+        one = if_possible(gpu, partial(make, rank, bytes(said))) if told[rank] and said else None
+        if one is not None:
+            found[rank] = one
+            gpu.closing.append(one.close)
+    seen = {rank: bytes([rank in found]) for rank in told}
+    answers = links.exchange(f"{call}, windows seen", seen, dict.fromkeys(told))
+    return {rank: one for rank, one in found.items() if any(answers[rank])}
 
 
 def _own_peer() -> Peer:

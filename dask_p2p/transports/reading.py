@@ -11,9 +11,9 @@ from dask_p2p.geometry import Box, box_size, split_box, taper_last
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.types import Array, DType, Kind
 
-__all__ = ["Bring", "Reading", "Region", "Request"]
+__all__ = ["LAST_PART_BYTES", "Bring", "Reading", "Region", "Request"]
 
-_LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
+LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
 
 #: Returns a region's array: see `Region.result`, which calls it with the same arguments.
 Bring = Callable[[float | None, Array | None], Any]
@@ -130,7 +130,7 @@ class Reading(ABC):
                 limit = size if self.part_bytes is None else self.part_bytes // itemsize
                 boxes = split_box(box, max(1, limit)) if size else iter([box])
                 if is_tapered and number == last and self.part_bytes is not None:
-                    boxes = taper_last(boxes, max(1, _LAST_PART_BYTES // itemsize))
+                    boxes = taper_last(boxes, max(1, LAST_PART_BYTES // itemsize))
                 for part in boxes:
                     if number in self._dropped:
                         break

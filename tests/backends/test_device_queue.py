@@ -98,6 +98,64 @@ def test_packed_regions_are_there_when_they_are_waited_for(gpu):
     gpu.check()
 
 
+def test_parts_that_are_larger_than_the_slots_are_read_in_place(gpu):
+    """Those of one holder may all be smaller than those of the next."""
+    queue = DeviceQueue("cupy")
+    out = queue.empty((3 * ROWS, COLUMNS), "f8")
+    peers = [gpu.written(values(0)), gpu.written(np.concatenate([values(1), values(2)]))]
+    for place, peer in zip((out[:ROWS], out[ROWS:]), peers, strict=True):
+        queue.permute_prefetched(place, queue.prefetch(peer, peer.nbytes), (0, 1))
+    queue.synchronize()
+    np.testing.assert_array_equal(gpu.read(out), np.concatenate([*map(values, range(3))]))
+    gpu.check()
+
+
+def test_after_a_lack_of_memory_slots_are_tried_again(gpu):
+    queue, peer = DeviceQueue("cupy"), gpu.written(values(0))
+    out = queue.empty(peer.shape, "f8")
+    for limit_bytes, goes_through_a_slot in ((gpu.live_bytes, False), (2**20, True)):
+        gpu.limit_bytes = limit_bytes
+        part = queue.prefetch(peer, peer.nbytes)
+        assert (part.slot is not None) == goes_through_a_slot
+        queue.permute_prefetched(out, part, (0, 1))
+        queue.synchronize()
+
+
+def test_work_within_another_stream(gpu):
+    """It follows what that was given before, and what that is given after follows it."""
+    stream, queue = gpu.stream(), DeviceQueue("cupy", has_own_streams=True)
+    src, out = gpu.empty((ROWS, COLUMNS), "f8"), queue.empty((COLUMNS, 3 * ROWS), "f8")
+    places = [out[:, n * ROWS : (n + 1) * ROWS] for n in range(3)]
+    for number in range(3):
+        gpu.do(stream.name, "a task", writes=[src])
+        src.values[...] = values(number)
+        with queue.within(stream):
+            queue.permute(places[0], src, (1, 0), concurrent=True)
+            queue.permute(places[1], src, (1, 0))
+            queue.permute_prefetched(places[2], queue.prefetch(src, src.nbytes), (1, 0))
+        gpu.do(stream.name, "a task", reads=[out])
+        np.testing.assert_array_equal(out.values, np.tile(values(number).T, 3))
+
+    def fails():
+        with queue.within(stream):
+            queue.permute(places[0], src, (1, 0))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    gpu.do(stream.name, "a task", writes=[src])
+    queue.synchronize()
+
+
+def test_streams_of_a_queues_own(gpu):
+    of_thread, own = (
+        [{stream.name for stream in DeviceQueue("cupy", False, has)._all} for _ in range(2)]
+        for has in (False, True)
+    )
+    assert of_thread[0] == of_thread[1]
+    assert len({*of_thread[0], *own[0], *own[1]}) == 12
+
+
 def ignore(*args, **kwargs):
     pass
 

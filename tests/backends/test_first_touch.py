@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends import first_touch as module
-from dask_p2p.backends.first_touch import first_touch
+from dask_p2p.backends.first_touch import first_touch, touch_by_threads
 
 MIB = 2**20
 SMALL, POPULATE = 15, 23
@@ -65,3 +65,18 @@ def test_an_old_system_is_asked_once(monkeypatch):
     monkeypatch.setattr(module, "_advise", lambda *args: asked.append(args) or -1)
     first_touch(array(16 * MIB))
     assert len(asked) == 1
+
+
+def test_each_page_is_touched_by_one_thread(monkeypatch):
+    monkeypatch.setattr(module, "thread_count", lambda: 3)
+    monkeypatch.setattr(module, "_BYTES_EACH", 2**12)
+    touched = []
+    monkeypatch.setattr(module, "first_touch", touched.append)
+    for size, count in ((1, 1), (2**12, 1), (2**14, 3), (2**14 + 1, 3)):
+        memory = np.empty(size, "u1")
+        touch_by_threads(memory)
+        starts = sorted(part.ctypes.data for part in touched)
+        assert starts[0] == memory.ctypes.data
+        assert sum(part.nbytes for part in touched) == size
+        assert len(touched) == count
+        touched.clear()

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends import host_copies
-from dask_p2p.backends.host_copies import begin_copy, copy_on_host, register_from_bytes
+from dask_p2p.backends.host_copies import (
+    begin_copy,
+    copy_on_host,
+    register_from_bytes,
+)
 from dask_p2p.backends.numpy import NUMPY
 
 
 @pytest.mark.parametrize("shape", [(1, 3000, 100), (700, 431), (400_000,), (3, 5), (), (0, 4)])
 def test_arrays_are_copied_by_several_threads_if_they_are_large(monkeypatch, shape):
-    monkeypatch.setattr(host_copies, "_cores", lambda: 3)
-    host_copies._threads.cache_clear()
+    monkeypatch.setattr(host_copies, "thread_count", lambda: 3)
     threads, permute_into = set(), NUMPY.permute_into
 
     def noted(*args):
@@ -27,12 +30,10 @@ def test_arrays_are_copied_by_several_threads_if_they_are_large(monkeypatch, sha
     np.testing.assert_array_equal(out, values)
     own = {threading.current_thread().name}
     assert threads <= own if values.nbytes < 2**20 else not threads & own
-    host_copies._threads().shutdown()
-    host_copies._threads.cache_clear()
 
 
 def test_no_thread_has_less_to_copy_than_is_worth_it(monkeypatch):
-    monkeypatch.setattr(host_copies, "_cores", lambda: 8)
+    monkeypatch.setattr(host_copies, "thread_count", lambda: 8)
     sizes, permute_into = [], NUMPY.permute_into
 
     def noted(to, of, axes):
@@ -67,6 +68,6 @@ def test_a_copy_goes_on_until_it_is_waited_for(monkeypatch):
 
 def test_large_blocks_are_pinned_where_few_threads_can_copy(monkeypatch):
     for threads, is_pinned in ((1, True), (3, True), (4, False), (8, False)):
-        monkeypatch.setattr(host_copies, "_cores", lambda threads=threads: threads)
+        monkeypatch.setattr(host_copies, "thread_count", lambda threads=threads: threads)
         assert (register_from_bytes() <= 2**24) == is_pinned
         assert register_from_bytes() > 2**24 - 1

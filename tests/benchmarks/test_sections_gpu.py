@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import dask.array as da
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -26,11 +27,18 @@ def test_what_is_compared_and_written(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
     done = CliRunner().invoke(
         sections_gpu.main,
-        ["--cpu", "--size", "12", "--steps", "3", "--repeats", "1", "--json", str(path)],
+        [
+            *("--cpu", "--size", "12", "--steps", "3", "--side", "51", "--repeats", "1"),
+            *("--json", str(path)),
+        ],
         catch_exceptions=False,
     )
     assert done.exit_code == 0, done.output
-    (row,) = json.loads(path.read_text())["rows"]
+    row, square = json.loads(path.read_text())["rows"]
+    assert square["side"] == 51
+    times = square["transpose_s"]
+    assert times.keys() == {sections_gpu.IN_SECTION, sections_gpu.LAYER}
+    assert all(len(each) == 1 and each[0] > 0 for each in times.values())
     assert row["size"] == 12
     assert row["step_s"].keys() == {
         sections_gpu.KERNEL,
@@ -45,6 +53,17 @@ def test_what_fails_is_told_and_the_rest_goes_on(capsys):
 
     assert sections_gpu.attempt("512 JAX", fails) is None
     assert capsys.readouterr().out == "512 JAX failed: RuntimeError: no memory\n"
+
+
+@pytest.mark.cluster
+def test_transposes_that_are_wrong_are_told(monkeypatch, capsys, cluster):
+    """By members and by the layer, on one worker alone."""
+    from distributed import Client
+
+    with Client(cluster) as client:
+        monkeypatch.setattr(sections_gpu, "count_wrong", lambda *args: da.ones(3).sum())
+        assert sections_gpu.transposes_of(client, 16, 1, False, 30) == {}
+    assert capsys.readouterr().out.count("3.0 elements are wrong") == 2
 
 
 def test_help():

@@ -60,10 +60,12 @@ def test_the_end_is_waited_for(gpu, monkeypatch):
 
 
 def test_ways_of_dask_are_checked(client, monkeypatch):
-    measured = streams.mapping(client, 1000, fallback="numpy")
-    assert [*measured] == [streams.PINNED, streams.PAGEABLE, streams.REGISTERED, streams.USERS]
-    for way in [streams.PINNED, streams.PAGEABLE, streams.REGISTERED]:
+    measured = streams.mapping(client, 1000, [2], fallback="numpy")
+    ours = streams.PINNED, streams.PAGEABLE, streams.REGISTERED, f"{streams.PAGEABLE}, 2 thread(s)"
+    assert {*measured} == {*ours, streams.USERS}
+    for way in ours:
         assert measured[way]() > 0
+    client.run(streams._fill_by, *streams._AS_IT_IS)
     wrong = streams.mapping(client, 1000, fallback="numpy")
     monkeypatch.setattr(streams.dask_p2p, "map_on_gpu", lambda function, x, **kwargs: x + 0)
     with pytest.raises(ClickException, match="values are wrong"):

@@ -101,6 +101,7 @@ def test_two_workers_of_one_gpu():
     with own_client(threads_per_worker=2):
         y = iterate(heat, on_gpu(X, UNEVEN), 1, 100, members=2)
         check(y, reference(heat, [X], 1, 100, "periodic")[0])
+        assert [right for right, _ in by_turned()] == [True, True]
 
 
 # --- two GPUs
@@ -189,6 +190,115 @@ def test_spmd_with_all_it_can_do(client, way):
     assert most.compute().max() == X.max()
 
 
+CUBE = np.arange(96 * 70 * 12).reshape(96, 70, 12) % 100
+CUBE_CHUNKS = ((13, 40, 7, 36), (33, 37), (12,))
+
+
+def turned(ctx, x, axes, to):
+    """Whether a share of another cut is right, and whether any of it came by way of the host."""
+    found, regions = [], ctx._redistribution._regions
+    original = regions._bring_through_host
+
+    def noted(call, *both):
+        found.extend(map(len, both))
+        original(call, *both)
+
+    regions._bring_through_host = noted
+    out = None
+    for _ in range(3):
+        x += 1  # which others may not have read yet
+        out = ctx.redistribute(x, to, axes=axes, out=out)
+    shape = tuple(CUBE.shape[axis] for axis in axes)
+    box = tuple(slice(*each) for each in ctx.box_of(to, shape))
+    wanted = (CUBE + 3).transpose(axes)[box].astype(x.dtype)
+    return x, np.array([np.array_equal(out.get(), wanted), any(found)])
+
+
+def by_turned(char="f", axes=(1, 0, 2), to=(0,)):
+    """What `turned` says on each of two members."""
+    x = on_gpu(CUBE.astype(char), CUBE_CHUNKS)
+    given = {"axes": axes, "to": to, "members": 2}
+    _, found = spmd(turned, x, per_member=[np.zeros(2, "?")], **given)
+    return found.compute().tolist()
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("staging", ["0 B", "384 KiB", "384 MiB"])
+@pytest.mark.parametrize(
+    ("axes", "to"),
+    [((0, 1, 2), (1,)), ((1, 0, 2), (0,)), ((2, 1, 0), (1,)), ((2, 0, 1), (0,)), ((1, 2, 0), (1,))],
+)
+@pytest.mark.parametrize("char", ["f", "D", "b", "e"])
+def test_redistribute(client, way, char, axes, to, staging):
+    """Parts are read by kernels, or by copy engines, or sent by way of the host."""
+    with dask.config.set({"p2p.transports.ipc.staging-bytes": staging}):
+        assert by_turned(char, axes, to) == [[True, way == "messages"]] * 2
+
+
+def free_all_blocks():
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("settings", "is_through_host"),
+    [
+        ({"rmm_pool_size": None, "rmm_allocator_external_lib_list": None}, False),
+        ({"rmm_async": True, "rmm_allocator_external_lib_list": ["cupy"]}, True),
+    ],
+    ids=["CuPy's pool", "async"],
+)
+def test_redistribute_memory_of_other_allocators(settings, is_through_host):
+    from distributed import Client
+
+    with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster) as client:
+        for _ in range(3):
+            assert by_turned() == [[True, is_through_host]] * 2
+            client.run(free_all_blocks)
+
+
+@pytest.mark.gpu(2)
+def test_memory_that_goes_back_to_the_driver():
+    """What others have mapped is gone, and there is something else in its place."""
+    from distributed import Client
+
+    def gives_memory_back(ctx, x):
+        for _ in range(10):
+            there = ctx.redistribute(x, (1,))
+            x = ctx.redistribute(there + 1, from_cut=(1,)) * 1
+            del there
+            free_all_blocks()
+        return x
+
+    settings = {"rmm_pool_size": None, "rmm_allocator_external_lib_list": None}
+    x = np.random.default_rng(0).integers(0, 1000, (2000, 3000))
+    with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster):
+        assert np.array_equal(on_host(spmd(gives_memory_back, on_gpu(x, (1000, 3000)))), x + 10)
+
+
+@pytest.mark.gpu(2)
+def test_late_kernels_and_redistributions(client, way):
+    """Neither is a share read before it is written, nor overwritten before it is read."""
+
+    def late(ctx, x):
+        import cupy
+
+        for step in range(20):
+            if step % 2 == ctx.rank:
+                spin(cupy.cuda.get_current_stream(), 20_000_000)
+            there = ctx.redistribute(x, (1,))
+            x[...] = -1
+            there += 1
+            x = ctx.redistribute(there, from_cut=(1,))
+            there[...] = -1
+        return x
+
+    x = np.random.default_rng(0).integers(0, 1000, (96, 70))
+    assert np.array_equal(on_host(spmd(late, on_gpu(x, (48, 70)))), x + 20)
+
+
 @pytest.mark.gpu(2)
 def test_late_kernels_and_windows(client, way):
     """A member that is behind is waited for by the other's GPU."""
@@ -252,9 +362,18 @@ def used_bytes(dask_worker):
 
 
 @pytest.mark.gpu(2)
-def test_no_memory_of_the_gpu_is_lost(client, way):
+@pytest.mark.parametrize("of", ["iterate", "redistribute"])
+def test_no_memory_of_the_gpu_is_lost(client, way, of):
+    def there_and_back(ctx, x):
+        for _ in range(5):
+            x = ctx.redistribute(ctx.redistribute(x, (1,)), from_cut=(1,))
+        return x
+
     def run():
-        y = persisted(client, iterate(heat, x, 1, 30, checkpoint_every=10))
+        if of == "iterate":
+            y = persisted(client, iterate(heat, x, 1, 30, checkpoint_every=10))
+        else:
+            y = persisted(client, spmd(there_and_back, x))
         del y
 
     x = persisted(client, on_gpu(np.zeros((2048, 2048), "f4"), (512, 2048)))
@@ -292,6 +411,33 @@ def dies_once(ctx, x, path, steps):
             open(path, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
     return p.inner
+
+
+def turns_and_dies_once(ctx, x, path):
+    """Ends its process when the other one may be reading its memory."""
+    for step in ctx.steps(50, [x], every=10):
+        there = ctx.redistribute(x, (1,))
+        there += 1
+        if step == 25 and ctx.rank == 0 and not os.path.exists(path):
+            open(path, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        ctx.redistribute(there, from_cut=(1,), out=x)
+    return x
+
+
+@pytest.mark.gpu(2)
+def test_a_member_that_is_killed_while_it_is_read(tmp_path, way):
+    from distributed import Client
+
+    x = np.random.default_rng(0).integers(0, 1000, (4096, 4096))
+    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
+        path = str(tmp_path / "died")
+        y = spmd(turns_and_dies_once, on_gpu(x, (2048, 4096)), path=path)
+        y = y.map_blocks(lambda block: block.get(), meta=np.empty((0, 0), x.dtype))
+        got = result_of(client, client.compute(y), timeout_s=200)
+        assert os.path.exists(path)
+        assert np.array_equal(got, x + 50)
+        nothing_is_left(client)
 
 
 @pytest.mark.gpu(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 
 import numpy as np
@@ -23,14 +22,15 @@ from tests.simulation.streams import HOST, Array, emulated, kernels
 def emulated_gpu(monkeypatch):
     """A recorder in the place of CuPy. All members have one GPU, and read each other's windows."""
     recorder = emulated(monkeypatch)
-    numbers = itertools.count()  # which two members do not get at the same time
     mappings = cuda_ipc.Mappings()
     # It would close what is unused when another test runs, without this CuPy.
     monkeypatch.setattr(mappings._timer, "start", lambda: None)
 
     def export(block):
-        handle = block.data.ptr.to_bytes(8, "little").hex()
-        return cuda_ipc.Place("gpu", handle, next(numbers), block.data.ptr, block.nbytes, 0)
+        """As of a pool of RMM, which is one allocation."""
+        start, size_bytes = recorder.base, recorder.memory.nbytes
+        handle = start.to_bytes(8, "little").hex()
+        return cuda_ipc.Place("gpu", handle, 1, start, size_bytes, block.data.ptr - start)
 
     begin = rim_windows.begin_in_order
 

@@ -6,12 +6,14 @@ import gc
 import time
 from types import ModuleType, SimpleNamespace
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
 
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.backends import cupy as cupy_backend
+from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,
     DeviceLostError,
@@ -31,6 +33,8 @@ from tests.sections.test_iterate import reference, star, wave
 from tests.simulation.streams import Array
 
 X = np.random.default_rng(0).normal(size=(8, 6))
+
+STAGING = "p2p.transports.ipc.staging-bytes"
 
 
 @pytest.fixture
@@ -140,10 +144,11 @@ def test_outputs_are_done_when_they_leave(gpu):
 
 
 def test_the_function_runs_on_a_stream_of_the_member(gpu):
-    names = []
+    names, queues = [], []
 
     def function(ctx, x):
         names.append(gpu.current[-1].name)
+        queues.append(ctx.device.queue)
         ctx.barrier()
         return x
 
@@ -151,6 +156,7 @@ def test_the_function_runs_on_a_stream_of_the_member(gpu):
     assert len({*names, "null"}) == 5
     by_sections(gpu, function, X)
     assert {*names[4:]} == {*names[:4]}, "a pool keeps memory for each"
+    assert {*queues[4:]} == {*queues[:4]}, "which have streams, too"
 
 
 # --- through the host
@@ -302,6 +308,16 @@ def test_what_does_not_fit_into_the_gpu_is_refused(gpu, monkeypatch):
         run_section(gpu, y, [X])
     monkeypatch.setattr(cupy_backend, "_total_bytes", lambda device: found.total_bytes)
     run_section(gpu, y, [X])
+
+
+@pytest.mark.parametrize(
+    ("staging", "order", "part_bytes", "has_windows"),
+    [("384 KiB", "auto", 2**17, True), ("0 B", "auto", 0, True), ("0 B", ["comm"], 0, False)],
+)
+def test_what_options_say_of_reading(staging, order, part_bytes, has_windows):
+    with dask.config.set({"p2p.transports.order": order, STAGING: staging}):
+        device = devices.device_for("cupy", options())
+    assert (device.part_bytes, device.has_windows) == (part_bytes, has_windows)
 
 
 def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import time
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import Reschedule
 
 from dask_p2p import iterate, spmd
+from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.sections import devices, member
 from dask_p2p.sections.rim_windows import RimWindows
@@ -19,6 +22,7 @@ from tests.sections.test_iterate import reference, star
 from tests.support import own_client
 
 X = np.random.default_rng(0).normal(size=(12, 10))
+STAGING = "p2p.transports.ipc.staging-bytes"
 here = {}  # what functions find that travel by their names
 
 
@@ -98,6 +102,42 @@ def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
     assert np.allclose(y, X + 6)
     gpu.check()
     nothing_is_left(client)
+
+
+def turns(ctx, x):
+    """There and back, until one has failed once; what went through the host."""
+    downs, original = [], ctx.device.to_host
+    ctx.device.to_host = lambda value: downs.append(value) or original(value)
+    out = None
+    for step in ctx.steps(6, [x], every=2):
+        out = ctx.redistribute(x, (0,), axes=(1, 0), out=out)
+        if step == 3 and ctx.rank and here.pop("to fail", 0):
+            ctx._links._links[0].socket.close()  # as a peer's end is seen
+        ctx.redistribute(out, from_cut=(0,), axes=(1, 0), out=x)
+        x[...] = x.made(lambda values: 2 * values)
+    return x, len(downs)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("order", ["auto", ["comm"]])
+def test_redistributions(gpu, client, monkeypatch, order, fails):
+    monkeypatch.setattr(devices, "_LINGER_S", 0.05)
+    left_bytes = []
+    for _ in range(3):
+        here["to fail"] = fails
+        with dask.config.set({"p2p.transports.order": order, STAGING: "384 KiB"}):
+            y, downs = spmd(turns, array(), per_member=[0], cut=(0,))
+            y, downs = client.persist([y, downs])
+            assert np.array_equal(on_host(y), 64 * X)
+            assert all(each == 0 for each in downs.compute()) == (order == "auto")
+        del y, downs
+        gpu.check()
+        nothing_is_left(client)
+        time.sleep(0.1 * fails)
+        DeviceQueue._kept_slots.clear()
+        gc.collect()
+        left_bytes.append(gpu.live_bytes)
+    assert len(set(left_bytes)) == 1
 
 
 def loses_its_gpu(ctx, x):

@@ -12,7 +12,7 @@ from dask_p2p.errors import AxesError, InputError, SectionError, UnsupportedArra
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
-from dask_p2p.sections import Context, reads, recut
+from dask_p2p.sections import Context, reads, regions
 from dask_p2p.sections.links import AttemptEndedError, Links
 from tests.sections.gangs import run_gang
 
@@ -73,7 +73,7 @@ def test_members_get_their_part_of_another_cut(least_bytes, case, strided, permu
         assert raw(c) == raw(x[box_slices(ctx.box_of(cut))])
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(recut, "LEAST_BYTES", least_bytes[0])
+        patched.setattr(regions, "LEAST_BYTES", least_bytes[0])
         patched.setattr(reads, "_LEAST_RUN_BYTES", least_bytes[1])
         run_gang(members, there_and_back)
 

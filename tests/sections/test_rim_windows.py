@@ -91,12 +91,14 @@ def test_members_of_other_hosts_get_messages(gpu, opened, monkeypatch):
 
 
 def test_windows_that_one_side_cannot_read_are_not_used(gpu, opened, monkeypatch):
-    original = rim_windows.opened
+    original = windows.PeerWindow.__init__
 
-    def opens(device, told, size_bytes):
-        return None if device._links.place[0] == 0 else original(device, told, size_bytes)
+    def opens(window, device, *args):
+        if device._links.place[0] == 0:
+            raise cuda_ipc.TransferError("no peer access")
+        original(window, device, *args)
 
-    monkeypatch.setattr(rim_windows, "opened", opens)
+    monkeypatch.setattr(windows.PeerWindow, "__init__", opens)
     check(gpu, heat(gpu))
     assert sorted(opened) == [[], [1, 2], [3], [3]]
 

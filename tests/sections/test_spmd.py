@@ -77,7 +77,7 @@ def test_members_redistribute_large_arrays(client, order):
 
     def columns_doubled(ctx, x):
         columns = ctx.redistribute(x, (1,))
-        reads = ctx._redistribution._reads
+        reads = ctx._redistribution._regions._reads
         assert any(map(reads.reads_from, range(ctx.size))) == reads._is_allowed
         assert reads._is_allowed == (order == "auto")
         columns *= 2

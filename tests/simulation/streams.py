@@ -390,7 +390,9 @@ def _cupy(recorder):
         Event=lambda disable_timing=False, interprocess=False: Event(recorder, interprocess),
         alloc=lambda size_bytes: recorder.empty((size_bytes,), "u1").data,
         UnownedMemory=lambda *args: SimpleNamespace(array=recorder.borrowed(*args)),
-        MemoryPointer=lambda memory, offset_bytes: memory,
+        MemoryPointer=lambda memory, offset_bytes: SimpleNamespace(
+            array=memory.array, offset_bytes=offset_bytes
+        ),
         get_elapsed_time=lambda start, stop: 1.0,
         runtime=runtime,
     )
@@ -401,9 +403,12 @@ def _cupy(recorder):
         def __instancecheck__(cls, instance):
             return isinstance(instance, Array)
 
-        def __call__(cls, shape, dtype, data):
+        def __call__(cls, shape, dtype, data, strides=None):
             if np.dtype(dtype).kind not in "biufc" or not np.dtype(dtype).isnative:
                 raise TypeError(f"Unsupported dtype {dtype}")
+            if strides is not None:
+                memory = data.array.values, data.offset_bytes, strides
+                return Array(recorder, np.ndarray(shape, dtype, *memory), data.array.owner)
             size = int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
             raw = data.array.values.reshape(-1)[:size]
             return Array(recorder, raw.view(dtype).reshape(shape), data.array.owner)

@@ -1,0 +1,532 @@
+"""Regions between GPUs: values, and that every access of memory comes after those before it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.errors import SectionError, TransferError
+from dask_p2p.geometry import box_slices
+from dask_p2p.plans.members import Members
+from dask_p2p.plans.orders import ORDERS
+from dask_p2p.sections import gpu_regions, windows
+from dask_p2p.sections.devices import Gpu
+from dask_p2p.sections.gpu_regions import GpuRegions
+from dask_p2p.sections.links import AttemptEndedError, Links
+from dask_p2p.sections.regions import Call
+from dask_p2p.sections.windows import OwnEvents, PeerMemory
+from dask_p2p.transports.in_place import cuda_ipc
+from tests.sections.emulated import emulated_gpu
+from tests.sections.gangs import run_gang
+from tests.sections.test_recut import cases
+from tests.simulation.streams import Event, RaceError
+
+X = np.random.default_rng(0).normal(size=(48, 40))
+SLABS = Members(((10, 14, 12, 12), (40,)), (4, 1))
+PAIR = Members(((20, 28), (40,)), (2, 1))
+PART_BYTES = 512  # several parts of a region, in turns through the same slots
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return emulated_gpu(monkeypatch)
+
+
+@pytest.fixture
+def through_host(monkeypatch):
+    """The regions that members have copied to the host, by the rank of who gets them."""
+    found, original = [], GpuRegions._bring_through_host
+
+    def noted(own, call, regions, targets):
+        found.append((own._links.place[0], sorted(regions), sorted(targets)))
+        original(own, call, regions, targets)
+
+    monkeypatch.setattr(GpuRegions, "_bring_through_host", noted)
+    return found
+
+
+def filled(gpu, values):
+    """An array that the function's stream writes, which nobody waits for."""
+    array = gpu.empty(values.shape, values.dtype)
+    return overwritten(gpu, array, values)
+
+
+def overwritten(gpu, array, values):
+    gpu.do(gpu.current[-1].name, "the function", writes=[array])
+    array.values[...] = values
+    return array
+
+
+def run(gpu, members, function, part_bytes=PART_BYTES, **kwargs):
+    """Call a function of a context and its share of `X` on each member, as sections do."""
+
+    def member(ctx):
+        with ctx.device.running([]):
+            function(ctx, X[box_slices(ctx.box)])
+
+    run_gang(members, member, device=partial(Gpu, part_bytes=part_bytes, **kwargs))
+    gc.collect()
+    gpu.check()
+
+
+def there_and_back(gpu, ctx, own, times=2, **kwargs):
+    """Turn a share, which is overwritten as soon as it may be, and turn the result back."""
+    turned = X.T[box_slices(ctx.box_of((0,), X.T.shape))]
+    for number in range(times):
+        a = filled(gpu, own + number)
+        b = ctx.redistribute(a, (0,), axes=(1, 0), **kwargs)
+        overwritten(gpu, a, -1)
+        b = b.made(lambda values: 2 * values)
+        c = ctx.redistribute(b, from_cut=(0,), axes=(1, 0), out=a, **kwargs)
+        overwritten(gpu, b, b.values + 1)
+        assert np.array_equal(c.get(), 2 * (own + number))
+        assert np.array_equal(b.get(), 2 * (turned + number) + 1)
+
+
+@pytest.mark.parametrize("part_bytes", [0, PART_BYTES, 2**14])
+@pytest.mark.parametrize("members", [PAIR, SLABS, Members(((48,), (40,)), (1, 1))])
+@pytest.mark.parametrize("has_windows", [True, False])
+def test_values(gpu, through_host, has_windows, members, part_bytes):
+    run(gpu, members, partial(there_and_back, gpu), part_bytes, has_windows=has_windows)
+    moved = [sends or receives for _, sends, receives in through_host]
+    assert not any(moved) if has_windows else all(moved)
+
+
+@pytest.mark.parametrize("exchange", ORDERS[1:])
+def test_orders(gpu, through_host, exchange):
+    run(gpu, SLABS, partial(there_and_back, gpu, exchange=exchange))
+    assert not any(sends or receives for _, sends, receives in through_host)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    case=cases(),
+    permuted=st.booleans(),
+    part_bytes=st.sampled_from([0, 16, 2**12]),
+    dtype=st.sampled_from(["f8", "c8", "i8"]),  # of a word each: accesses are known by words
+)
+def test_any_cut_of_any_array(case, permuted, part_bytes, dtype):
+    members, (cut, other), axes, _ = case
+    shape = tuple(map(sum, members.chunks))
+    x = (np.arange(np.prod(shape, dtype=int)) % 120).reshape(shape).astype(dtype)
+    y = x.transpose(axes) if permuted else x
+    order = {"axes": axes} if permuted else {}
+
+    def to_another(gpu, ctx):
+        with ctx.device.running([]):
+            a = filled(gpu, x[box_slices(ctx.box_of(cut))])
+            b = ctx.redistribute(a, other or [0], cut, **order)
+            overwritten(gpu, a, 1)
+            assert np.array_equal(b.get(), y[box_slices(ctx.box_of(other or [0], y.shape))])
+
+    with pytest.MonkeyPatch.context() as patched:
+        gpu = emulated_gpu(patched)
+        run_gang(members, partial(to_another, gpu), device=partial(Gpu, part_bytes=part_bytes))
+        gc.collect()
+        gpu.check()
+
+
+def test_views_of_any_strides_are_read(gpu, through_host):
+    def reversed_and_spread(ctx, own):
+        a = filled(gpu, np.repeat(own, 2, axis=1))[::-1, ::-2]
+        b = ctx.redistribute(a, (1,))
+        wanted = np.concatenate([X[:20][::-1, ::-1], X[20:][::-1, ::-1]])
+        assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of((1,)))])
+
+    run(gpu, PAIR, reversed_and_spread)
+    assert not any(sends or receives for _, sends, receives in through_host)
+
+
+def test_the_second_time_nothing_is_opened_or_allocated(gpu, monkeypatch):
+    done, barrier = [], []
+    runtime = gpu.cupy.cuda.runtime
+    names = (
+        (runtime, "ipcOpenMemHandle"),
+        (runtime, "ipcOpenEventHandle"),
+        (runtime, "ipcGetEventHandle"),
+        (gpu, "_empty"),
+    )
+    for where, name in names:
+
+        def noted(original, name, *args):
+            done.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(where, name, partial(noted, getattr(where, name), name))
+
+    def again_and_again(ctx, own):
+        a = filled(gpu, own)
+        out = ctx.redistribute(a, (1,))
+        for _ in range(3):
+            ctx.barrier()
+            if not ctx.rank:
+                barrier.append([*done])
+            ctx.redistribute(a, (1,), out=out)
+            ctx.barrier()
+
+    run(gpu, PAIR, again_and_again)
+    assert {name for _, name in names} == {*done}
+    assert barrier[0] == barrier[1] == barrier[2]
+
+
+def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
+    runtime, events = gpu.cupy.cuda.runtime, []
+    original = runtime.ipcOpenEventHandle
+    monkeypatch.setattr(
+        runtime, "ipcOpenEventHandle", lambda handle: events.append(handle) or original(handle)
+    )
+    monkeypatch.setattr(runtime, "eventDestroy", lambda event: events.pop())
+    run(gpu, PAIR, partial(there_and_back, gpu))
+    assert not events
+    assert not any(mapping.users for mapping in windows._mappings._open.values())
+    DeviceQueue._kept_slots.clear()
+    gc.collect()
+    assert not gpu.live_bytes
+    gpu.check()
+
+
+@pytest.mark.parametrize(("part_bytes", "rows"), [(0, [10, 10]), (640, [4, 4, 2, 4, 4, 1, 1])])
+def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, part_bytes, rows):
+    """Those of two others, ten rows each: nothing comes beside the very last part."""
+    monkeypatch.setattr(gpu_regions, "LAST_PART_BYTES", 160)
+    found, original = {}, DeviceQueue.prefetch
+
+    def noted(queue, src, slot_bytes):
+        found.setdefault(queue, []).append((src.shape, slot_bytes))
+        return original(queue, src, slot_bytes)
+
+    def to_columns(ctx, own):
+        ctx.redistribute(filled(gpu, np.ones((10, 60))), (1,), (0,), shape=(30, 60))
+
+    monkeypatch.setattr(DeviceQueue, "prefetch", noted)
+    run(gpu, Members(((16, 16, 16), (40,)), (3, 1)), to_columns, part_bytes)
+    assert [*found.values()] == [[((count, 20), part_bytes) for count in rows]] * 3
+
+
+def test_bytes_are_counted(gpu):
+    def counted(ctx, own):
+        ctx.redistribute(filled(gpu, own), (1,))
+        (_, count, _), *_ = ctx._links.received
+        shape = ctx.redistribute(filled(gpu, own), (1,)).shape
+        assert count >= (48 - len(own)) * shape[1] * 8
+
+    run(gpu, PAIR, counted)
+
+
+# --- what cannot be read goes through the host
+
+OF_THE_SECOND = [(0, [], [1]), (1, [0, 2, 3], []), (2, [], [1]), (3, [], [1])]
+
+
+def to_columns(gpu, ctx, own):
+    b = ctx.redistribute(filled(gpu, own), (1,))
+    assert np.array_equal(b.get(), X[box_slices(ctx.box_of((1,)))])
+
+
+def test_members_of_other_hosts(gpu, through_host, monkeypatch):
+    monkeypatch.setattr(
+        Links, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
+    )
+    run(gpu, SLABS, partial(there_and_back, gpu, times=1))
+    others = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
+    assert len(through_host) == 8
+    assert all(sends == receives == others[rank] for rank, sends, receives in through_host)
+
+
+def of_one(monkeypatch, what, name, rank):
+    """Have something that CUDA IPC does fail on one member."""
+    original = getattr(what, name)
+
+    def refuses(own, device, *args):
+        if device._links.place[0] == rank:
+            raise RuntimeError("cudaErrorNotSupported")
+        return original(own, device, *args)
+
+    monkeypatch.setattr(what, name, refuses)
+
+
+@pytest.mark.parametrize("what", [OwnEvents, PeerMemory])
+def test_a_member_that_shares_no_events(gpu, through_host, monkeypatch, what):
+    of_one(monkeypatch, what, "__init__", 2)
+    run(gpu, SLABS, partial(there_and_back, gpu, times=1))
+    for rank, sends, receives in through_host:
+        assert sends == receives == ([0, 1, 3] if rank == 2 else [2])
+
+
+def test_memory_that_cannot_be_exported(gpu, through_host, monkeypatch):
+    """Of one call: what is asked for is memory of another allocator, say."""
+    original = cuda_ipc.export
+
+    def sometimes(region):
+        if region.shape[0] == 14:  # of the second member's share
+            raise TransferError("managed memory")
+        return original(region)
+
+    monkeypatch.setattr(cuda_ipc, "export", sometimes)
+    run(gpu, SLABS, partial(to_columns, gpu))
+    assert sorted(through_host) == OF_THE_SECOND
+
+
+def test_memory_that_cannot_be_mapped(gpu, through_host, monkeypatch):
+    """Of one share: its rows reach from the first to the last that others read, with gaps."""
+    original = PeerMemory.mapped
+
+    def fails(own, place, spread_bytes):
+        if spread_bytes == (13 * 40 + 10) * 8:  # of the second member, which has 14 rows
+            raise TransferError("ipc: the memory cannot be mapped")
+        return original(own, place, spread_bytes)
+
+    monkeypatch.setattr(PeerMemory, "mapped", fails)
+    run(gpu, SLABS, partial(to_columns, gpu))
+    assert sorted(through_host) == OF_THE_SECOND
+
+
+def test_a_lack_of_memory_for_slots(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "limit_bytes", 2**16)
+    run(gpu, PAIR, partial(there_and_back, gpu), 2**16)
+
+
+# --- the end of an attempt
+
+
+def test_a_member_that_has_gone_ends_the_attempt(gpu, monkeypatch):
+    """What the others have put on their queues is done before memory is given back."""
+    original = Links.exchange
+
+    def dies(links, call, *args):
+        if call.endswith("places") and links.place[0] == 1 and len(calls) < 2:
+            calls.append(call)
+        elif call.endswith("places") and links.place[0] == 1:
+            raise OSError("killed")
+        return original(links, call, *args)
+
+    calls = []
+    monkeypatch.setattr(Links, "exchange", dies)
+    with pytest.raises((OSError, AttemptEndedError)):
+        run(gpu, SLABS, partial(there_and_back, gpu))
+    gc.collect()
+    gpu.check()
+
+
+def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
+    """A member that gives its share up cannot know whether another one still reads it."""
+    original = Links.exchange
+
+    def fails(links, call, *args):
+        if call.endswith("read") and links.place[0] == 1:
+            time.sleep(0.2)  # in which the other one puts reads on its queue
+            raise OSError("no more")
+        return original(links, call, *args)
+
+    def gives_up(ctx, own):
+        a = filled(gpu, own)
+        try:
+            ctx.redistribute(a, (1,))
+        except OSError:
+            failed = True
+        else:
+            failed = False
+        if failed:
+            del a
+            gc.collect()
+            gpu.check()
+            raise OSError("no more")
+
+    monkeypatch.setattr(Links, "exchange", fails)
+    with pytest.raises((OSError, AttemptEndedError)):
+        run(gpu, PAIR, gives_up)
+
+
+def test_calls_that_differ_are_found(gpu):
+    def differing(ctx, own):
+        order = ["pairwise", "diagonal"][ctx.rank]
+        ctx.redistribute(filled(gpu, own), (1,), exchange=order)
+
+    with pytest.raises(SectionError, match=r"member 0 called redistribute\(\).*pairwise"):
+        run(gpu, PAIR, differing)
+
+
+# --- events
+
+
+def one_after_the_other(gpu, slow):
+    """The second reads from the first, then exchanges with the third, again and again."""
+    moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
+
+    def function(ctx, own):
+        regions = ctx.device.moved_regions(ctx._links, False)
+        for number in range(6):
+            gives, gets = moves[number % 2]
+            a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
+            call = Call(f"call {number}", a.dtype, "auto", (0, 1), 80)
+            regions.bring(
+                call,
+                dict.fromkeys(gives.get(ctx.rank, ()), a),
+                dict.fromkeys(gets.get(ctx.rank, ()), out),
+            )
+            if ctx.rank in gets:
+                assert np.array_equal(out.get(), np.full((4, 20), number))
+
+    run(gpu, Members(((16, 16, 16), (40,)), (3, 1)), function)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Have each wait for an event find that it was recorded as often as the waiting one's own."""
+    original, wait = Event.record, PeerMemory.wait
+    own_of, wrong = {}, []
+
+    def record(event, stream):
+        event.count = getattr(event, "count", 0) + 1
+        original(event, stream)
+
+    make = OwnEvents.__init__
+
+    def noted(own, device, count):
+        make(own, device, count)
+        own_of[device] = own.events
+
+    def slowly(peer, stream, number):
+        time.sleep(0.02 * (peer._rank == 0))
+        event = stream.recorder.events[peer._events[number]]
+        if event.count != own_of[peer._gpu][number].count:
+            wrong.append(number)
+        wait(peer, stream, number)
+
+    opened = PeerMemory.__init__
+
+    def known(peer, device, *args):
+        opened(peer, device, *args)
+        peer._gpu, peer._rank = device, device._links.place[0]
+
+    for what, name, value in (
+        (Event, "record", record),
+        (OwnEvents, "__init__", noted),
+        (PeerMemory, "wait", slowly),
+        (PeerMemory, "__init__", known),
+    ):
+        monkeypatch.setattr(what, name, value)
+    return wrong
+
+
+def test_no_event_is_recorded_again_before_it_is_waited_for(gpu, counted):
+    one_after_the_other(gpu, counted)
+    assert not counted
+
+
+def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
+    """So the test above would fail without those to all."""
+    original = GpuRegions.bring
+
+    def bring(own, call, regions, targets, local=None):
+        every = own._open(own._links, call)
+        own._near = {rank: every[rank] for rank in every if rank in {*regions, *targets}}
+        try:
+            original(own, call, regions, targets, local)
+        finally:
+            own._near = every
+
+    monkeypatch.setattr(GpuRegions, "bring", bring)
+    one_after_the_other(gpu, counted)
+    assert counted
+
+
+# --- what is lost if one of the rules is
+
+
+def nobody_waits_for(number):
+    def breaks(monkeypatch):
+        wait = PeerMemory.wait
+        monkeypatch.setattr(
+            PeerMemory,
+            "wait",
+            lambda peer, stream, which: None if which == number else wait(peer, stream, which),
+        )
+
+    return breaks
+
+
+def recorded_elsewhere(number):
+    """As if an event were recorded before what it stands for."""
+
+    def breaks(monkeypatch):
+        make = OwnEvents.__init__
+
+        def early(own, device, count):
+            make(own, device, count)
+            event, other = own.events[number], device.copies
+            own.events[number] = SimpleNamespace(record=lambda stream: event.record(other))
+
+        monkeypatch.setattr(OwnEvents, "__init__", early)
+
+    return breaks
+
+
+def without(*, start, end):
+    """The queue does not wait for the stream, or the stream for the queue."""
+
+    @contextmanager
+    def within(queue, stream):
+        given = stream.record()
+        for own in queue._all if start else ():
+            own.wait_event(given)
+        yield
+        for own in queue._all if end else ():
+            stream.wait_event(own.record())
+
+    return lambda monkeypatch: monkeypatch.setattr(DeviceQueue, "within", within)
+
+
+def one_stream_waits(number):
+    def breaks(monkeypatch):
+        reading = DeviceQueue.reading.fget
+        monkeypatch.setattr(
+            DeviceQueue, "reading", property(lambda queue: [reading(queue)[number]])
+        )
+
+    return breaks
+
+
+BOTH = without(start=True, end=True)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "part_bytes"),
+    [
+        (nobody_waits_for(gpu_regions._WRITTEN), PART_BYTES),
+        (nobody_waits_for(gpu_regions._WRITTEN), 0),
+        (nobody_waits_for(gpu_regions._READ), PART_BYTES),
+        (recorded_elsewhere(gpu_regions._WRITTEN), PART_BYTES),
+        (recorded_elsewhere(gpu_regions._READ), PART_BYTES),
+        (without(start=False, end=True), PART_BYTES),
+        (without(start=True, end=False), PART_BYTES),
+        (one_stream_waits(0), 0),
+        (one_stream_waits(1), PART_BYTES),
+    ],
+)
+def test_each_rule_is_needed(gpu, monkeypatch, breaks, part_bytes):
+    breaks(monkeypatch)
+    with pytest.raises(RaceError):
+        run(gpu, PAIR, partial(there_and_back, gpu, times=1), part_bytes)
+
+
+@pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
+def test_what_stands_for_the_queues_rules_keeps_them(gpu, monkeypatch, part_bytes):
+    BOTH(monkeypatch)
+    run(gpu, PAIR, partial(there_and_back, gpu, times=1), part_bytes)
+
+
+@pytest.mark.parametrize(("start", "end"), [(False, True), (True, False)])
+def test_rules_of_what_comes_through_the_host(gpu, monkeypatch, start, end):
+    without(start=start, end=end)(monkeypatch)
+    with pytest.raises(RaceError):
+        run(gpu, PAIR, partial(there_and_back, gpu, times=1), has_windows=False)
