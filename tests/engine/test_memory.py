@@ -14,7 +14,6 @@ from distributed.core import error_message
 
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import transport_classes
-from dask_p2p.engine import assembly as module
 from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
 from dask_p2p.transports import footprint
@@ -96,7 +95,7 @@ class Quick(FakeTransport):
 def peers(quick, log, monkeypatch):
     monkeypatch.setitem(transport_classes(), "quick", Quick)
     # It keeps what it said of the same options for a name that it did not know.
-    monkeypatch.setattr(module, "staging_bytes", footprint.staging_bytes.__wrapped__)
+    monkeypatch.setattr(footprint, "_brought_bytes", footprint._brought_bytes.__wrapped__)
     return FakePeers(quick, FakeTransport("slow", log))
 
 
