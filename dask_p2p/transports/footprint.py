@@ -131,11 +131,12 @@ def staging_bytes(
     from other workers, and one element: no part is smaller.
     """
     wanted = largest_bytes, remote_bytes, item_bytes
-    return _queue_bytes(options, kind) + _brought_bytes(options, kind, wanted)
+    return _queue_bytes(options, kind) + brought_bytes(options, kind, wanted)
 
 
 @lru_cache(maxsize=1024)  # each task of an array asks the same, before it does anything else
-def _brought_bytes(options: Options, kind: Kind, wanted: tuple[int, int, int]) -> int:
+def brought_bytes(options: Options, kind: Kind, wanted: tuple[int, int, int]) -> int:
+    """Return what transports hold, in parts from this host and from others."""
     return sum(
         max((used.task_bytes(*wanted) for used in _used(options, kind, [is_local])), default=0)
         for is_local in (True, False)

@@ -241,17 +241,19 @@ def forgotten(queue):
         ("auto", "f8", False),
     ],
 )
-def test_the_rule(where, dtype, expected):
+def test_the_rule(where, dtype, expected, monkeypatch):
+    monkeypatch.setattr(module, "on_gpu", lambda: False)
     assert is_for_device(where, 2**40, np.dtype(dtype)) == expected
 
 
-def test_once_it_is_measured_large_blocks_are_for_the_gpu(monkeypatch):
-    assert not is_for_device("auto", 2**62), "not measured yet: cpu"
-    monkeypatch.setattr(module, "AUTO_FROM_BYTES", 100)
-    assert is_for_device("auto", 100)
-    assert not is_for_device("auto", 99)
-    assert not is_for_device("cpu", 100)
-    assert not is_for_device("auto", 100, np.dtype("O"))
+def test_large_blocks_are_for_the_gpu_of_workers_that_have_one(monkeypatch):
+    monkeypatch.setattr(module, "on_gpu", lambda: True)
+    assert is_for_device("auto", 2**24)
+    assert not is_for_device("auto", 2**24 - 1)
+    assert not is_for_device("cpu", 2**24)
+    assert not is_for_device("auto", 2**24, np.dtype("O"))
+    monkeypatch.setattr(module, "on_gpu", lambda: False)
+    assert not is_for_device("auto", 2**62)
 
 
 @given(st.integers(2**15, 2**40))

@@ -95,7 +95,7 @@ class Quick(FakeTransport):
 def peers(quick, log, monkeypatch):
     monkeypatch.setitem(transport_classes(), "quick", Quick)
     # It keeps what it said of the same options for a name that it did not know.
-    monkeypatch.setattr(footprint, "_brought_bytes", footprint._brought_bytes.__wrapped__)
+    monkeypatch.setattr(footprint, "brought_bytes", footprint.brought_bytes.__wrapped__)
     return FakePeers(quick, FakeTransport("slow", log))
 
 
