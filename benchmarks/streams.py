@@ -8,8 +8,8 @@ through a function and back; or in four parts on four streams, given to them par
 by kind; or in 32 parts. The others are Dask arrays of eight blocks on one worker: `map_on_gpu`, and
 the transpose of a square array and its rechunk to slabs along the other axis, by the CPU and by the
 GPU (`p2p.permute-numpy`). Each way is run twice in a row, and the second run is timed: outputs find
-the memory that the first has left, as in a chain of calls. The first result of each way is checked.
-It needs a GPU.
+the memory that the first has left, as in a chain of calls, but where all is new. The first result
+of each way is checked. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from benchmarks.growth import write
 from dask_p2p.backends import host_copies, host_threads
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.pinned import Pinned
+from dask_p2p.engine.task import PLUGIN_NAME
 
 __all__ = ["by_kind", "by_part", "main"]
 
@@ -43,6 +44,7 @@ _BLOCKS = 8
 SEQUENTIAL, BY_PART, BY_KIND = "one after the other", "parts, part by part", "parts, kind by kind"
 MANY_PARTS = "32 parts, part by part"
 PINNED, PAGEABLE = "map_on_gpu, pinned", "map_on_gpu, pageable"
+FIRST = "map_on_gpu, pageable, all new"
 REGISTERED, USERS = "map_on_gpu, pinned where it lies", "asarray, function, asnumpy"
 TRANSPOSED = {"cpu": "transpose, by the CPU", "gpu": "transpose, by the GPU"}
 RECHUNKED = {"cpu": "rechunk, by the CPU", "gpu": "rechunk, by the GPU"}
@@ -168,6 +170,7 @@ def mapping(
     measure = partial(_of_dask, client, wanted=function(x))
     return {
         PINNED: measure(partial(on_gpu, same)),
+        FIRST: measure(partial(on_gpu, x), before=partial(client.run, _forget)),
         USERS: measure(by_users),
         **{
             way: measure(partial(on_gpu, x), before=partial(client.run, _fill_by, *counts))
@@ -181,6 +184,11 @@ def _fill_by(most: int, few: int) -> None:
     host_threads._MOST, host_copies._FEW_THREADS = most, few
     host_threads.thread_count.cache_clear()
     host_threads.pool.cache_clear()
+
+
+def _forget(dask_worker: Any) -> None:
+    """Have a worker keep no memory of results that are gone."""
+    dask_worker.plugins[PLUGIN_NAME].context.pinned.clear()
 
 
 def unchanged(a: Any) -> Any:

@@ -37,7 +37,9 @@ from dask_p2p.backends.slots import Slot
 from dask_p2p.plans.parts import Part, PartPlan, Step, steps
 from dask_p2p.types import Array
 
-__all__ = ["Copied", "PartStreams", "PartWork"]
+__all__ = ["Copied", "HandOn", "PartStreams", "PartWork"]
+
+HandOn = Callable[[], AbstractContextManager[Any]]
 
 
 class PartWork(Protocol):
@@ -85,18 +87,18 @@ class PartStreams(HostStreams):
     ranges
         Makes a context that profilers show by its name.
     hand_on
-        Is called when all of a block has been given to the streams, and they have done the block
-        before: the next one may begin, though this thread has to wait for what is under way.
+        Makes a context, when all of a block has been given to the streams, and they have done the
+        block before. In it the thread only waits for what is under way: the next block may begin.
     """
 
-    _waits = Lock()  # held by who has called `hand_on`
+    _waits = Lock()  # held by who is in `hand_on`
 
     def __init__(
         self,
         register_from_bytes: float,
         warn: Callable[..., None],
         ranges: Callable[..., AbstractContextManager[Any]] = nullcontext,
-        hand_on: Callable[[], None] | None = None,
+        hand_on: HandOn | None = None,
     ) -> None:
         super().__init__(warn)
         self.copied = Copied()
@@ -122,8 +124,7 @@ class PartStreams(HostStreams):
                 block.wait()
             else:
                 block.give_slots_back()
-                with self._waits:
-                    self._hand_on()
+                with self._waits, self._hand_on():
                     block.wait()
         except BaseException:
             self.synchronize()  # nothing reads or writes any more what is given back

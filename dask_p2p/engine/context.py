@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from dask_p2p.backends.base import Queue
@@ -36,6 +37,9 @@ class TaskContext(WorkerContext, Protocol):
 
         It lies in pinned memory if the queue wants that, and it can be had.
         """
+
+    def only_waiting(self) -> AbstractContextManager[None]:
+        """Return a context in which the worker begins another task: this thread only waits."""
 
     def warn(self, text: str) -> None:
         """Warn the user, wherever they are."""

@@ -20,12 +20,12 @@ from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_writt
 from dask_p2p.backends.host_copies import register_from_bytes
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.part_streams import Copied, PartStreams
+from dask_p2p.backends.part_streams import Copied, HandOn, PartStreams
 from dask_p2p.backends.pinned import warn_once
 from dask_p2p.engine.context import TaskContext
 from dask_p2p.engine.memory import is_out_of_memory
 from dask_p2p.engine.parts import OPERATION, Mapped, is_of_parts, run_name
-from dask_p2p.engine.task import begin_next, current_worker, go_elsewhere
+from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import (
     BlockMismatchError,
     DeviceLostError,
@@ -84,7 +84,7 @@ class PartsFunction:
             run: Callable[[], Any] = partial(work.run, context)
         elif (obstacle := gpu_obstacle()) is None:
             work = Work(of, arrays, block_id, told, CUPY.name)
-            run = partial(work.through_gpu, context, where, _hand_on(worker, work))
+            run = partial(work.through_gpu, context, where, _hand_on(worker, context, work))
         elif of.fallback is not None:
             work = Work(of, arrays, block_id, told, kind)
             run = partial(work.run, context)
@@ -102,15 +102,15 @@ class PartsFunction:
             go_elsewhere(context, exc)
 
 
-def _hand_on(worker: Any, work: Work) -> Callable[[], None] | None:
+def _hand_on(worker: Any, context: TaskContext | None, work: Work) -> HandOn | None:
     """Return what has the worker begin its next task while the last parts of this one come back.
 
     None if that is not worth it, or this task goes on after the call: too many would do so at once.
     """
-    if worker is None or work.up_bytes < _HAND_ON_FROM_BYTES:
+    if context is None or work.up_bytes < _HAND_ON_FROM_BYTES:
         return None
     spec = getattr(worker.state.tasks.get(worker.get_current_task()), "run_spec", None)
-    return begin_next if isinstance(getattr(spec, "func", None), PartsFunction) else None
+    return context.only_waiting if isinstance(getattr(spec, "func", None), PartsFunction) else None
 
 
 @contextmanager
@@ -188,7 +188,7 @@ class Work:
         return sum(array.nbytes for array in self.arrays)
 
     def through_gpu(
-        self, context: TaskContext | None, where: str, hand_on: Callable[[], None] | None = None
+        self, context: TaskContext | None, where: str, hand_on: HandOn | None = None
     ) -> Any:
         """Return the block of the output, which comes back from a GPU; see `PartStreams`.
 

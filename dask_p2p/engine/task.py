@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -37,7 +36,6 @@ __all__ = [
     "AssembleTask",
     "Blocks",
     "MemberTask",
-    "begin_next",
     "current_worker",
     "go_elsewhere",
     "plugin_context",
@@ -285,14 +283,6 @@ def go_elsewhere(context: TaskContext | None, error: DeviceLostError) -> NoRetur
     if context is None or not context.on_device_lost(error):
         raise error
     raise Reschedule() from error
-
-
-def begin_next() -> None:
-    """Have the worker begin its next task, if it has one: this one has only to wait from now on."""
-    from distributed import secede
-
-    with suppress(AttributeError):  # of a pool of threads that is not Dask's
-        secede()
 
 
 def current_worker() -> tuple[Any, TaskContext | None]:

@@ -34,6 +34,7 @@ from dask_p2p.plugins.leaving import leave
 from dask_p2p.plugins.notices import warn_client
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
 from dask_p2p.plugins.spilling import find_in_memory, is_spilled, read_spilled
+from dask_p2p.plugins.threads import only_waiting
 from dask_p2p.transports.probe import PROBE_DTYPE, Probes, is_probe
 from dask_p2p.transports.replies import answering, ask_and_wait
 from dask_p2p.transports.requests import checked_integer
@@ -156,6 +157,8 @@ class DaskWorkerContext(AttemptLog):
         self._gone.difference_update(addresses)
 
     # --- for tasks ---
+
+    only_waiting = staticmethod(only_waiting)
 
     def warn(self, text: str) -> None:
         """Warn the user, wherever they are."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -169,10 +171,12 @@ def followed(gpu, first, then, before=lambda: None):
     """Two blocks through the streams, of which the second begins as soon as it may."""
     outs = [array(True), array(True)]
 
+    @contextmanager
     def begin():
         before()
         through(gpu, then, outs[1])
         begun.append(gpu.most_bytes)
+        yield
 
     begun = []
     PartStreams(NEVER, pytest.fail, hand_on=begin).run(first, outs[0])
@@ -215,8 +219,10 @@ def test_the_next_block_begins_in_the_slot_that_is_free_first(gpu):
     work = Work(gpu, array())
     taken = []
 
+    @contextmanager
     def begin():
         (taken[:],) = PartStreams._kept_slots._kept[0]
+        yield
 
     PartStreams(NEVER, pytest.fail, hand_on=begin).run(work, array(True))
     assert len(work.plan.parts) % SLOTS == 1
@@ -228,8 +234,10 @@ def test_one_block_at_a_time_is_waited_for_beside_others(gpu):
     """However many a worker has: the next one begins when the one before is done."""
     waiting = PartStreams._waits
 
+    @contextmanager
     def begin():
         assert waiting.locked()
+        yield
 
     PartStreams(NEVER, pytest.fail, hand_on=begin).run(Work(gpu, array()), array(True))
     assert not waiting.locked()

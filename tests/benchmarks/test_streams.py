@@ -61,7 +61,8 @@ def test_the_end_is_waited_for(gpu, monkeypatch):
 
 def test_ways_of_dask_are_checked(client, monkeypatch):
     measured = streams.mapping(client, 1000, [2], fallback="numpy")
-    ours = streams.PINNED, streams.PAGEABLE, streams.REGISTERED, f"{streams.PAGEABLE}, 2 thread(s)"
+    ours = [streams.PINNED, streams.FIRST, streams.PAGEABLE, streams.REGISTERED]
+    ours.append(f"{streams.PAGEABLE}, 2 thread(s)")
     assert {*measured} == {*ours, streams.USERS}
     for way in ours:
         assert measured[way]() > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import dask
@@ -214,7 +215,7 @@ def test_the_next_task_begins_while_the_last_parts_of_one_come_back(
     gpu, x, worker, monkeypatch, from_bytes, is_alone, begun
 ):
     notes = worker.notes
-    monkeypatch.setattr(part_work, "begin_next", lambda: notes.append("the next"))
+    worker.context.only_waiting = lambda: nullcontext(notes.append("the next"))
     monkeypatch.setattr(part_work, "_HAND_ON_FROM_BYTES", from_bytes)
     monkeypatch.setattr(part_streams, "is_pinned", lambda array: True)
     task = worker.state.tasks["fused-0123"]

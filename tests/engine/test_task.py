@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 from dataclasses import replace
 
@@ -20,7 +19,6 @@ from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import AssembleTask, Blocks
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution
-from tests.faults.support import cluster_of
 
 PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
@@ -149,24 +147,3 @@ def test_what_is_told_of_attempts_is_bounded():
     assert "attempt 1000: 999 x" in str(attempts)
     assert "x ..." in str(attempts), "what is cut is marked"
     assert len(str(attempts)) < 5000
-
-
-def _first(path):
-    module.begin_next()
-    while not path.exists():
-        time.sleep(0.01)
-    return threading.current_thread() is threading.main_thread()
-
-
-@pytest.mark.cluster
-def test_a_task_that_only_waits_lets_the_next_one_begin(tmp_path):
-    path = tmp_path / "second"
-    with cluster_of(1, threads_per_worker=1) as client:
-        first = client.submit(_first, path)
-        client.submit(path.touch).result(timeout=30)
-        assert first.result(timeout=30) is False
-
-
-def test_on_a_thread_that_is_not_dasks_there_is_nothing_to_begin(monkeypatch):
-    monkeypatch.setattr("distributed.worker.get_worker", lambda: None)
-    module.begin_next()

@@ -7,6 +7,7 @@ what relies on it here, before the range of releases is raised.
 from __future__ import annotations
 
 import inspect
+import threading
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from dask.task_spec import GraphNode
 from distributed import Client, Scheduler, Worker, wait
 from distributed.scheduler import ALL_TASK_STATES, SchedulerState, TaskGroup, TaskState, WorkerState
+from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
 from distributed.worker_state_machine import TaskState as WorkerTaskState
 
 import dask_p2p
@@ -224,3 +226,14 @@ def test_dask_serializes_cupy_blocks_as_is_expected():
     text = (package / "protocol" / "serialize.py").read_text("utf-8")
     for line in ('"sub-header": sub_header', '"type": type_name', '"serializer": "dask"'):
         assert line in text
+
+
+def test_threads_of_a_pool():
+    """Which stay in it as long as they are told to go on: see dask_p2p/plugins/threads.py."""
+
+    def look():
+        is_listed = threading.current_thread() in thread_state.executor._threads
+        return thread_state.executor, thread_state.proceed, is_listed
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(look).result() == (pool, True, True)

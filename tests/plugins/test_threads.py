@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import pytest
+from distributed import Client, LocalCluster
+
+from dask_p2p.plugins.threads import only_waiting
+
+TASKS = 20
+
+
+@pytest.fixture
+def client():
+    with (
+        LocalCluster(1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+class Seen:
+    """What tasks of the worker in this process have noted."""
+
+    turn = threading.Lock()
+    at_work = 0
+    together: ClassVar[list[int]] = []
+    begun: ClassVar[list[int]] = []
+    threads: ClassVar[set[threading.Thread]] = set()
+
+
+def work(number):
+    Seen.at_work += 1
+    Seen.together.append(Seen.at_work)
+    Seen.begun.append(number)
+    Seen.threads.add(threading.current_thread())
+    time.sleep(0.005)
+    Seen.at_work -= 1
+    with Seen.turn, only_waiting():
+        deadline_s = time.monotonic() + 30
+        while Seen.begun[-1] == number and len(Seen.begun) < TASKS:
+            assert time.monotonic() < deadline_s, "the next one does not begin"
+            time.sleep(0.001)
+    return number
+
+
+@pytest.mark.cluster
+def test_the_next_task_begins_and_threads_are_used_again(client):
+    assert client.gather(client.map(work, range(TASKS))) == list(range(TASKS))
+    assert max(Seen.together) == 1, "one at a time works, whoever waits"
+    assert len(Seen.threads) == 2
+    assert client.cluster.workers[0].executors["default"]._threads == Seen.threads
+
+
+@pytest.mark.cluster
+def test_a_task_that_fails_while_it_waits_comes_back_too(client):
+    def fails():
+        with only_waiting():
+            raise KeyError("of the device")
+
+    for _ in range(5):
+        with pytest.raises(KeyError):
+            client.submit(fails, pure=False).result(timeout=30)
+    executor = client.cluster.workers[0].executors["default"]
+    assert len(executor._threads) <= 2
+
+
+@pytest.mark.cluster
+def test_a_thread_that_has_left_the_pool_just_waits(client):
+    def left():
+        from distributed import secede
+
+        secede()
+        with only_waiting():
+            return "done"
+
+    assert client.submit(left).result(timeout=30) == "done"
+
+
+def test_on_a_thread_that_is_not_dasks_nothing_else_begins():
+    def wait():
+        with only_waiting():
+            return "done"
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(wait).result() == "done"
