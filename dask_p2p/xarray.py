@@ -106,14 +106,12 @@ class P2PAccessor:
         Returns
         -------
         xarray.DataArray or xarray.Dataset
-            With the coordinates and attributes of what was given.
+            As of `transpose`.
 
         Raises
         ------
-        ChunksError
-            If `chunks` has a name that is no dimension's, or does not fit.
-        UnsupportedArrayError
-            If blocks are masked, sparse or otherwise more than bytes.
+        ChunksError, UnsupportedArrayError
+            As of `transpose`.
         """
         by_name = by_dimension(self._dims, "chunks", {} if chunks is None else chunks, ChunksError)
         sizes = {**by_name, **by_dimension(self._dims, "chunks", chunks_kwargs, ChunksError)}
@@ -153,7 +151,7 @@ class P2PAccessor:
         Returns
         -------
         xarray.DataArray or xarray.Dataset
-            With the coordinates and attributes of what was given.
+            As of `transpose`.
 
         Raises
         ------
@@ -161,7 +159,7 @@ class P2PAccessor:
             If `depth` or `boundary` has a name that is no dimension's, or a rim is wider than the
             array.
         UnsupportedArrayError
-            If blocks are masked, sparse or otherwise more than bytes.
+            As of `transpose`.
         """
         widths = by_dimension(self._dims, "depth", depth)
         kinds = by_dimension(self._dims, "boundary", boundary)

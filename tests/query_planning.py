@@ -9,11 +9,10 @@ import dask
 import dask.array as da
 import numpy as np
 from click.testing import CliRunner
-from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.cli import p2p
-from tests.support import indexed, persisted, used
+from tests.support import indexed, own_client, persisted, used
 
 
 def composed(x, y):
@@ -193,10 +192,7 @@ def prefixes(dask_scheduler):
 
 def check_cluster():
     array = indexed((400, 300))
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client() as client:
         x = persisted(client, da.from_array(array, chunks=(100, 300)) + 0)
         lazy = dask_p2p.transpose(x)
         np.testing.assert_array_equal(persisted(client, lazy).compute(), array.T)
@@ -214,7 +210,7 @@ def check_cluster():
             assert used(client, lazy), "whole blocks were moved in place of regions"
         check_sections(members=2)
         check_installed(client)
-        check_files(cluster, array)
+        check_files(client.cluster, array)
 
 
 def check_files(cluster, array):

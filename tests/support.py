@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -114,21 +116,37 @@ async def in_process(n_workers=2, **options):
 
 
 @contextmanager
+def own_client(n_workers=2, **options):
+    """A client of a new cluster: by default of two processes with one thread each."""
+    from distributed import Client, LocalCluster
+
+    chosen = {"threads_per_worker": 1, "dashboard_address": ":0", **options}
+    with LocalCluster(n_workers=n_workers, **chosen) as cluster, Client(cluster) as client:
+        yield client
+
+
+@contextmanager
+def worker_process(address, *args, cwd=None, **variables):
+    """A worker as a user starts it, in a folder, and with variables in its environment."""
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard"]
+    process = subprocess.Popen(
+        [*command, "--nthreads", "1", "--no-nanny", *args],
+        env={**os.environ, "PYTHONPATH": import_path(), **variables},
+        cwd=cwd,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
 def tls_client():
     """A client of two worker processes that speak TLS."""
-    from distributed import Client, LocalCluster, Security
+    from distributed import Security
 
-    with (
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            security=Security.temporary(),
-            protocol="tls://",
-            dashboard_address=":0",
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+    return own_client(security=Security.temporary(), protocol="tls://")
 
 
 def indexed(shape, dtype=np.int64):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,6 +15,7 @@ from dask_p2p.geometry import (
     split_box,
     split_evenly,
 )
+from tests.plans.support import cut
 
 
 @given(st.integers(0, 1000), st.integers(1, 50))
@@ -33,13 +32,7 @@ def test_split_evenly(length, parts):
 def two_cuts(draw):
     """Two ways to cut one axis, empty pieces included."""
     length = draw(st.integers(0, 40))
-
-    def cut():
-        inner = draw(st.lists(st.integers(0, length), max_size=6))
-        bounds = [0, *sorted(inner), length]
-        return tuple(b - a for a, b in pairwise(bounds))
-
-    return cut(), cut()
+    return cut(draw, length, 7), cut(draw, length, 7)
 
 
 boxes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted).map(tuple), max_size=4)

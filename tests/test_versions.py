@@ -13,14 +13,14 @@ import dask.array as da
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from distributed import Client, LocalCluster
+from distributed import Client
 
 import dask_p2p
 from dask_p2p.cli import p2p
 from dask_p2p.errors import P2PWarning, RegistrationError, VersionError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.versioned import own_version
-from tests.support import indexed, result_of
+from tests.support import indexed, own_client, result_of, worker_process
 
 pytestmark = pytest.mark.programs
 
@@ -93,21 +93,6 @@ def cluster_of(program, path):
         process.communicate("", timeout=60)
 
 
-@contextmanager
-def worker_process(address, path):
-    """A worker with the package that lies there."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([path, ROOT])}
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard"]
-    process = subprocess.Popen(
-        [*command, "--nthreads", "1", "--no-nanny"], env=env, cwd=path, stderr=subprocess.DEVNULL
-    )
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
 @pytest.fixture
 def before():
     """A graph that is older than any client, and so registers nothing."""
@@ -117,10 +102,7 @@ def before():
 @pytest.fixture
 def bare():
     """A client of a cluster of this version, without its plugins."""
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client() as client:
         yield client
 
 
@@ -225,7 +207,8 @@ def test_a_scheduler_that_lacks_what_the_plugin_is_read_by_is_named(other, progr
 
 def test_a_worker_of_another_version_is_named_and_not_lost(before, bare, other):
     there = set(workers_of(bare))
-    with worker_process(bare.scheduler.address, other):
+    path = os.pathsep.join([other, ROOT])
+    with worker_process(bare.scheduler.address, cwd=other, PYTHONPATH=path):
         bare.wait_for_workers(3, timeout=60)
         (stranger,) = set(workers_of(bare)) - there
         precious = bare.scatter({"a": 1}, workers=[stranger])

@@ -62,8 +62,8 @@ __all__ = [
 ]
 
 WORD_SIZES_BYTES = (1, 2, 4, 8, 16)
-VARIANTS = ("vector", "tile", "copy", "cells")
-ENTRIES = tuple(f"permute_{variant}_{size}" for variant in VARIANTS for size in WORD_SIZES_BYTES)
+_VARIANTS = ("vector", "tile", "copy", "cells")
+ENTRIES = tuple(f"permute_{variant}_{size}" for variant in _VARIANTS for size in WORD_SIZES_BYTES)
 
 MAX_GRID = 2**31 - 1
 MAX_OUTER = 6  # outer axes that a kernel takes; the host loops over further ones
@@ -117,11 +117,6 @@ class Launch(NamedTuple):
     def word_bytes(self) -> int:
         """Of what its kernel reads and writes at a time."""
         return int(self.entry.rpartition("_")[2])
-
-    @property
-    def tile_count(self) -> int:
-        """How many tiles there are in all: the grid, if it was not too large for one launch."""
-        return prod(self.tiles) * prod(axis.extent for axis in self.outer)
 
     def pack(self) -> np.ndarray[Any, Any]:
         """Return the kernel's one argument: an array of one item, passed by value."""

@@ -83,13 +83,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def queue(self, *, beside_copies: bool = False) -> Queue:
+    def queue(self, *, leave_bandwidth: bool = False) -> Queue:
         """Return a new queue of work on the current device.
 
         Parameters
         ----------
-        beside_copies
-            Whether copies from peers run at the same time: kernels leave them bandwidth.
+        leave_bandwidth
+            Whether kernels leave bandwidth to copies between workers at the same time.
         """
 
     @abstractmethod

@@ -62,9 +62,9 @@ class CupyBackend(Backend):
     def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
         _kernels().permute_into(dst, src, axes)
 
-    def queue(self, *, beside_copies: bool = False) -> DeviceQueue:
+    def queue(self, *, leave_bandwidth: bool = False) -> DeviceQueue:
         _cupy()  # which says what to install
-        return DeviceQueue(self.name, beside_copies)
+        return DeviceQueue(self.name, leave_bandwidth)
 
     def to_host(self, array: Array) -> Any:
         return array.get()

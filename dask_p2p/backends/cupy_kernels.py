@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import resources
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import cupy
 
 from dask_p2p.backends._checks import transposed
-from dask_p2p.backends._launch import VARIANTS, WORD_SIZES_BYTES, plan_launches
+from dask_p2p.backends._launch import ENTRIES, WORD_SIZES_BYTES, plan_launches
 from dask_p2p.types import Array
 
 __all__ = ["permute_into", "warm_up"]
@@ -105,7 +105,7 @@ def _load(word_bytes: int) -> dict[str, _Loaded]:
     source = resources.files("dask_p2p.backends").joinpath("transpose.cu").read_text("utf-8")
     options = (*COMPILER_OPTIONS, f"-DONLY_WORD_BYTES={word_bytes}")
     module = cupy.RawModule(code=source, options=options)
-    names = [f"permute_{variant}_{word_bytes}" for variant in VARIANTS]
+    names = [name for name in ENTRIES if name.endswith(f"_{word_bytes}")]
     return {name: _with_low_occupancy(module.get_function(name)) for name in names}
 
 
@@ -118,23 +118,11 @@ def _with_low_occupancy(kernel: Any) -> _Loaded:
     return _Loaded(kernel.kernel, unused_bytes)
 
 
-def warm_up(
-    device_ids: Iterable[int] | None = None, word_sizes_bytes: Iterable[int] = WORD_SIZES_BYTES
-) -> None:
-    """Compile and load the kernels ahead of their first use.
+def warm_up() -> None:
+    """Compile and load the kernels of the current device ahead of their first use.
 
     This takes about half a second a word size on a machine's first call, and milliseconds later.
     It is not for an event loop.
-
-    Parameters
-    ----------
-    device_ids
-        Numbers of the devices, as this process counts them; default: the current one.
-    word_sizes_bytes
-        Of the kernels; items of other sizes are moved as several words.
     """
-    ids = [cupy.cuda.runtime.getDevice()] if device_ids is None else list(device_ids)
-    for device_id in ids:
-        with cupy.cuda.Device(device_id):
-            for word_bytes in word_sizes_bytes:
-                _compiled(device_id, word_bytes)
+    for word_bytes in WORD_SIZES_BYTES:
+        _compiled(cupy.cuda.runtime.getDevice(), word_bytes)

@@ -61,7 +61,7 @@ class DeviceQueue:
     _kept_slots = KeptSlots()
 
     def __init__(
-        self, kind: Kind, beside_copies: bool = False, has_own_streams: bool = False
+        self, kind: Kind, leave_bandwidth: bool = False, has_own_streams: bool = False
     ) -> None:
         import cupy
 
@@ -69,7 +69,7 @@ class DeviceQueue:
 
         self._cupy = cupy
         self._kernels = cupy_kernels
-        self._low_occupancy = beside_copies
+        self._low_occupancy = leave_bandwidth
         self.kind = kind
         known: dict[Any, Any] = {} if has_own_streams else self._per_thread.__dict__
         self._device = device = cupy.cuda.runtime.getDevice()

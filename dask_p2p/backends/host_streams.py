@@ -83,12 +83,12 @@ class HostStreams:
     def copy_up(self, to: Array, of: np.ndarray[Any, Any], pitch: Pitch) -> None:
         """Have a copy engine copy an array of the host, of this pitch, to memory of the device."""
         ptr = to.data.ptr
-        self._copy(ptr, pitch.run_bytes, _address(of), pitch.stride_bytes, pitch, "up")
+        self._copy(ptr, pitch.run_bytes, of.ctypes.data, pitch.stride_bytes, pitch, "up")
 
     def copy_down(self, to: np.ndarray[Any, Any], of: Array, pitch: Pitch) -> None:
         """Have one copy memory of the device to an array of the host, which has this pitch."""
         ptr = of.data.ptr
-        self._copy(_address(to), pitch.stride_bytes, ptr, pitch.run_bytes, pitch, "down")
+        self._copy(to.ctypes.data, pitch.stride_bytes, ptr, pitch.run_bytes, pitch, "down")
 
     def _copy(
         self, to: int, to_stride: int, of: int, of_stride: int, pitch: Pitch, what: str
@@ -124,7 +124,3 @@ def array_in(memory: np.ndarray[Any, Any], at: int, like: Any) -> np.ndarray[Any
     """Return an array of this shape and dtype in memory of the host, from this byte on."""
     array: np.ndarray[Any, Any] = memory[at:][: like.nbytes].view(like.dtype).reshape(like.shape)
     return array
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])

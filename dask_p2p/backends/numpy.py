@@ -111,7 +111,7 @@ class NumpyBackend(Backend):
         for box in _boxes(dst.shape, block):
             dst[box] = view[box]
 
-    def queue(self, *, beside_copies: bool = False) -> HostQueue:
+    def queue(self, *, leave_bandwidth: bool = False) -> HostQueue:
         return HostQueue(self)
 
     def to_host(self, array: Array) -> Any:

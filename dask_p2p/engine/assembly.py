@@ -25,11 +25,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.backends import SLOTS, Queue, Timer, as_array, backend_for, device_of
+from dask_p2p.backends import Queue, Timer, as_array, backend_for, device_of
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
-from dask_p2p.engine.context import TaskContext
-from dask_p2p.engine.fetch import Fetch, RemoteSource
+from dask_p2p.engine.context import TaskContext, where_is
+from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
 from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.engine.queues import queue_for
 from dask_p2p.engine.sources import RemoteSources
@@ -40,7 +40,6 @@ from dask_p2p.plans import BlockPlan, Source
 from dask_p2p.transports.footprint import staging_bytes
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import checked_block
-from dask_p2p.transports.router import BlockRef
 from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned
 
@@ -108,7 +107,7 @@ class Assembly:
         self.options = output.options
         self._in_sync = output.options.mode == "sync"
         self.context = context
-        self._where = "this process" if context is None else f"worker {context.address}"
+        self._where = where_is(context)
         self.ranges = Ranges(output.options.nvtx)
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
         self.local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
@@ -293,7 +292,7 @@ class Assembly:
                     continue
                 ahead.append((fetch, region))
                 del region  # which may be placed already: the next one takes its room
-                while len(ahead) > self._ahead(fetch):
+                while len(ahead) > fetch.reading.ahead:
                     yield self._place_first(ahead, queue, same_host_lane)
         while ahead:
             yield self._place_first(ahead, queue, same_host_lane)
@@ -315,11 +314,6 @@ class Assembly:
             pass
         self.place_region(*ahead.popleft(), queue)
         return True
-
-    def _ahead(self, fetch: Fetch) -> int:
-        if fetch.in_place:  # copies that are queued, each into a slot
-            return 0 if self._in_sync else SLOTS - 1
-        return fetch.reading.ahead
 
     def place_region(self, fetch: Fetch, region: Region, queue: Queue) -> None:
         """Wait for a region and put it where it belongs."""

@@ -12,14 +12,21 @@ from dask_p2p.engine.attempts import Attempts
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.monitoring.records import Record
 from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
-__all__ = ["TaskContext"]
+__all__ = ["TaskContext", "where_is"]
+
+
+def where_is(worker: Any) -> str:
+    """Name a worker, or its context, in an error; None stands for a process without one."""
+    return "this process" if worker is None else f"worker {worker.address}"
 
 
 class TaskContext(WorkerContext, Protocol):
     """The worker of a task."""
 
+    router: Router
     running: dict[Any, Callable[[], Record]]  # what to say of tasks that run, by key
 
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:

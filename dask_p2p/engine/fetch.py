@@ -14,13 +14,23 @@ from dask_p2p.geometry import box_size
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
 from dask_p2p.transports.reading import Reading, Region
-from dask_p2p.transports.router import BlockRef, Route
+from dask_p2p.transports.router import Route
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, SilenceLog
-from dask_p2p.types import Array
+from dask_p2p.types import Array, Key
+from dask_p2p.versioned import versioned
 
-__all__ = ["Fetch", "RemoteSource"]
+__all__ = ["BlockRef", "Fetch", "RemoteSource"]
 
 _T = TypeVar("_T")
+
+
+@versioned()
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """Stands in a task for a block that other workers hold."""
+
+    key: Any  # Dask key
+    holders: tuple[str, ...]  # addresses of the workers that hold it
 
 
 @dataclass(slots=True)
@@ -28,7 +38,8 @@ class RemoteSource:
     """A remote block, its pieces, and the routes to it that are left."""
 
     source_number: int  # among the plan's sources
-    ref: BlockRef
+    key: Key
+    nearest: str  # of its holders
     pieces: list[Piece]
     routes: list[Route]
     causes: list[str] = field(default_factory=list)  # of the routes that failed
@@ -141,10 +152,7 @@ class Fetch:
 
         That is the one given where the transport can bring the region straight there.
 
-        Raises
-        ------
-        TransferError
-            If it will not come.
+        `TransferError` if it will not come.
         """
         holder, transport = self.route.holder, self.route.transport.name
         if not region.is_here():
@@ -196,7 +204,7 @@ class Fetch:
         for source in coming:
             if source.missing:
                 name = self.route.transport.name
-                raise TransferError(f"{name}: {source.ref.key!r} arrived incomplete")
+                raise TransferError(f"{name}: {source.key!r} arrived incomplete")
 
     def progress(self) -> Stage:
         """Return what would be recorded of it by now; any thread may ask."""

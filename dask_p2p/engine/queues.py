@@ -14,7 +14,7 @@ from dask_p2p.backends.host_through_device import (
 )
 from dask_p2p.backends.pinned import warn_once
 from dask_p2p.config import Options
-from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.errors import NoDeviceError
 from dask_p2p.plans import BlockPlan
 from dask_p2p.types import DType, Kind
@@ -28,7 +28,7 @@ def queue_for(
     kind: Kind,
     options: Options,
     context: TaskContext | None,
-    beside_copies: bool,
+    leave_bandwidth: bool,
 ) -> Queue:
     """Return a new queue for an output block.
 
@@ -40,7 +40,7 @@ def queue_for(
         Of its items, and of the library of its array.
     options, context
         The task's, and its worker's, if that has the plugin.
-    beside_copies
+    leave_bandwidth
         See `Backend.queue`.
 
     Raises
@@ -50,11 +50,11 @@ def queue_for(
     """
     backend, nbytes = backend_named(kind), prod(plan.shape) * dtype.itemsize
     if backend.on_device or not is_for_device(options.permute_numpy, nbytes, dtype):
-        return backend.queue(beside_copies=beside_copies)
-    where = "this process" if context is None else f"worker {context.address}"
+        return backend.queue(leave_bandwidth=leave_bandwidth)
+    where = where_is(context)
     obstacle = gpu_obstacle()
     if obstacle is not None and options.permute_numpy == "auto":
-        return backend.queue(beside_copies=beside_copies)
+        return backend.queue(leave_bandwidth=leave_bandwidth)
     if obstacle is not None:
         raise NoDeviceError(
             f"expected a GPU to permute NumPy blocks, got none: on {where} {obstacle}. Compute on "

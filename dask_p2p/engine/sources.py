@@ -9,12 +9,12 @@ from time import perf_counter
 
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext
-from dask_p2p.engine.fetch import Fetch, RemoteSource
+from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
 from dask_p2p.errors import TransferError
 from dask_p2p.monitoring.records import REASON_CHARS, Fallback, Stage
 from dask_p2p.plans import BlockPlan, Piece, stage_order
 from dask_p2p.transports.reading import Request
-from dask_p2p.transports.router import BlockRef, Route
+from dask_p2p.transports.router import Route
 from dask_p2p.types import DType, Kind
 
 __all__ = ["RemoteSources"]
@@ -82,26 +82,23 @@ class RemoteSources:
         for piece in self._plan.pieces:
             pieces[piece.source].append(piece)
         order = self._order = self._options.order(kind)
-        # The same for all blocks of a worker.
-        known: dict[tuple[str, ...], tuple[tuple[str, ...], list[Route]]] = {}
+        known: dict[tuple[str, ...], tuple[str, list[Route]]] = {}  # for all blocks of a worker
         sources = []
         for number, ref in refs.items():
             if ref.holders not in known:
-                nearest = self._nearest_first(ref.holders)
-                nearest_ref = BlockRef(ref.key, nearest)
-                routes = self._context.router.routes(nearest_ref, kind, self._dtype, order)
-                known[ref.holders] = nearest, routes
+                holders = self._nearest_first(ref.holders)
+                routes = self._context.router.routes(holders, kind, self._dtype, order)
+                known[ref.holders] = holders[0], routes
             nearest, routes = known[ref.holders]
-            ref = BlockRef(ref.key, nearest)
-            sources.append(RemoteSource(number, ref, pieces[number], [*routes]))
+            sources.append(RemoteSource(number, ref.key, nearest, pieces[number], [*routes]))
         # A worker that has blocks of its own is one of the holders, and its place among them
         # is what makes the workers read from each other in step.
-        holders = {source.ref.holders[0] for source in sources}
-        hosts = self._context.router.hosts([own_address, *holders])
-        ranked = [*holders, *([own_address] if has_local else [])]
+        read = {source.nearest for source in sources}
+        hosts = self._context.router.hosts([own_address, *read])
+        ranked = [*read, *([own_address] if has_local else [])]
         stages = stage_order(ranked, own_address, hosts.__getitem__)
         place = {holder: stage for stage, holder in enumerate(stages)}
-        self._sources = sorted(sources, key=lambda source: place[source.ref.holders[0]])
+        self._sources = sorted(sources, key=lambda source: place[source.nearest])
         return self._sources
 
     def _nearest_first(self, holders: tuple[str, ...]) -> tuple[str, ...]:
@@ -152,15 +149,12 @@ class RemoteSources:
     def _request(self, source: RemoteSource, kind: Kind) -> Request:
         shape = self._plan.source_shapes[source.source_number]
         boxes = [piece.src for piece in source.pieces]
-        return Request(source.ref.key, source.route.holder, shape, self._dtype, kind, boxes)
+        return Request(source.key, source.route.holder, shape, self._dtype, kind, boxes)
 
     def given_up(self, sources: Sequence[RemoteSource]) -> list[RemoteSource]:
         """Return those of the sources that were given up, each to be read by its next route.
 
-        Raises
-        ------
-        TransferError
-            If a source has no route left.
+        `TransferError` if a source has no route left.
         """
         given_up = [source for source in sources if source.error is not None]
         for source in given_up:
@@ -180,7 +174,7 @@ class RemoteSources:
         if not source.routes:
             causes = "; ".join(source.causes)
             failure = type(error) if len(source.causes) == 1 else TransferError
-            failed = failure(f"block {source.ref.key!r} could not be read: {causes}")
+            failed = failure(f"block {source.key!r} could not be read: {causes}")
             if error.is_silence:
                 failed.silent_s = router.silences.lasted_s(route.holder, route.transport.name)
             raise failed
@@ -190,10 +184,7 @@ class RemoteSources:
 
         Call only when all kernels are synchronised.
 
-        Raises
-        ------
-        TransferError
-            If a source has no route left.
+        `TransferError` if a source has no route left.
         """
         wrong: list[RemoteSource] = []
         while self._open:

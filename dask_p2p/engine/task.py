@@ -2,8 +2,7 @@
 
 Its dependencies are, truthfully, all input blocks of which it needs a region: lineage, culling,
 memory release and recovery are Dask's own. What a worker with the plugin changes is only how the
-blocks that it does not hold are given: as references (`AssembleTask.with_references`) instead of
-as copies.
+blocks that it does not hold are given: as references (`BlockRef`) instead of as copies.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from dask_p2p.config import Options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.attempts import AttemptLog, pause_s
 from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.geometry import Index
 from dask_p2p.monitoring.records import REASON_CHARS, Record
 from dask_p2p.plans import Plan
-from dask_p2p.transports.router import BlockRef
 from dask_p2p.transports.silence import is_given_up
 from dask_p2p.types import Key
 from dask_p2p.versioned import Unreadable, check_readable
@@ -89,10 +88,8 @@ class Blocks(GraphNode):  # type: ignore[misc]
 
     def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> Blocks:
         """Return the same with other keys, or references, in the place of some keys."""
-        others = {known: subs[known] for known in self.dependencies & subs.keys()}
-        if not others:
-            return self
-        return Blocks(*(others.get(i, i) if not isinstance(i, BlockRef) else i for i in self.items))
+        items = tuple([i if isinstance(i, BlockRef) else subs.get(i, i) for i in self.items])
+        return self if items == self.items else Blocks(*items)
 
 
 class AssembleTask(Task):  # type: ignore[misc]
@@ -167,11 +164,6 @@ class AssembleTask(Task):  # type: ignore[misc]
     ) -> AssembleTask:
         """Make the task; by default `assemble_block` does its work."""
         return cls(key, function or assemble_block, key, plan, index, output, blocks)
-
-    def with_references(self, references: Mapping[Any, BlockRef]) -> AssembleTask:
-        """Return the task with these dependencies replaced by references."""
-        *others, blocks = self.args
-        return type(self)(self.key, self.func, *others, blocks.substitute(references))
 
 
 class MemberTask(Task):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from dask.array.core import normalize_chunks
 from dask.array.rechunk import _balance_chunksizes
 
 from dask_p2p.backends import backend_for
-from dask_p2p.errors import AxesError, ChunksError, UnsupportedArrayError
+from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks, normal_axes
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
@@ -20,6 +20,7 @@ __all__ = [
     "CHUNKS_REMEDY",
     "check_array",
     "check_chunks_are_known",
+    "check_function",
     "checked_axes",
     "checked_chunks",
     "has_unknown_chunks",
@@ -51,6 +52,15 @@ _NAMES = "For names of dimensions see dask_p2p.xarray."
 def is_dask_array(x: Any) -> bool:
     """Return whether this is an array of Dask, of a graph or of an expression."""
     return isinstance(x, (dask.array.Array, GraphArray))
+
+
+def check_function(func: Any, of: str, call: str) -> None:
+    """Refuse what cannot be called, as is shown by `call`: `InputError`."""
+    if not callable(func):
+        raise InputError(
+            f"expected a function of {of}, got {func!r:.200}. Give the function first and the "
+            f"arrays after it: {call}."
+        )
 
 
 def check_array(x: DaskArray) -> None:

@@ -24,7 +24,7 @@ transform.
 from __future__ import annotations
 
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.fft_stages import Axes, Lengths, Norm, transformed
+from dask_p2p.ops.fft_stages import Axes, Length, Lengths, Norm, transformed
 from dask_p2p.types import ChunksLike, DaskArray
 
 __all__ = [
@@ -46,12 +46,7 @@ __all__ = [
 
 
 def fft(
-    x: DaskArray,
-    n: int | None = None,
-    axis: int = -1,
-    norm: Norm = None,
-    *,
-    chunks: ChunksLike = None,
+    x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
     """Transform along one axis, as `numpy.fft.fft` does.
 
@@ -89,60 +84,35 @@ def fft(
 
 
 def ifft(
-    x: DaskArray,
-    n: int | None = None,
-    axis: int = -1,
-    norm: Norm = None,
-    *,
-    chunks: ChunksLike = None,
+    x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
     """Undo `fft`, as `numpy.fft.ifft` does. For parameters and errors see `fft`."""
     return _along_one("ifft", x, n, axis, norm, chunks)
 
 
 def rfft(
-    x: DaskArray,
-    n: int | None = None,
-    axis: int = -1,
-    norm: Norm = None,
-    *,
-    chunks: ChunksLike = None,
+    x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
     """Transform real numbers along one axis, to ``n // 2 + 1`` complex ones; else as `fft`."""
     return _along_one("rfft", x, n, axis, norm, chunks)
 
 
 def irfft(
-    x: DaskArray,
-    n: int | None = None,
-    axis: int = -1,
-    norm: Norm = None,
-    *,
-    chunks: ChunksLike = None,
+    x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
     """Undo `rfft`: `n` real numbers along the axis, by default an even number of them."""
     return _along_one("irfft", x, n, axis, norm, chunks)
 
 
 def hfft(
-    x: DaskArray,
-    n: int | None = None,
-    axis: int = -1,
-    norm: Norm = None,
-    *,
-    chunks: ChunksLike = None,
+    x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
     """Transform Hermitian numbers to `n` real ones, as `numpy.fft.hfft` does; else as `irfft`."""
     return _along_one("hfft", x, n, axis, norm, chunks)
 
 
 def ihfft(
-    x: DaskArray,
-    n: int | None = None,
-    axis: int = -1,
-    norm: Norm = None,
-    *,
-    chunks: ChunksLike = None,
+    x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
     """Undo `hfft`, as `numpy.fft.ihfft` does; else as `rfft`."""
     return _along_one("ihfft", x, n, axis, norm, chunks)
@@ -277,7 +247,7 @@ def irfft2(
 
 
 def _along_one(
-    kind: str, x: DaskArray, n: int | None, axis: int, norm: Norm, chunks: ChunksLike
+    kind: str, x: DaskArray, n: Length, axis: int, norm: Norm, chunks: ChunksLike
 ) -> DaskArray:
     length = None if n is None else checked_count("elements", n=n)
     return transformed(kind, x, (length,), (axis,), norm, chunks)

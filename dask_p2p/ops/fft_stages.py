@@ -25,6 +25,7 @@ from dask_p2p.types import ChunksLike, DaskArray, DType
 
 __all__ = [
     "Axes",
+    "Length",
     "Lengths",
     "Norm",
     "check_norm",
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 Norm: TypeAlias = Literal["backward", "ortho", "forward"] | None
-Lengths: TypeAlias = Sequence[int | None] | None
+Length: TypeAlias = int | None
+Lengths: TypeAlias = Sequence[Length] | None
 Axes: TypeAlias = Sequence[int] | None
 
 _NORMS = ("backward", "ortho", "forward")
@@ -55,9 +57,7 @@ def transformed(
     if chunks is not None or any(len(x.chunks[axis]) > 1 for axis in along):
         check_chunks_are_known(x)
     special = None if kind in ("fft", "ifft") else along[-1]
-    kept = {a: n // 2 + 1 if kind in TO_REAL and a == special else n for a, n in lengths.items()}
-    if any(n < x.shape[axis] for axis, n in kept.items()):
-        x = x[tuple(slice(kept.get(axis)) for axis in range(x.ndim))]
+    x = _cropped(kind, x, special, lengths)
     between = complex_dtype(x.dtype)
     transform = transform_of(kind, special, lengths, (x.dtype.itemsize, between.itemsize))
     # Unknown sizes stay so where nothing moves.
@@ -79,6 +79,14 @@ def transformed(
         steps = steps_along(kind, special, stage.axes, lengths)
         x = _staged(x, stage, transform, steps, norm or "backward", is_first=number == 0)
     return x
+
+
+def _cropped(kind: str, x: DaskArray, special: int | None, lengths: dict[int, int]) -> DaskArray:
+    """Return what there is of an array within these lengths of axes."""
+    kept = {a: n // 2 + 1 if kind in TO_REAL and a == special else n for a, n in lengths.items()}
+    if all(n >= x.shape[axis] for axis, n in kept.items()):
+        return x
+    return x[tuple(slice(kept.get(axis)) for axis in range(x.ndim))]
 
 
 def transform_of(

@@ -22,7 +22,12 @@ from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.graph.layer import Post
-from dask_p2p.ops.arguments import check_array, check_chunks_are_known, is_dask_array
+from dask_p2p.ops.arguments import (
+    check_array,
+    check_chunks_are_known,
+    check_function,
+    is_dask_array,
+)
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.ops.stencil import OwnBlocks, Stencil, Trim
@@ -135,13 +140,7 @@ def _checked_arguments(
     func: Any, args: tuple[Any, ...], depth: Any, boundary: Any
 ) -> tuple[list[DaskArray], Any, Any]:
     """Return the arrays, depth and boundary, of which the last two may follow the arrays."""
-    if is_dask_array(func):
-        raise InputError(
-            "expected the function first and the arrays after it, got an array first. Call "
-            "map_overlap(func, x, depth, boundary)."
-        )
-    if not callable(func):
-        raise InputError(f"expected a function of a block, got {func!r}. Give the function first.")
+    check_function(func, "a block", "map_overlap(func, x, depth, boundary)")
     count = next((i for i, x in enumerate(args) if not is_dask_array(x)), len(args))
     arrays, others = list(args[:count]), list(args[count:])
     for x in (*arrays, *(x for x in others if getattr(x, "ndim", 0)), *others[: not arrays]):

@@ -15,7 +15,11 @@ from dask_p2p.backends import backend_for
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.ops.arguments import check_array, check_chunks_are_known, is_dask_array
+from dask_p2p.ops.arguments import (
+    check_array,
+    check_chunks_are_known,
+    check_function,
+)
 from dask_p2p.ops.overlap import aligned
 from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.types import DaskArray, DType
@@ -34,13 +38,7 @@ __all__ = [
 
 def check_functions(func: Any, reduce: Any) -> None:
     """Raise `InputError` if these are no functions."""
-    if is_dask_array(func):
-        raise InputError(
-            "expected the function first and the arrays after it, got an array first. Call "
-            "map_on_gpu(func, x)."
-        )
-    if not callable(func):
-        raise InputError(f"expected a function of a part, got {func!r}. Give the function first.")
+    check_function(func, "a part", "map_on_gpu(func, x)")
     if reduce is not None and not callable(reduce):
         raise InputError(f"expected a function of two results of parts, got reduce={reduce!r}.")
 
@@ -48,10 +46,7 @@ def check_functions(func: Any, reduce: Any) -> None:
 def portable(function: Any) -> Any:
     """Return NumPy's ufunc for one of CuPy's, which cannot be pickled: it calls that of its arrays.
 
-    Raises
-    ------
-    InputError
-        If NumPy has none of its name.
+    `InputError` if NumPy has none of its name.
     """
     if type(function).__name__ != "ufunc" or not type(function).__module__.startswith("cupy"):
         return function

@@ -81,13 +81,7 @@ def transpose(
 def transposed(
     x: DaskArray, axes: Sequence[int] | None, chunks: ChunksLike
 ) -> tuple[tuple[int, ...], Chunks]:
-    """Return the axes and the chunks of a transpose.
-
-    Raises
-    ------
-    UnsupportedArrayError, AxesError, ChunksError
-        See `transpose`.
-    """
+    """Return the axes and the chunks of a transpose. It raises what `transpose` does."""
     check_array(x)
     check_chunks_are_known(x)
     order = checked_axes(axes, x.ndim)

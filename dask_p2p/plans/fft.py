@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import combinations, count, permutations
+from itertools import combinations, count, permutations, product
 from math import prod
 from typing import NamedTuple
 
@@ -113,29 +113,31 @@ def _exchanges(
         if all(len(final[axis]) == 1 for axis in left):
             grid = tuple(before.get(axis, sizes) for axis, sizes in enumerate(final))
             yield grid, max(1, prod(map(len, chunks))), 0
-    ndim = len(chunks)
-    cut = sorted(axis for axis in left if len(chunks[axis]) > 1)
-    whole = [axis for axis in range(ndim) if len(chunks[axis]) == 1]
-    moves = [
-        tuple(zip(sources, targets, strict=True))
-        for n in range(1, min(len(cut), len(whole)) + 1)
-        for sources in combinations(cut, n)
-        for targets in permutations(whole, n)
-    ]
-    # Cuts of two axes in one, where there is no room elsewhere.
-    moves += [((a, b),) for a in cut for b in range(ndim) if b != a and b not in whole]
-    if ndim == 1:
-        moves = [((0, 0),)]
-    for move in moves:
+    for move in _moves(chunks, left):
         cuts = list(chunks)
         distance = 0
         for source, target in move:
             if source != target:
                 cuts[target] = moved_cut(chunks[source], chunks[target])
             cuts[source] = (sum(chunks[source]),)
-            distance += (source - target if transform.is_inverse else target - source) % ndim
+            distance += (source - target if transform.is_inverse else target - source) % len(chunks)
         share = prod(len(chunks[source]) for source, _ in move)
         yield tuple(cuts), share, distance
+
+
+def _moves(chunks: Chunks, left: frozenset[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield the cuts that may move at the same time: of which axis, and to which."""
+    if len(chunks) == 1:
+        yield ((0, 0),)
+        return
+    cut = sorted(axis for axis in left if len(chunks[axis]) > 1)
+    whole = [axis for axis, sizes in enumerate(chunks) if len(sizes) == 1]
+    for n in range(1, min(len(cut), len(whole)) + 1):
+        for sources, targets in product(combinations(cut, n), permutations(whole, n)):
+            yield tuple(zip(sources, targets, strict=True))
+    # Cuts of two axes in one, where there is no room elsewhere.
+    others = [axis for axis in range(len(chunks)) if axis not in whole]
+    yield from (((source, target),) for source, target in product(cut, others) if source != target)
 
 
 def moved_cut(sizes: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import numpy as np
 from distributed import Worker
 
 from dask_p2p.backends import as_array, backend_for, backend_named
@@ -36,13 +35,13 @@ from dask_p2p.plugins.notices import warn_client
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
 from dask_p2p.plugins.spilling import find_in_memory, is_spilled, read_spilled
 from dask_p2p.plugins.threads import only_waiting
-from dask_p2p.transports.probe import Probes, is_probe, probe_key
+from dask_p2p.transports.probe import PROBE_DTYPE, Probes, is_probe
 from dask_p2p.transports.replies import answering, ask_and_wait
 from dask_p2p.transports.requests import checked_integer
-from dask_p2p.transports.router import BlockRef, Router
+from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
-__all__ = ["FALLBACK_TOPIC", "DaskWorkerContext"]
+__all__ = ["FALLBACK_TOPIC", "DaskWorkerContext", "must_encrypt"]
 
 _T = TypeVar("_T")
 
@@ -72,10 +71,7 @@ class DaskWorkerContext(AttemptLog):
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
         self.folder: str = worker.local_directory
-        # Credentials from a configuration file do not make Dask require what they are used for.
-        self.encrypted_only: bool = bool(worker.security.require_encryption) or (
-            worker.address.startswith(_ENCRYPTED)
-        )
+        self.encrypted_only = must_encrypt(worker)
         self.probes = Probes()
         self.outputs = OutputMemory(worker, options.retain_outputs_s)
         self.pinned = PinnedOutputs(worker, options.retain_outputs_s, self.warn)
@@ -237,8 +233,7 @@ class DaskWorkerContext(AttemptLog):
         with device_work():
             for holder in holders:
                 if holder != self.address:
-                    ref = BlockRef(probe_key(kind), (holder,))
-                    self.router.routes(ref, kind, np.dtype("u1"), self._options.order(kind))
+                    self.router.routes([holder], kind, PROBE_DTYPE, self._options.order(kind))
 
     def record(self, record: Record) -> None:
         if not record.error:
@@ -299,6 +294,12 @@ class DaskWorkerContext(AttemptLog):
         self.outputs.close()
         self.pinned.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def must_encrypt(worker: Worker) -> bool:
+    """Return whether nothing may leave a worker unencrypted."""
+    # Credentials from a configuration file do not make Dask require what they are used for.
+    return bool(worker.security.require_encryption) or worker.address.startswith(_ENCRYPTED)
 
 
 def _with_device(function: Callable[..., _T], *args: Any) -> _T:

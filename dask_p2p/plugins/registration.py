@@ -72,10 +72,8 @@ def register(client: Any = None) -> Any:
 
     Raises
     ------
-    ValueError
-        If there is no client.
-    InputError
-        If the client is closed.
+    ValueError, InputError
+        If there is no client, or it is closed.
     RegistrationError
         If the scheduler or a worker cannot take part, since it lacks the package, has another
         version of it, or runs a release of Dask that this version does not work with.

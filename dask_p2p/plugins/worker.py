@@ -23,6 +23,7 @@ from distributed import Worker, WorkerPlugin
 from dask_p2p.backends import worker_backend
 from dask_p2p.backends.device import raise_if_lost
 from dask_p2p.config import Options, options
+from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, plugin_context
 from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, Values
@@ -32,7 +33,6 @@ from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.low_latency import shorten_worker
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.in_place.same_host import SameHostTransport
-from dask_p2p.transports.router import BlockRef
 from dask_p2p.types import Key
 from dask_p2p.versioned import check_dask, versioned
 
@@ -121,7 +121,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     @property
     def leased_bytes(self) -> int:
         """Bytes of blocks that are kept because others read them, or may be about to."""
-        return sum(transport.leased_bytes for transport in self._in_place())
+        return sum(transport.directory.leased_bytes for transport in self._in_place())
 
     def _in_place(self) -> list[SameHostTransport]:
         return [each for each in self._transports.values() if isinstance(each, SameHostTransport)]
@@ -210,9 +210,9 @@ def by_reference(
     `is_here` tells whether the worker, whose address is given, holds a key in memory or spilled.
     """
     references = {
-        key: BlockRef(key, tuple(sorted(set(holders) - {address})))
+        key: BlockRef(key, tuple(sorted(others)))
         for key, holders in message["who_has"].items()
-        if not is_here(key) and set(holders) - {address}
+        if not is_here(key) and (others := {*holders} - {address})
     }
     if not references:
         return message
@@ -220,7 +220,7 @@ def by_reference(
         **message,
         "who_has": {k: v for k, v in message["who_has"].items() if k not in references},
         "nbytes": {k: v for k, v in message["nbytes"].items() if k not in references},
-        "run_spec": message["run_spec"].with_references(references),
+        "run_spec": message["run_spec"].substitute(references),
     }
 
 

@@ -19,35 +19,14 @@ from dask_p2p.types import DaskArray
 
 __all__ = [
     "check_computed",
-    "check_function",
     "check_same_kind",
     "check_shares",
     "chosen_members",
 ]
 
 
-def check_function(func: Any, of: str, name: str = "") -> None:
-    """Refuse what cannot be called.
-
-    Raises
-    ------
-    InputError
-        If it cannot.
-    """
-    if not callable(func):
-        where = f"{name}: " if name else ""
-        remedy = "" if name else " Give the function first."
-        raise InputError(f"{where}expected a function of {of}, got {func!r}.{remedy}")
-
-
 def check_computed(*given: Any) -> None:
-    """Refuse what functions are to be given as it is, if Dask has still to bring it.
-
-    Raises
-    ------
-    InputError
-        If that holds for anything in it.
-    """
+    """Refuse what is to be given as it is, if Dask has still to bring it: `InputError`."""
     lazy, _ = unpack_collections(given)
     lazy += [value for value in given if type(value).__name__ == "Future"]  # of distributed
     if lazy:
@@ -60,14 +39,8 @@ def check_computed(*given: Any) -> None:
 def check_shares(arrays: Sequence[DaskArray]) -> None:
     """Refuse arrays that cannot be divided between members.
 
-    Raises
-    ------
-    InputError
-        If there are none.
-    ChunksError
-        If chunk sizes are unknown, or differ.
-    UnsupportedArrayError
-        If they are no Dask arrays of NumPy or CuPy blocks, or of both.
+    `InputError` if there are none, `ChunksError` if chunk sizes are unknown or differ,
+    `UnsupportedArrayError` if they are no Dask arrays of NumPy or CuPy blocks, or of both.
     """
     if not arrays:
         raise InputError("expected at least one Dask array after the function, got none.")
@@ -87,13 +60,7 @@ def check_shares(arrays: Sequence[DaskArray]) -> None:
 
 
 def check_same_kind(backend: Backend, value: Any, name: str) -> None:
-    """Refuse an array of another library than the section's.
-
-    Raises
-    ------
-    UnsupportedArrayError
-        If it is one.
-    """
+    """Refuse an array of another library than the section's: `UnsupportedArrayError`."""
     found = type(value).__module__.partition(".")[0]
     if found in BACKENDS and found != backend.name and np.ndim(value):
         convert = "cupy.asarray" if backend.on_device else "cupy.asnumpy"
@@ -107,12 +74,7 @@ def check_same_kind(backend: Backend, value: Any, name: str) -> None:
 def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None) -> Members:
     """Return how an array is divided between members.
 
-    Raises
-    ------
-    InputError
-        If the number of members is none.
-    AxesError
-        If there is no such axis.
+    `InputError` if the number of members is none, `AxesError` if there is no such axis.
     """
     if members is None:
         members, _ = cluster_size() or (1, 1)

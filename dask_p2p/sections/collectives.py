@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.devices import HOST, Host
+from dask_p2p.sections.devices import Host
 from dask_p2p.sections.links import Buffer, Links
 
 __all__ = ["Collectives"]
@@ -29,7 +29,7 @@ class Collectives:
         Where arrays lie. Values go through host memory.
     """
 
-    def __init__(self, rank: int, size: int, links: Links | None, device: Host = HOST) -> None:
+    def __init__(self, rank: int, size: int, links: Links | None, device: Host) -> None:
         self.rank, self.size, self._links, self.device = rank, size, links, device
 
     def barrier(self) -> None:

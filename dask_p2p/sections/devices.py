@@ -271,7 +271,7 @@ class _Streams:
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.stream, self.copies = make(non_blocking=True), make(non_blocking=True)
-        self.queue = DeviceQueue("cupy", beside_copies=True, has_own_streams=True)
+        self.queue = DeviceQueue("cupy", leave_bandwidth=True, has_own_streams=True)
 
 
 def _drop(exported: list[Any]) -> None:

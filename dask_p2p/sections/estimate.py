@@ -9,6 +9,7 @@ from math import prod
 from dask.utils import format_bytes
 
 from dask_p2p.backends import backend_named
+from dask_p2p.engine.context import where_is
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.ops.estimate import MemoryEstimate
@@ -178,13 +179,7 @@ def iterated(
 
 
 def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
-    """Refuse a member that can never fit into the memory of the worker that this thread works for.
-
-    Raises
-    ------
-    MemoryLimitError
-        If it cannot.
-    """
+    """Refuse a member that can never fit into this worker's memory: `MemoryLimitError`."""
     worker, _ = current_worker()
     worker_bytes = worker.memory_manager.memory_limit if worker is not None else None
     found = estimate()
@@ -192,7 +187,7 @@ def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
     for kind, needed_bytes in needed.items():
         limit_bytes = backend_named(kind).memory_below(needed_bytes, worker_bytes)
         if limit_bytes is not None:
-            where = f"worker {worker.address}" if worker is not None else "this process"
+            where = where_is(worker)
             missing_bytes = needed_bytes - limit_bytes
             raise MemoryLimitError(
                 f"expected a member that fits into the {format_bytes(limit_bytes)} of "

@@ -11,13 +11,12 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.arguments import is_dask_array
+from dask_p2p.ops.arguments import check_function, is_dask_array
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.arguments import (
     check_computed,
-    check_function,
     check_same_kind,
     check_shares,
     chosen_members,
@@ -133,13 +132,10 @@ def iterate(
     >>> iterate(smooth, x, depth=1, steps=2, boundary="nearest").compute(scheduler="sync")
     array([0.75, 1.25, 2.  , 3.  , 3.75, 4.25])
     """
-    check_function(func, "fields with rims")
-    if until is not None:
-        check_function(until, "numbers", "until")
+    check_function(func, "fields with rims", "iterate(func, x, depth, steps)")
+    if until is not None and not callable(until):
+        raise InputError(f"until: expected a function of numbers, got {until!r}.")
     checked_period(checkpoint_every)
-    fields: list[Any] = list(x) if isinstance(x, (list, tuple)) else [x]
-    check_shares(fields)
-    first = fields[0]
     if isinstance(boundary, list):
         raise InputError(
             f"boundary: expected one for all fields, got {boundary!r}. A field becomes the one "
@@ -147,30 +143,16 @@ def iterate(
         )
     if overlap not in (True, False, "auto"):
         raise InputError(f"overlap: expected True, False or 'auto', got {overlap!r}.")
-    shapes = [first.shape] * len(fields)
-    kind = np.dtype(first.dtype if dtype is None else dtype)
-    backend = backend_for(first._meta)
-    if kind.hasobject:
-        raise UnsupportedArrayError(
-            f"expected fields without Python objects, which members cannot exchange, got {kind}. "
-            f"Convert them, x.astype(...)."
-        )
-    if not isinstance(constants, (list, tuple)):
-        raise InputError(
-            f"constants: expected a tuple of what the function reads, got "
-            f"{type(constants).__name__}. Give one as (constant,)."
-        )
-    given = tuple((True, None) if is_dask_array(c) else (False, c) for c in constants)
+    fields = _checked_fields(x, dtype)
+    first, shapes = fields[0], [field.shape for field in fields]
+    given, arrays = _checked_constants(constants, first)
     check_computed(*(value for _, value in given), *kwargs.values())
-    for constant in constants:
-        check_same_kind(backend, getattr(constant, "_meta", constant), "a constant")
-    fields = [field.astype(kind) for field in fields]
     iteration = Iteration(
         function=func,
         depths=tuple(checked_depths(depth, shapes)),
         steps=checked_count("steps", steps=steps),
-        dtype=kind,
-        boundary=checked_boundaries(boundary, shapes, kind)[0],
+        dtype=first.dtype,
+        boundary=checked_boundaries(boundary, shapes, first.dtype)[0],
         corners=bool(corners),
         overlap=overlap,
         exchange=checked_order(exchange),
@@ -180,7 +162,6 @@ def iterate(
         period=checkpoint_every,
         kwargs=kwargs,
     )
-    arrays = [_aligned(each, first) for each in constants if is_dask_array(each)]
     options = checked_options()
     register_if_possible()
     made = section_arrays(
@@ -189,10 +170,39 @@ def iterate(
         [*fields, *arrays],
         chosen_members(first, members, None),
         len(fields),
-        kind,
+        first.dtype,
         options,
     )
     return made[0] if is_dask_array(x) else made
+
+
+def _checked_fields(x: Any, dtype: DTypeLike | None) -> list[Any]:
+    """Return the fields, in the dtype that they all have."""
+    fields = list(x) if isinstance(x, (list, tuple)) else [x]
+    check_shares(fields)
+    kind = np.dtype(fields[0].dtype if dtype is None else dtype)
+    if kind.hasobject:
+        raise UnsupportedArrayError(
+            f"expected fields without Python objects, which members cannot exchange, got {kind}. "
+            f"Convert them, x.astype(...)."
+        )
+    return [field.astype(kind) for field in fields]
+
+
+def _checked_constants(
+    constants: Any, field: DaskArray
+) -> tuple[tuple[tuple[bool, Any], ...], list[DaskArray]]:
+    """Return for each constant whether it is divided, or what it is; and those that are."""
+    if not isinstance(constants, (list, tuple)):
+        raise InputError(
+            f"constants: expected a tuple of what the function reads, got "
+            f"{type(constants).__name__}. Give one as (constant,)."
+        )
+    backend = backend_for(field._meta)
+    for constant in constants:
+        check_same_kind(backend, getattr(constant, "_meta", constant), "a constant")
+    given = tuple((True, None) if is_dask_array(c) else (False, c) for c in constants)
+    return given, [_aligned(each, field) for each in constants if is_dask_array(each)]
 
 
 def _aligned(constant: DaskArray, field: DaskArray) -> DaskArray:

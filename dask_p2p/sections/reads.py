@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Sequence
-from secrets import token_bytes
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,9 @@ __all__ = ["LEAST_BYTES", "Reads", "place_bytes"]
 
 LEAST_BYTES = 1 << 16  # of the parts that two members exchange: messages are quicker below
 _LEAST_RUN_BYTES = 256  # of one row of a region; to pack shorter ones is quicker
-_TOKEN_BYTES = 16
-_PROOF = struct.Struct(f"<QQ{_TOKEN_BYTES}s")  # process, address of the token, the token
+_PROOF = struct.Struct(
+    f"<QQ{process_memory.TOKEN_BYTES}s"
+)  # process, address of the token, the token
 
 
 def place_bytes(ndim: int) -> int:
@@ -49,7 +49,7 @@ class Reads:
     def __init__(self, rank: int, size: int, links: Links, is_allowed: bool) -> None:
         self._rank, self._size, self._links = rank, size, links
         self._is_allowed = is_allowed and process_memory.is_supported()
-        self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
+        self._token = process_memory.new_token()
         self._pids: list[int] = []  # by rank, as soon as members have tried
         self._readers: Any = None  # of each member, whether each other reads it
 
@@ -60,8 +60,7 @@ class Reads:
         proof = bytes(_PROOF.size)
         if self._is_allowed:
             process_memory.allow_readers()
-            address = process_memory.address_of(self._token)
-            proof = _PROOF.pack(os.getpid(), address, self._token.tobytes())
+            proof = _PROOF.pack(os.getpid(), self._token.ctypes.data, self._token.tobytes())
         proofs = self._links.gather("whether members read each other's memory", proof)
         self._pids = [_PROOF.unpack(each)[0] for each in proofs]
         row = bytes(self._sees(rank, proofs[rank]) for rank in range(self._size))
@@ -73,10 +72,8 @@ class Reads:
         own = rank == self._rank or self._links.is_on_other_host(rank)
         if own or not (pid and self._is_allowed):
             return False
-        memory = np.empty(_TOKEN_BYTES, np.uint8)
         try:
-            runs = process_memory.runs_of(address, (_TOKEN_BYTES,), (1,), 1)
-            return process_memory.read(pid, runs, memory.dtype, memory).tobytes() == bytes(token)
+            return process_memory.holds(pid, address, token)
         except (OSError, OverflowError):
             return False
 
@@ -91,8 +88,7 @@ class Reads:
         shape, strides = region.shape, region.strides
         if process_memory.run_bytes_of(shape, strides, region.itemsize) < _LEAST_RUN_BYTES:
             return bytes(place_bytes(region.ndim))
-        address = process_memory.address_of(region)
-        return struct.pack(f"<Q{region.ndim}q", address, *strides)
+        return struct.pack(f"<Q{region.ndim}q", region.ctypes.data, *strides)
 
     def read(
         self,

@@ -282,10 +282,7 @@ class Period:
 def checked_period(every: Any) -> int | float | None:
     """Return a number of steps as an integer, or seconds as a float.
 
-    Raises
-    ------
-    InputError
-        If it is neither, and not None.
+    `InputError` if it is neither, and not None.
     """
     if every is None or (isinstance(every, int) and not isinstance(every, bool) and every > 0):
         return every

@@ -11,11 +11,10 @@ import numpy as np
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.arguments import is_dask_array
+from dask_p2p.ops.arguments import check_function, is_dask_array
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.arguments import (
     check_computed,
-    check_function,
     check_shares,
     chosen_members,
 )
@@ -98,7 +97,7 @@ def spmd(
     >>> spmd(normalized, x).compute(scheduler="sync")[:3]
     array([0.25, 0.25, 0.25])
     """
-    check_function(func, "a context and arrays")
+    check_function(func, "a context and arrays", "spmd(func, x)")
     check_shares(arrays)
     check_computed(*kwargs.values())
     chosen = chosen_members(arrays[0], members, cut)

@@ -13,13 +13,7 @@ __all__ = ["begin_in_order", "checked_order"]
 
 
 def checked_order(exchange: Any) -> str:
-    """Return an order of messages.
-
-    Raises
-    ------
-    InputError
-        If there is no such order.
-    """
+    """Return an order of messages. `InputError` if there is none."""
     if exchange not in ORDERS:
         raise InputError(f"exchange: expected one of {', '.join(ORDERS)}, got {exchange!r}.")
     return str(exchange)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,18 @@ from dask_p2p.types import Array
 __all__ = ["Transforms"]
 
 _Cut = Sequence[int] | None
+_Step = Callable[[Array, bool], tuple[Array, bool]]  # of a share, and whether it is our own
+
+
+class _Call(NamedTuple):
+    """What is asked for; of the parameters see `Transforms.fftn`."""
+
+    kind: str
+    axes: Axes
+    cut: _Cut
+    from_cut: _Cut
+    shape: Sequence[int] | None
+    norm: Norm
 
 
 class Transforms:
@@ -82,7 +94,7 @@ class Transforms:
         SectionError
             If the members made different calls.
         """
-        return self._transformed("fft", a, axes, cut, from_cut, shape, norm)
+        return self._transformed(a, _Call("fft", axes, cut, from_cut, shape, norm))
 
     def ifftn(
         self,
@@ -95,7 +107,7 @@ class Transforms:
         norm: Norm = None,
     ) -> Array:
         """Undo `fftn`. For parameters and errors see there."""
-        return self._transformed("ifft", a, axes, cut, from_cut, shape, norm)
+        return self._transformed(a, _Call("ifft", axes, cut, from_cut, shape, norm))
 
     def rfftn(
         self,
@@ -111,7 +123,7 @@ class Transforms:
 
         For parameters and errors see `fftn`.
         """
-        return self._transformed("rfft", a, axes, cut, from_cut, shape, norm)
+        return self._transformed(a, _Call("rfft", axes, cut, from_cut, shape, norm))
 
     def irfftn(
         self,
@@ -124,7 +136,7 @@ class Transforms:
         norm: Norm = None,
     ) -> Array:
         """Undo `rfftn`: real numbers, of `shape`. For parameters and errors see `fftn`."""
-        return self._transformed("irfft", a, axes, cut, from_cut, shape, norm)
+        return self._transformed(a, _Call("irfft", axes, cut, from_cut, shape, norm))
 
     def wavenumbers(
         self,
@@ -188,52 +200,33 @@ class Transforms:
         }
         return found["from_cut"], found["cut"]
 
-    def _transformed(
-        self,
-        kind: str,
-        a: Any,
-        axes: Axes,
-        cut: _Cut,
-        from_cut: _Cut,
-        shape: Sequence[int] | None,
-        norm: Norm,
-    ) -> Array:
-        check_norm(norm)
+    def _transformed(self, a: Any, call: _Call) -> Array:
+        check_norm(call.norm)
         given = self.device.as_array(a)
         check_kind(self.device, "a", given)
-        if given.dtype.kind not in "biufc" or (kind in TO_COMPLEX and given.dtype.kind == "c"):
-            wanted = "real numbers" if kind in TO_COMPLEX else "numbers"
+        is_real = call.kind in TO_COMPLEX
+        if given.dtype.kind not in "biufc" or (is_real and given.dtype.kind == "c"):
+            wanted = "real numbers" if is_real else "numbers"
             raise InputError(f"a: expected {wanted}, got dtype {given.dtype}.")
-        steps = self._redistribution.once(
-            f"{kind}n {axes!r} {cut!r} {from_cut!r} {shape!r} {norm!r} {given.dtype.itemsize}",
-            partial(self._steps, kind, axes, cut, from_cut, shape, norm, given.dtype.itemsize),
-        )
+        make = partial(self._steps, call, given.dtype.itemsize)
+        steps = self._redistribution.once(f"{call!r} {given.dtype.itemsize}", make)
         share, is_own = given, False
         for step in steps:
             share, is_own = step(share, is_own)
         return share if is_own else share.copy()
 
-    def _steps(
-        self,
-        kind: str,
-        axes: Axes,
-        cut: _Cut,
-        from_cut: _Cut,
-        shape: Sequence[int] | None,
-        norm: Norm,
-        item_bytes: int,
-    ) -> list[Callable[[Array, bool], tuple[Array, bool]]]:
+    def _steps(self, call: _Call, item_bytes: int) -> list[_Step]:
         """Return what is done with a share, step by step."""
-        whole = self._whole(shape)
-        along = _checked_axes(axes, len(whole))
+        kind, whole = call.kind, self._whole(call.shape)
+        along = _checked_axes(call.axes, len(whole))
         lengths = {axis: whole[axis] for axis in along}
         if min(lengths.values()) < 1:
             raise InputError(f"expected elements along the axes {along}, got shape {whole}.")
         special = along[-1] if kind in (*TO_COMPLEX, *TO_REAL) else None
         transform = transform_of(kind, special, lengths, (item_bytes, item_bytes))
-        first, last = self._divisions(kind, whole, along, cut, from_cut)
+        first, last = self._divisions(kind, whole, along, call.cut, call.from_cut)
         order, current = tuple(range(len(whole))), first
-        made: list[Callable[[Array, bool], tuple[Array, bool]]] = []
+        made: list[_Step] = []
         for stage in transform_stages(first, last, transform):
             made.append(
                 partial(
@@ -244,7 +237,7 @@ class Transforms:
             )
             if stage.axes:
                 local = LocalTransform(
-                    steps_along(kind, special, stage.axes, lengths), norm or "backward"
+                    steps_along(kind, special, stage.axes, lengths), call.norm or "backward"
                 )
                 to_real = special in stage.axes and kind in TO_REAL
                 made.append(partial(_locally, local, stage.after.shape(self.rank), to_real))

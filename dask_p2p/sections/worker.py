@@ -20,6 +20,7 @@ from distributed.protocol.pickle import dumps
 from distributed.worker import WORKER_ANY_RUNNING
 
 from dask_p2p.errors import SectionError
+from dask_p2p.plugins.context import must_encrypt
 from dask_p2p.sections.coordinator import Order
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.endpoint import Reach
@@ -41,7 +42,6 @@ __all__ = ["Member", "SectionsPlugin", "plugin_on"]
 
 _ENDS = ("committed", "stopped")  # states that no order follows
 _CAUSE_CHARS = 1000
-_ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
 
 
 class Member:
@@ -239,7 +239,7 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
 def _reach(worker: Worker) -> Reach:
     """Return how members of a worker reach other hosts: as Dask does, encrypted or not."""
     host = get_address_host(worker.address)
-    if not worker.security.require_encryption and not worker.address.startswith(_ENCRYPTED):
+    if not must_encrypt(worker):
         return Reach(host)
     listening = worker.security.get_listen_args("worker")["ssl_context"]
     connecting = worker.security.get_connection_args("worker")["ssl_context"]

@@ -17,8 +17,6 @@ from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
-import numpy as np
-
 from dask_p2p.backends import worker_backend
 from dask_p2p.backends.hardware import versions
 from dask_p2p.backends.host_link import HostLink
@@ -26,6 +24,7 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pinned import CANNOT_PIN, REMEDY
 from dask_p2p.config import Options, options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
+from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import Obstacle, P2PError
 from dask_p2p.inputs import checked_client
@@ -35,8 +34,7 @@ from dask_p2p.plugins.registration import register
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
 from dask_p2p.tools.report import EXPECTED, HostPair, Link, Problem, Report, Status
 from dask_p2p.transports.in_place.cuda_ipc import POOL_REMEDY
-from dask_p2p.transports.probe import check_probe, most_probe_bytes, probe_key
-from dask_p2p.transports.router import BlockRef
+from dask_p2p.transports.probe import PROBE_DTYPE, check_probe, most_probe_bytes, probe_key
 from dask_p2p.types import AsynchronousClient, Client, Kind
 
 __all__ = ["HostPair", "Link", "Problem", "Report", "Status", "check", "find_problems"]
@@ -45,7 +43,6 @@ FAR = 2  #: Times as fast that another transport must be to be preferred.
 
 # Workers of different hosts do not read each other's memory.
 _NO_PROBLEM = (*EXPECTED, "other-host")
-_DTYPE = np.dtype("u1")  # of probes
 _LATENCY_BYTES = 1024
 REPEATS = 5
 _FEW_REPEATS = 2  # of transports that are used only if they are quicker by far
@@ -79,11 +76,7 @@ def check(client: Any = None) -> Any:
 
     Raises
     ------
-    ValueError
-        If there is no client.
-    InputError
-        If the client is closed.
-    RegistrationError
+    ValueError, InputError, RegistrationError
         See `register`.
     """
     client = checked_client(client)
@@ -263,15 +256,16 @@ class _Pair:
     def _why_not(self, transport: str) -> Obstacle | None:
         router = self.context.router
         obstacle: Obstacle | None = router.transports[transport].obstacle(
-            self.holder, self.kind, _DTYPE
+            self.holder, self.kind, PROBE_DTYPE
         )
         return obstacle or router.failure(self.holder, transport)
 
     def _measure(self) -> tuple[float, float, str]:
         """Return the time of a small block and of a large one, and what brought that one."""
-        block = BlockRef(probe_key(self.kind), (self.holder,))
         # The first one is tried before anything is timed.
-        self.context.router.routes(block, self.kind, _DTYPE, self.options.order(self.kind))
+        self.context.router.routes(
+            [self.holder], self.kind, PROBE_DTYPE, self.options.order(self.kind)
+        )
         latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(REPEATS)
         return latency_s, *self._time(REPEATS)
 
@@ -303,7 +297,7 @@ class _Pair:
         name, index = key[0], key[1:]  # as if it were the block of an array with this name
         shape, whole = (self.nbytes,), ((0, self.nbytes),)
         plan = BlockPlan(shape, (0,), (Source(0, index),), (shape,), (Piece(0, whole, whole),))
-        output = OutputSpec((name,), _DTYPE, self.kind, self.options)
+        output = OutputSpec((name,), PROBE_DTYPE, self.kind, self.options)
         assembly = Assembly(plan, output, [BlockRef(key, (self.holder,))], self.context)
         block = assembly.run()
         return block, assembly.sources.stages[-1].transport

@@ -148,6 +148,6 @@ def free_gpu_bytes(names: Iterable[str]) -> list[int]:
     return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
 
 
-def round_down(size_bytes: int, granule_bytes: int = POOL_GRANULE_BYTES) -> int:
-    """Round a size down to a multiple of the granule."""
-    return size_bytes // granule_bytes * granule_bytes
+def round_down(size_bytes: int) -> int:
+    """Round a size down to what a pool may have."""
+    return size_bytes // POOL_GRANULE_BYTES * POOL_GRANULE_BYTES

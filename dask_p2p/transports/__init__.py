@@ -34,10 +34,7 @@ OWN: tuple[type[Transport], ...] = (
 def all_transports() -> dict[str, type[Transport]]:
     """Return the classes of all transports by name, best first; other packages' come before ours.
 
-    Raises
-    ------
-    ConfigError
-        If an entry point names no transport.
+    `ConfigError` if an entry point names no transport.
     """
     others = [_loaded(entry_point) for entry_point in entry_points(group="dask_p2p.transports")]
     return {transport.name: transport for transport in (*others, *OWN)}

@@ -37,8 +37,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, ClassVar
 
-import numpy as np
-
 from dask_p2p.backends import backend_named
 from dask_p2p.config import Options, Section
 from dask_p2p.errors import Obstacle, TransferError
@@ -46,15 +44,13 @@ from dask_p2p.transports.budget import ByteBudget
 from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.probe import PROBE_BYTES, check_probe, probe_key
+from dask_p2p.transports.probe import PROBE_BYTES, PROBE_DTYPE, check_probe, probe_key
 from dask_p2p.transports.reading import Reading, Request
 from dask_p2p.transports.replies import Handler, answering
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, PROBE_TIMEOUT_S
 from dask_p2p.types import DType, Key, Kind
 
 __all__ = ["Handler", "Transport", "answers"]
-
-_BYTE = np.dtype("u1")
 
 
 class Transport(ABC):
@@ -119,7 +115,7 @@ class Transport(ABC):
         """
         timeouts = replace(self.options, request_timeout_s=PROBE_TIMEOUT_S)
         whole = ((0, PROBE_BYTES),)
-        request = Request(probe_key(kind), holder, (PROBE_BYTES,), _BYTE, kind, [whole])
+        request = Request(probe_key(kind), holder, (PROBE_BYTES,), PROBE_DTYPE, kind, [whole])
         with closing(self.read([request], timeouts)) as reading:
             try:
                 for region in reading:

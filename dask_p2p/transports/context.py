@@ -5,12 +5,9 @@ from __future__ import annotations
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dask_p2p.types import Key
-
-if TYPE_CHECKING:
-    from dask_p2p.transports.router import Router
 
 __all__ = ["WorkerContext"]
 
@@ -27,7 +24,6 @@ class WorkerContext(Protocol):
     loop: AbstractEventLoop
     folder: str  # of this worker's own; it goes when the worker goes
     encrypted_only: bool  # whether nothing may leave this process unencrypted
-    router: Router
 
     def block(self, key: Key) -> Any:
         """Return the block with this key, which may be a probe's; `KeyError` if it is not here.

@@ -16,9 +16,18 @@ from dask_p2p.backends import BACKENDS, backend_for, backend_named
 from dask_p2p.errors import TransferError
 from dask_p2p.types import Array, Key, Kind
 
-__all__ = ["PROBE_BYTES", "Probes", "check_probe", "is_probe", "most_probe_bytes", "probe_key"]
+__all__ = [
+    "PROBE_BYTES",
+    "PROBE_DTYPE",
+    "Probes",
+    "check_probe",
+    "is_probe",
+    "most_probe_bytes",
+    "probe_key",
+]
 
 PROBE_BYTES = 2**16  # more than UCX sends at once without a rendezvous
+PROBE_DTYPE = np.dtype("u1")
 _MOST_OF_MEMORY = 1 / 32  # that one probe block may take
 _NAME = "dask-p2p-probe"
 _KEPT = 3  # one that proves routes, two by which links are measured
@@ -103,7 +112,7 @@ def _content(kind: Kind, nbytes: int) -> Any:
 
 def _pattern(nbytes: int) -> np.ndarray[Any, Any]:
     """Return bytes of a period that is no power of two, so that a shifted copy is seen."""
-    return np.resize(np.arange(251, dtype="u1"), nbytes)
+    return np.resize(np.arange(251, dtype=PROBE_DTYPE), nbytes)
 
 
 def check_probe(region: Array, start: int = 0) -> None:

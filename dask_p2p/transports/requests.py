@@ -101,10 +101,10 @@ def checked_integer(name: str, value: Any, least: int, most: int) -> int:
     return int(value)
 
 
-def checked_seconds(name: str, value: Any, most_s: int = _LONGEST_S) -> float:
-    """Return a duration in seconds, by default of an hour at most."""
-    if type(value) not in (int, float) or not 0 <= value <= most_s:
-        raise MalformedRequestError(f"{name}: expected 0 to {most_s} seconds")
+def checked_seconds(name: str, value: Any) -> float:
+    """Return a duration in seconds, of an hour at most."""
+    if type(value) not in (int, float) or not 0 <= value <= _LONGEST_S:
+        raise MalformedRequestError(f"{name}: expected 0 to {_LONGEST_S} seconds")
     return float(value)
 
 

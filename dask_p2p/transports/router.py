@@ -15,20 +15,10 @@ from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.silence import SilenceLog
 from dask_p2p.types import DType, Kind
-from dask_p2p.versioned import versioned
 
-__all__ = ["BlockRef", "Route", "Router"]
+__all__ = ["Route", "Router"]
 
 logger = logging.getLogger(__name__)
-
-
-@versioned()
-@dataclass(frozen=True, slots=True)
-class BlockRef:
-    """Stands in a task for a block that other workers hold."""
-
-    key: Any  # Dask key
-    holders: tuple[str, ...]  # addresses of the workers that hold it
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +75,14 @@ class Router:
         self.proofs: defaultdict[tuple[str, str, str], _Proof] = defaultdict(_Proof)
 
     def routes(
-        self, ref: BlockRef, kind: Kind, dtype: DType, order: tuple[str, ...]
+        self, holders: Iterable[str], kind: Kind, dtype: DType, order: tuple[str, ...]
     ) -> list[Route]:
-        """Return the routes by which a block may come here, best first; so are names in `order`."""
+        """Return the routes by which a block may come here, best first.
+
+        So are the workers that hold it, and the names of transports in `order`.
+        """
         routes = []
-        for holder in ref.holders:
+        for holder in holders:
             all_ = [Route(holder, self.transports[name]) for name in self._order(holder, order)]
             open_ = [route for route in all_ if not route.transport.obstacle(holder, kind, dtype)]
             # Where everything has failed before, everything is tried again.

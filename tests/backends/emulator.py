@@ -15,7 +15,6 @@ import pytest
 
 import dask_p2p.backends
 from dask_p2p.backends._launch import MAX_GRID, plan_launches
-from dask_p2p.transports.in_place.process_memory import address_of
 
 SOURCE = Path(dask_p2p.backends.__file__).with_name("transpose.cu")
 HARNESS = Path(__file__).with_name("emulate.cpp")
@@ -42,8 +41,8 @@ def permute(dst, src, axes, *, backwards=False, max_grid=MAX_GRID):
     view = src.transpose(axes)
     assert dst.shape == view.shape
     launches = plan_launches(
-        address_of(dst),
-        address_of(view),
+        dst.ctypes.data,
+        view.ctypes.data,
         dst.shape,
         dst.itemsize,
         dst.strides,

@@ -86,7 +86,7 @@ def test_an_output_waits_for_what_the_null_stream_still_does_with_its_memory(gpu
 
 
 def test_packed_regions_are_there_when_they_are_waited_for(gpu):
-    queue = DeviceQueue("cupy", beside_copies=True)
+    queue = DeviceQueue("cupy", leave_bandwidth=True)
     block = gpu.written(values(0))
     for src in (block, block[:, :3]):  # by an engine, by a kernel
         packed = queue.scratch(src.shape, "f8")

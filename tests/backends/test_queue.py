@@ -158,7 +158,7 @@ def test_the_host_queue_tells_what_work_took():
 def test_the_device_queue_tells_what_work_took():
     import cupy
 
-    queue = CUPY.queue(beside_copies=True)
+    queue = CUPY.queue(leave_bandwidth=True)
     src = cupy.ones((8192, 8192), "f4")
     region = src[:, :4096]
     queue.wait_until_written([src], any_stream=True)
@@ -198,7 +198,7 @@ def test_the_device_queue(shape, slot_bytes):
 
     src = cupy.arange(int(np.prod(shape)), dtype="f4").reshape(shape)
     axes = tuple(reversed(range(len(shape))))
-    queue = CUPY.queue(beside_copies=True)
+    queue = CUPY.queue(leave_bandwidth=True)
     queue.wait_until_written([src], any_stream=True)
     results = []
     for _ in range(10):  # more than there are slots
@@ -228,7 +228,7 @@ def test_packing_on_a_device(columns, order):
 
     src = cupy.arange(3000 * 1000, dtype="i4").reshape(3000, 1000)
     region = cupy.asarray(src, order=order)[1:2999, columns]
-    queue = CUPY.queue(beside_copies=True)
+    queue = CUPY.queue(leave_bandwidth=True)
     queue.wait_until_written([region], any_stream=False)
     packed = queue.scratch(region.shape, region.dtype)
     wait = queue.pack(packed, region)
@@ -245,7 +245,7 @@ def test_rows_that_are_further_apart_than_copy_engines_go():
     block = cupy.empty((2, 2**29), "f4")
     region = block[:, 5:1005]
     region[...] = cupy.arange(2000, dtype="f4").reshape(2, 1000)
-    queue = CUPY.queue(beside_copies=True)
+    queue = CUPY.queue(leave_bandwidth=True)
     queue.wait_until_written([block], any_stream=True)
     dst, packed = queue.empty((1000, 2), "f4"), queue.scratch((2, 1000), "f4")
     queue.permute_prefetched(dst, queue.prefetch(region, 2**20), (1, 0))

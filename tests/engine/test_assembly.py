@@ -15,6 +15,7 @@ from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
+from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
@@ -29,7 +30,7 @@ from dask_p2p.transports import silence
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.reading import Reading
-from dask_p2p.transports.router import BlockRef, Router
+from dask_p2p.transports.router import Router
 from tests.simulation.gpu import DeviceArray
 
 CHUNKS = ((3, 3, 3), (9,))

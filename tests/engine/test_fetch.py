@@ -19,7 +19,7 @@ from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.reading import Reading, Region, Request
-from dask_p2p.transports.router import BlockRef, Route
+from dask_p2p.transports.router import Route
 from dask_p2p.transports.silence import SilenceLog
 
 BOX = ((0, 2), (0, 4))
@@ -37,7 +37,7 @@ def source(transport, *holders):
     """Of eight elements, with a route to each holder."""
     pieces = [Piece(0, BOX, ((0, 4), (0, 2)))]
     routes = [Route(holder, transport) for holder in holders]
-    return RemoteSource(0, BlockRef(("x", 0, 0), holders), pieces, routes)
+    return RemoteSource(0, ("x", 0, 0), holders[0], pieces, routes)
 
 
 def begun(in_place=False, begun_s=5.0, start_s=4.5, dtype="f4"):

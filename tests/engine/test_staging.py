@@ -15,6 +15,7 @@ from dask_p2p.backends import SLOTS
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
+from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.errors import TransferError
 from dask_p2p.geometry import box_shape, box_size, box_slices
 from dask_p2p.plans import redistribution, slab_chunks
@@ -27,7 +28,7 @@ from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.reading import PackedReading
 from dask_p2p.transports.packed.ucx import UcxTransport
 from dask_p2p.transports.reading import Reading
-from dask_p2p.transports.router import BlockRef, Router
+from dask_p2p.transports.router import Router
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.transports.reading import open_block
 

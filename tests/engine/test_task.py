@@ -15,10 +15,10 @@ from dask_p2p.config import options
 from dask_p2p.engine import task as module
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.attempts import Attempts, worst_case_s
+from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import AssembleTask, Blocks
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution
-from dask_p2p.transports.router import BlockRef
 
 PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
@@ -42,7 +42,7 @@ def test_it_computes(task):
 
 def test_references_take_the_place_of_dependencies(task):
     ref = BlockRef(KEYS[0], ("tcp://a",))
-    rewritten = task.with_references({KEYS[0]: ref})
+    rewritten = task.substitute({KEYS[0]: ref})
     assert type(rewritten) is AssembleTask
     assert rewritten.key == task.key
     assert rewritten.dependencies == {KEYS[1]}

@@ -38,6 +38,7 @@ SETTINGS = {
     "p2p.transports.comm.part-bytes": "512 B",
     "p2p.transports.ucx.host-part-bytes": "512 B",
 }
+BY_UCX = {"p2p.transports.order": ["ucx"]}
 POSITIONS = (1, pytest.param(2, marks=pytest.mark.slow), 7)
 SEEDS = [pytest.param(n, marks=[pytest.mark.slow] if n > 2 else []) for n in range(6)]
 
@@ -111,34 +112,30 @@ def assert_named(error, client):
         assert word in said, said
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("fault", faulty.ANSWERS)
-def test_one_fault_in_answers(client, x, fault, position):
-    """One fault for each worker: there are attempts enough for all of them."""
-    with dask.config.set(SETTINGS):
+def check_one_fault(client, x, fault, position, options):
+    with dask.config.set(SETTINGS | options):
         end, done = transposed(client, x, [fault], at=[position])
     assert_right(end)
     assert set(done) == {fault}
     assert_nothing_is_held(client)
 
 
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("fault", faulty.ANSWERS)
+def test_one_fault_in_answers(client, x, fault, position):
+    """One fault for each worker: there are attempts enough for all of them."""
+    check_one_fault(client, x, fault, position, {})
+
+
 @pytest.mark.parametrize("fault", ["drop", "lose", "hang", "delay", "duplicate", "reorder"])
 def test_one_fault_in_the_answers_of_ucx(client, x, fault):
-    with dask.config.set(SETTINGS | {"p2p.transports.order": ["ucx"]}):
-        end, done = transposed(client, x, [fault], at=[1])
-    assert_right(end)
-    assert set(done) == {fault}
-    assert_nothing_is_held(client)
+    check_one_fault(client, x, fault, 1, BY_UCX)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("fault", faulty.MESSAGES)
 def test_one_fault_in_messages_of_ucx(client, x, fault, position):
-    with dask.config.set(SETTINGS | {"p2p.transports.order": ["ucx"]}):
-        end, done = transposed(client, x, [fault], at=[position])
-    assert_right(end)
-    assert set(done) == {fault}
-    assert_nothing_is_held(client)
+    check_one_fault(client, x, fault, position, BY_UCX)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -21,7 +21,7 @@ from tests.gpu.test_operations import on_host
 from tests.gpu.test_streams import spin
 from tests.sections.support import nothing_is_left
 from tests.sections.test_iterate import reference
-from tests.support import persisted, result_of
+from tests.support import own_client, persisted, result_of
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
@@ -98,12 +98,7 @@ def test_functions_may_work_on_for_long():
 @pytest.mark.gpu(1)
 def test_two_workers_of_one_gpu():
     """Which read each other's windows, too, where the driver lets them."""
-    from distributed import Client, LocalCluster
-
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
-        Client(cluster),
-    ):
+    with own_client(threads_per_worker=2):
         y = iterate(heat, on_gpu(X, UNEVEN), 1, 100, members=2)
         check(y, reference(heat, [X], 1, 100, "periodic")[0])
         assert [right for right, _ in by_turned()] == [True, True]

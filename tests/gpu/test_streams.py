@@ -15,7 +15,7 @@ import dask_p2p
 from dask_p2p.backends import device
 from tests.faults.support import BOUND_S, addresses
 from tests.gpu.support import POOL
-from tests.support import persisted, result_of, used
+from tests.support import own_client, persisted, result_of, used
 from tests.transports.loopback import wait_until
 
 pytestmark = [
@@ -424,17 +424,11 @@ def on_second_device(block):
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous", "one process"])
 def test_two_gpus_of_one_process(scheduler):
     import cupy
-    from distributed import Client, LocalCluster
 
     x = da.from_array(VALUES, chunks=(128, 1024))
     x = x.map_blocks(on_device, dtype="f4", meta=cupy.empty((0, 0), "f4"))
     if scheduler == "one process":
-        with (
-            LocalCluster(
-                n_workers=2, processes=False, threads_per_worker=2, dashboard_address=":0"
-            ) as one,
-            Client(one) as client,
-        ):
+        with own_client(processes=False, threads_per_worker=2) as client:
             x = persisted(client, x)
             y = dask_p2p.transpose(x).compute()
             np.testing.assert_array_equal(y.get(), VALUES.T)

@@ -12,7 +12,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.monitoring.ranges import Ranges
-from tests.support import persisted
+from tests.support import own_client, persisted
 
 #: Variables by which a profiler is loaded into a process.
 INJECTIONS = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
@@ -64,14 +64,10 @@ def test_with_nvtx_itself():
 
 
 def test_a_task_and_its_stages(seen):
-    from distributed import Client, LocalCluster
 
     with (
         dask.config.set({"p2p.nvtx": True}),
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
+        own_client(processes=False) as client,
     ):
         dask_p2p.register(client)
         first, second = sorted(client.nthreads())

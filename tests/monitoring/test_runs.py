@@ -9,14 +9,14 @@ from itertools import pairwise
 
 import dask.array as da
 import numpy as np
-from distributed import Client, Event, LocalCluster, wait
+from distributed import Event, wait
 
 import dask_p2p
 from dask_p2p.monitoring import records as module
 from dask_p2p.monitoring.records import RunStarts
 from dask_p2p.plugins.registration import workers_of
 from tests.monitoring.support import NAME, record
-from tests.support import import_path, indexed, persisted
+from tests.support import import_path, indexed, own_client, persisted
 from tests.transports.loopback import wait_until
 
 X = indexed((64, 64), float)
@@ -81,15 +81,7 @@ def test_a_pause_while_others_work_is_part_of_it(client):
 
 
 def test_what_a_killed_worker_had_made_is_made_again_in_the_same_run():
-    with (
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=2,
-            dashboard_address=":0",
-            env={"PYTHONPATH": import_path()},
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(threads_per_worker=2, env={"PYTHONPATH": import_path()}) as client:
         event = Event()
         y = half_stuck(client, event)
         assert runs_of_array(client, y), "the scheduler has the record before the worker dies"

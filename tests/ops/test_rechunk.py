@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import pairwise
 
 import dask
 import dask.array as da
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
+from tests.plans.support import cut
 
 X = np.arange(4 * 6 * 5).reshape(4, 6, 5)
 
@@ -82,15 +82,9 @@ def test_in_the_place_of_dasks_function(monkeypatch, axes):
 @st.composite
 def cases(draw):
     shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
-
-    def cut(length):
-        inner = draw(st.lists(st.integers(0, length), max_size=3))
-        bounds = [0, *sorted(inner), length]
-        return tuple(b - a for a, b in pairwise(bounds))
-
     axes = tuple(draw(st.permutations(range(len(shape)))))
-    before = tuple(map(cut, shape))
-    return shape, before, axes, tuple(cut(shape[axis]) for axis in axes)
+    before = tuple(cut(draw, n) for n in shape)
+    return shape, before, axes, tuple(cut(draw, shape[axis]) for axis in axes)
 
 
 @given(cases())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import dask
 import dask.array as da
 import numpy as np
@@ -19,6 +17,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.geometry import split_evenly
+from tests.plans.support import cut
 from tests.support import indexed
 
 
@@ -37,14 +36,8 @@ def cases(draw):
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
     axes = draw(st.none() | st.permutations(range(len(shape))))
     order = tuple(reversed(range(len(shape)))) if axes is None else tuple(axes)
-
-    def cut(length):
-        inner = draw(st.lists(st.integers(0, length), max_size=2))
-        bounds = [0, *sorted(inner), length]
-        return tuple(b - a for a, b in pairwise(bounds))
-
-    src = tuple(cut(n) for n in shape)
-    dst = draw(st.none() | st.just(tuple(cut(shape[a]) for a in order)))
+    src = tuple(cut(draw, n, 3) for n in shape)
+    dst = draw(st.none() | st.just(tuple(cut(draw, shape[a], 3) for a in order)))
     return shape, src, axes, dst
 
 

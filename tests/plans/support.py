@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
+from hypothesis import strategies as st
 
 from dask_p2p.geometry import block_bounds, block_indices, box_shape, box_size, box_slices
+
+
+def cut(draw, length, most=4):
+    """Cut an axis into blocks, empty ones included."""
+    inner = draw(st.lists(st.integers(0, length), max_size=most - 1))
+    return tuple(b - a for a, b in pairwise([0, *sorted(inner), length]))
 
 
 def blocks_of(array, chunks):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,14 +9,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import block_shape, box_shape, box_size
 from dask_p2p.plans import Source, block_plans, redistribution, slab_chunks
-from tests.plans.support import assembled, blocks_of, elements_read
-
-
-def cut(draw, length):
-    """Cut an axis into blocks, empty ones included."""
-    inner = draw(st.lists(st.integers(0, length), max_size=3))
-    bounds = [0, *sorted(inner), length]
-    return tuple(b - a for a, b in pairwise(bounds))
+from tests.plans.support import assembled, blocks_of, cut, elements_read
 
 
 @st.composite

@@ -16,7 +16,7 @@ import dask.array as da
 import distributed
 import pytest
 from dask.task_spec import GraphNode
-from distributed import Client, LocalCluster, Scheduler, Worker, wait
+from distributed import Client, Scheduler, Worker, wait
 from distributed.scheduler import ALL_TASK_STATES, SchedulerState, TaskGroup, TaskState, WorkerState
 from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
 from distributed.worker_state_machine import TaskState as WorkerTaskState
@@ -26,6 +26,7 @@ from dask_p2p import versioned
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
 from dask_p2p.plugins.registration import workers_of
+from tests.support import own_client
 
 #: What is replaced, with its parameters: see dask_p2p/plugins/placement.py.
 METHODS = {
@@ -39,12 +40,7 @@ METHODS = {
 @pytest.fixture(scope="module")
 def client():
     """Of a scheduler and two workers in this process, into which tests can look."""
-    with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(processes=False) as client:
         dask_p2p.register(client)
         yield client
 
@@ -196,12 +192,7 @@ def pretend(monkeypatch, release):
 @pytest.mark.cluster
 def test_registration_is_refused_outside_of_the_range(monkeypatch):
     """Wherever that release is: here they are all one process."""
-    with (
-        LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(1, processes=False) as client:
         real = versioned.check_dask
         for wrong in (0, 1, 2):  # the client, the scheduler, the worker
             numbers = count()

@@ -15,7 +15,6 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options, transport_classes
 from dask_p2p.monitoring.records import Record
 from dask_p2p.plugins.context import DaskWorkerContext
-from dask_p2p.transports.router import BlockRef
 
 
 class DeafWorker:
@@ -130,8 +129,7 @@ def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, ord
         context.publish(own, kind, chosen)
         anew = {("x", 0), ("x", 1)} if number == 2 else own.keys()
         assert all(of.keys() == anew for _, of in told), "once more if all have been made anew"
-    ref = BlockRef("key", ("b",))
-    ways = context.router.routes(ref, kind, np.dtype("f8"), chosen.order(kind))
+    ways = context.router.routes(["b"], kind, np.dtype("f8"), chosen.order(kind))
     assert [way.transport.name for way in ways] == expected
 
 

@@ -12,7 +12,6 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.pinned import is_pinned
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
-from dask_p2p.transports.in_place.process_memory import address_of
 from tests.faults.support import BOUND_S, cluster_of, expected, source
 from tests.faults.test_soak import measure
 from tests.simulation.streams import emulated
@@ -44,17 +43,17 @@ def on_loop(test):
 async def test_an_output_that_is_gone_makes_room_for_the_next():
     memory = OutputMemory(Worker(), retain_s=60)
     first = taken(memory)
-    where = address_of(first)
+    where = first.ctypes.data
     view = first[::2]
     del first
-    assert address_of(taken(memory)) != where, "a view keeps it"
+    assert taken(memory).ctypes.data != where, "a view keeps it"
     del view
     memory.clear()
     first = taken(memory, (128, 1024), "i4,f4")
-    where = address_of(first)
+    where = first.ctypes.data
     del first
     assert memory.idle_bytes == MIB
-    assert address_of(taken(memory, (MIB,), "u1")) == where
+    assert taken(memory, (MIB,), "u1").ctypes.data == where
     memory.close()
     assert memory.idle_bytes == 0
 
@@ -140,13 +139,13 @@ def test_outputs_of_a_gpu_are_pinned_and_their_memory_is_kept(gpu):
     async def main():
         memory = PinnedOutputs(Worker(), 60, None)
         first = taken(memory)
-        where = address_of(first)
+        where = first.ctypes.data
         assert is_pinned(first[::2])
         assert memory.pinned_bytes == MIB
         del first
         assert (memory.idle_bytes, memory.pinned_bytes) == (MIB, MIB)
         again = taken(memory, (MIB // 4, 1), "f4")
-        assert address_of(again) == where
+        assert again.ctypes.data == where
         assert len(gpu.pinned) == 1
         odd = taken(memory, (5 * MIB // 16,))
         assert memory.pinned_bytes == (1 + 3) * MIB, "not a power of two"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import threading
 import warnings
-from contextlib import contextmanager
 from unittest.mock import Mock
 
 import dask
@@ -28,7 +26,7 @@ from dask_p2p.plugins import scheduler as scheduler_module
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.packed.ucx import UcxOptions
-from tests.support import import_path, indexed, result_of
+from tests.support import import_path, indexed, result_of, worker_process
 from tests.transports.loopback import wait_until
 
 SHAPE = (40, 12)
@@ -317,33 +315,17 @@ def _waiting(dask_worker):
 
 
 OF_WORKER = (False, 64 * 2**20, 3.0)
+VARIABLES = {
+    "DASK_P2P__TRANSPORTS__UCX__ALLOW_UNENCRYPTED": "False",
+    "DASK_P2P__MEMORY__STAGING_LIMIT": "64 MiB",
+    "DASK_P2P__TRANSPORTS__DIRECTORY__RETAIN": "3 s",
+}
 OF_CLIENT = {
     "p2p.transports.ucx.allow-unencrypted": True,
     "p2p.memory.staging-limit": "3 GiB",
     "p2p.transports.directory.retain": "1 s",
     "p2p.low-latency": True,
 }
-
-
-@contextmanager
-def worker_process(address, *args):
-    """A worker as a user starts it, with options of its own."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": import_path(),
-        "DASK_P2P__TRANSPORTS__UCX__ALLOW_UNENCRYPTED": "False",
-        "DASK_P2P__MEMORY__STAGING_LIMIT": "64 MiB",
-        "DASK_P2P__TRANSPORTS__DIRECTORY__RETAIN": "3 s",
-    }
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard"]
-    process = subprocess.Popen(
-        [*command, "--nthreads", "1", "--no-nanny", *args], env=env, stderr=subprocess.DEVNULL
-    )
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def _own_options(dask_worker):
@@ -361,12 +343,12 @@ def test_workers_keep_their_own_options():
     with (
         LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
         Client(cluster) as client,
-        worker_process(cluster.scheduler_address, "--preload", "dask_p2p.preload"),
+        worker_process(cluster.scheduler_address, "--preload", "dask_p2p.preload", **VARIABLES),
     ):
         client.wait_for_workers(1, timeout=60)
         wait_until(lambda: have_plugin(client), timeout_s=60)
         (before,) = client.run(_own_options).values()
-        with worker_process(cluster.scheduler_address), dask.config.set(OF_CLIENT):
+        with worker_process(cluster.scheduler_address, **VARIABLES), dask.config.set(OF_CLIENT):
             client.wait_for_workers(2, timeout=60)
             dask_p2p.register(client)
             check(client, lazy())

@@ -14,7 +14,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import in_process
+from tests.support import in_process, indexed
 
 VALIDATE = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
 
@@ -41,21 +41,27 @@ def cluster(test):
     return run
 
 
-def indexed(shape):
-    return np.arange(int(np.prod(shape)), dtype=float).reshape(shape)
-
-
 def source(shape, chunks):
     return da.fromfunction(lambda i, j: i * shape[1] + j, shape=shape, chunks=chunks, dtype=float)
 
 
+async def held(c, shape, chunks):
+    """An array whose blocks are in memory, on a cluster that has the plugins."""
+    await dask_p2p.register(c)
+    x = c.persist(source(shape, chunks))
+    await wait(x)
+    return x
+
+
+async def check_transposed(c, y, shape):
+    np.testing.assert_array_equal(await c.compute(y), indexed(shape, float).T)
+
+
 @cluster
 async def test_a_transpose(c, s, *workers):
-    await dask_p2p.register(c)
-    x = c.persist(source((40, 30), (5, 30)))
-    await wait(x)
+    x = await held(c, (40, 30), (5, 30))
     y = c.persist(dask_p2p.transpose(x))
-    np.testing.assert_array_equal(await c.compute(y), indexed((40, 30)).T)
+    await check_transposed(c, y, (40, 30))
     # What a reader did not hold it was not given: nobody has more replicas than before.
     assert all(len(ts.who_has) == 1 for key, ts in s.tasks.items() if key[0] == x.name)
     assert sum(len(w.plugins[PLUGIN_NAME].context.records) for w in workers) == 8
@@ -63,15 +69,13 @@ async def test_a_transpose(c, s, *workers):
 
 @cluster
 async def test_cancelled_and_wanted_again(c, s, *workers):
-    await dask_p2p.register(c)
-    x = c.persist(source((400, 300), (50, 300)))
-    await wait(x)
+    x = await held(c, (400, 300), (50, 300))
     for pause_s in (0.0, 0.001, 0.005, 0.01, 0.02):
         y = c.persist(dask_p2p.transpose(x))
         await asyncio.sleep(pause_s)
         await c.cancel(y)
         y = c.persist(dask_p2p.transpose(x))
-        np.testing.assert_array_equal(await c.compute(y), indexed((400, 300)).T)
+        await check_transposed(c, y, (400, 300))
         del y
 
 
@@ -82,45 +86,39 @@ async def test_inputs_released_as_soon_as_the_last_reader_is_done(c, s, *workers
     await wait(y)
     while any("p2p" not in str(key) for w in workers for key in w.data):
         await asyncio.sleep(0.01)
-    np.testing.assert_array_equal(await c.compute(y), indexed((40, 30)).T)
+    await check_transposed(c, y, (40, 30))
 
 
 @pytest.mark.parametrize("graceful", [True, False])
 def test_a_worker_leaves_in_the_middle(graceful):
     @cluster
     async def run(c, s, *workers):
-        await dask_p2p.register(c)
-        x = c.persist(source((800, 600), (50, 600)))
-        await wait(x)
+        x = await held(c, (800, 600), (50, 600))
         y = c.persist(dask_p2p.transpose(x))
         await asyncio.sleep(0.01)
         if graceful:
             await c.retire_workers([workers[0].address])
         else:
             await workers[0].close(nanny=False)
-        np.testing.assert_array_equal(await c.compute(y), indexed((800, 600)).T)
+        await check_transposed(c, y, (800, 600))
 
     run()
 
 
 @cluster
 async def test_blocks_that_move_between_assignment_and_pull(c, s, *workers):
-    await dask_p2p.register(c)
-    x = c.persist(source((400, 300), (25, 300)))
-    await wait(x)
+    x = await held(c, (400, 300), (25, 300))
     for _ in range(3):
         y = c.persist(dask_p2p.transpose(x))
         await c.rebalance()
         await c.replicate(x, n=2)
-        np.testing.assert_array_equal(await c.compute(y), indexed((400, 300)).T)
+        await check_transposed(c, y, (400, 300))
         del y
 
 
 @cluster
 async def test_the_plugin_goes_while_tasks_run(c, s, *workers):
-    await dask_p2p.register(c)
-    x = c.persist(source((400, 300), (25, 300)))
-    await wait(x)
+    x = await held(c, (400, 300), (25, 300))
     y = c.persist(dask_p2p.transpose(x))
     await c.unregister_worker_plugin(PLUGIN_NAME)
     for worker in workers:
@@ -129,5 +127,5 @@ async def test_the_plugin_goes_while_tasks_run(c, s, *workers):
     y2 = c.persist(dask_p2p.transpose(x + 1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        np.testing.assert_array_equal(await c.compute(y2), indexed((400, 300)).T + 1)
+        np.testing.assert_array_equal(await c.compute(y2), indexed((400, 300), float).T + 1)
     del y

@@ -10,15 +10,15 @@ import pytest
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
+from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins.worker import P2PPlugin, by_reference
-from dask_p2p.transports.router import BlockRef
 from tests.support import in_process
 
 
 class FakeTask:
-    def with_references(self, references):
+    def substitute(self, references):
         return references
 
 

@@ -24,7 +24,7 @@ from dask_p2p.errors import (
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins.registration import workers_of
-from tests.support import in_process, indexed, persisted, tls_client, used
+from tests.support import in_process, indexed, own_client, persisted, tls_client, used
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
 
@@ -141,10 +141,7 @@ def test_no_more_is_moved_than_must_be(client):
 def test_a_second_time_and_after_restart():
     """On a cluster of its own: Dask restarts none that still has a task which failed."""
     x = indexed((20, 12))
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client() as client:
         for _ in range(2):
             y = dask_p2p.transpose(da.from_array(x, chunks=(5, 12)))
             np.testing.assert_array_equal(y.compute(), x.T)
@@ -217,8 +214,7 @@ def test_spilled_inputs():
     x = indexed((400, 1000), float)
     with (
         dask.config.set({"distributed.worker.memory.target": 1e-9}),  # everything goes to disk
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
+        own_client() as client,
     ):
         a = client.persist(da.from_array(x, chunks=(100, 1000)))
         wait(a)

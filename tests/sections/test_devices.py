@@ -29,7 +29,7 @@ from dask_p2p.sections.saved import Checkpoints, SavedStates, States
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
 from tests.sections.gangs import run_gang
 from tests.sections.test_iterate import X as LARGE
-from tests.sections.test_iterate import reference, star
+from tests.sections.test_iterate import reference, star, wave
 from tests.simulation.streams import Array
 
 X = np.random.default_rng(0).normal(size=(8, 6))
@@ -56,12 +56,6 @@ def by_sections(gpu, function, *xs, members=4, **kwargs):
 
 @pytest.mark.parametrize("members", [1, 4])
 def test_levels_of_time_constants_and_keywords(gpu, members):
-    def wave(u, before, speed, factor, out, scale):
-        own = (slice(2, -2),) * 2
-        out[:] = u[2:-2, 4:] + u[2:-2, :-4] + u[4:, 2:-2] + u[:-4, 2:-2] - 4 * u[own]
-        out *= scale * factor * speed
-        out += 2 * u[own] - before[own]
-
     speed = np.random.default_rng(1).random(X.shape)
     fields = array(gpu), array(gpu, X + 1)
     y = iterate(

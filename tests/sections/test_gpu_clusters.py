@@ -9,7 +9,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, Reschedule
+from distributed import Reschedule
 
 from dask_p2p import iterate, spmd
 from dask_p2p.backends.device_queue import DeviceQueue
@@ -19,6 +19,7 @@ from dask_p2p.sections.rim_windows import RimWindows
 from tests.sections.emulated import emulated_gpu, kernel
 from tests.sections.support import nothing_is_left
 from tests.sections.test_iterate import reference, star
+from tests.support import own_client
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 STAGING = "p2p.transports.ipc.staging-bytes"
@@ -35,12 +36,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def client(gpu):
-    with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=2, processes=False, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(threads_per_worker=2, processes=False) as client:
         yield client
 
 

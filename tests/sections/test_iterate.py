@@ -36,6 +36,14 @@ def star(u, out):
     out[:] += 0.3 * u[1:-1, :-2] + 0.4 * u[1:-1, 2:]
 
 
+def wave(u, before, speed, factor, out, scale):
+    """Two levels of time, a coefficient for each point, and one for all."""
+    own = (slice(2, -2),) * 2
+    out[:] = u[2:-2, 4:] + u[2:-2, :-4] + u[4:, 2:-2] + u[:-4, 2:-2] - 4 * u[own]
+    out *= scale * factor * speed
+    out += 2 * u[own] - before[own]
+
+
 def reference(function, fields, depth, steps, boundary, constants=(), **kwargs):
     """The same by NumPy, with whole arrays."""
     modes = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
@@ -67,14 +75,6 @@ def test_nothing_is_left_of_it(client):
 
 
 def test_levels_of_time_constants_and_keywords(client):
-    """A wave: two levels of time, a coefficient for each point, and one for all."""
-
-    def wave(u, before, speed, factor, out, scale):
-        own = (slice(2, -2),) * 2
-        out[:] = u[2:-2, 4:] + u[2:-2, :-4] + u[4:, 2:-2] + u[:-4, 2:-2] - 4 * u[own]
-        out *= scale * factor * speed
-        out += 2 * u[own] - before[own]
-
     speed = np.random.default_rng(1).random(X.shape)
     wanted = reference(wave, [X, X + 1], 2, 7, 0.0, (speed, 0.5), scale=0.1)
     made = iterate(

@@ -139,7 +139,7 @@ class Queue:
     kind = "cupy"
     pinned_output = False
 
-    def __init__(self, driver, beside_copies=False):
+    def __init__(self, driver, leave_bandwidth=False):
         self._driver = driver
         self._work = []
 

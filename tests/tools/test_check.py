@@ -7,7 +7,7 @@ from dataclasses import replace
 import dask
 import dask.array as da
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 import dask_p2p
 from dask_p2p.backends.host_link import HostLink
@@ -17,7 +17,7 @@ from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import check as check_module
 from dask_p2p.tools.check import FAR, Link, Report, Status, find_problems
 from dask_p2p.transports.probe import most_probe_bytes
-from tests.support import given_up, persisted, used
+from tests.support import given_up, own_client, persisted, used
 
 VERSIONS = {"dask": "1", "cupy": "14", "ucxx": None}
 GOOD = Status(
@@ -233,8 +233,7 @@ def test_a_plugin_that_was_missing():
     # With two ways, a busy machine may make one look slow, which is a problem that is told.
     with (
         dask.config.set({"p2p.transports.order": ["comm"]}),
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
+        own_client() as client,
     ):
         client.run(measure_little)
         (problem,) = dask_p2p.check(client).problems
@@ -261,10 +260,7 @@ def slow_down():
 
 
 def test_a_transport_that_is_quicker_by_far_is_used_and_told():
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client() as client:
         dask_p2p.register(client)
         client.run(slow_down)
         with dask.config.set({"p2p.transports.order": ["cma", "comm"]}):

@@ -38,7 +38,8 @@ KINDS = ("numpy", "cupy")
 
 def test_defaults_are_not_cut():
     chosen = options()
-    assert ipc_footprint(chosen).part_bytes == 128 * MIB
+    ipc = ipc_footprint(chosen)
+    assert (ipc.part_bytes, ipc.parts_in_flight) == (128 * MIB, 2), "while one slot is emptied"
     assert ucx_footprint(chosen, "cupy").part_bytes == 256 * MIB
     assert ucx_footprint(chosen, "numpy").part_bytes == 16 * MIB
     pinned = PinnedTransport.footprint(chosen, "cupy")

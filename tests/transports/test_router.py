@@ -7,7 +7,7 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnreachableError
-from dask_p2p.transports.router import BlockRef, Router
+from dask_p2p.transports.router import Router
 
 DTYPE = np.dtype("f4")
 
@@ -53,7 +53,7 @@ def router(ipc, said):
 
 
 def found(router, holders, kind="cupy", order=("ipc", "comm")):
-    return router.routes(BlockRef("k", holders), kind, DTYPE, order)
+    return router.routes(holders, kind, DTYPE, order)
 
 
 def routes(router, holders, kind="cupy", order=("ipc", "comm")):

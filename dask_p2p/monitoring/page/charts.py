@@ -143,18 +143,25 @@ def bars(runs: Sequence[Run]) -> Chart:
         kept = _first([r._replace(stages=(_all_of(r),)) for r in records])
     names = _short_names([*workers, *{s.holder for r in kept for s in r.stages}])
     begun_s = kept[-1].start_s if kept else 0.0
-    drawn: list[Bar] = []
-    for row, worker in enumerate(reversed(workers)):
-        lanes = in_lanes(record for record in kept if record.worker == worker)
-        for lane, of_lane in enumerate(lanes):  # tasks of one worker may run at once
-            height = 0.9 / len(lanes)
-            top = row + 0.95 - lane * height
-            for record in of_lane:
-                drawn += _bars_of(record, begun_s, top, height * 0.95, names)
+    drawn = [
+        bar
+        for row, worker in enumerate(reversed(workers))
+        for record, top, height in _in_row(row, (r for r in kept if r.worker == worker))
+        for bar in _bars_of(record, begun_s, top, height, names)
+    ]
     drawn.sort(key=lambda bar: PARTS.index(bar.part))  # tasks behind what they did
     when = time.strftime(" from %H:%M:%S", time.localtime(begun_s)) if kept else ": no runs yet"
     shown = [names[worker] for worker in workers]
     return Chart(f"Stages{when}{note}", shown, as_columns(drawn, Bar._fields))
+
+
+def _in_row(row: int, records: Iterable[Record]) -> Iterator[tuple[Record, float, float]]:
+    """Yield a worker's tasks with the top and the height of each: some may run at once."""
+    lanes = in_lanes(records)
+    height = 0.9 / max(1, len(lanes))
+    for lane, of_lane in enumerate(lanes):
+        for record in of_lane:
+            yield record, row + 0.95 - lane * height, height * 0.95
 
 
 def _bars_of(

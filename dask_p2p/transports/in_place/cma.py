@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 from functools import partial
 from math import prod
-from secrets import token_bytes
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +29,6 @@ from dask_p2p.types import Array, Kind
 
 __all__ = ["CmaOptions", "CmaTransport"]
 
-_TOKEN_BYTES = 16
 _LET_READ = (
     "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
     "forbids it"
@@ -79,7 +77,7 @@ class CmaTransport(SameHostTransport):
         super().__init__(worker, options)
         self.buffers = Buffers("numpy", self.footprint(options, "numpy").idle_bytes(options))
         self.pools.append(self.buffers)
-        self._token = np.frombuffer(token_bytes(_TOKEN_BYTES), np.uint8)
+        self._token = process_memory.new_token()
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
         if not process_memory.is_supported():
@@ -88,22 +86,18 @@ class CmaTransport(SameHostTransport):
 
     def memory_proof(self) -> str:
         process_memory.allow_readers()
-        return f"{process_memory.address_of(self._token):x} {self._token.tobytes().hex()}"
+        return f"{self._token.ctypes.data:x} {self._token.tobytes().hex()}"
 
     def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
         try:
             address, token = remote.memory_proof.split()
-            runs = process_memory.runs_of(int(address, 16), (_TOKEN_BYTES,), (1,), 1)
-            memory = np.empty(_TOKEN_BYTES, np.uint8)
-            found_token = process_memory.read(remote.pid, runs, memory.dtype, memory)
+            is_right = process_memory.holds(remote.pid, int(address, 16), bytes.fromhex(token))
         except (OSError, ValueError, AttributeError, OverflowError) as exc:
             return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
-        if found_token.tobytes().hex() != token:
-            return Obstacle("other-process", "its memory is another process'")
-        return None
+        return None if is_right else Obstacle("other-process", "its memory is another process'")
 
     def place_of(self, block: Array) -> dict[str, Any]:
-        return {"address": process_memory.address_of(block)}
+        return {"address": block.ctypes.data}
 
     def regions(self, descriptor: Descriptor, block: OpenBlock, peer: Peer) -> Regions:
         wanted, place = block.wanted, descriptor.place

@@ -48,11 +48,11 @@ class IpcTransport(SameHostTransport):
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return parts as large as a slot of the queue; what is requested is there at once."""
+        """Return parts as large as a slot of the queue: a copy into each may be queued."""
         # Half at most, for what comes from other hosts too.
         slots_bytes = min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
         part_bytes = slots_bytes // SLOTS if slots_bytes // SLOTS >= _SMALLEST_SLOT_BYTES else None
-        return Footprint(part_bytes, 0, parts_held=SLOTS, copies=SLOTS, is_buffered=False)
+        return Footprint(part_bytes, SLOTS - 1, parts_held=SLOTS, copies=SLOTS, is_buffered=False)
 
     # --- both sides ---
 

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
+from secrets import token_bytes
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,16 +22,19 @@ import numpy as np
 from dask_p2p.types import DType
 
 __all__ = [
+    "TOKEN_BYTES",
     "Runs",
-    "address_of",
     "allow_readers",
+    "holds",
     "is_supported",
+    "new_token",
     "read",
     "read_into",
     "run_bytes_of",
     "runs_of",
 ]
 
+TOKEN_BYTES = 16
 MOST_RUNS = 1024  # of one system call: IOV_MAX
 _SHORT_RUN_BYTES = 256  # below, NumPy copies quicker than the kernel
 _PR_SET_PTRACER = 0x59616D61  # "Yama", of linux/prctl.h
@@ -93,7 +97,7 @@ def read(pid: int, runs: Runs, dtype: DType, memory: np.ndarray[Any, Any]) -> np
     where there is no such memory in it.
     """
     if runs.run_bytes:
-        _read_runs(pid, runs.addresses, runs.run_bytes, *_contiguous(address_of(memory), runs))
+        _read_runs(pid, runs.addresses, runs.run_bytes, *_contiguous(memory.ctypes.data, runs))
     array = np.ndarray(runs.shape, dtype, memory.data).transpose(runs.axes)
     turned: list[Any] = [slice(None, None, -1 if back else 1) for back in runs.backwards]
     return array[(*turned, ...)]  # of no axes, too, an array
@@ -105,7 +109,7 @@ def read_into(pid: int, runs: Runs, array: np.ndarray[Any, Any]) -> bool:
     So it is copied once. Return whether that was done; it is not where runs are short. The array
     is any view, of the region's shape and dtype.
     """
-    local = runs_of(address_of(array), array.shape, array.strides, array.itemsize)
+    local = runs_of(array.ctypes.data, array.shape, array.strides, array.itemsize)
     if (local.shape, local.axes) != (runs.shape, runs.axes) or any(
         local.backwards + runs.backwards
     ):
@@ -189,14 +193,20 @@ def is_supported() -> bool:
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "process_vm_readv")
 
 
+def new_token() -> np.ndarray[Any, Any]:
+    """Return random bytes: who finds them at their address reads the process that it means to."""
+    return np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8)
+
+
+def holds(pid: int, address: int, token: bytes) -> bool:
+    """Return whether a process has this token at an address; it fails as `read` does."""
+    runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
+    return read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8)).tobytes() == token
+
+
 def allow_readers() -> None:
     """Let all processes of this user read this one's memory, where Yama allows its parents only.
 
     With that they may trace it, too. It does nothing where Yama is not there.
     """
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-
-
-def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Return the address of an array's first element in this process."""
-    return int(array.__array_interface__["data"][0])

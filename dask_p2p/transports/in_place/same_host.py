@@ -143,11 +143,6 @@ class SameHostTransport(Transport):
         text = self.directory.refusal
         return None if text is None else no_directory(text)
 
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes of this worker's blocks that are kept for readers."""
-        return self.directory.leased_bytes
-
     def publish(self, blocks: Mapping[Any, Any]) -> None:
         if self.is_closed:
             return

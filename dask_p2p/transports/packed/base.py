@@ -55,7 +55,8 @@ from dask_p2p.types import Array, Key
 
 __all__ = ["Asked", "MemoryTarget", "PackedTransport", "Target"]
 
-_PAUSE_S = 1e-3  # while the limit is reached
+NO_ROOM = "its outgoing staging limit (p2p.memory.staging-limit) is reached"
+PAUSE_S = 1e-3  # while the limit is reached
 _LARGEST_ITEM_BYTES = 2**31
 
 
@@ -226,9 +227,8 @@ class PackedTransport(Transport):
                     if reserved is not None:
                         return first, reserved
             if not asked.left_s:
-                limit = "its outgoing staging limit (p2p.memory.staging-limit)"
-                raise TransferError(f"{limit} is reached")
-            await asyncio.sleep(_PAUSE_S)
+                raise TransferError(NO_ROOM)
+            await asyncio.sleep(PAUSE_S)
 
     def pack_all(self, target: Target) -> list[dict[str, Any]]:
         """Pack the regions block by block, and send them; say of a block that fails why it does."""
@@ -264,7 +264,7 @@ class PackedTransport(Transport):
         self, target: Target, key: Key, block: Array, boxes: Sequence[tuple[int, Box]]
     ) -> list[dict[str, Any]]:
         """Pack regions of one block; return the answers about them."""
-        queue = backend_for(block).queue(beside_copies=True)
+        queue = backend_for(block).queue(leave_bandwidth=True)
         queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
         try:
             packed = [target.pack(number, queue, block[box_slices(box)]) for number, box in boxes]

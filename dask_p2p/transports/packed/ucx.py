@@ -44,7 +44,7 @@ from dask_p2p.transports.budget import Reservation
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, buffered, left_bytes, parts_held
-from dask_p2p.transports.packed.base import Asked, PackedTransport
+from dask_p2p.transports.packed.base import NO_ROOM, PAUSE_S, Asked, PackedTransport
 from dask_p2p.transports.packed.messenger import Message, Messenger, ucxx_obstacle
 from dask_p2p.transports.packed.reading import Landing, PackedReading
 from dask_p2p.transports.packed.stream import Incoming, Mailboxes, Outgoing, StreamedReading
@@ -57,7 +57,6 @@ from dask_p2p.types import Array, Kind
 __all__ = ["UcxOptions", "UcxTransport"]
 
 _PEER_OP = "p2p_ucx_peer"
-_PAUSE_S = 1e-3  # while the limit is reached
 _LONGEST_ADDRESS_BYTES = 2**16
 _IDLE_PARTS = 5
 _REST_S = 1.0  # without messages, after which nobody looks for any
@@ -230,10 +229,8 @@ class UcxTransport(PackedTransport):
         """Reserve memory for one message; it may block."""
         while (reserved := self.packed.reserve(*self.own_bytes(asked))) is None:
             if not asked.left_s:
-                raise TransferError(
-                    "its outgoing staging limit (p2p.memory.staging-limit) is reached"
-                )
-            time.sleep(_PAUSE_S)
+                raise TransferError(NO_ROOM)
+            time.sleep(PAUSE_S)
         return reserved
 
     def handlers(self) -> Mapping[str, Handler]:

@@ -14,26 +14,22 @@ from urllib.request import urlopen
 import dask
 import dask.array as da
 import pytest
-from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring import page as module
 from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import INTERVAL_S
-from tests.support import in_process
+from tests.support import in_process, own_client
 
 PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages")]
-IN_PROCESS = {"n_workers": 1, "threads_per_worker": 1, "processes": False}
+IN_PROCESS = {"n_workers": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
 NO_DASHBOARD = {"dashboard": False, "dashboard_address": ":0"}
 
 
 @pytest.fixture(scope="module")
 def client():
-    with (
-        LocalCluster(**IN_PROCESS, dashboard_address="127.0.0.1:0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(**IN_PROCESS) as client:
         dask_p2p.register(client)
         yield client
 
@@ -51,12 +47,7 @@ def get(client, path):
 def test_by_preload(prefix):
     with (
         dask.config.set({"distributed.scheduler.preload": ["dask_p2p.preload"]}),
-        LocalCluster(
-            **IN_PROCESS,
-            dashboard_address="127.0.0.1:0",
-            scheduler_kwargs={"http_prefix": prefix},
-        ) as cluster,
-        Client(cluster) as client,
+        own_client(**IN_PROCESS, scheduler_kwargs={"http_prefix": prefix}) as client,
     ):
         check_pages(client, prefix)
 

@@ -10,7 +10,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from dask.utils import format_bytes
-from distributed import Client, Event, LocalCluster
+from distributed import Event
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
@@ -18,7 +18,7 @@ from dask_p2p.monitoring.cells import cells
 from dask_p2p.monitoring.records import Fallback, Stage
 from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
 from tests.monitoring.support import record
-from tests.support import import_path, persisted
+from tests.support import import_path, own_client, persisted
 
 pytestmark = [
     pytest.mark.programs,
@@ -52,15 +52,7 @@ def driver(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client():
-    with (
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            dashboard_address="127.0.0.1:0",
-            env={"PYTHONPATH": import_path()},
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(dashboard_address="127.0.0.1:0", env={"PYTHONPATH": import_path()}) as client:
         dask_p2p.register(client)
         yield client
 

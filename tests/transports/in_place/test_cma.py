@@ -302,7 +302,7 @@ class TestCma(Conformance):
         assert words in setup.reader.obstacle("holder", "numpy", F8).text
 
     def test_another_process_under_the_holders_number(self, setup, monkeypatch):
-        address = process_memory.address_of(np.zeros(16, "u1"))
+        address = np.zeros(16, "u1").ctypes.data
         described(setup, monkeypatch, memory_proof=f"{address:x} {'ab' * 16}")
         assert setup.reader.obstacle("holder", "numpy", F8).code == "other-process"
 

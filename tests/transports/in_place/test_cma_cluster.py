@@ -10,28 +10,21 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.registration import workers_of
-from tests.support import persisted, result_of, tls_client, used
+from tests.support import own_client, persisted, result_of, tls_client, used
 from tests.transports.loopback import wait_until
+from tests.transports.transposes import check_bits, check_objects
 
 
 @pytest.mark.parametrize(
     "dtype", ["f8", "?", "c16", "f2", "M8[ns]", "U3", [("a", "i1"), ("b", ">f8")]], ids=str
 )
 def test_values_of_any_dtype(client, dtype):
-    x = np.zeros((300, 200), dtype)
-    x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
-    a = persisted(client, da.from_array(x, chunks=(70, 150)))
     with dask.config.set({"p2p.transports.cma.part-bytes": "5 kB"}):
-        y = persisted(client, dask_p2p.transpose(a))
-    got = y.compute()
-    assert got.dtype == x.dtype
-    assert got.tobytes() == x.T.tobytes()
-    assert used(client, y) == {"cma"}
+        check_bits(client, dtype, "cma")
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -56,13 +49,7 @@ def test_blocks_of_any_memory_layout(client):
 
 
 def test_objects_go_another_way_without_a_warning(client):
-    x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
-    a = persisted(client, da.from_array(x, chunks=(4, 2)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        y = persisted(client, dask_p2p.transpose(a))
-    assert y.compute().tolist() == x.T.tolist()
-    assert used(client, y) == {"comm"}
+    check_objects(client)
 
 
 def test_elements_that_lie_far_apart_go_another_way_without_a_warning(client):
@@ -103,8 +90,7 @@ def forbid_reading(dask_worker):
 def test_where_the_kernel_refuses_blocks_come_by_messages_and_check_says_so():
     x = np.arange(480.0).reshape(40, 12)
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
+        own_client() as client,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")
@@ -132,10 +118,7 @@ def test_a_tls_cluster():
 def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
     """Reading needs nothing of a holder but that it is there: one that hangs does not matter."""
     shape = (60, 40)
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(3) as client:
         dask_p2p.register(client)
         a = da.fromfunction(lambda i, j: i * 40 + j, shape=shape, chunks=(20, 40), dtype=float)
         a = persisted(client, a)

@@ -330,12 +330,12 @@ class TestIpcEmulated(Conformance):
         key, array = block
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert setup.reader.usage()["mapped"] == setup.serving.usage()["published"] == 1
-        assert setup.serving.leased_bytes == array.nbytes
+        assert setup.serving.directory.leased_bytes == array.nbytes
         loop.run(setup.reader.close())
         loop.run(setup.serving.close())
         assert setup.serving.expiring.cancelled()
         assert setup.device.runtime.open == {}
-        assert setup.serving.usage()["published"] == setup.serving.leased_bytes == 0
+        assert setup.serving.usage()["published"] == setup.serving.directory.leased_bytes == 0
 
 
 def test_a_block_that_is_spilled_to_host_memory_comes_another_way(setup, monkeypatch):

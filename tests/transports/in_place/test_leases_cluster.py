@@ -9,11 +9,10 @@ import warnings
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import persisted, used
+from tests.support import own_client, persisted, used
 from tests.transports.loopback import wait_until
 
 NO_FOLDERS = """
@@ -48,15 +47,14 @@ def setup_is_whole(dask_worker):
 
 def test_workers_that_cannot_publish_are_read_by_messages():
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
+        own_client() as client,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
         assert transposed(client, (40, 12), (10, 12)) == {"cma"}
         assert not caught
-        cluster.new_spec["options"]["preload"] = [NO_FOLDERS]
-        cluster.scale(3)  # one that joins late
+        client.cluster.new_spec["options"]["preload"] = [NO_FOLDERS]
+        client.cluster.scale(3)  # one that joins late
         client.wait_for_workers(3, timeout=60)
         assert all(client.run(setup_is_whole).values())
         assert transposed(client, (120, 12), (10, 12)) == {"cma", "comm"}
@@ -68,10 +66,7 @@ def test_workers_that_cannot_publish_are_read_by_messages():
 
 @pytest.fixture(scope="module")
 def pair():
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client() as client:
         yield client
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from dask_p2p.transports.in_place import process_memory
 from dask_p2p.transports.in_place.process_memory import (
     MOST_RUNS,
-    address_of,
     allow_readers,
+    holds,
     is_supported,
+    new_token,
     read,
     read_into,
     runs_of,
@@ -23,7 +24,7 @@ from dask_p2p.transports.in_place.process_memory import (
 
 
 def read_view(view, pid=None):
-    runs = runs_of(address_of(view), view.shape, view.strides, view.itemsize)
+    runs = runs_of(view.ctypes.data, view.shape, view.strides, view.itemsize)
     memory = np.empty(int(np.prod(runs.shape)) * view.itemsize, np.uint8)
     found = read(os.getpid() if pid is None else pid, runs, view.dtype, memory)
     return runs, np.broadcast_to(found, view.shape)
@@ -61,7 +62,7 @@ def test_a_region_is_copied_to_where_it_belongs(view, data):
     whole.reshape(-1).view("u1")[:] = 77
     inner = tuple(slice(m, m + n) for n, m in zip(view.shape, margins, strict=True))
     expected = whole.copy()
-    runs = runs_of(address_of(view), view.shape, view.strides, view.itemsize)
+    runs = runs_of(view.ctypes.data, view.shape, view.strides, view.itemsize)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_memory, "_SHORT_RUN_BYTES", 1)
         patch.setattr(process_memory, "MOST_RUNS", data.draw(st.integers(1, 5)))
@@ -75,7 +76,7 @@ def test_a_region_is_copied_to_where_it_belongs(view, data):
 
 def test_short_runs_are_not_copied_one_by_one():
     view = np.arange(64.0).reshape(8, 8)
-    runs = runs_of(address_of(view), view.shape, view.strides, view.itemsize)
+    runs = runs_of(view.ctypes.data, view.shape, view.strides, view.itemsize)
     whole = np.zeros((8, 10))
     assert not read_into(os.getpid(), runs, whole[:, :8])
     assert not whole.any()
@@ -109,10 +110,10 @@ def test_items_without_bytes():
 
 CHILD = """
 import numpy, sys
-from dask_p2p.transports.in_place.process_memory import address_of, allow_readers
+from dask_p2p.transports.in_place.process_memory import allow_readers
 allow_readers()
 array = numpy.arange(1000.0)
-print(address_of(array), flush=True)
+print(array.ctypes.data, flush=True)
 sys.stdin.read()
 """
 
@@ -140,7 +141,7 @@ def test_memory_that_is_not_there(there):
 
     page_bytes = mmap.PAGESIZE
     view = np.frombuffer(mmap.mmap(-1, page_bytes), np.uint8)
-    address = 8 if there == "nothing" else address_of(view) + page_bytes - 8
+    address = 8 if there == "nothing" else view.ctypes.data + page_bytes - 8
     runs = runs_of(address, (2 * page_bytes,), (2 * page_bytes,), 1)._replace(
         addresses=np.array([address, 8], np.uint64), run_bytes=8
     )
@@ -150,3 +151,9 @@ def test_memory_that_is_not_there(there):
 
 def test_allowing_readers_does_no_harm():
     allow_readers()
+
+
+def test_a_token_proves_which_process_is_read():
+    token, other = new_token(), new_token()
+    assert holds(os.getpid(), token.ctypes.data, token.tobytes())
+    assert not holds(os.getpid(), token.ctypes.data, other.tobytes())

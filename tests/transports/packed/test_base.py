@@ -75,7 +75,7 @@ def holder(loop, tmp_path, monkeypatch):
     host = LoopbackHost("holder", loop.loop, {}, tmp_path)
     made = ToMemory(host, options())
     made.happened = []
-    monkeypatch.setattr(NUMPY, "queue", lambda beside_copies: LateQueue(made.happened))
+    monkeypatch.setattr(NUMPY, "queue", lambda leave_bandwidth: LateQueue(made.happened))
     # A worker has each block only until it is asked for.
     host.block = host.blocks.pop
     yield made

@@ -535,7 +535,7 @@ def cupy(monkeypatch):
     monkeypatch.setattr(segments, "device_work", no_device)
     monkeypatch.setattr(base, "device_of", no_device)
     monkeypatch.setattr(base, "backend_for", lambda block: CUPY)
-    monkeypatch.setattr(CUPY, "queue", lambda beside_copies=False: HostQueue(NUMPY))
+    monkeypatch.setattr(CUPY, "queue", lambda leave_bandwidth=False: HostQueue(NUMPY))
     return cupy
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 
 import dask
-import dask.array as da
 import numpy as np
 import pytest
 from distributed import wait
@@ -28,6 +27,7 @@ from tests.faults.support import (
 )
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
+from tests.transports.transposes import check_objects
 
 ORDER = {"p2p.transports.order": ["pinned"], "p2p.transports.pinned.part-bytes": "64 kiB"}
 
@@ -66,11 +66,7 @@ def test_values(client, checksum):
 
 
 def test_objects_go_another_way(client):
-    x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
-    a = persisted(client, da.from_array(x, chunks=(4, 2)))
-    y = persisted(client, dask_p2p.transpose(a))
-    assert y.compute().tolist() == x.T.tolist()
-    assert used(client, y) == {"comm"}
+    check_objects(client)
 
 
 @pytest.fixture(scope="module")

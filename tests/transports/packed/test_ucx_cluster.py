@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import persisted, tls_client, used
+from tests.support import own_client, persisted, tls_client, used
 from tests.transports.loopback import wait_until
+from tests.transports.transposes import check_bits, check_objects
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +30,7 @@ def _prefer_ucx():
     "dtype", ["f8", "?", "c16", "M8[ns]", "U3", [("a", "i1"), ("b", ">f8")]], ids=str
 )
 def test_values_of_any_dtype(client, dtype):
-    x = np.zeros((300, 200), dtype)
-    x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
-    a = persisted(client, da.from_array(x, chunks=(70, 150)))
-    y = persisted(client, dask_p2p.transpose(a))
-    got = y.compute()
-    assert got.dtype == x.dtype
-    assert got.tobytes() == x.T.tobytes()
-    assert used(client, y) == {"ucx"}
+    check_bits(client, dtype, "ucx")
 
 
 def test_many_parts_on_and_on(client):
@@ -58,13 +50,7 @@ def test_many_parts_on_and_on(client):
 
 
 def test_objects_go_another_way_without_a_warning(client):
-    x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
-    a = persisted(client, da.from_array(x, chunks=(4, 2)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        y = persisted(client, dask_p2p.transpose(a))
-    assert y.compute().tolist() == x.T.tolist()
-    assert used(client, y) == {"comm"}
+    check_objects(client)
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -98,10 +84,7 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
 )
 def test_a_killed_worker(how, moment_s):
     shape = (3000, 1500)
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(3) as client:
         a = persisted(
             client,
             da.fromfunction(
