@@ -22,7 +22,7 @@ from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.part_streams import Copied, HandOn, PartStreams
 from dask_p2p.backends.pinned import warn_once
-from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.memory import is_out_of_memory
 from dask_p2p.engine.parts import OPERATION, Mapped, is_of_parts, run_name
 from dask_p2p.engine.task import current_worker, go_elsewhere
@@ -77,7 +77,7 @@ class PartsFunction:
             )
         told = {**keywords, **({"block_id": block_id} if of.has_block_id else {})}
         worker, context = current_worker()
-        where = "this process" if worker is None else f"worker {worker.address}"
+        where = where_is(worker)
         (kind,) = kinds
         if backend_named(kind).on_device:  # handed through as it is
             work = Work(of, arrays, block_id, told, kind, sys.maxsize)
