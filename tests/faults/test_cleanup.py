@@ -21,6 +21,7 @@ from tests.faults.support import (
     cluster_of,
     expected,
     held,
+    one_block_each,
     set_trap,
     source,
 )
@@ -65,7 +66,7 @@ def directories(client):
 
 
 def test_after_cancelling(client, gate):
-    x = client.persist(source(SHAPE, (16, 48)))
+    x = one_block_each(client, source(SHAPE, (16, 48)), addresses(client))
     wait(x)
     in_the_middle(client, gate)
     y = client.persist(dask_p2p.transpose(x))
