@@ -187,7 +187,8 @@ def _fill_by(most: int, few: int) -> None:
 
 
 def _forget(dask_worker: Any) -> None:
-    """Have a worker keep no memory of results that are gone."""
+    """Have a worker keep no memory of results that are gone, and fill slots as it does."""
+    _fill_by(*_AS_IT_IS)
     dask_worker.plugins[PLUGIN_NAME].context.pinned.clear()
 
 

@@ -85,7 +85,7 @@ def _task(record: Record) -> _Slice:
         "post_s": record.post_s,
     }
     if record.parts:
-        args |= {"parts": record.parts}
+        args["parts"] = record.parts
     if record.attempt:
         args |= {"attempt": record.attempt, "step": record.step, "steps": record.steps}
     if record.error:
