@@ -1,10 +1,11 @@
-"""A step of a wave on GPUs by `iterate`, beside the kernel alone and JAX's `shard_map`; transposes.
+"""A step of a wave, transposes and Fourier transforms of sections on GPUs, beside their rivals.
 
     timeout 240 python -m benchmarks.sections_gpu --json FILE
     python -m benchmarks.sections_gpu --size 0 --side 65536 --workers 1
-    python -m benchmarks.sections_gpu --cpu --size 32 --steps 20 --side 512
+    python -m benchmarks.sections_gpu --size 0 --cube 512 --cube 1024
+    python -m benchmarks.sections_gpu --cpu --size 32 --steps 20 --side 512 --cube 64
 
-25 points in float32, one cube a GPU, with a periodic boundary: rims lie along the first axis, and
+The wave has 25 points in float32, one cube a GPU, with a periodic boundary: rims lie along the first axis, and
 the kernel goes round along the others. What `iterate` takes for a step is the difference between
 many steps and one, over the number of steps. The kernel alone runs in a worker, on memory of the
 same layout, with nothing exchanged. Values are compared with NumPy's first.
@@ -13,8 +14,11 @@ Transposes are of squares in float32, in slabs of rows, one a worker: by `Contex
 section, several calls at once and nothing waited for between them, and as a layer of
 `dask_p2p.transpose`, from the client's call until it is done. Of these each element is checked.
 
-Each thing that is timed has a time-out, after which the others follow. Waves have been run on one
-GPU, by one worker, and transposes on none.
+Fourier transforms are of cubes in slabs, in complex64 and float32, by `Context.fftn` and `rfftn`,
+which leave them in slabs of the second axis, and by JAX's `shard_map`. Each is transformed back,
+and compared with what it was made of.
+
+Each thing that is timed has a time-out, after which the others follow.
 """
 
 from __future__ import annotations
@@ -44,10 +48,11 @@ __all__ = ["main"]
 
 OURS, NO_OVERLAP = "dask_p2p.iterate", "dask_p2p.iterate, overlap=False"
 KERNEL, JAX = "the kernel alone", "JAX shard_map"
+REAL = {"Context.fftn": False, "Context.rfftn": True}  # whether each is of real numbers
 IN_SECTION, LAYER = "a transpose in a section", "a layer of dask_p2p.transpose"
 _CHECKED = 16  # side of the cubes that are compared with NumPy's
 _TOLERANCE = 1e-4
-_CALLS = 8  # of transposes in a section at once
+_CALLS = 8  # of transforms, or of transposes in a section at once
 _AT_ONCE = 5  # arrays of the size of the transposed one that there are, of which each has a part
 
 
@@ -133,13 +138,17 @@ def ours(x: Any, steps: int, overlap: bool | Literal["auto"], timeout_s: float) 
     return (many - one) / steps
 
 
-def jax_steps(
-    size: int, steps: int, workers: int, repeats: int, is_on_gpu: bool, timeout_s: float
+def by_jax(
+    module: str,
+    key: str,
+    is_on_gpu: bool,
+    timeout_s: float,
+    *flags: str,
+    **options: int,
 ) -> list[float]:
-    """Return the seconds of a step by JAX, in a process of its own."""
-    asked = {"gpus": workers, "size": size, "steps": steps, "repeats": repeats}
-    given = [text for name, of in asked.items() for text in (f"--{name}", str(of))]
-    command = [sys.executable, "-m", "benchmarks.rivals.jax_wave", *given]
+    """Return the seconds that one of JAX's programs finds, in a process of its own."""
+    given = [text for name, of in options.items() for text in (f"--{name}", str(of))]
+    command = [sys.executable, "-m", f"benchmarks.rivals.{module}", *given, *flags]
     done = subprocess.run(
         command + ["--cpu"] * (not is_on_gpu),
         capture_output=True,
@@ -149,7 +158,7 @@ def jax_steps(
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-500:])
-    found: list[float] = json.loads(done.stdout.splitlines()[-1])["step_s"]
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])[key]
     return found
 
 
@@ -244,11 +253,61 @@ def transposes_of(
     return {way: times for way, times in found.items() if times is not None}
 
 
+def transformed(ctx: Any, x: Any, is_real: bool, shape: Any, rounds: int) -> tuple[Any, ...]:
+    """Return a cube, its difference after a way back, and for each round seconds of a call."""
+    there, back = (ctx.rfftn, ctx.irfftn) if is_real else (ctx.fftn, ctx.ifftn)
+    y, times = there(x, cut=(1,), from_cut=(0,), shape=shape), []
+    found = back(y, cut=(0,), from_cut=(1,), shape=shape)
+    error = ctx.allreduce(float(abs(found - x).max()), "max")
+    del found
+    for _ in range(rounds):
+        _done(x)
+        ctx.barrier()
+        start_s = time.perf_counter()
+        for _ in range(_CALLS):
+            y = there(x, cut=(1,), from_cut=(0,), shape=shape)
+        _done(y)
+        times.append(ctx.allreduce((time.perf_counter() - start_s) / _CALLS, "max"))
+    return x, np.array([error]), np.array(times)
+
+
+def transforms_of(
+    client: Any, side: int, repeats: int, is_on_gpu: bool, timeout_s: float
+) -> dict[str, list[float]]:
+    """Return seconds of a transform by each way; of those that did not fail."""
+    workers, shape = len(client.nthreads()), (side,) * 3
+
+    def seconds(is_real: bool) -> list[float]:
+        x = da.random.default_rng(0).random(shape, "f4", chunks=(-(-side // workers), side, side))
+        x = x if is_real else x.astype("c8")
+        x = client.persist(x.map_blocks(_on_gpu) if is_on_gpu else x)
+        given = {"is_real": is_real, "shape": shape, "rounds": repeats + 1}
+        outputs = [np.zeros(1), np.zeros(repeats + 1)]
+        made = dask_p2p.spmd(transformed, x, per_member=outputs, members=workers, **given)
+        found = client.compute(list(made[1:]))
+        error, times = (each.result(timeout=timeout_s) for each in found)
+        if not error.max() < _TOLERANCE:
+            raise RuntimeError(f"values differ by {error.max():g} after their way back")
+        return [float(each) for each in times.max(axis=0)[1:]]
+
+    found = {
+        way: attempt(f"{side} {way}", partial(seconds, is_real)) for way, is_real in REAL.items()
+    }
+    return {way: times for way, times in found.items() if times is not None}
+
+
+def _on_gpu(block: Any) -> Any:
+    import cupy
+
+    return cupy.asarray(block)
+
+
 @click.command(context_settings={"show_default": True})
 @click.option(
     "--size", "sizes", multiple=True, type=int, default=(512, 256, 128), help="Of a cube; 0: none."
 )
 @click.option("--side", "sides", multiple=True, type=int, help="Of a square that is transposed.")
+@click.option("--cube", "cubes", multiple=True, type=int, help="Side of one to be transformed.")
 @click.option("--workers", default=2, help="With a GPU each.")
 @click.option("--steps", type=int, help="At a time. By default by the size.")
 @click.option("--repeats", default=3, help="Rounds after a first one.")
@@ -258,6 +317,7 @@ def transposes_of(
 def main(
     sizes: Sequence[int],
     sides: Sequence[int],
+    cubes: Sequence[int],
     workers: int,
     steps: int | None,
     repeats: int,
@@ -265,15 +325,17 @@ def main(
     on_cpu: bool,
     path: Path | None,
 ) -> None:
-    """Time a step of a wave on GPUs by one layer for all steps, and transposes in a section."""
+    """Time a step of a wave, and transposes and Fourier transforms of sections, on GPUs."""
     from distributed import Client
 
     # In one piece, which others map: a multiple of 2 MiB.
-    largest_bytes = max(sides, default=0) ** 2 * 4 // workers
+    squares_bytes, cubes_bytes = (max(sides, default=0) ** 2 * 4, max(cubes, default=0) ** 3 * 8)
+    largest_bytes = max(squares_bytes, 2 * cubes_bytes) // workers
     pool_bytes = max(2**34, -(-_AT_ONCE * largest_bytes // 2**30) * 2**30)
     of_gpus: dict[str, Any] = {} if on_cpu else {"rmm_pool_size": pool_bytes}
     squares: dict[int, dict[str, list[float]]] = {}
     rows: dict[int, dict[str, list[float]]] = {}
+    spectra: dict[int, dict[str, list[float]]] = {}
     with (
         dask_p2p.local_cluster(workers, gpus=not on_cpu, **of_gpus) as cluster,
         Client(cluster) as client,
@@ -287,19 +349,33 @@ def main(
             rows[size] = times_of(client, size, count, repeats, not on_cpu, timeout_s)
         for side in sides:
             squares[side] = transposes_of(client, side, repeats, not on_cpu, timeout_s)
+        for side in cubes:
+            spectra[side] = transforms_of(client, side, repeats, not on_cpu, timeout_s)
+    by_jax_here = partial(by_jax, is_on_gpu=not on_cpu, timeout_s=timeout_s)
     for size, times in rows.items():  # when nobody else has the GPUs' memory
         if find_spec("jax") is not None:
-            count = steps or steps_of(size)
-            given = size, count, workers, repeats, not on_cpu, timeout_s
-            if (found := attempt(f"{size} {JAX}", partial(jax_steps, *given))) is not None:
+            given = {"gpus": workers, "size": size, "repeats": repeats}
+            given["steps"] = steps or steps_of(size)
+            measure = partial(by_jax_here, "jax_wave", "step_s", **given)
+            if (found := attempt(f"{size} {JAX}", measure)) is not None:
                 times[JAX] = found
         for way, each in times.items():
             print(f"{size:>5} {way:>34}: {median(each) * 1e3:9.4f} ms a step", flush=True)
     for side, times in squares.items():
         for way, each in times.items():
             print(f"{side:>5} {way:>34}: {median(each) * 1e3:9.4f} ms", flush=True)
+    for side, times in spectra.items():
+        for way, is_real in REAL.items() if find_spec("jax") is not None else ():
+            given = {"gpus": workers, "size": side, "repeats": repeats}
+            flags = ["--real"] * is_real
+            measure = partial(by_jax_here, "jax_fft", "transform_s", *flags, **given)
+            if (found := attempt(f"{side} {JAX}", measure)) is not None:
+                times[f"{JAX}, for {way}"] = found
+        for way, each in times.items():
+            print(f"{side:>5} {way:>34}: {median(each) * 1e3:9.4f} ms", flush=True)
     shown: list[Any] = [{"size": size, "step_s": times} for size, times in rows.items()]
     shown += [{"side": side, "transpose_s": times} for side, times in squares.items()]
+    shown += [{"cube": side, "transform_s": times} for side, times in spectra.items()]
     write(path, {**environment(), "workers": workers, "repeats": repeats, "rows": shown})
 
 

@@ -13,40 +13,75 @@ RADIUS = 4
 COEFFICIENTS = (-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560)  # of the second derivative
 FACTOR = 0.1  # (speed * time step / distance) ** 2
 
-# A thread goes along the first axis with nine values in registers. The others are periodic. All
-# strides are of elements; those of the last axis are one.
+# A block of threads goes along the first axis. Each thread has nine values of its column in
+# registers; the plane in the middle lies in shared memory, with a rim, as neighbours need it. A rim
+# has fewer values than the block has threads, so each reads one at most, a plane ahead. The other
+# axes are periodic, also for threads beyond them. Strides are of elements; the last axis's are one.
 _SOURCE = r"""
-extern "C" __global__ void wave(
-    const float* u, const float* before, float* out, int nx, int ny, int nz,
-    long long ux, long long uy, long long bx, long long by, long long ox, long long oy
+extern "C" __global__ void __launch_bounds__(WIDE * HIGH) wave(
+    const float* __restrict__ u, const float* __restrict__ before, float* __restrict__ out,
+    int nx, int ny, int nz, int planes,
+    long long ux, int uy, long long bx, int by, long long ox, int oy
 ) {
     const float c[5] = {FACTORS};
-    const int k = blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.y * blockDim.y + threadIdx.y;
-    if (k >= nz || j >= ny) return;
-    long long y0[5], y1[5];
-    int z0[5], z1[5];
-    for (int m = 1; m < 5; m++) {
-        y0[m] = ((j - m + ny) % ny) * uy;
-        y1[m] = ((j + m) % ny) * uy;
-        z0[m] = (k - m + nz) % nz;
-        z1[m] = (k + m) % nz;
+    __shared__ float tile[2][HIGH + 8][WIDE + 8];
+    const int x = threadIdx.x, y = threadIdx.y, t = y * WIDE + x;
+    const int k = blockIdx.x * WIDE + x, j = blockIdx.y * HIGH + y;
+    const bool is_inside = k < nz && j < ny;
+
+    int row, column;  // of the value in the rim that this thread reads
+    if (t < 8 * (WIDE + 8)) {  // above and below
+        row = t / (WIDE + 8);
+        row += row < 4 ? 0 : HIGH;
+        column = t % (WIDE + 8);
+    } else {  // left and right
+        const int e = t - 8 * (WIDE + 8);
+        row = 4 + e / 8;
+        column = e % 8;
+        column += column < 4 ? 0 : WIDE;
     }
-    const float* at = u + j * uy + k;
-    float q[9];
+    const bool has_rim = t < 8 * (WIDE + 8) + 8 * HIGH;
+    const int rim_j = ((int)(blockIdx.y * HIGH) + row - 4 + 8 * ny) % ny;
+    const int rim_k = ((int)(blockIdx.x * WIDE) + column - 4 + 8 * nz) % nz;
+
+    const int first = blockIdx.z * planes, last = min(nx, first + planes);
+    const float* at = u + first * ux + (long long)(j % ny) * uy + k % nz;
+    const float* rim = u + (first + 4) * ux + (long long)rim_j * uy + rim_k;
+    before += first * bx + (long long)j * by + k;
+    out += first * ox + (long long)j * oy + k;
+    float q[9], next = has_rim ? *rim : 0;
+    #pragma unroll
     for (int m = 0; m < 8; m++) q[m + 1] = at[m * ux];
-    const float* plane = u + 4 * ux;
-    for (int i = 0; i < nx; i++, at += ux, plane += ux) {
+    at += 8 * ux;
+    for (int i = first, b = 0; i < last; i++, b ^= 1) {
+        #pragma unroll
         for (int m = 0; m < 8; m++) q[m] = q[m + 1];
-        q[8] = at[8 * ux];
+        q[8] = *at;
+        tile[b][y + 4][x + 4] = q[4];
+        if (has_rim) {
+            tile[b][row][column] = next;
+            rim += ux;
+            if (i + 1 < last) next = *rim;
+        }
+        const float older = is_inside ? *before : 0;
+        __syncthreads();  // one for each plane: who writes a tile again has passed the next one
         float total = 3 * c[0] * q[4];
+        #pragma unroll
         for (int m = 1; m < 5; m++)
-            total += c[m] * (q[4 - m] + q[4 + m] + plane[y0[m] + k] + plane[y1[m] + k]
-                             + plane[j * uy + z0[m]] + plane[j * uy + z1[m]]);
-        out[i * ox + j * oy + k] = 2 * q[4] - before[i * bx + j * by + k] + FACTOR * total;
+            total += c[m] * (q[4 - m] + q[4 + m] + tile[b][y + 4 - m][x + 4]
+                             + tile[b][y + 4 + m][x + 4] + tile[b][y + 4][x + 4 - m]
+                             + tile[b][y + 4][x + 4 + m]);
+        if (is_inside) *out = 2 * q[4] - older + FACTOR * total;
+        at += ux;
+        before += bx;
+        out += ox;
     }
 }
 """
-_THREADS = (32, 8)
+_WIDE, _HIGH = 32, 16  # threads of a block
+_BLOCKS = 1024  # that are wanted: some for each multiprocessor
+_STRIDES = np.int64, np.int32
+_PLANES = 16  # at least, of a block: it reads eight more
 
 
 @cache
@@ -54,9 +89,9 @@ def _kernel() -> Any:
     import cupy
 
     factors = ", ".join(f"{each!r}f" for each in COEFFICIENTS)
-    return cupy.RawKernel(
-        _SOURCE.replace("FACTORS", factors).replace("FACTOR", f"{FACTOR!r}f"), "wave"
-    )
+    source = _SOURCE.replace("FACTORS", factors).replace("FACTOR", f"{FACTOR!r}f")
+    source = source.replace("WIDE", str(_WIDE)).replace("HIGH", str(_HIGH))
+    return cupy.RawKernel(source, "wave")
 
 
 def wave(u: Any, before: Any, out: Any) -> None:
@@ -68,10 +103,13 @@ def wave(u: Any, before: Any, out: Any) -> None:
         _on_host(u, before, out)
         return
     nx, ny, nz = out.shape
-    strides = [s // 4 for each in (u, before, out) for s in each.strides[:2]]
-    grid = (-(-nz // _THREADS[0]), -(-ny // _THREADS[1]))
-    sizes = map(np.int32, (nx, ny, nz))
-    _kernel()(grid, _THREADS, (u, before, out, *sizes, *map(np.int64, strides)))
+    across = -(-nz // _WIDE), -(-ny // _HIGH)
+    planes = max(_PLANES, -(-nx * across[0] * across[1] // _BLOCKS))
+    strides = [
+        of(s // 4) for a in (u, before, out) for of, s in zip(_STRIDES, a.strides[:2], strict=True)
+    ]
+    sizes = map(np.int32, (nx, ny, nz, planes))
+    _kernel()((*across, -(-nx // planes)), (_WIDE, _HIGH), (u, before, out, *sizes, *strides))
 
 
 def _on_host(u: Any, before: Any, out: Any) -> None:
