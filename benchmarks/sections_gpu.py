@@ -5,14 +5,14 @@
     python -m benchmarks.sections_gpu --size 0 --cube 512 --cube 1024
     python -m benchmarks.sections_gpu --cpu --size 32 --steps 20 --side 512 --cube 64
 
-The wave has 25 points in float32, one cube a GPU, with a periodic boundary: rims lie along the first axis, and
-the kernel goes round along the others. What `iterate` takes for a step is the difference between
-many steps and one, over the number of steps. The kernel alone runs in a worker, on memory of the
-same layout, with nothing exchanged. Values are compared with NumPy's first.
+The wave has 25 points in float32, one cube a GPU, with a periodic boundary: rims lie along the
+first axis, and the kernel goes round along the others. What `iterate` takes for a step is the
+difference between many steps and one, over the number of steps. The kernel alone runs in a worker,
+on memory of the same layout, with nothing exchanged. Values are compared with NumPy's first.
 
 Transposes are of squares in float32, in slabs of rows, one a worker: by `Context.redistribute` in a
-section, several calls at once and nothing waited for between them, and as a layer of
-`dask_p2p.transpose`, from the client's call until it is done. Of these each element is checked.
+section, several calls at once and nothing waited for between them, as a layer of
+`dask_p2p.transpose`, from the client's call until it is done, and by JAX. Each element is checked.
 
 Fourier transforms are of cubes in slabs, in complex64 and float32, by `Context.fftn` and `rfftn`,
 which leave them in slabs of the second axis, and by JAX's `shard_map`. Each is transformed back,
@@ -23,11 +23,10 @@ Each thing that is timed has a time-out, after which the others follow.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,18 +40,18 @@ import numpy as np
 import dask_p2p
 from benchmarks.environment import environment
 from benchmarks.growth import write
+from benchmarks.rivals.common import run_program
 from benchmarks.rivals.wave import RADIUS, reference, wave
-from dask_p2p.tools.indexed import count_wrong, indexed_array
+from benchmarks.sections_calls import REAL, attempt, computed, transforms_of, transposes_of
 
 __all__ = ["main"]
 
 OURS, NO_OVERLAP = "dask_p2p.iterate", "dask_p2p.iterate, overlap=False"
 KERNEL, JAX = "the kernel alone", "JAX shard_map"
-REAL = {"Context.fftn": False, "Context.rfftn": True}  # whether each is of real numbers
-IN_SECTION, LAYER = "a transpose in a section", "a layer of dask_p2p.transpose"
+#: How seconds are called in the file, by what the size is of.
+SECONDS_OF = {"size": "step_s", "side": "transpose_s", "cube": "transform_s"}
 _CHECKED = 16  # side of the cubes that are compared with NumPy's
 _TOLERANCE = 1e-4
-_CALLS = 8  # of transforms, or of transposes in a section at once
 _AT_ONCE = 5  # arrays of the size of the transposed one that there are, of which each has a part
 
 
@@ -77,20 +76,6 @@ def iterated(x: Any, steps: int, overlap: bool | Literal["auto"] = "auto") -> An
     depths: list[Any] = [{0: RADIUS}, 0]
     made = dask_p2p.iterate(wave, (x, x), depths, steps, overlap=overlap, checkpoint_every=None)
     return made[0]
-
-
-def computed(y: Any, timeout_s: float) -> float:
-    """Return how long it takes to compute an array, wherever it stays."""
-    from distributed import futures_of, wait
-
-    start_s = time.perf_counter()
-    y = y.persist()
-    wait(y, timeout=timeout_s)
-    elapsed_s = time.perf_counter() - start_s
-    for future in futures_of(y):
-        if future.status == "error":
-            future.result()
-    return elapsed_s
 
 
 def wrong(workers: int, is_on_gpu: bool, timeout_s: float) -> float:
@@ -138,39 +123,6 @@ def ours(x: Any, steps: int, overlap: bool | Literal["auto"], timeout_s: float) 
     return (many - one) / steps
 
 
-def by_jax(
-    module: str,
-    key: str,
-    is_on_gpu: bool,
-    timeout_s: float,
-    *flags: str,
-    **options: int,
-) -> list[float]:
-    """Return the seconds that one of JAX's programs finds, in a process of its own."""
-    given = [text for name, of in options.items() for text in (f"--{name}", str(of))]
-    command = [sys.executable, "-m", f"benchmarks.rivals.{module}", *given, *flags]
-    done = subprocess.run(
-        command + ["--cpu"] * (not is_on_gpu),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-500:])
-    found: list[float] = json.loads(done.stdout.splitlines()[-1])[key]
-    return found
-
-
-def attempt(what: str, measure: Callable[[], Any]) -> Any:
-    """Return what is measured; None, with a line that says so, if that fails."""
-    try:
-        return measure()
-    except Exception as exc:
-        print(f"{what} failed: {type(exc).__name__}: {str(exc)[:500]}", flush=True)
-        return None
-
-
 def times_of(
     client: Any, size: int, steps: int, repeats: int, is_on_gpu: bool, timeout_s: float
 ) -> dict[str, list[float]]:
@@ -200,106 +152,30 @@ def times_of(
     return times
 
 
-def transposed(ctx: Any, x: Any, rounds: int) -> tuple[Any, Any]:
-    """Return the transpose of a square in slabs, and for each round the seconds of a call."""
-    out, times = ctx.redistribute(x, (0,), axes=(1, 0)), []
-    for _ in range(rounds):
-        _done(x)
-        ctx.barrier()
-        start_s = time.perf_counter()
-        for _ in range(_CALLS):
-            ctx.redistribute(x, (0,), axes=(1, 0), out=out)
-        _done(out)
-        times.append(ctx.allreduce((time.perf_counter() - start_s) / _CALLS, "max"))
-    return out, np.array(times)
+def by_jax(module: str, size: int, *arguments: object, timeout_s: float) -> list[float]:
+    """Return the seconds that one of JAX's programs finds, in a process of its own."""
+    said = run_program(module, "--size", size, *arguments, timeout_s=timeout_s)
+    if said.get("wrong"):
+        raise RuntimeError(f"{said['wrong']} elements are wrong")
+    found: list[float] = said["times_s"]
+    return found
 
 
-def _done(array: Any) -> None:
-    """Wait for what is on the member's stream."""
-    if not isinstance(array, np.ndarray):
-        import cupy
+@dataclass
+class Results:
+    """What was measured: printed and written as it comes, as the program may be ended early."""
 
-        cupy.cuda.get_current_stream().synchronize()
+    head: dict[str, Any]
+    path: Path | None
+    rows: dict[tuple[str, int], dict[str, list[float]]] = dataclasses.field(default_factory=dict)
 
-
-def transposes_of(
-    client: Any, side: int, repeats: int, is_on_gpu: bool, timeout_s: float
-) -> dict[str, list[float]]:
-    """Return seconds of a transpose by each way; of those that did not fail."""
-    workers, kind = len(client.nthreads()), "cupy" if is_on_gpu else "numpy"
-    x = client.persist(
-        indexed_array((side, side), (-(-side // workers), side), np.dtype("f4"), kind)
-    )
-    spread: dict[str, Any] = {"cut": (0,), "rounds": repeats + 1, "members": workers}
-
-    def checked(y: Any) -> None:
-        if count := client.compute(count_wrong(y, x.shape, (1, 0), kind)).result(timeout=timeout_s):
-            raise RuntimeError(f"{count} elements are wrong")
-
-    def in_section() -> list[float]:
-        y, times = client.persist(
-            dask_p2p.spmd(transposed, x, per_member=[np.zeros(repeats + 1)], **spread)
-        )
-        found = client.compute(times).result(timeout=timeout_s)
-        checked(y)
-        return [float(each) for each in found.max(axis=0)[1:]]
-
-    def as_layer() -> list[float]:
-        checked(dask_p2p.transpose(x))
-        return [computed(dask_p2p.transpose(x), timeout_s) for _ in range(repeats + 1)][1:]
-
-    ways = {IN_SECTION: in_section, LAYER: as_layer}
-    found = {way: attempt(f"{side} {way}", measure) for way, measure in ways.items()}
-    return {way: times for way, times in found.items() if times is not None}
-
-
-def transformed(ctx: Any, x: Any, is_real: bool, shape: Any, rounds: int) -> tuple[Any, ...]:
-    """Return a cube, its difference after a way back, and for each round seconds of a call."""
-    there, back = (ctx.rfftn, ctx.irfftn) if is_real else (ctx.fftn, ctx.ifftn)
-    y, times = there(x, cut=(1,), from_cut=(0,), shape=shape), []
-    found = back(y, cut=(0,), from_cut=(1,), shape=shape)
-    error = ctx.allreduce(float(abs(found - x).max()), "max")
-    del found
-    for _ in range(rounds):
-        _done(x)
-        ctx.barrier()
-        start_s = time.perf_counter()
-        for _ in range(_CALLS):
-            y = there(x, cut=(1,), from_cut=(0,), shape=shape)
-        _done(y)
-        times.append(ctx.allreduce((time.perf_counter() - start_s) / _CALLS, "max"))
-    return x, np.array([error]), np.array(times)
-
-
-def transforms_of(
-    client: Any, side: int, repeats: int, is_on_gpu: bool, timeout_s: float
-) -> dict[str, list[float]]:
-    """Return seconds of a transform by each way; of those that did not fail."""
-    workers, shape = len(client.nthreads()), (side,) * 3
-
-    def seconds(is_real: bool) -> list[float]:
-        x = da.random.default_rng(0).random(shape, "f4", chunks=(-(-side // workers), side, side))
-        x = x if is_real else x.astype("c8")
-        x = client.persist(x.map_blocks(_on_gpu) if is_on_gpu else x)
-        given = {"is_real": is_real, "shape": shape, "rounds": repeats + 1}
-        outputs = [np.zeros(1), np.zeros(repeats + 1)]
-        made = dask_p2p.spmd(transformed, x, per_member=outputs, members=workers, **given)
-        found = client.compute(list(made[1:]))
-        error, times = (each.result(timeout=timeout_s) for each in found)
-        if not error.max() < _TOLERANCE:
-            raise RuntimeError(f"values differ by {error.max():g} after their way back")
-        return [float(each) for each in times.max(axis=0)[1:]]
-
-    found = {
-        way: attempt(f"{side} {way}", partial(seconds, is_real)) for way, is_real in REAL.items()
-    }
-    return {way: times for way, times in found.items() if times is not None}
-
-
-def _on_gpu(block: Any) -> Any:
-    import cupy
-
-    return cupy.asarray(block)
+    def add(self, kind: str, size: int, times: dict[str, list[float]]) -> None:
+        """Add the seconds of some ways, by what the size is of."""
+        for way, each in times.items():
+            print(f"{kind} {size:>6} {way:>34}: {median(each) * 1e3:9.4f} ms", flush=True)
+        self.rows.setdefault((kind, size), {}).update(times)
+        shown = [{of: n, SECONDS_OF[of]: each} for (of, n), each in self.rows.items()]
+        write(self.path, {**self.head, "rows": shown})
 
 
 @click.command(context_settings={"show_default": True})
@@ -333,9 +209,8 @@ def main(
     largest_bytes = max(squares_bytes, 2 * cubes_bytes) // workers
     pool_bytes = max(2**34, -(-_AT_ONCE * largest_bytes // 2**30) * 2**30)
     of_gpus: dict[str, Any] = {} if on_cpu else {"rmm_pool_size": pool_bytes}
-    squares: dict[int, dict[str, list[float]]] = {}
-    rows: dict[int, dict[str, list[float]]] = {}
-    spectra: dict[int, dict[str, list[float]]] = {}
+    results = Results({**environment(), "workers": workers, "repeats": repeats}, path)
+    steps_at = {size: steps or steps_of(size) for size in sizes if size}
     with (
         dask_p2p.local_cluster(workers, gpus=not on_cpu, **of_gpus) as cluster,
         Client(cluster) as client,
@@ -344,39 +219,29 @@ def main(
         error = wrong(workers, not on_cpu, timeout_s)
         if not error < _TOLERANCE:
             raise click.ClickException(f"values differ from NumPy's by {error:g}")
-        for size in filter(None, sizes):
-            count = steps or steps_of(size)
-            rows[size] = times_of(client, size, count, repeats, not on_cpu, timeout_s)
+        common: Any = repeats, not on_cpu, timeout_s
+        for size, count in steps_at.items():
+            results.add("size", size, times_of(client, size, count, *common))
         for side in sides:
-            squares[side] = transposes_of(client, side, repeats, not on_cpu, timeout_s)
+            results.add("side", side, transposes_of(client, side, *common))
         for side in cubes:
-            spectra[side] = transforms_of(client, side, repeats, not on_cpu, timeout_s)
-    by_jax_here = partial(by_jax, is_on_gpu=not on_cpu, timeout_s=timeout_s)
-    for size, times in rows.items():  # when nobody else has the GPUs' memory
-        if find_spec("jax") is not None:
-            given = {"gpus": workers, "size": size, "repeats": repeats}
-            given["steps"] = steps or steps_of(size)
-            measure = partial(by_jax_here, "jax_wave", "step_s", **given)
-            if (found := attempt(f"{size} {JAX}", measure)) is not None:
-                times[JAX] = found
-        for way, each in times.items():
-            print(f"{size:>5} {way:>34}: {median(each) * 1e3:9.4f} ms a step", flush=True)
-    for side, times in squares.items():
-        for way, each in times.items():
-            print(f"{side:>5} {way:>34}: {median(each) * 1e3:9.4f} ms", flush=True)
-    for side, times in spectra.items():
-        for way, is_real in REAL.items() if find_spec("jax") is not None else ():
-            given = {"gpus": workers, "size": side, "repeats": repeats}
-            flags = ["--real"] * is_real
-            measure = partial(by_jax_here, "jax_fft", "transform_s", *flags, **given)
-            if (found := attempt(f"{side} {JAX}", measure)) is not None:
-                times[f"{JAX}, for {way}"] = found
-        for way, each in times.items():
-            print(f"{side:>5} {way:>34}: {median(each) * 1e3:9.4f} ms", flush=True)
-    shown: list[Any] = [{"size": size, "step_s": times} for size, times in rows.items()]
-    shown += [{"side": side, "transpose_s": times} for side, times in squares.items()]
-    shown += [{"cube": side, "transform_s": times} for side, times in spectra.items()]
-    write(path, {**environment(), "workers": workers, "repeats": repeats, "rows": shown})
+            results.add("cube", side, transforms_of(client, side, *common))
+    # When nobody else has the GPUs' memory.
+    rivals: list[tuple[str, int, str, str, Sequence[object]]] = [
+        *(("size", n, JAX, "jax_wave", ("--steps", count)) for n, count in steps_at.items()),
+        *(("side", n, "JAX", "sharded_jax", ()) for n in sides),
+        *(
+            ("cube", n, f"{JAX}, for {way}", "jax_fft", ["--real"] * is_real)
+            for n in cubes
+            for way, is_real in REAL.items()
+        ),
+    ]
+    given = "--gpus", workers, "--repeats", repeats, *["--cpu"] * on_cpu
+    for kind, size, way, module, more in rivals if find_spec("jax") is not None else ():
+        measure = partial(by_jax, module, size, *given, *more, timeout_s=timeout_s)
+        found = attempt(f"{size} {way}", measure)
+        if found is not None:
+            results.add(kind, size, {way: found})
 
 
 if __name__ == "__main__":

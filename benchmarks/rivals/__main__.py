@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from benchmarks.rivals import copy_engines, mpi_fft, sharded_jax, torch_nccl
-from benchmarks.rivals.common import parser
+from benchmarks.rivals.common import ROOT, parser, why
 
 #: Way, module, and the library that it needs; mpi4py-fft on processors, the others on GPUs.
 RIVALS = (
@@ -38,8 +38,6 @@ LIBRARIES = {
     False: ("cupy", "torch", "jax"),
     True: ("cupy", "torch", "jax", "mpi4py_fft"),
 }
-
-ROOT = Path(__file__).parents[2]
 
 
 def run_rival(
@@ -85,17 +83,6 @@ def run_for(command: Sequence[str], timeout_s: float, errors: Any) -> str | None
             return f"not done after {timeout_s:g} s"
         raise
     return None
-
-
-def why(said: str) -> str:
-    r"""Return the line of a program's last words that names the error.
-
-    >>> why("Traceback (most recent call last):\n  File ...\nValueError: too small\n\n")
-    'ValueError: too small'
-    """
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    named = [line for line in lines if "Error: " in line]
-    return (named or lines or ["it ended without a word"])[-1][:300]
 
 
 def failed(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,6 +28,8 @@ MODULI = {
     "complex64": 16777213,
     "complex128": 9007199254740881,
 }
+
+ROOT = Path(__file__).parents[2]
 
 #: Of the temporaries with which matrices are filled and checked, elements.
 BAND = 2**25
@@ -171,3 +176,50 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Return one case a size, the smallest first: it is the largest that may run out of memory."""
     for size in sorted(options.size):
         yield Case(size, options.dtype, options.gpus, options.repeats, options.cpu)
+
+
+def run_program(
+    module: str, *arguments: object, timeout_s: float, **environment: str
+) -> dict[str, Any]:
+    """Run a module of this folder as a program of its own; return the last thing that it printed.
+
+    Parameters
+    ----------
+    module
+        Its name in this folder.
+    *arguments
+        Of its command line.
+    timeout_s
+        After which it is ended.
+    **environment
+        What else it finds in its environment.
+
+    Raises
+    ------
+    RuntimeError
+        If it fails.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.rivals.{module}", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    if done.returncode:
+        raise RuntimeError(why(done.stderr))
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def why(said: str) -> str:
+    r"""Return the line of a program's last words that names the error.
+
+    >>> why("Traceback (most recent call last):\n  File ...\nValueError: too small\n\n")
+    'ValueError: too small'
+    """
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    named = [line for line in lines if "Error: " in line]
+    return (named or lines or ["it ended without a word"])[-1][:300]

@@ -77,7 +77,7 @@ def main() -> None:
         both = run(*both)
         jax.block_until_ready(both)
         found.append((time.perf_counter() - start_s) / options.steps)
-    print(json.dumps({"jax": jax.__version__, "step_s": found}), flush=True)
+    print(json.dumps({"jax": jax.__version__, "times_s": found}), flush=True)
 
 
 if __name__ == "__main__":

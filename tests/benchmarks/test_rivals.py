@@ -15,7 +15,7 @@ import pytest
 import benchmarks
 from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals import copy_engines, mpi_fft, torch_nccl
-from benchmarks.rivals.common import MODULI, Case, row, time_forms
+from benchmarks.rivals.common import MODULI, Case, row, run_program, time_forms, why
 from dask_p2p.tools import indexed
 
 ROOT = Path(benchmarks.__file__).parents[1]
@@ -131,6 +131,33 @@ def test_on_processors(tmp_path):
 
 
 @pytest.mark.programs
+@pytest.mark.skipif(find_spec("jax") is None, reason="needs JAX")
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("jax_wave", ["--size", 16, "--steps", 3]),
+        ("jax_fft", ["--size", 16]),
+        ("jax_fft", ["--shape", 32, 16, 8, "--real"]),
+    ],
+)
+def test_programs_of_jax_on_processors(module, arguments):
+    """Spectra are compared by the program itself."""
+    said = run_program(module, *arguments, "--cpu", "--repeats", 2, timeout_s=60)
+    assert len(said["times_s"]) == 2
+    assert min(said["times_s"]) > 0
+
+
+@pytest.mark.programs
+def test_programs_of_their_own():
+    said = run_program("copy_engines", "--cpu", "--gpus", 2, "--size", 64, timeout_s=60)
+    assert (said["way"], said["wrong"]) == (copy_engines.WAY, 0)
+    with pytest.raises(RuntimeError, match="ValueError: 65 rows are no multiple of 2"):
+        run_program("copy_engines", "--cpu", "--gpus", 2, "--size", 65, timeout_s=60)
+    with pytest.raises(RuntimeError):  # what it finds in its environment
+        run_program("copy_engines", "--help", timeout_s=60, PYTHONHOME="/nowhere")
+
+
+@pytest.mark.programs
 def test_one_that_hangs(tmp_path):
     started = tmp_path / "started"
     in_a_group_of_its_own = (
@@ -166,8 +193,8 @@ def test_slabs_of_mpi_processes(transposed):
 
 def test_reasons():
     said = "Traceback\n  File\ntorch.OutOfMemoryError: too much\n[W] a farewell\n\n"
-    assert rivals.why(said) == "torch.OutOfMemoryError: too much"
-    assert rivals.why("expected 4 GPUs\n") == "expected 4 GPUs"
-    assert rivals.why(" \n") == "it ended without a word"
+    assert why(said) == "torch.OutOfMemoryError: too much"
+    assert why("expected 4 GPUs\n") == "expected 4 GPUs"
+    assert why(" \n") == "it ended without a word"
     options = Namespace(dtype="int8", gpus=2)
     assert [made["size"] for made in rivals.failed("JAX", options, [8, 16], "x")] == [8, 16]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-import dask.array as da
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import sections_gpu
+from benchmarks import sections_calls, sections_gpu
 from benchmarks.rivals.wave import RADIUS, reference, wave
 
 
@@ -21,49 +20,57 @@ def test_a_step_is_that_of_the_whole_array():
     assert abs(reference(np.ones((9, 9, 9)), np.ones((9, 9, 9)), 1) - 1).max() < 1e-6
 
 
+def jax_says(said):
+    """Return a stand-in for JAX's programs, and a list of what they are asked."""
+    asked = []
+
+    def run(module, *arguments, timeout_s):
+        asked.append([module, *map(str, arguments)])
+        if module == "jax_wave":
+            raise RuntimeError("no memory")
+        return said
+
+    return run, asked
+
+
 @pytest.mark.cluster
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(sections_gpu, "find_spec", lambda name: None)  # without JAX
+    run, asked = jax_says({"times_s": [0.5]})
+    monkeypatch.setattr(sections_gpu, "find_spec", lambda name: name)
+    monkeypatch.setattr(sections_gpu, "run_program", run)
     path = tmp_path / "result.json"
+    options = ["--cpu", "--size", "12", "--steps", "3", "--side", "51", "--cube", "8"]
     done = CliRunner().invoke(
         sections_gpu.main,
-        [
-            *("--cpu", "--size", "12", "--steps", "3", "--side", "51", "--repeats", "1"),
-            *("--json", str(path)),
-        ],
+        [*options, "--repeats", "1", "--json", str(path)],
         catch_exceptions=False,
     )
     assert done.exit_code == 0, done.output
-    row, square = json.loads(path.read_text())["rows"]
-    assert square["side"] == 51
-    times = square["transpose_s"]
-    assert times.keys() == {sections_gpu.IN_SECTION, sections_gpu.LAYER}
-    assert all(len(each) == 1 and each[0] > 0 for each in times.values())
-    assert row["size"] == 12
-    assert row["step_s"].keys() == {
-        sections_gpu.KERNEL,
-        sections_gpu.OURS,
-        sections_gpu.NO_OVERLAP,
-    }
+    wave, square, cube = json.loads(path.read_text())["rows"]
+    assert (wave["size"], square["side"], cube["cube"]) == (12, 51, 8)
+    ways = {sections_gpu.KERNEL, sections_gpu.OURS, sections_gpu.NO_OVERLAP}
+    assert wave["step_s"].keys() == ways
+    by_jax = [f"{sections_gpu.JAX}, for {way}" for way in ("Context.fftn", "Context.rfftn")]
+    transposes, transforms = square["transpose_s"], cube["transform_s"]
+    assert transposes.keys() == {sections_calls.IN_SECTION, sections_calls.LAYER, "JAX"}
+    assert transforms.keys() == {"Context.fftn", "Context.rfftn", *by_jax}
+    measured = [*transposes.values(), *transforms.values()]
+    assert all(len(each) == 1 and each[0] > 0 for each in measured)
+    common = ["--gpus", "2", "--repeats", "1", "--cpu"]
+    assert asked == [
+        ["jax_wave", "--size", "12", *common, "--steps", "3"],
+        ["sharded_jax", "--size", "51", *common],
+        ["jax_fft", "--size", "8", *common],
+        ["jax_fft", "--size", "8", *common, "--real"],
+    ]
+    assert "12 JAX shard_map failed: RuntimeError: no memory" in done.output
 
 
-def test_what_fails_is_told_and_the_rest_goes_on(capsys):
-    def fails():
-        raise RuntimeError("no memory")
-
-    assert sections_gpu.attempt("512 JAX", fails) is None
-    assert capsys.readouterr().out == "512 JAX failed: RuntimeError: no memory\n"
-
-
-@pytest.mark.cluster
-def test_transposes_that_are_wrong_are_told(monkeypatch, capsys, cluster):
-    """By members and by the layer, on one worker alone."""
-    from distributed import Client
-
-    with Client(cluster) as client:
-        monkeypatch.setattr(sections_gpu, "count_wrong", lambda *args: da.ones(3).sum())
-        assert sections_gpu.transposes_of(client, 16, 1, False, 30) == {}
-    assert capsys.readouterr().out.count("3.0 elements are wrong") == 2
+def test_what_jax_finds_must_be_right(monkeypatch):
+    run, _ = jax_says({"times_s": [0.5], "wrong": 3})
+    monkeypatch.setattr(sections_gpu, "run_program", run)
+    with pytest.raises(RuntimeError, match="3 elements"):
+        sections_gpu.by_jax("sharded_jax", 8, timeout_s=1)
 
 
 def test_help():

@@ -1,0 +1,165 @@
+"""What a transpose and a Fourier transform take inside a section, called several times in a row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import dask.array as da
+import numpy as np
+
+import dask_p2p
+from dask_p2p.tools.indexed import count_wrong, indexed_array
+
+__all__ = ["REAL", "attempt", "computed", "transforms_of", "transposes_of", "wait_until_gone"]
+
+IN_SECTION, LAYER = "a transpose in a section", "a layer of dask_p2p.transpose"
+REAL = {"Context.fftn": False, "Context.rfftn": True}  # whether each is of real numbers
+_TOLERANCE = 1e-4
+_CALLS = 8  # of transforms, or of transposes in a section at once
+_POLL_S = 0.01
+
+
+def attempt(what: str, measure: Callable[[], Any]) -> Any:
+    """Return what is measured; None, with a line that says so, if that fails."""
+    try:
+        return measure()
+    except Exception as exc:
+        print(f"{what} failed: {type(exc).__name__}: {str(exc)[:500]}", flush=True)
+        return None
+
+
+def computed(y: Any, timeout_s: float) -> float:
+    """Return how long it takes to compute an array, wherever it stays; it is gone afterwards.
+
+    The next call may have the same keys, and would find what is still there of this one.
+    """
+    from distributed import futures_of, wait
+
+    start_s = time.perf_counter()
+    y = y.persist()
+    wait(y, timeout=timeout_s)
+    elapsed_s = time.perf_counter() - start_s
+    for future in futures_of(y):
+        if future.status == "error":
+            future.result()
+    name, y, future = y.name, None, None
+    wait_until_gone(name, timeout_s)
+    return elapsed_s
+
+
+def wait_until_gone(name: str, timeout_s: float) -> None:
+    """Wait until the scheduler has forgotten all blocks of the array with this name."""
+    from distributed import get_client
+
+    client, until_s = get_client(), time.monotonic() + timeout_s
+    while any(isinstance(key, tuple) and key[0] == name for key in client.who_has()):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"blocks of the last result are still there after {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def transposed(ctx: Any, x: Any, rounds: int) -> tuple[Any, Any]:
+    """Return the transpose of a square in slabs, and for each round the seconds of a call."""
+    out, times = ctx.redistribute(x, (0,), axes=(1, 0)), []
+    for _ in range(rounds):
+        _done(x)
+        ctx.barrier()
+        start_s = time.perf_counter()
+        for _ in range(_CALLS):
+            ctx.redistribute(x, (0,), axes=(1, 0), out=out)
+        _done(out)
+        times.append(ctx.allreduce((time.perf_counter() - start_s) / _CALLS, "max"))
+    return out, np.array(times)
+
+
+def _done(array: Any) -> None:
+    """Wait for what is on the member's stream."""
+    if not isinstance(array, np.ndarray):
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()
+
+
+def transposes_of(
+    client: Any, side: int, repeats: int, is_on_gpu: bool, timeout_s: float
+) -> dict[str, list[float]]:
+    """Return seconds of a transpose by each way; of those that did not fail."""
+    workers, kind = len(client.nthreads()), "cupy" if is_on_gpu else "numpy"
+    x = client.persist(
+        indexed_array((side, side), (-(-side // workers), side), np.dtype("f4"), kind)
+    )
+    spread: dict[str, Any] = {"cut": (0,), "rounds": repeats + 1, "members": workers}
+
+    def checked(y: Any) -> None:
+        if count := client.compute(count_wrong(y, x.shape, (1, 0), kind)).result(timeout=timeout_s):
+            raise RuntimeError(f"{count} elements are wrong")
+
+    def in_section() -> list[float]:
+        y, times = client.persist(
+            dask_p2p.spmd(transposed, x, per_member=[np.zeros(repeats + 1)], **spread)
+        )
+        found = client.compute(times).result(timeout=timeout_s)
+        checked(y)
+        return [float(each) for each in found.max(axis=0)[1:]]
+
+    def as_layer() -> list[float]:
+        y = dask_p2p.transpose(x)
+        checked(y)
+        wait_until_gone(y.name, timeout_s)
+        return [computed(y, timeout_s) for _ in range(repeats + 1)][1:]
+
+    ways = {IN_SECTION: in_section, LAYER: as_layer}
+    found = {way: attempt(f"{side} {way}", measure) for way, measure in ways.items()}
+    return {way: times for way, times in found.items() if times is not None}
+
+
+def transformed(ctx: Any, x: Any, is_real: bool, shape: Any, rounds: int) -> tuple[Any, ...]:
+    """Return a cube, its difference after a way back, and for each round seconds of a call."""
+    there, back = (ctx.rfftn, ctx.irfftn) if is_real else (ctx.fftn, ctx.ifftn)
+    y, times = there(x, cut=(1,), from_cut=(0,), shape=shape), []
+    found = back(y, cut=(0,), from_cut=(1,), shape=shape)
+    error = ctx.allreduce(float(abs(found - x).max()), "max")
+    del found
+    for _ in range(rounds):
+        _done(x)
+        ctx.barrier()
+        start_s = time.perf_counter()
+        for _ in range(_CALLS):
+            y = there(x, cut=(1,), from_cut=(0,), shape=shape)
+        _done(y)
+        times.append(ctx.allreduce((time.perf_counter() - start_s) / _CALLS, "max"))
+    return x, np.array([error]), np.array(times)
+
+
+def transforms_of(
+    client: Any, side: int, repeats: int, is_on_gpu: bool, timeout_s: float
+) -> dict[str, list[float]]:
+    """Return seconds of a transform by each way; of those that did not fail."""
+    workers, shape = len(client.nthreads()), (side,) * 3
+
+    def seconds(is_real: bool) -> list[float]:
+        x = da.random.default_rng(0).random(shape, "f4", chunks=(-(-side // workers), side, side))
+        x = x if is_real else x.astype("c8")
+        x = client.persist(x.map_blocks(_on_gpu) if is_on_gpu else x)
+        given: dict[str, Any] = {"is_real": is_real, "shape": shape, "rounds": repeats + 1}
+        outputs = [np.zeros(1), np.zeros(repeats + 1)]
+        made = dask_p2p.spmd(transformed, x, per_member=outputs, members=workers, **given)
+        found = client.compute(list(made[1:]))
+        error, times = (each.result(timeout=timeout_s) for each in found)
+        if not error.max() < _TOLERANCE:
+            raise RuntimeError(f"values differ by {error.max():g} after their way back")
+        return [float(each) for each in times.max(axis=0)[1:]]
+
+    found = {
+        way: attempt(f"{side} {way}", partial(seconds, is_real)) for way, is_real in REAL.items()
+    }
+    return {way: times for way, times in found.items() if times is not None}
+
+
+def _on_gpu(block: Any) -> Any:
+    import cupy
+
+    return cupy.asarray(block)
