@@ -14,8 +14,7 @@ import dask
 from dask.core import flatten
 from distributed import wait
 
-from benchmarks.moved import collect, least_bytes
-from dask_p2p.monitoring.runs import Run
+from benchmarks.moved import collect, least_bytes, note
 from dask_p2p.ops.transpose import transpose
 from dask_p2p.plans import Plan, redistribution, slab_chunks
 from dask_p2p.plugins.registration import workers_of
@@ -72,6 +71,9 @@ class Case:
     def plan(self, y: DaskArray) -> Plan:
         """Return how a result is assembled from the array."""
         return redistribution(self.chunks, self.axes, y.chunks)
+
+    def settle(self, client: Any) -> None:
+        """Wait for what tasks leave behind them, if that is theirs: it counts. Here nothing."""
 
     def wrong(self, y: DaskArray) -> int:
         """Count the elements of a result that are not where they belong."""
@@ -274,6 +276,7 @@ def _run_once(
     if kept is None:
         y = client.persist(y)
         wait_for_blocks(y)
+        case.settle(client)
     stop_s, until_s = time.perf_counter(), time.time()
     if kept is not None:  # persisting only gives `y` what was made
         y = client.persist(y)
@@ -283,7 +286,7 @@ def _run_once(
         if with_cpu:
             row.setdefault("cpu_s", []).append(_cpu_s(client) - cpu_s)
         if (run := collect(client, y.name, since_s)) is not None:
-            _note(row, run, since_s, until_s)
+            note(row, run, since_s, until_s)
             plan = case.plan(y)
             row["least_bytes"] = least_bytes(client, x, plan, y)
             row["least_anywhere_bytes"] = least_bytes(client, x, plan)
@@ -310,25 +313,6 @@ def _cpu_s(client: Any) -> float:
 
     everywhere = [*client.run(spent).values(), client.run_on_scheduler(spent), spent()]
     return sum(dict(everywhere).values())  # client and scheduler may be one process
-
-
-def _note(row: Row, run: Run, since_s: float, until_s: float) -> None:
-    """Note the parts of a run, by the clocks of client and workers, which are one on one host."""
-    parts_s = {
-        "before_s": run.start_s - since_s,
-        "exchange_s": run.exchange_s,
-        "span_s": run.wall_s,
-        "tasks_s": sum(record.stop_s - record.start_s for record in run.made),
-        "after_s": until_s - run.stop_s,
-    }
-    for part, time_s in parts_s.items():
-        row.setdefault(part, []).append(time_s)
-    row.setdefault("rates_gbs", []).extend(sorted(run.link_gbs)[:1])  # the slowest reader's
-    row["moved_bytes"] = run.moved_bytes
-    row["pairs"] = [
-        {"reader": reader, "holder": holder, "transport": transport, "bytes": nbytes}
-        for (reader, holder, transport), nbytes in sorted(run.pairs.items())
-    ]
 
 
 def _made_one_by_one(client: Any, y: DaskArray) -> list[Any]:

@@ -10,7 +10,7 @@ from dask_p2p.monitoring.runs import Run, fetch_records
 from dask_p2p.plans import Plan, block_plans
 from dask_p2p.types import DaskArray
 
-__all__ = ["collect", "least_bytes"]
+__all__ = ["collect", "least_bytes", "note"]
 
 
 def least_bytes(client: Any, x: DaskArray, plan: Plan, y: DaskArray = None) -> int:
@@ -51,3 +51,22 @@ def collect(client: Any, name: str, since_s: float = 0.0) -> Run | None:
     found = client.sync(fetch_records, client)
     records = [record for record in found if record.name == name and record.start_s >= since_s]
     return Run(tuple(sorted(records, key=lambda record: record.start_s))) if records else None
+
+
+def note(row: dict[str, Any], run: Run, since_s: float, until_s: float) -> None:
+    """Note the parts of a run, by the clocks of client and workers, which are one on one host."""
+    parts_s = {
+        "before_s": run.start_s - since_s,
+        "exchange_s": run.exchange_s,
+        "span_s": run.wall_s,
+        "tasks_s": sum(record.stop_s - record.start_s for record in run.made),
+        "after_s": until_s - run.stop_s,
+    }
+    for part, time_s in parts_s.items():
+        row.setdefault(part, []).append(time_s)
+    row.setdefault("rates_gbs", []).extend(sorted(run.link_gbs)[:1])  # the slowest reader's
+    row["moved_bytes"] = run.moved_bytes
+    row["pairs"] = [
+        {"reader": reader, "holder": holder, "transport": transport, "bytes": nbytes}
+        for (reader, holder, transport), nbytes in sorted(run.pairs.items())
+    ]

@@ -23,12 +23,11 @@ from typing import Any, TypeAlias
 import click
 import dask.array as da
 import numpy as np
-from dask.core import flatten
-from dask.task_spec import Alias, Task
 
 import dask_p2p
+from benchmarks.finished import done
 from benchmarks.measure import Case, Measured, Row, Way, no_op
-from benchmarks.options import choose_cluster, commit_option, json_option
+from benchmarks.options import AnyClusterSpec, choose_cluster, commit_option, json_option
 from benchmarks.report import NO_OP, Report
 from benchmarks.rivals import mpi_fftn
 from benchmarks.tables import (
@@ -40,7 +39,7 @@ from benchmarks.tables import (
     summary,
     table,
 )
-from benchmarks.transforms import DASK, Spectrum
+from benchmarks.transforms import DASK, Spectrum, transforms
 from dask_p2p.cli._options import COUNT, check_fits, one_line_errors
 from dask_p2p.cli._tables import array_text
 from dask_p2p.geometry import split_evenly
@@ -125,27 +124,6 @@ class Stencil(Case):
 AnyCase: TypeAlias = Redistribution | Stencil | Spectrum
 
 
-def done(y: Any) -> Any:
-    """Return a lazy array of CuPy blocks whose tasks end when the blocks are made.
-
-    Dask's own tasks end when their kernels are queued, and `distributed.wait` with them.
-    """
-    tasks = dict(y.__dask_graph__())
-    for key in flatten(y.__dask_keys__()):
-        task = tasks[key]
-        if not isinstance(task, Alias):  # of a task that others wait for too
-            tasks[key] = Task(key, _done, task.func, *task.args, **task.kwargs)
-    return da.Array(tasks, y.name, y.chunks, meta=y._meta)
-
-
-def _done(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    import cupy
-
-    block = function(*args, **kwargs)
-    cupy.cuda.get_current_stream().synchronize()
-    return block
-
-
 _STAR = """
     const ptrdiff_t z = i % nz + depth, y = i / nz % ny + depth, x = i / nz / ny + depth;
     const ptrdiff_t wide = nz + 2 * depth, layer = wide * (ny + 2 * depth);
@@ -217,9 +195,7 @@ def scaled_cases(megabytes: int, workers: int, kind: str) -> Iterator[Redistribu
 def fixed_cases(workers: int, kind: str) -> Iterator[AnyCase]:
     """Return the cases of one size."""
     f4, f8 = np.dtype("f4"), np.dtype("f8")
-    side, dtype = (1024, "c8") if kind == "cupy" else (256, "c16")
-    cut = (split_evenly(side, workers), (side,), (side,))
-    yield Spectrum((side,) * 3, cut, (0, 1, 2), np.dtype(dtype), kind, f"fftn, {side} cubed")
+    yield from transforms(workers, kind)
     if kind == "cupy":
         chunks = ((512,) * workers, (512,), (512,))
         shape = (512 * workers, 512, 512)
@@ -283,8 +259,17 @@ def _summary(measured: Measured) -> Any:
     return made
 
 
+def is_wanted(case: AnyCase, wanted: Sequence[str], spec: AnyClusterSpec) -> bool:
+    """Whether a part of its name is wanted; or, where none is, whether it is not too large."""
+    if wanted:
+        return any(part in case.name for part in wanted)
+    return not isinstance(case, Spectrum) or case.is_usual(spec.memory_bytes)
+
+
 @click.command(context_settings={"show_default": True})
-@click.option("--case", "wanted", multiple=True, help="Part of a name; repeatable.  [default: all]")
+@click.option(
+    "--case", "wanted", multiple=True, help="Part of a name; repeatable.  [default: all that fit]"
+)
 @click.option(
     "--megabytes", type=COUNT, multiple=True, help="Of 1e6 bytes.  [default: 50, 800; GPUs: 17180]"
 )
@@ -313,7 +298,7 @@ def main(
         sizes = megabytes or (_GPU_MEGABYTES if gpus else _CPU_MEGABYTES)
         every: list[AnyCase] = [*fixed_cases(spec.workers, spec.kind)]
         every[:0] = (c for size in sizes for c in scaled_cases(size, spec.workers, spec.kind))
-        cases = [case for case in every if not wanted or any(part in case.name for part in wanted)]
+        cases = [case for case in every if is_wanted(case, wanted, spec)]
         if not cases:
             names = ", ".join(dict.fromkeys(case.name for case in every))
             raise click.BadParameter(f"none is named so; there are {names}", param_hint="--case")

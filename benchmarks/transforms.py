@@ -1,51 +1,170 @@
-"""A Fourier transform of a cube in slabs, beside what is written with Dask, and mpi4py-fft's."""
+"""A Fourier transform of an array in slabs, beside what is written with Dask, and others' ways.
+
+    python -m benchmarks.transforms
+    python -m benchmarks.transforms --gpus --workers 2
+
+The program prints how much values differ from NumPy's in double precision; what transforms take is
+for `benchmarks.redistributions` to measure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import click
 import dask.array as da
 import numpy as np
 from dask.array import fft as dask_fft
 
 from benchmarks.measure import Case, Way, no_op
+from benchmarks.options import choose_cluster, start
 from benchmarks.report import NO_OP
-from benchmarks.rivals import mpi_fftn
-from benchmarks.tables import OURS
+from benchmarks.rivals import jax_fft, mpi_fftn
+from benchmarks.tables import OURS, output, table
 from dask_p2p import fft
+from dask_p2p.cli._options import COUNT, one_line_errors
 from dask_p2p.geometry import split_evenly
+from dask_p2p.plans import Plan, redistribution
 
 DASK = "dask "  # the first word of Dask's own ways
 _TOLERANCE = 5000  # units of the last place of the largest value
+_CHECKED_BYTES = 2**32  # of a worker's share of the input, at a time
+_AT_ONCE = 5  # arrays as large as the input: itself, on its way, the result, and to work in
+_USUAL_SHARE = 0.6  # of the workers' memory
+_SHAPES = ((64,) * 3, (2**20,), (999_983,), (3 * 5 * 7 * 11 * 13,))  # 999,983 is a prime
 
 
 @dataclass(frozen=True, slots=True)
 class Spectrum(Case):
-    """A cube in slabs, to be transformed along all axes, and left in slabs of another axis."""
+    """An array in slabs, to be transformed along all axes, and left in slabs of another axis."""
 
     reach: float = 2.0  # how many times as fast as the faster of Dask's ways
 
+    @property
+    def is_real(self) -> bool:
+        """Whether it is of real numbers, of whose spectrum half is made."""
+        return self.dtype.kind == "f"
+
+    def is_usual(self, memory_bytes: int) -> bool:
+        """Whether it leaves enough of the workers' memory to be measured where none is named."""
+        return _AT_ONCE * self.size_bytes <= _USUAL_SHARE * memory_bytes
+
     def ways(self, on_gpus: bool) -> dict[str, Way]:
-        """Return the ways to measure, by name; on GPUs Dask's p2p and MPI are left out."""
+        """Return the ways to measure, by name; on GPUs JAX in place of Dask's p2p and MPI."""
+        ours, workers = fft.rfftn if self.is_real else fft.fftn, len(self.chunks[0])
         ways = {
-            OURS: Way(lambda x, _: fft.fftn(x), required=True),
+            OURS: Way(lambda x, _: ours(x), required=True),
             NO_OP: Way(no_op, checked=False),
             f"{DASK}tasks": Way(lambda x, _: self.by_rechunk(x, "tasks")),
         }
-        if not on_gpus:
+        if on_gpus:
+            left: list[float] = []
+            given = self.shape, self.is_real, workers, left
+            ways[jax_fft.WAY] = Way(lambda *_: jax_fft.seconds(*given))
+        else:
             ways[f"{DASK}p2p"] = Way(lambda x, _: self.by_rechunk(x, "p2p"))
-            ways[mpi_fftn.WAY] = Way(lambda *_: mpi_fftn.seconds(self, len(self.chunks[0])))
+            ways[mpi_fftn.WAY] = Way(lambda *_: mpi_fftn.seconds(self, workers))
         return ways
 
     def by_rechunk(self, x: Any, method: str) -> Any:
         """Return what a user of Dask writes: axes that are whole, a rechunk, the other one."""
-        half = dask_fft.fftn(x, axes=(1, 2))
+        there = dask_fft.rfftn if self.is_real else dask_fft.fftn
+        return self._along_the_first(there(x, axes=(1, 2)), method)
+
+    def _along_the_first(self, half: Any, method: str) -> Any:
         parts = split_evenly(self.shape[1], len(self.chunks[0]))
         return dask_fft.fft(half.rechunk({0: -1, 1: parts}, method=method), axis=0)
 
+    def settle(self, client: Any) -> None:
+        """Wait for the GPUs: all ways' last tasks end when their kernels are queued."""
+        if self.kind == "cupy":
+            client.run(_synchronize)
+
+    def plan(self, y: Any) -> Plan:
+        """Return how a result is assembled, taking a complex number for two of real ones."""
+        columns = (y.shape[2] * (2 if self.is_real else 1),)
+        before, after = (*self.chunks[:2], columns), (*y.chunks[:2], columns)
+        return redistribution(before, self.axes, after)
+
     def wrong(self, y: Any) -> int:
-        """Count the elements that differ from Dask's."""
-        expected = self.by_rechunk(self.make(), "tasks")
-        most = _TOLERANCE * float(np.finfo(expected.dtype).eps) * da.abs(expected).max()
-        return int((da.abs(y - expected) > most).sum().compute())
+        """Count the elements that differ from Dask's, some columns at a time if they are many."""
+        x, workers = self.make(), len(self.chunks[0])
+        # No element is negative: so the first one of the spectrum, their sum, is the largest.
+        most = _TOLERANCE * float(np.finfo(self.dtype).eps) * abs(x.sum(dtype="c16").compute())
+        parts = -(-self.size_bytes // workers // _CHECKED_BYTES)
+        count = 0
+        for columns in np.array_split(np.arange(y.shape[2]), parts):
+            place = (..., slice(columns[0], columns[-1] + 1))
+            last = (dask_fft.rfft if self.is_real else dask_fft.fft)(x, axis=2)
+            expected = self._along_the_first(dask_fft.fft(last[place], axis=1), "tasks")
+            is_right = da.abs(y[place] - expected) <= most  # what is no number is not
+            count += int((~is_right).sum().compute())
+        return count
+
+
+def _synchronize() -> None:
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+
+
+def transforms(workers: int, kind: str) -> Iterator[Spectrum]:
+    """Return the cases."""
+
+    def case(shape: tuple[int, ...], dtype: str, name: str) -> Spectrum:
+        cut = (split_evenly(shape[0], workers), (shape[1],), (shape[2],))
+        return Spectrum(shape, cut, (0, 1, 2), np.dtype(dtype), kind, name)
+
+    if kind == "numpy":
+        yield case((256,) * 3, "c16", "fftn, 256 cubed")
+        return
+    yield case((1024,) * 3, "c8", "fftn, 1024 cubed")
+    yield case((1024,) * 3, "f4", "rfftn, 1024 cubed")
+    yield case((2048, 2048, 1024), "c8", "fftn, 2048 x 2048 x 1024")  # 32 GiB
+
+
+def error(shape: tuple[int, ...], dtype: Any, workers: int, kind: str) -> float:
+    """Return how much `fftn` differs at most from NumPy's in double precision, by the largest."""
+    rng, chunks = da.random.default_rng(0), (-(-shape[0] // workers), *shape[1:])
+    parts = (rng.standard_normal(shape, chunks=chunks) for _ in range(2))
+    x = (next(parts) + 1j * next(parts)).astype(dtype)
+    if kind == "cupy":
+        y = fft.fftn(x.map_blocks(_on_gpu)).map_blocks(_on_host, dtype=dtype)
+    else:
+        y = fft.fftn(x)
+    expected = np.fft.fftn(x.compute().astype("c16"))
+    return float(abs(y.compute() - expected).max() / abs(expected).max())
+
+
+def _on_gpu(block: Any) -> Any:
+    import cupy
+
+    return cupy.asarray(block)
+
+
+def _on_host(block: Any) -> Any:
+    return block.get()
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--gpus", is_flag=True, help="On GPUs, in place of CPU workers.")
+@click.option("--workers", type=COUNT, help="[default: one for each GPU, else 4]")
+def main(gpus: bool, workers: int | None) -> None:
+    """Print how much values differ from NumPy's in double precision, relative to the largest."""
+    console = output()
+    with one_line_errors():
+        spec = choose_cluster(workers, cpu=not gpus)
+        if gpus and not spec.gpus:
+            raise click.BadParameter("there are no two usable GPUs", param_hint="--gpus")
+        made = table("fftn", "complex64", "complex128")
+        with start(spec):
+            for shape in _SHAPES:
+                found = [error(shape, dtype, spec.workers, spec.kind) for dtype in ("c8", "c16")]
+                made.add_row(" x ".join(map(str, shape)), *(f"{each:.1e}" for each in found))
+        console.print(made)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,24 +1,21 @@
 from __future__ import annotations
 
 import json
-import sys
-from argparse import Namespace
 from contextlib import nullcontext
 
-import dask.array as da
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import redistributions, report, transforms
-from benchmarks.measure import compare
-from benchmarks.transforms import Spectrum
+from benchmarks import redistributions, report
+from benchmarks.options import AnyClusterSpec
+from benchmarks.transforms import transforms
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cupy"])
 def test_cases_cut_the_whole_array(kind):
     cases = [*redistributions.scaled_cases(50, 4, kind), *redistributions.fixed_cases(4, kind)]
-    assert len({case.name for case in cases}) == len(cases) == (13 if kind == "numpy" else 5)
+    assert len({case.name for case in cases}) == len(cases) == (13 if kind == "numpy" else 7)
     for case in cases:
         after = getattr(case, "after", case.chunks)
         for chunks, axes in ((case.chunks, sorted(case.axes)), (after, case.axes)):
@@ -50,31 +47,6 @@ def test_rims_that_are_wrong_are_found(client):
     assert case.wrong(right) == 0
     assert case.wrong(x) == 256
     assert case.wrong(right.map_blocks(np.add, 1)) == 256
-
-
-def test_transforms_take_turns_with_mpi(client, monkeypatch):
-    case = Spectrum((8,) * 3, ((2,) * 4, (8,), (8,)), (0, 1, 2), np.dtype("c16"))
-    ways = case.ways(False)
-    right = ways["dask_p2p"].transpose(case.make(), case.axes)
-    assert case.wrong(right) == 0
-    assert case.wrong(right.map_blocks(np.add, 1e-6)) == 512
-    monkeypatch.setattr(transforms.mpi_fftn, "seconds", lambda case, processes: processes / 8)
-    some = {name: ways[name] for name in ("dask_p2p", "mpi4py-fft")}
-    ours, rival = compare(client, some, case, 2, anew=True)
-    assert (rival["times_s"], rival["median_s"], ours["wrong"]) == ([0.5, 0.5], 0.5, 0)
-    redistributions.judged([ours, rival], case, 4)
-    assert ours["to_mpi"] == ours["median_s"] / 0.5
-
-
-def test_dasks_tasks_wait_for_their_kernels(monkeypatch):
-    waited = []
-    stream = Namespace(synchronize=lambda: waited.append(None))
-    cuda = Namespace(get_current_stream=lambda: stream)
-    monkeypatch.setitem(sys.modules, "cupy", Namespace(cuda=cuda))
-    x = da.from_array(np.arange(64).reshape(8, 8), chunks=(4, 4))
-    y = redistributions.done(x.rechunk((2, 8), method="tasks"))
-    assert np.array_equal(y.compute(scheduler="sync"), np.arange(64).reshape(8, 8))
-    assert len(waited) == 4
 
 
 def test_what_is_to_be_reached():
@@ -142,6 +114,24 @@ def test_first_runs_have_clusters_of_their_own(client, tmp_path, monkeypatch):
     )
     assert len(started) == 2 * 4
     assert rows[0]["faster_by"] > 0
+
+
+def test_what_is_measured_where_none_is_named():
+    """Not what takes more than 60 % of the GPUs, at five times its size."""
+    gib = 2**30
+    large = list(transforms(2, "cupy"))[-1]
+    assert large.size_bytes == 32 * gib
+
+    def names(wanted, memory_bytes):
+        spec = AnyClusterSpec(2, ("0", "1"), None, memory_bytes)
+        cases = [*redistributions.scaled_cases(50, 2, "cupy"), *transforms(2, "cupy")]
+        return [case.name for case in cases if redistributions.is_wanted(case, wanted, spec)]
+
+    assert large.name in names((), 267 * gib)
+    assert large.name not in names((), 266 * gib)
+    assert len(names((), 266 * gib)) == len(names((), 267 * gib)) - 1
+    assert names(("fftn, 2048",), 64 * gib) == [large.name]
+    assert names(("rfftn",), 64 * gib) == ["rfftn, 1024 cubed"]
 
 
 def test_names_that_are_none():

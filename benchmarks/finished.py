@@ -1,0 +1,33 @@
+"""Tasks of Dask on GPUs that end when their kernels do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dask.array as da
+from dask.core import flatten
+from dask.task_spec import Alias, Task
+
+__all__ = ["done"]
+
+
+def done(y: Any) -> Any:
+    """Return a lazy array of CuPy blocks whose tasks end when the blocks are made.
+
+    Dask's own tasks end when their kernels are queued, and `distributed.wait` with them.
+    """
+    tasks = dict(y.__dask_graph__())
+    for key in flatten(y.__dask_keys__()):
+        task = tasks[key]
+        if not isinstance(task, Alias):  # of a task that others wait for too
+            tasks[key] = Task(key, _done, task.func, *task.args, **task.kwargs)
+    return da.Array(tasks, y.name, y.chunks, meta=y._meta)
+
+
+def _done(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import cupy
+
+    block = function(*args, **kwargs)
+    cupy.cuda.get_current_stream().synchronize()
+    return block
