@@ -92,7 +92,8 @@ class Spectrum(Case):
         """Count the elements that differ from Dask's, some columns at a time if they are many."""
         x, workers = self.make(), len(self.chunks[0])
         # No element is negative: so the first one of the spectrum, their sum, is the largest.
-        most = _TOLERANCE * float(np.finfo(self.dtype).eps) * abs(x.sum(dtype="c16").compute())
+        largest = float(da.abs(x).sum(dtype="f8").compute())
+        most = _TOLERANCE * float(np.finfo(self.dtype).eps) * largest
         parts = -(-self.size_bytes // workers // _CHECKED_BYTES)
         count = 0
         for columns in np.array_split(np.arange(y.shape[2]), parts):

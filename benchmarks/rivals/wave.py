@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COEFFICIENTS", "FACTOR", "RADIUS", "reference", "wave"]
+__all__ = ["COEFFICIENTS", "FACTOR", "RADIUS", "launch", "reference", "source", "wave"]
 
 RADIUS = 4
 COEFFICIENTS = (-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560)  # of the second derivative
@@ -84,14 +84,26 @@ _STRIDES = np.int64, np.int32
 _PLANES = 16  # at least, of a block: it reads eight more
 
 
+def source() -> str:
+    """Return the kernel's text."""
+    factors = ", ".join(f"{each!r}f" for each in COEFFICIENTS)
+    text = _SOURCE.replace("FACTORS", factors).replace("FACTOR", f"{FACTOR!r}f")
+    return text.replace("WIDE", str(_WIDE)).replace("HIGH", str(_HIGH))
+
+
+def launch(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return the grid, a block of it, and the planes of a block, for an output of this shape."""
+    nx, ny, nz = shape
+    across = -(-nz // _WIDE), -(-ny // _HIGH)
+    planes = max(_PLANES, -(-nx * across[0] * across[1] // _BLOCKS))
+    return (*across, -(-nx // planes)), (_WIDE, _HIGH), planes
+
+
 @cache
 def _kernel() -> Any:
     import cupy
 
-    factors = ", ".join(f"{each!r}f" for each in COEFFICIENTS)
-    source = _SOURCE.replace("FACTORS", factors).replace("FACTOR", f"{FACTOR!r}f")
-    source = source.replace("WIDE", str(_WIDE)).replace("HIGH", str(_HIGH))
-    return cupy.RawKernel(source, "wave")
+    return cupy.RawKernel(source(), "wave")
 
 
 def wave(u: Any, before: Any, out: Any) -> None:
@@ -102,14 +114,12 @@ def wave(u: Any, before: Any, out: Any) -> None:
     if isinstance(out, np.ndarray):
         _on_host(u, before, out)
         return
-    nx, ny, nz = out.shape
-    across = -(-nz // _WIDE), -(-ny // _HIGH)
-    planes = max(_PLANES, -(-nx * across[0] * across[1] // _BLOCKS))
+    grid, block, planes = launch(out.shape)
     strides = [
         of(s // 4) for a in (u, before, out) for of, s in zip(_STRIDES, a.strides[:2], strict=True)
     ]
-    sizes = map(np.int32, (nx, ny, nz, planes))
-    _kernel()((*across, -(-nx // planes)), (_WIDE, _HIGH), (u, before, out, *sizes, *strides))
+    sizes = map(np.int32, (*out.shape, planes))
+    _kernel()(grid, block, (u, before, out, *sizes, *strides))
 
 
 def _on_host(u: Any, before: Any, out: Any) -> None:

@@ -39,10 +39,9 @@ def test_elements_that_are_wrong_are_found(client, monkeypatch, dtype):
     columns = 8 if dtype == "c8" else 5
     assert y.shape == (8, 8, columns)
     assert case.wrong(y) == 0
-    for one in range(columns):
-        is_there = da.arange(columns) == one
-        assert case.wrong(da.where(is_there, np.nan, y)) == 64
-        assert case.wrong(y + 1e4 * is_there) == 64
+    assert case.wrong(y + 1e4) == 64 * columns
+    is_last = da.arange(columns) == columns - 1
+    assert case.wrong(da.where(is_last, np.nan, y)) == 64
 
 
 def test_what_moves_of_real_numbers():
