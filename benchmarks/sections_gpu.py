@@ -5,9 +5,9 @@
     python -m benchmarks.sections_gpu --size 0 --cube 512 --cube 1024
     python -m benchmarks.sections_gpu --cpu --size 32 --steps 20 --side 512 --cube 64
 
-The wave has 25 points in float32, one cube a GPU, with a periodic boundary: rims lie along the first axis, and
-the kernel goes round along the others. What `iterate` takes for a step is the difference between
-many steps and one, over the number of steps. The kernel alone runs in a worker, on memory of the
+The wave has 25 points in float32, one cube a GPU, with a periodic boundary: rims lie along the
+first axis, and the kernel goes round along the others. What `iterate` takes for a step is the
+difference between many steps and one, over the number of steps. The kernel alone runs in a worker, on memory of the
 same layout, with nothing exchanged. Values are compared with NumPy's first.
 
 Transposes are of squares in float32, in slabs of rows, one a worker: by `Context.redistribute` in a
