@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_PIECES", "GpuRegions", "Pieces"]
 
-MOST_PIECES = 4
+MOST_PIECES = 8
 _READ, _WRITTEN = range(2)  # events of a member; from the second on one for each piece
 
 
