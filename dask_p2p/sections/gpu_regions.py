@@ -191,22 +191,22 @@ class GpuRegions:
     ) -> set[int]:
         """Put reads of regions on the queue; return whose these are."""
         gpu, near = self._gpu, self._open(links, call)
-        told = {rank: self._places(regions.get(rank, ())) for rank in near}
+        told = {rank: self._places(axis, regions.get(rank, ())) for rank in near}
         text = f"{call.text}, {call.order}, places"
         said = links.exchange(text, told, dict.fromkeys(near))
-        found = {}
+        found: dict[int, tuple[int, list[tuple[int, Any]]]] = {}
         for rank in call.in_turn(links, [rank for rank, place in said.items() if len(place)]):
             region = if_possible(gpu, partial(_region, near[rank], said[rank], call.dtype))
             if region is not None:
                 found[rank] = region
-        for turn, (rank, region) in enumerate(found.items(), 1):
+        for turn, (rank, (its_axis, region)) in enumerate(found.items(), 1):
             start = 0
             for number, piece in region:
                 for stream in gpu.queue.reading:
                     near[rank].wait(stream, _WRITTEN + number)
                 is_last = turn == len(found) and number == region[-1][0]
-                self._read_piece(call, axis, start, piece, targets[rank], is_last)
-                start += piece.shape[axis] if piece.ndim else 0
+                self._read_piece(call, its_axis, start, piece, targets[rank], is_last)
+                start += piece.shape[its_axis] if piece.ndim else 0
             links.count(rank, targets[rank].nbytes)
         return {*found}
 
@@ -232,15 +232,18 @@ class GpuRegions:
         parts = split_box(whole, max(1, self._gpu.part_bytes // region.itemsize))
         return taper_last(parts, max(1, LAST_PART_BYTES // region.itemsize)) if is_last else parts
 
-    def _places(self, region: Sequence[tuple[int, Array]]) -> bytes:
-        """Return where a region lies, for the member that reads it; nothing if that cannot."""
+    def _places(self, axis: int, region: Sequence[tuple[int, Array]]) -> bytes:
+        """Return where a region lies, for the member that reads it; nothing if that cannot.
+
+        Members may have their shares in pieces along other axes, or in one.
+        """
         found = []
         for number, piece in region:
             place = if_possible(self._gpu, partial(cuda_ipc.export, piece))
             if place is None:
                 return b""
             found.append((number, piece.shape, piece.strides, asdict(place)))
-        return json.dumps(found).encode() if found else b""
+        return json.dumps((axis, found)).encode() if found else b""
 
     def _readers(self, links: Links, call: Call, read: set[int]) -> set[int]:
         """Tell others what was read, and have the stream wait for those that read from here."""
@@ -292,11 +295,12 @@ class GpuRegions:
         return self._near
 
 
-def _region(of: PeerMemory, said: Buffer, dtype: DType) -> list[tuple[int, Any]]:
-    """Return another member's region, as it is mapped here: its pieces, with their numbers."""
-    return [
+def _region(of: PeerMemory, said: Buffer, dtype: DType) -> tuple[int, list[tuple[int, Any]]]:
+    """Return another member's region, as it is mapped here: its axis, and pieces by number."""
+    axis, told = json.loads(bytes(said))
+    return axis, [
         (number, _mapped(of, cuda_ipc.Place(**place), tuple(length), tuple(strides), dtype))
-        for number, length, strides, place in json.loads(bytes(said))
+        for number, length, strides, place in told
     ]
 
 

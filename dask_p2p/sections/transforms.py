@@ -170,11 +170,17 @@ class Transforms:
         Raises
         ------
         AxesError, InputError
-            As of `fftn`.
+            As of `fftn`; or if `spacing` does not fit the axes.
         """
         whole = self._whole(shape)
         along = _checked_axes(axes, len(whole))
-        steps = np.broadcast_to(np.asarray(spacing, float), len(along))
+        try:
+            steps = np.broadcast_to(np.asarray(spacing, float), len(along))
+        except (TypeError, ValueError):
+            raise InputError(
+                f"spacing: expected a number, or one for each of {len(along)} axes, got "
+                f"{spacing!r}."
+            ) from None
         _, divided = self._divisions("rfft" if real else "fft", whole, along, cut, None)
         box = divided.box(self.rank)
         found = []
@@ -231,7 +237,6 @@ class Transforms:
         first, last = self._divisions(kind, whole, along, call.cut, call.from_cut)
         axes, current = tuple(range(len(whole))), first
         made: list[_Step] = []
-        local: _Local | None = None  # what the next exchange may bring piece by piece
         for stage in transform_stages(first, last, transform):
             is_there = stage.before.share_sizes == current.share_sizes
             order = axes
@@ -240,19 +245,20 @@ class Transforms:
                     len(whole), stage.axes, transform, self.device.kind == "cupy"
                 )
             recut = self._redistribution.between(current, stage.before, axes, f"{kind}n()", order)
-            if local is not None and not is_there:
-                made[-1] = local.in_pieces
+            if made and isinstance(last_made := made[-1], _Local) and not is_there:
+                made[-1] = last_made.in_pieces  # which this exchange brings one by one
             made.append(partial(_exchanged, recut, is_there))
             if stage.axes:
                 steps = steps_along(kind, special, stage.axes, lengths)
                 own_order = None if is_there else order
-                local = _Local(
-                    LocalTransform(steps, call.norm or "backward", own_order),
-                    stage.after.shape(self.rank),
-                    special in stage.axes and kind in TO_REAL,
-                    self.device,
+                made.append(
+                    _Local(
+                        LocalTransform(steps, call.norm or "backward", own_order),
+                        stage.after.shape(self.rank),
+                        special in stage.axes and kind in TO_REAL,
+                        self.device,
+                    )
                 )
-                made.append(local)
             current = stage.after
         return made
 
@@ -295,8 +301,10 @@ class _Local:
         order = self.transform.order or order_of(share)
         done = {axis for _, axes, _ in self.transform.steps for axis in axes}
         axis = next((axis for axis in order if axis not in done), None)
-        count = min(MOST_PIECES, share.nbytes // _PIECE_BYTES)
-        if self.device.kind != "cupy" or axis is None or count < 2:
+        if self.device.kind != "cupy" or axis is None:
+            return self(share, is_own)
+        count = min(MOST_PIECES, share.nbytes // _PIECE_BYTES, self.shape[axis])
+        if count < 2:
             return self(share, is_own)
         bounds = block_bounds(split_evenly(self.shape[axis], count))
         place = axis if self.transform.order is None else order.index(axis)

@@ -38,7 +38,7 @@ def always_last(*args):
     return order_in_memory(*args[:-1], True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     cases(),
     st.sampled_from(["f4", "f8", "c8", "c16", "i2", "f2"]),
@@ -92,7 +92,7 @@ def cuffts_place():
     return library
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     cases(),
     st.sampled_from([(0, "f8"), (0, "c16"), (0, "c8"), (64, "c8")]),  # copies: of a word each
@@ -202,6 +202,8 @@ def test_what_is_wrong_is_named():
         (lambda: ctx.fftn(x, norm="none"), "expected a norm of"),
         (lambda: ctx.fftn(x, shape=(4, -1)), "shape: expected lengths of axes"),
         (lambda: ctx.fftn(np.ones((0, 3)), shape=(0, 3)), "expected elements along the axes"),
+        (lambda: ctx.wavenumbers("a"), "spacing: expected a number, .* got 'a'"),
+        (lambda: ctx.wavenumbers((1, 2, 3)), "one for each of 2 axes"),
     ):
         with pytest.raises(InputError, match=match):
             call()
