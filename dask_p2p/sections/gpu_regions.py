@@ -194,17 +194,17 @@ class GpuRegions:
         told = {rank: self._places(axis, regions.get(rank, ())) for rank in near}
         text = f"{call.text}, {call.order}, places"
         said = links.exchange(text, told, dict.fromkeys(near))
-        found: dict[int, tuple[int, list[tuple[int, Any]]]] = {}
+        found = {}
         for rank in call.in_turn(links, [rank for rank, place in said.items() if len(place)]):
             region = if_possible(gpu, partial(_region, near[rank], said[rank], call.dtype))
             if region is not None:
                 found[rank] = region
-        for turn, (rank, (its_axis, region)) in enumerate(found.items(), 1):
+        for turn, (rank, (its_axis, pieces)) in enumerate(found.items(), 1):
             start = 0
-            for number, piece in region:
+            for number, piece in pieces:
                 for stream in gpu.queue.reading:
                     near[rank].wait(stream, _WRITTEN + number)
-                is_last = turn == len(found) and number == region[-1][0]
+                is_last = turn == len(found) and number == pieces[-1][0]
                 self._read_piece(call, its_axis, start, piece, targets[rank], is_last)
                 start += piece.shape[its_axis] if piece.ndim else 0
             links.count(rank, targets[rank].nbytes)
