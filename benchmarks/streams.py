@@ -48,6 +48,7 @@ FIRST = "map_on_gpu, pageable, all new"
 REGISTERED, USERS = "map_on_gpu, pinned where it lies", "asarray, function, asnumpy"
 TRANSPOSED = {"cpu": "transpose, by the CPU", "gpu": "transpose, by the GPU"}
 RECHUNKED = {"cpu": "rechunk, by the CPU", "gpu": "rechunk, by the GPU"}
+_SETTLE_S = 0.2  # in which workers have heard that results are gone
 _AS_IT_IS = host_threads._MOST, host_copies._FEW_THREADS
 
 Issued = Iterator[tuple[str, int]]
@@ -170,7 +171,7 @@ def mapping(
     measure = partial(_of_dask, client, wanted=function(x))
     return {
         PINNED: measure(partial(on_gpu, same)),
-        FIRST: measure(partial(on_gpu, x), before=partial(client.run, _forget)),
+        FIRST: measure(partial(on_gpu, x), before=partial(_forget_all, client)),
         USERS: measure(by_users),
         **{
             way: measure(partial(on_gpu, x), before=partial(client.run, _fill_by, *counts))
@@ -186,10 +187,20 @@ def _fill_by(most: int, few: int) -> None:
     host_threads.pool.cache_clear()
 
 
-def _forget(dask_worker: Any) -> None:
-    """Have a worker keep no memory of results that are gone, and fill slots as it does."""
+def _forget_all(client: Any) -> None:
+    """Wait until no worker has memory of results that are gone; have them fill slots as they do."""
+    held_bytes = -1
+    while (now_bytes := sum(client.run(_forget).values())) != held_bytes:
+        held_bytes = now_bytes
+        time.sleep(_SETTLE_S)
+
+
+def _forget(dask_worker: Any) -> int:
+    """Have a worker keep no such memory; return what is pinned of arrays that there are."""
     _fill_by(*_AS_IT_IS)
-    dask_worker.plugins[PLUGIN_NAME].context.pinned.clear()
+    pinned = dask_worker.plugins[PLUGIN_NAME].context.pinned
+    pinned.clear()
+    return int(pinned.pinned_bytes)
 
 
 def unchanged(a: Any) -> Any:
@@ -229,10 +240,10 @@ def _of_dask(
 
     def prepare() -> None:
         """Wait until the result of the run before is gone: it has the same name."""
-        before()
         name = make().name
         while client.run_on_scheduler(_has_tasks, name):
             time.sleep(0.001)
+        before()
 
     return _measuring(run, lambda y: not (y != wanted).any().compute(), prepare)
 

@@ -218,6 +218,12 @@ class DeviceQueue:
                 done.record(own)
                 stream.wait_event(done)
 
+    def follow(self, stream: Any) -> None:
+        """Have the worker's own pieces, which are `concurrent`, wait for a stream as it is now."""
+        given = self._cupy.cuda.Event(disable_timing=True)
+        given.record(stream)
+        self._concurrent.wait_event(given)
+
     @property
     def reading(self) -> Sequence[Any]:
         """The streams on which parts of peers' blocks are read."""

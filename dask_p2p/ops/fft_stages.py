@@ -218,6 +218,18 @@ def steps_along(
     return tuple(own + plain if kind in TO_COMPLEX else plain + own)
 
 
+def order_in_memory(
+    ndim: int, axes: Sequence[int], transform: Transform, on_device: bool
+) -> tuple[int, ...]:
+    """Return in which order all axes lie in memory while some of them are transformed."""
+    order = tuple(range(ndim))
+    if not on_device:
+        return order  # on processors it gains less than plain copies do
+    # Axes that are transformed lie last: on an H200, cuFFT takes 2.1 ms for 4 GiB, 16.2 along the
+    # first axis.
+    return tuple(sorted(order, key=lambda axis: (axis in axes, axis == transform.last, axis)))
+
+
 def _staged(
     x: DaskArray,
     stage: Stage,
@@ -237,9 +249,5 @@ def _staged(
     after = transform.after(stage.chunks, done)
     if is_first:
         return da.map_blocks(LocalTransform(steps, norm), x, chunks=after, dtype=dtype, meta=meta)
-    order = tuple(range(x.ndim))
-    if backend_for(x._meta).on_device:
-        # Axes that are transformed lie last: on an H200, cuFFT takes 2.1 ms for 4 GiB, 16.2 along
-        # the first axis. On processors that gains less than plain copies do.
-        order = tuple(sorted(order, key=lambda axis: (axis in done, axis == transform.last, axis)))
+    order = order_in_memory(x.ndim, stage.axes, transform, backend_for(x._meta).on_device)
     return assembled(x, stage.chunks, order, Post(LocalTransform(steps, norm, order), after, meta))

@@ -72,16 +72,23 @@ def fftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = 
     ------
     InputError
         If `n` is no whole number of at least 1, or `d` no number other than 0.
+    ChunksError
+        If `chunks` do not fit the result.
     """
     n = _checked_samples(n, d)
-    numbers = da.arange(n, chunks=chunks, like=_meta_of(like))
+    numbers = _numbers(n, chunks, like)
     return numbers.map_blocks(_frequencies, n, 1.0 / (n * d), meta=numbers._meta.astype(float))
 
 
 def rfftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = None) -> DaskArray:
     """Return the frequencies of `rfft`. For parameters and errors see `fftfreq`."""
     n = _checked_samples(n, d)
-    return da.arange(n // 2 + 1, chunks=chunks, like=_meta_of(like)) * (1.0 / (n * d))
+    return _numbers(n // 2 + 1, chunks, like) * (1.0 / (n * d))
+
+
+def _numbers(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
+    (sizes,) = checked_chunks(chunks, ((count,),), np.dtype(float))
+    return da.arange(count, chunks=(sizes,), like=_meta_of(like))
 
 
 def _checked_samples(n: int, d: Any) -> int:

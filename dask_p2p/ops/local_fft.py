@@ -17,7 +17,7 @@ from dask_p2p.geometry import Index
 from dask_p2p.types import Array, DType
 from dask_p2p.versioned import versioned
 
-__all__ = ["INVERSE", "TO_COMPLEX", "TO_REAL", "LocalTransform", "Step", "whole_of"]
+__all__ = ["INVERSE", "TO_COMPLEX", "TO_REAL", "LocalTransform", "Step", "order_of"]
 
 TO_COMPLEX = ("rfft", "ihfft")  # of real numbers, along the axis that comes first
 TO_REAL = ("irfft", "hfft")  # along the axis that comes last
@@ -80,7 +80,7 @@ class LocalTransform:
         if not block.size:  # which cuFFT refuses
             return backend.module.asarray(self.transformed(np.zeros(block.shape, block.dtype)))
         if self.order is not None:
-            return self.transformed(whole_of(block), is_own=True)
+            return self.transformed(block, is_own=True)
         own = self._own(block)
         return self.transformed(block if own is None else own, is_own=own is not None)
 
@@ -113,25 +113,36 @@ class LocalTransform:
         library = _fft_module(backend_for(block).fft_modules)
         if block.dtype == np.float16:  # of which libraries make different things
             block, is_own = block.astype(np.float32), True
+        order = self.order
+        if order is None:
+            order = order_of(block)
+            block = block.transpose(order)
+        block = _no_view(block)
         for name, axes, lengths in self.steps:
             options: dict[str, Any] = {"norm": self.norm}
             if is_own and library.__name__ != "numpy.fft":
                 options["overwrite_x"] = True
-            places = self._places(axes, block.ndim)
+            places = tuple(map(order.index, axes))
             if name in ("fftn", "ifftn"):
                 block = getattr(library, name)(block, lengths, places, **options)
             else:
                 block = getattr(library, name)(block, *lengths, *places, **options)
             is_own = True
-        return block.transpose(self._places(tuple(range(block.ndim)), block.ndim))
+        return block.transpose(tuple(map(order.index, range(block.ndim))))
 
 
-def whole_of(view: Any) -> Any:
-    """Return the array of which a view shows all: CuPy copies views before it transforms them."""
-    base = view.base
-    shown = (view.shape, view.strides, view.dtype)
-    is_all = type(base) is type(view) and (base.shape, base.strides, base.dtype) == shown
-    return base if is_all else view
+def order_of(array: Any) -> tuple[int, ...]:
+    """Return in which order the axes of an array lie in memory."""
+    strides = array.strides
+    return tuple(sorted(range(array.ndim), key=lambda axis: -abs(strides[axis])))
+
+
+def _no_view(array: Any) -> Any:
+    """Return an array of CuPy as none that is a view, if it can be: CuPy would copy it first."""
+    backend = backend_for(array)
+    if not backend.on_device or array.base is None or not array.flags.c_contiguous:
+        return array
+    return backend.module.ndarray(array.shape, array.dtype, array.data)
 
 
 @cache

@@ -141,6 +141,8 @@ def map_on_gpu(
         raise InputError(f"{exc}, got part_bytes={part_bytes!r}.") from None
     has_block_id = has_keyword(func, "block_id") and "block_id" not in kwargs
     if meta is not None:
+        if not hasattr(meta, "dtype") or not hasattr(meta, "shape"):
+            raise InputError(f"expected an empty array, like blocks of the output, got {meta=}.")
         dtype = meta.dtype
     elif dtype is None:
         told = {"block_id": (0,) * len(sizes)} if has_block_id else {}

@@ -16,9 +16,9 @@ A *cut* names the axes that are divided. Four members, cut along axis 0, then al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dask_p2p.geometry import Box, split_evenly
 from dask_p2p.plans.base import Piece
@@ -92,6 +92,19 @@ class Moves:
     local: tuple[Box, Box] | None  # what stays: where it is in the share before, and after
     sends: dict[int, Box]  # by rank of the other member: what that gets of the share before
     receives: dict[int, Box]  # what that gives of the share after
+
+    def permuted(self, order: Sequence[int]) -> Moves:
+        """Return the same for a share after whose axis ``i`` is axis ``order[i]`` of this one's."""
+
+        def of(box: Any) -> Any:
+            return tuple(box[axis] for axis in order)
+
+        return replace(
+            self,
+            after=of(self.after),
+            local=None if self.local is None else (self.local[0], of(self.local[1])),
+            receives={rank: of(box) for rank, box in self.receives.items()},
+        )
 
 
 def moves(before: Members, after: Members, axes: Sequence[int], rank: int) -> Moves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -253,11 +254,17 @@ class Context(Collectives, Transforms):
         Raises
         ------
         InputError
-            If `every` is nothing of the kind, or `save` is no sequence of arrays that can be
-            written.
+            If `count` is no number of steps, `every` nothing of the kind, or `save` no sequence
+            of arrays that can be written.
         SectionError
             If the members made different calls.
         """
+        try:
+            count, save = index(count), tuple(save)
+        except TypeError:
+            raise InputError(
+                f"expected a number of steps, and a list of arrays, got {count=}, {save=}."
+            ) from None
         period, self.progress.steps = Period(every), count
         for step in range(self.restore(*save), count):
             yield step

@@ -14,6 +14,9 @@ give each other nothing. So no event is recorded again before all have waited fo
 tells where its regions are has waited for what was read before, and one that tells what it has read
 has waited for what was written.
 
+A share may be made in `Pieces`, one after the other, with an event behind each: others read the
+first while the next is made.
+
 What cannot be read goes through host memory: to other hosts, between members of one process, and
 where the allocator's memory cannot be shared.
 """
@@ -21,9 +24,10 @@ where the allocator's memory cannot be shared.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,14 +38,65 @@ from dask_p2p.sections.regions import Call, Local, Regions
 from dask_p2p.sections.windows import OwnEvents, PeerMemory, if_possible, opened
 from dask_p2p.transports.in_place import cuda_ipc
 from dask_p2p.transports.reading import LAST_PART_BYTES
-from dask_p2p.types import Array
+from dask_p2p.types import Array, DType
 
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
 
-__all__ = ["GpuRegions"]
+__all__ = ["MOST_PIECES", "GpuRegions", "Pieces"]
 
-_WRITTEN, _READ = range(2)  # events of a member
+MOST_PIECES = 8
+_READ, _WRITTEN = range(2)  # events of a member; from the second on one for each piece
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A share that is made piece by piece along one of its axes.
+
+    Parameters
+    ----------
+    shape, dtype
+        Of the share.
+    axis
+        Along which.
+    bounds
+        Where pieces begin, and where the last one ends: `MOST_PIECES` at most.
+    make
+        Returns a piece, by its number. It is called once for each, in turn, and puts what makes it
+        on the member's stream.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    axis: int
+    bounds: tuple[int, ...]
+    make: Callable[[int], Array]
+
+    @classmethod
+    def one(cls, share: Array) -> Pieces:
+        """Return a share that is there."""
+        ends = (0, share.shape[0] if share.ndim else 1)
+        return cls(share.shape, share.dtype, 0, ends, lambda _: share)
+
+    def of(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
+        """Yield of which pieces a box is: the number, the part in the piece, and in the box."""
+        if not box:
+            yield 0, box, box
+            return
+        start, stop = box[self.axis]
+        for number, (low, high) in enumerate(pairwise(self.bounds)):
+            first, end = max(start, low), min(stop, high)
+            if first < end:
+                inside = tuple((0, hi - lo) for lo, hi in box)
+                yield (
+                    number,
+                    _along(self.axis, box, (first - low, end - low)),
+                    _along(self.axis, inside, (first - start, end - start)),
+                )
+
+
+def _along(axis: int, box: Box, bounds: tuple[int, int]) -> Box:
+    return (*box[:axis], bounds, *box[axis + 1 :])
 
 
 class GpuRegions:
@@ -64,67 +119,110 @@ class GpuRegions:
     def bring(
         self,
         call: Call,
-        regions: Mapping[int, Array],
+        share: Array | Pieces,
+        boxes: Mapping[int, Box],
         targets: Mapping[int, Array],
         local: Local | None = None,
     ) -> None:
         """Do what `Regions.bring` does, on the member's stream."""
+        pieces = share if isinstance(share, Pieces) else Pieces.one(share)
+        made: list[Array] = []
         try:
-            readers, read = self._bring_directly(call, regions, targets, local)
+            readers, read = self._bring_directly(call, pieces, made, boxes, targets, local)
         except BaseException:
-            self._gpu.exported.append(regions)  # others may still be reading
+            self._gpu.exported.append(made)  # others may still be reading
             raise
         if self._links is not None:
-            regions = {rank: each for rank, each in regions.items() if rank not in readers}
+            regions = {
+                rank: [made[number][box_slices(part)] for number, part, _ in pieces.of(box)]
+                for rank, box in boxes.items()
+                if rank not in readers
+            }
             targets = {rank: each for rank, each in targets.items() if rank not in read}
-            self._bring_through_host(call, regions, targets)
+            self._bring_through_host(call, pieces.axis, regions, targets)
 
     def _bring_directly(
         self,
         call: Call,
-        regions: Mapping[int, Array],
+        pieces: Pieces,
+        made: list[Array],
+        boxes: Mapping[int, Box],
         targets: Mapping[int, Array],
         local: Local | None,
     ) -> tuple[set[int], set[int]]:
         """Read from others; return the members that read here, and those that were read."""
         gpu, links, read = self._gpu, self._links, set[int]()
+        near = {} if links is None else self._open(links, call)
         with gpu.queue.within(gpu.stream):
-            if local is not None:
-                gpu.queue.permute(local.target, local.region, call.axes, concurrent=True)
+            for number in range(len(pieces.bounds) - 1):
+                made.append(pieces.make(number))
+                if self._own is not None:
+                    self._own.events[_WRITTEN + number].record(gpu.stream)
+                if local is not None:
+                    self._place_own(call, pieces, number, made[number], local)
             if links is not None:
-                read = self._read(links, call, regions, targets)
+                regions = {
+                    rank: [(n, made[n][box_slices(part)]) for n, part, _ in pieces.of(boxes[rank])]
+                    for rank in near.keys() & boxes.keys()
+                }
+                read = self._read(links, call, pieces.axis, regions, targets)
         return set() if links is None else self._readers(links, call, read), read
+
+    def _place_own(
+        self, call: Call, pieces: Pieces, number: int, piece: Array, local: Local
+    ) -> None:
+        """Put on the queue what of a piece stays here."""
+        gpu = self._gpu
+        for of, part, inside in pieces.of(local.box):
+            if of == number:
+                place = box_slices(tuple(inside[axis] for axis in call.axes))
+                gpu.queue.follow(gpu.stream)
+                gpu.queue.permute(
+                    local.target[place], piece[box_slices(part)], call.axes, concurrent=True
+                )
 
     def _read(
         self,
         links: Links,
         call: Call,
-        regions: Mapping[int, Array],
+        axis: int,
+        regions: Mapping[int, Sequence[tuple[int, Array]]],
         targets: Mapping[int, Array],
     ) -> set[int]:
         """Put reads of regions on the queue; return whose these are."""
         gpu, near = self._gpu, self._open(links, call)
-        if self._own is not None:
-            self._own.events[_WRITTEN].record(gpu.stream)
-        told = {rank: self._place(regions.get(rank)) for rank in near}
+        told = {rank: self._places(axis, regions.get(rank, ())) for rank in near}
         text = f"{call.text}, {call.order}, places"
         said = links.exchange(text, told, dict.fromkeys(near))
         found = {}
         for rank in call.in_turn(links, [rank for rank, place in said.items() if len(place)]):
-            shape = call.shape_before(targets[rank].shape)
-            region = if_possible(gpu, partial(_region, near[rank], said[rank], shape, call))
+            region = if_possible(gpu, partial(_region, near[rank], said[rank], call.dtype))
             if region is not None:
                 found[rank] = region
-        for number, (rank, region) in enumerate(found.items(), 1):
-            for stream in gpu.queue.reading:
-                near[rank].wait(stream, _WRITTEN)
-            target = targets[rank]
-            for part in self._parts(region, is_last=number == len(found)):
-                place = box_slices(tuple(part[axis] for axis in call.axes))
-                copy = gpu.queue.prefetch(region[box_slices(part)], gpu.part_bytes)
-                gpu.queue.permute_prefetched(target[place], copy, call.axes)
-            links.count(rank, target.nbytes)
+        for turn, (rank, (its_axis, pieces)) in enumerate(found.items(), 1):
+            start = 0
+            for number, piece in pieces:
+                for stream in gpu.queue.reading:
+                    near[rank].wait(stream, _WRITTEN + number)
+                is_last = turn == len(found) and number == pieces[-1][0]
+                self._read_piece(call, its_axis, start, piece, targets[rank], is_last)
+                start += piece.shape[its_axis] if piece.ndim else 0
+            links.count(rank, targets[rank].nbytes)
         return {*found}
+
+    def _read_piece(
+        self, call: Call, axis: int, start: int, piece: Array, target: Array, is_last: bool
+    ) -> None:
+        """Put a piece of another member's region, which begins there along the axis, into place."""
+        queue = self._gpu.queue
+        for part in self._parts(piece, is_last):
+            copy = queue.prefetch(piece[box_slices(part)], self._gpu.part_bytes)
+            moved = part
+            if part:
+                low, high = part[axis]
+                moved = _along(axis, part, (start + low, start + high))
+            place = box_slices(tuple(moved[each] for each in call.axes))
+            queue.permute_prefetched(target[place], copy, call.axes)
 
     def _parts(self, region: Array, is_last: bool) -> Iterator[Box]:
         """Cut a region; what is read last is smaller and smaller, as nothing comes beside it."""
@@ -134,14 +232,18 @@ class GpuRegions:
         parts = split_box(whole, max(1, self._gpu.part_bytes // region.itemsize))
         return taper_last(parts, max(1, LAST_PART_BYTES // region.itemsize)) if is_last else parts
 
-    def _place(self, region: Array | None) -> bytes:
-        """Return where a region lies, for the member that reads it; nothing if that cannot."""
-        if region is None:
-            return b""
-        place = if_possible(self._gpu, partial(cuda_ipc.export, region))
-        if place is None:
-            return b""
-        return json.dumps({"place": asdict(place), "strides": region.strides}).encode()
+    def _places(self, axis: int, region: Sequence[tuple[int, Array]]) -> bytes:
+        """Return where a region lies, for the member that reads it; nothing if that cannot.
+
+        Members may have their shares in pieces along other axes, or in one.
+        """
+        found = []
+        for number, piece in region:
+            place = if_possible(self._gpu, partial(cuda_ipc.export, piece))
+            if place is None:
+                return b""
+            found.append((number, piece.shape, piece.strides, asdict(place)))
+        return json.dumps((axis, found)).encode() if found else b""
 
     def _readers(self, links: Links, call: Call, read: set[int]) -> set[int]:
         """Tell others what was read, and have the stream wait for those that read from here."""
@@ -157,16 +259,20 @@ class GpuRegions:
         return readers
 
     def _bring_through_host(
-        self, call: Call, regions: Mapping[int, Array], targets: Mapping[int, Array]
+        self,
+        call: Call,
+        axis: int,
+        regions: Mapping[int, Sequence[Array]],
+        targets: Mapping[int, Array],
     ) -> None:
         gpu = self._gpu
         straight = replace(call, axes=tuple(range(len(call.axes))))
-        down = {rank: gpu.to_host(region) for rank, region in regions.items()}
+        down = {rank: _joined([*map(gpu.to_host, each)], axis) for rank, each in regions.items()}
         up = {
             rank: np.empty(call.shape_before(target.shape), call.dtype)
             for rank, target in targets.items()
         }
-        self._through_host.bring(straight, down, up)
+        self._through_host.give(straight, down, up)
         arrived = {rank: gpu.module.asarray(each) for rank, each in up.items()}
         with gpu.queue.within(gpu.stream):
             for rank, each in arrived.items():
@@ -178,7 +284,9 @@ class GpuRegions:
             gpu, (own_rank, size) = self._gpu, links.place
             ranks = [each for each in range(size) if each != own_rank]
             near = [each for each in ranks if gpu.has_windows and not links.is_on_other_host(each)]
-            own = if_possible(gpu, partial(OwnEvents, gpu, 2)) if near else None
+            own = (
+                if_possible(gpu, partial(OwnEvents, gpu, _WRITTEN + MOST_PIECES)) if near else None
+            )
             told = {rank: b"" if own is None else own.told(rank) for rank in near}
             self._near = opened(
                 gpu, links, call.text, told, lambda rank, said: PeerMemory(gpu, said)
@@ -187,11 +295,26 @@ class GpuRegions:
         return self._near
 
 
-def _region(of: PeerMemory, said: Buffer, shape: Sequence[int], call: Call) -> Any:
-    """Return another member's region, as it is mapped here."""
-    told = json.loads(bytes(said))
-    strides, item_bytes = told["strides"], call.dtype.itemsize
+def _region(of: PeerMemory, said: Buffer, dtype: DType) -> tuple[int, list[tuple[int, Any]]]:
+    """Return another member's region, as it is mapped here: its axis, and pieces by number."""
+    axis, told = json.loads(bytes(said))
+    return axis, [
+        (number, _mapped(of, cuda_ipc.Place(**place), tuple(length), tuple(strides), dtype))
+        for number, length, strides, place in told
+    ]
+
+
+def _mapped(
+    of: PeerMemory,
+    place: cuda_ipc.Place,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: DType,
+) -> Any:
     along = zip(shape, strides, strict=True)
-    spread_bytes = sum((length - 1) * abs(stride) for length, stride in along) + item_bytes
-    address = of.mapped(cuda_ipc.Place(**told["place"]), spread_bytes)
-    return cuda_ipc.array_at(address, tuple(shape), tuple(strides), call.dtype)
+    spread_bytes = sum((length - 1) * abs(stride) for length, stride in along) + dtype.itemsize
+    return cuda_ipc.array_at(of.mapped(place, spread_bytes), shape, strides, dtype)
+
+
+def _joined(pieces: Sequence[Any], axis: int) -> Any:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)

@@ -139,10 +139,7 @@ class Exchange:
                 "expected wait() of the exchange that halo_begin() began, before these rims are "
                 "exchanged again. Give other fields memory of their own: ctx.padded."
             )
-        for packed in self._moved.outgoing():
-            for src, region in packed.regions:
-                region[...] = data[src]
-        end = self._moved.begin(beside)
+        end = self._moved.begin(data, beside)
         for dst, value in self._fills:
             data[dst] = value
         for src, dst in self._local:
@@ -150,12 +147,9 @@ class Exchange:
         self._pending = Pending(self, data, end)
         return self._pending
 
-    def end(self, data: Array) -> None:
-        """Put what has come into the rims."""
+    def end(self) -> None:
+        """Take note that the rims are filled."""
         self._pending = None
-        for packed in self._moved.incoming:
-            for dst, region in packed.regions:
-                data[dst] = region
 
 
 class Pending:
@@ -166,7 +160,7 @@ class Pending:
     exchange, data
         What fills the rims, and of which share.
     end : callable or None
-        Waits until they are here.
+        Waits until they are in their places.
     """
 
     def __init__(self, exchange: Exchange, data: Array, end: Callable[[], Any] | None) -> None:
@@ -184,6 +178,6 @@ class Pending:
         if self._exchange is not None:
             if self._end is not None:
                 self._end()
-            self._exchange.end(self._data)
+            self._exchange.end()
             self._exchange = None
         return self._data

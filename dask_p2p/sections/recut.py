@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import index
@@ -13,7 +13,7 @@ from dask_p2p.geometry import box_slices, normal_axes
 from dask_p2p.plans.cuts import Moves, cut_of, moves, recut
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.devices import HOST, Host, check_kind
-from dask_p2p.sections.gpu_regions import GpuRegions
+from dask_p2p.sections.gpu_regions import GpuRegions, Pieces
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.regions import Call, Local, Regions
 from dask_p2p.types import Array
@@ -121,11 +121,26 @@ class Redistribution:
         after: Members,
         axes: tuple[int, ...],
         name: str = "redistribute()",
+        order: Sequence[int] | None = None,
     ) -> Recut:
-        """Return what makes shares of these members into those of others, with axes permuted."""
+        """Return what makes shares of these members into those of others, with axes permuted.
+
+        Parameters
+        ----------
+        before, after
+            How members divide the array, and how with its axes permuted.
+        axes
+            Axis ``i`` of `after` is axis ``axes[i]`` of `before`.
+        name
+            Of the call.
+        order
+            Axis ``i`` of what is made is axis ``order[i]`` of `after`; by default its own.
+        """
         whole = tuple(map(sum, before.share_sizes))
         call = f"{name} of {whole}, {before.grid} to {after.grid}, axes {axes}"
         own = moves(before, after, axes, self._rank)
+        if order is not None:
+            own, axes = own.permuted(order), tuple(axes[axis] for axis in order)
         mean_elements = prod(whole) // before.size**2
         return Recut(own, axes, call, mean_elements, self._regions, self._device)
 
@@ -160,6 +175,8 @@ class Recut:
     def __call__(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
         """Return this member's share of the other cut, of its share of the one before.
 
+        On a GPU that may be `Pieces` of the right shape.
+
         Raises
         ------
         InputError
@@ -167,21 +184,21 @@ class Recut:
         SectionError
             If the members made different calls.
         """
-        share = self.device.as_array(share)
-        self.check(share)
+        if not isinstance(share, Pieces):
+            share = self.device.as_array(share)
+            self.check(share)
         if out is None:
             out = self.device.empty(self.moves.after, share.dtype)
         else:
             self._check_out(out, share)
         text = f"{self.call}, {share.dtype}"
         call = Call(text, share.dtype, order, self.axes, self.mean_elements)
-        regions = {rank: share[box_slices(box)] for rank, box in self.moves.sends.items()}
         targets = {rank: out[box_slices(box)] for rank, box in self.moves.receives.items()}
         local = None
         if self.moves.local is not None:
-            src, dst = map(box_slices, self.moves.local)
-            local = Local(share[src], out[dst])
-        self.regions.bring(call, regions, targets, local)
+            src, dst = self.moves.local
+            local = Local(src, out[box_slices(dst)])
+        self.regions.bring(call, share, self.moves.sends, targets, local)
         return out
 
     def check(self, share: Array) -> None:

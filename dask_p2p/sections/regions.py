@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.geometry import Box, box_slices
 from dask_p2p.plans.orders import partners
 from dask_p2p.sections.links import Buffer, Links
 from dask_p2p.sections.reads import LEAST_BYTES, Reads, place_bytes
@@ -57,7 +58,7 @@ class Call:
 class Local(NamedTuple):
     """What of a share stays with its member."""
 
-    region: Array
+    box: Box
     target: Array  # where it belongs
 
 
@@ -81,7 +82,8 @@ class Regions:
     def bring(
         self,
         call: Call,
-        regions: Mapping[int, Array],
+        share: Array,
+        boxes: Mapping[int, Box],
         targets: Mapping[int, Array],
         local: Local | None = None,
     ) -> None:
@@ -91,25 +93,24 @@ class Regions:
         ----------
         call
             What this is for.
-        regions
-            What each other member gets, by its rank.
+        share
+            What this member has.
+        boxes
+            What each other member gets of it, by its rank.
         targets
             Where that belongs which each of them gives.
         local
             What stays here.
         """
-        if self._links is not None:
-            self._exchange(self._links, call, regions, targets)
+        self.give(call, {rank: share[box_slices(box)] for rank, box in boxes.items()}, targets)
         if local is not None:
-            NUMPY.permute_into(local.target, local.region, call.axes)
+            NUMPY.permute_into(local.target, share[box_slices(local.box)], call.axes)
 
-    def _exchange(
-        self,
-        links: Links,
-        call: Call,
-        regions: Mapping[int, Array],
-        targets: Mapping[int, Array],
-    ) -> None:
+    def give(self, call: Call, regions: Mapping[int, Array], targets: Mapping[int, Array]) -> None:
+        """Do the same with regions that lie anywhere."""
+        links = self._links
+        if links is None:
+            return
         readers, read = set[int](), set[int]()
         if self._reads is not None and call.mean_elements * call.dtype.itemsize >= LEAST_BYTES:
             readers, read = self._read(links, self._reads, call, regions, targets)

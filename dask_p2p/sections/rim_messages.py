@@ -44,6 +44,16 @@ class Packed:
             self.regions.append((box_slices(box), whole[start:stop].reshape(shape)))
             start = stop
 
+    def pack(self, array: Array) -> None:
+        """Copy the regions of an array into this memory."""
+        for place, region in self.regions:
+            region[...] = array[place]
+
+    def unpack(self, array: Array) -> None:
+        """Copy what is in this memory to the regions of an array."""
+        for place, region in self.regions:
+            array[place] = region
+
 
 class RimMessages:
     """Brings rims in host memory: they are sent as they are packed.
@@ -71,30 +81,34 @@ class RimMessages:
             rank: _bytes_of(packed) for rank, packed in receives.items()
         }
         self._sends = {rank: _bytes_of(packed) for rank, packed in sends.items()}
-        self._outgoing, self.incoming = list(sends.values()), list(receives.values())
-        buffers = [*map(_bytes_of, self._outgoing), *map(_bytes_of, self.incoming)]
+        self._outgoing, self._incoming = list(sends.values()), list(receives.values())
+        buffers = [*map(_bytes_of, self._outgoing), *map(_bytes_of, self._incoming)]
         self._is_large = any(len(each) > _LARGE_BYTES for each in buffers)
 
-    def outgoing(self) -> Sequence[Packed]:
-        """Return where the caller packs what goes to others in the next exchange."""
-        return self._outgoing
-
-    #: Where that is which has come from others, when an exchange has ended.
-    incoming: Sequence[Packed]
-
-    def begin(self, beside: bool) -> Callable[[], Any] | None:
-        """Begin an exchange of what is packed; return what waits for its end.
+    def begin(self, data: Array, beside: bool) -> Callable[[], Any] | None:
+        """Begin an exchange; return what waits for its end, and puts rims into their places.
 
         Parameters
         ----------
+        data
+            The share with its rims.
         beside
             Whether the caller has something else to do: large rims need a thread then.
         """
         if self._links is None:
             return None
+        for packed in self._outgoing:
+            packed.pack(data)
         buffers = self._sends, self._receives
         beside = beside and self._is_large
-        return begin_in_order(self._links, self._order, self._call, *buffers, beside)
+        end = begin_in_order(self._links, self._order, self._call, *buffers, beside)
+
+        def unpacked() -> None:
+            end()
+            for packed in self._incoming:
+                packed.unpack(data)
+
+        return unpacked
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a member that has so many should compute meanwhile, part by part."""

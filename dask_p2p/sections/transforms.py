@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_p2p.backends import backend_for
 from dask_p2p.errors import InputError
+from dask_p2p.geometry import block_bounds, split_evenly
 from dask_p2p.ops.fft_stages import (
     Axes,
     Norm,
     check_norm,
     checked_numbered_axes,
     complex_dtype,
+    order_in_memory,
     steps_along,
     transform_of,
 )
-from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
+from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, order_of
 from dask_p2p.plans.cuts import transform_stages
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.devices import Host, check_kind
+from dask_p2p.sections.gpu_regions import MOST_PIECES, Pieces
 from dask_p2p.sections.recut import Redistribution, checked_shape
-from dask_p2p.types import Array
+from dask_p2p.types import Array, DType
 
 __all__ = ["Transforms"]
 
 _Cut = Sequence[int] | None
-_Step = Callable[[Array, bool], tuple[Array, bool]]  # of a share, and whether it is our own
+_Step = Callable[[Any, bool], tuple[Any, bool]]  # of a share, and whether it is our own
+_PIECE_BYTES = 2**28  # of a share, at least: the host needs 0.2 ms for each
 
 
 class _Call(NamedTuple):
@@ -166,11 +170,17 @@ class Transforms:
         Raises
         ------
         AxesError, InputError
-            As of `fftn`.
+            As of `fftn`; or if `spacing` does not fit the axes.
         """
         whole = self._whole(shape)
         along = _checked_axes(axes, len(whole))
-        steps = np.broadcast_to(np.asarray(spacing, float), len(along))
+        try:
+            steps = np.broadcast_to(np.asarray(spacing, float), len(along))
+        except (TypeError, ValueError):
+            raise InputError(
+                f"spacing: expected a number, or one for each of {len(along)} axes, got "
+                f"{spacing!r}."
+            ) from None
         _, divided = self._divisions("rfft" if real else "fft", whole, along, cut, None)
         box = divided.box(self.rank)
         found = []
@@ -225,41 +235,90 @@ class Transforms:
         special = along[-1] if kind in (*TO_COMPLEX, *TO_REAL) else None
         transform = transform_of(kind, special, lengths, (item_bytes, item_bytes))
         first, last = self._divisions(kind, whole, along, call.cut, call.from_cut)
-        order, current = tuple(range(len(whole))), first
+        axes, current = tuple(range(len(whole))), first
         made: list[_Step] = []
         for stage in transform_stages(first, last, transform):
-            made.append(
-                partial(
-                    _exchanged,
-                    self._redistribution.between(current, stage.before, order, f"{kind}n()"),
-                    stage.before.share_sizes == current.share_sizes,
+            is_there = stage.before.share_sizes == current.share_sizes
+            order = axes
+            if stage.axes and not is_there:
+                order = order_in_memory(
+                    len(whole), stage.axes, transform, self.device.kind == "cupy"
                 )
-            )
+            recut = self._redistribution.between(current, stage.before, axes, f"{kind}n()", order)
+            if made and isinstance(last_made := made[-1], _Local) and not is_there:
+                made[-1] = last_made.in_pieces  # which this exchange brings one by one
+            made.append(partial(_exchanged, recut, is_there))
             if stage.axes:
-                local = LocalTransform(
-                    steps_along(kind, special, stage.axes, lengths), call.norm or "backward"
+                steps = steps_along(kind, special, stage.axes, lengths)
+                own_order = None if is_there else order
+                made.append(
+                    _Local(
+                        LocalTransform(steps, call.norm or "backward", own_order),
+                        stage.after.shape(self.rank),
+                        special in stage.axes and kind in TO_REAL,
+                        self.device,
+                    )
                 )
-                to_real = special in stage.axes and kind in TO_REAL
-                made.append(partial(_locally, local, stage.after.shape(self.rank), to_real))
             current = stage.after
         return made
 
 
-def _exchanged(recut: Any, is_there: bool, share: Array, is_own: bool) -> tuple[Array, bool]:
+def _exchanged(recut: Any, is_there: bool, share: Any, is_own: bool) -> tuple[Array, bool]:
     if is_there:
         recut.check(share)
         return share, is_own
     return recut(share), True
 
 
-def _locally(
-    local: LocalTransform, shape: tuple[int, ...], to_real: bool, share: Array, is_own: bool
-) -> tuple[Array, bool]:
-    if share.size:
-        return local.transformed(share, is_own), True
-    dtype = complex_dtype(share.dtype)
-    made = np.empty(0, dtype).real.dtype if to_real else dtype
-    return backend_for(share).module.zeros(shape, made), True
+@dataclass(frozen=True)
+class _Local:
+    """Transforms a share along axes that are whole.
+
+    Parameters
+    ----------
+    transform
+        Of a share, or a piece of it.
+    shape
+        Of the result.
+    to_real
+        Whether that is real.
+    device
+        Where shares lie.
+    """
+
+    transform: LocalTransform
+    shape: tuple[int, ...]
+    to_real: bool
+    device: Host
+
+    def __call__(self, share: Array, is_own: bool) -> tuple[Array, bool]:
+        if share.size:
+            return self.transform.transformed(share, is_own), True
+        return self.device.module.zeros(self.shape, self._dtype(share)), True
+
+    def in_pieces(self, share: Array, is_own: bool) -> tuple[Any, bool]:
+        """Return the same, made piece by piece while others read what is made, where that pays."""
+        order = self.transform.order or order_of(share)
+        done = {axis for _, axes, _ in self.transform.steps for axis in axes}
+        axis = next((axis for axis in order if axis not in done), None)
+        if self.device.kind != "cupy" or axis is None:
+            return self(share, is_own)
+        count = min(MOST_PIECES, share.nbytes // _PIECE_BYTES, self.shape[axis])
+        if count < 2:
+            return self(share, is_own)
+        bounds = block_bounds(split_evenly(self.shape[axis], count))
+        place = axis if self.transform.order is None else order.index(axis)
+
+        def piece(number: int) -> Array:
+            along = slice(bounds[number], bounds[number + 1])
+            part = share[(slice(None),) * place + (along,)]
+            return self.transform.transformed(part, is_own)
+
+        return Pieces(self.shape, self._dtype(share), axis, bounds, piece), True
+
+    def _dtype(self, share: Array) -> DType:
+        dtype = complex_dtype(share.dtype)
+        return np.empty(0, dtype).real.dtype if self.to_real else dtype
 
 
 def _checked_axes(axes: Axes, ndim: int) -> tuple[int, ...]:

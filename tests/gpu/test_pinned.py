@@ -103,7 +103,7 @@ def test_a_killed_worker_leaves_nothing():
         a = persisted(client, indexed_array(SHAPE, (700, 2000), "f4", kind="cupy"))
         y = persisted(client, dask_p2p.transpose(a))
         assert used(client, y) == {"pinned"}
-        of_victim = client.run(own_segments, "cupy", workers=workers[1:])[workers[1]]
+        of_victim = client.run(own_segments, workers=workers[1:])[workers[1]]
         assert of_victim & client.run(mapped_segments)[workers[0]]
         (pid,) = client.run(os.getpid, workers=workers[1:]).values()
         os.kill(pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from distributed import wait
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.errors import SectionError
+from dask_p2p.sections import transforms
 from tests.gpu.support import POOL, on_gpu
 from tests.gpu.test_operations import on_host
 from tests.gpu.test_streams import spin
@@ -199,9 +200,9 @@ def turned(ctx, x, axes, to):
     found, regions = [], ctx._redistribution._regions
     original = regions._bring_through_host
 
-    def noted(call, *both):
+    def noted(call, axis, *both):
         found.extend(map(len, both))
-        original(call, *both)
+        original(call, axis, *both)
 
     regions._bring_through_host = noted
     out = None
@@ -220,6 +221,38 @@ def by_turned(char="f", axes=(1, 0, 2), to=(0,)):
     given = {"axes": axes, "to": to, "members": 2}
     _, found = spmd(turned, x, per_member=[np.zeros(2, "?")], **given)
     return found.compute().tolist()
+
+
+def there_and_back(ctx, x, real, piece_bytes, axes):
+    """How much a spectrum differs from NumPy's, and from that the way back, of the largest."""
+    whole = CUBE.astype(x.dtype)
+    there, back, theirs = ctx.fftn, ctx.ifftn, np.fft.fftn
+    if real:
+        there, back, theirs = ctx.rfftn, ctx.irfftn, np.fft.rfftn
+    wanted = theirs(whole.astype("d" if real else "D"), axes=axes)
+    given, own = {"axes": axes, "shape": whole.shape}, x.copy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
+        for _ in range(2):
+            y = there(x, cut=(1,), from_cut=(0,), **given)
+            z = back(y, cut=(0,), from_cut=(1,), **given)
+    box = tuple(slice(*each) for each in ctx.box_of((1,), wanted.shape))
+    errors = abs(y.get() - wanted[box]).max() / abs(wanted).max(), abs(z - own).max() / 100
+    return x, np.array([*map(float, errors), float(abs(x - own).max())])
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
+@pytest.mark.parametrize("axes", [(0, 1, 2), (0, 2), (0,), (1, 0)])
+@pytest.mark.parametrize("char", "fFdD")
+def test_transforms(client, way, char, axes, piece_bytes):
+    """Others read the first piece of a share while the next one is transformed."""
+    x = on_gpu(CUBE.astype(char), (CUBE_CHUNKS[0], -1, -1))
+    given = {"real": char in "fd", "piece_bytes": piece_bytes, "axes": axes, "members": 2}
+    _, found = spmd(there_and_back, x, per_member=[np.zeros(3)], **given)
+    there, back, changed = found.compute().max(axis=0)
+    assert changed == 0
+    assert max(there, back) < (1e-6 if char in "fF" else 1e-14)
 
 
 @pytest.mark.gpu(2)

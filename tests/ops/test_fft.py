@@ -348,6 +348,8 @@ WHOLE = da.ones((8, 8))
         (lambda: fft.rfftfreq(4, 0), InputError, "got d=0"),
         (lambda: fft.fftfreq(4, "1"), InputError, "got d='1'"),
         (lambda: fft.fftfreq(4, float("nan")), InputError, "got d=nan"),
+        (lambda: fft.fftfreq(4, chunks="foo"), ChunksError, "got chunks='foo'"),
+        (lambda: fft.rfftfreq(4, chunks=((3, 3),)), ChunksError, r"of shape \(3,\)"),
         (lambda: fft.fft(WHOLE[WHOLE[:, 0] > 0], axis=0), ChunksError, "compute_chunk_sizes"),
         (lambda: fft.fft(WHOLE[WHOLE[:, 0] > 0], chunks=4), ChunksError, "compute_chunk_sizes"),
         (lambda: fft.fft(X[X[:, 0] > 0][:, :4], axis=0), ChunksError, "compute_chunk_sizes"),

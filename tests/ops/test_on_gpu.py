@@ -274,6 +274,7 @@ def test_blocks_that_are_not_what_they_declare_are_refused():
         (lambda x: on_gpu(np.sqrt, x, chunks=(4, 5)), ChunksError, "axis that is cut"),
         (lambda x: on_gpu(np.sqrt, x, chunks="wide"), ChunksError, "got chunks='wide'"),
         (lambda x: on_gpu(lambda p: 1 / 0, x), InputError, "expected dtype=.*ZeroDivisionError"),
+        (lambda x: on_gpu(np.sqrt, x, meta="f8"), InputError, "got meta='f8'"),
     ],
 )
 def test_what_it_cannot_do_is_refused_at_the_call(call, error, words):

@@ -56,3 +56,9 @@ def test_a_state_that_could_not_be_brought_back_is_refused_at_once(alone, state,
     ):
         with pytest.raises(InputError, match=message):
             call()
+
+
+@pytest.mark.parametrize(("count", "save"), [("a", ()), (3, 3), (2.5, ())])
+def test_loops_of_something_else_are_refused(alone, count, save):
+    with pytest.raises(InputError, match=f"expected a number of steps, .* got count={count!r}"):
+        list(alone.steps(count, save))

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.errors import SectionError, TransferError
-from dask_p2p.geometry import box_slices
+from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.sections import gpu_regions, windows
 from dask_p2p.sections.devices import Gpu
-from dask_p2p.sections.gpu_regions import GpuRegions
+from dask_p2p.sections.gpu_regions import MOST_PIECES, GpuRegions, Pieces
 from dask_p2p.sections.links import AttemptEndedError, Links
 from dask_p2p.sections.regions import Call
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
@@ -46,9 +46,9 @@ def through_host(monkeypatch):
     """The regions that members have copied to the host, by the rank of who gets them."""
     found, original = [], GpuRegions._bring_through_host
 
-    def noted(own, call, regions, targets):
+    def noted(own, call, axis, regions, targets):
         found.append((own._links.place[0], sorted(regions), sorted(targets)))
-        original(own, call, regions, targets)
+        original(own, call, axis, regions, targets)
 
     monkeypatch.setattr(GpuRegions, "_bring_through_host", noted)
     return found
@@ -99,6 +99,49 @@ def test_values(gpu, through_host, has_windows, members, part_bytes):
     run(gpu, members, partial(there_and_back, gpu), part_bytes, has_windows=has_windows)
     moved = [sends or receives for _, sends, receives in through_host]
     assert not any(moved) if has_windows else all(moved)
+
+
+def in_pieces(gpu, ctx, own, axis=0, count=3):
+    """Turn a share that is made piece by piece; its pieces are overwritten as soon as they may."""
+    bounds, made = block_bounds(split_evenly(own.shape[axis], count)), []
+
+    def make(number):
+        piece = own[(slice(None),) * axis + (slice(bounds[number], bounds[number + 1]),)]
+        made.append(filled(gpu, np.ascontiguousarray(piece)))
+        return made[-1]
+
+    share = Pieces(own.shape, own.dtype, axis, bounds, make)
+    out = ctx._redistribution.recut((0,), axes=(1, 0))(share)
+    for piece in made:
+        overwritten(gpu, piece, -1)
+    assert len(made) == count
+    assert np.array_equal(out.get(), X.T[box_slices(ctx.box_of((0,), X.T.shape))])
+
+
+@pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
+@pytest.mark.parametrize("members", [PAIR, SLABS, Members(((48,), (40,)), (1, 1))])
+@pytest.mark.parametrize("has_windows", [True, False])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("count", [1, 3, MOST_PIECES])
+def test_pieces(gpu, through_host, has_windows, members, part_bytes, axis, count):
+    turned = partial(in_pieces, gpu, axis=axis, count=count)
+    run(gpu, members, turned, part_bytes, has_windows=has_windows)
+    moved = [sends or receives for _, sends, receives in through_host]
+    assert not any(moved) if has_windows else all(moved)
+
+
+def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
+    """What reads a piece waits for its own event, and for no later one."""
+    waited, wait = set(), PeerMemory.wait
+
+    def noted(peer, stream, number):
+        waited.add(number)
+        wait(peer, stream, number)
+
+    monkeypatch.setattr(PeerMemory, "wait", noted)
+    run(gpu, PAIR, partial(in_pieces, gpu, count=3))
+    first = gpu_regions._WRITTEN
+    assert waited == {gpu_regions._READ, first, first + 1, first + 2}
 
 
 @pytest.mark.parametrize("exchange", ORDERS[1:])
@@ -370,7 +413,8 @@ def one_after_the_other(gpu, slow):
             call = Call(f"call {number}", a.dtype, "auto", (0, 1), 80)
             regions.bring(
                 call,
-                dict.fromkeys(gives.get(ctx.rank, ()), a),
+                a,
+                dict.fromkeys(gives.get(ctx.rank, ()), ((0, 4), (0, 20))),
                 dict.fromkeys(gets.get(ctx.rank, ()), out),
             )
             if ctx.rank in gets:
@@ -427,11 +471,11 @@ def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
     """So the test above would fail without those to all."""
     original = GpuRegions.bring
 
-    def bring(own, call, regions, targets, local=None):
+    def bring(own, call, share, boxes, targets, local=None):
         every = own._open(own._links, call)
-        own._near = {rank: every[rank] for rank in every if rank in {*regions, *targets}}
+        own._near = {rank: every[rank] for rank in every if rank in {*boxes, *targets}}
         try:
-            original(own, call, regions, targets, local)
+            original(own, call, share, boxes, targets, local)
         finally:
             own._near = every
 
@@ -517,6 +561,38 @@ def test_each_rule_is_needed(gpu, monkeypatch, breaks, part_bytes):
     breaks(monkeypatch)
     with pytest.raises(RaceError):
         run(gpu, PAIR, partial(there_and_back, gpu, times=1), part_bytes)
+
+
+def one_piece_for_all(monkeypatch):
+    """As if a share were whole when its first piece is."""
+    original = PeerMemory.wait
+    first = gpu_regions._WRITTEN
+    monkeypatch.setattr(
+        PeerMemory,
+        "wait",
+        lambda peer, stream, number: original(peer, stream, min(number, first)),
+    )
+
+
+def nobody_follows(monkeypatch):
+    monkeypatch.setattr(DeviceQueue, "follow", lambda queue, stream: None)
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        nobody_waits_for(gpu_regions._WRITTEN + 1),
+        nobody_waits_for(gpu_regions._READ),
+        recorded_elsewhere(gpu_regions._WRITTEN + 1),
+        one_piece_for_all,
+        nobody_follows,
+    ],
+)
+@pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
+def test_each_rule_is_needed_for_pieces(gpu, monkeypatch, breaks, part_bytes):
+    breaks(monkeypatch)
+    with pytest.raises(RaceError):
+        run(gpu, PAIR, partial(in_pieces, gpu), part_bytes)
 
 
 @pytest.mark.parametrize("part_bytes", [0, PART_BYTES])

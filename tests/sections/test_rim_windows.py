@@ -65,11 +65,11 @@ def check(gpu, y, steps=5, boundary="periodic", x=X, **kwargs):
 def test_values(gpu, opened, has_windows, members, boundary, overlap):
     y = heat(gpu, members=members, boundary=boundary, overlap=overlap)
     check(gpu, y, boundary=boundary, device=partial(Gpu, has_windows=has_windows))
-    assert len(opened) == members
+    assert len(opened) == (members if members > 1 else 0)
     assert all(opened) if has_windows and members > 1 else not any(opened)
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8", "c8"])
+@pytest.mark.parametrize("dtype", ["f8", "c8"])  # of a word each: accesses are known by these
 def test_dtypes(gpu, dtype):
     x = X.astype(dtype)
     check(gpu, heat(gpu, x=x), x=x)
@@ -156,23 +156,22 @@ def nobody_waits_for_peers(monkeypatch):
 
 
 def recorded_before_it_is_packed(monkeypatch):
-    outgoing, begin = RimWindows.outgoing, RimWindows.begin
+    pack, begin = RimWindows._pack, RimWindows.begin
 
-    def early(rims):
-        found = outgoing(rims)
-        if rims._own is not None:
-            rims._own.events[rims._exchanges % rim_windows.SLOTS].record(rims._gpu.stream)
-        return found
+    def early(rims, slot, data):
+        event = rims._own.events[slot]
+        event.record(rims._gpu.stream)
+        pack(rims, slot, data)
+        rims._own.events[slot] = SimpleNamespace(record=lambda stream: None)
+        rims._early = slot, event
 
-    def without(rims, beside):
-        events = rims._own.events
-        rims._own.events = [SimpleNamespace(record=lambda stream: None)] * len(events)
-        try:
-            return begin(rims, beside)
-        finally:
-            rims._own.events = events
+    def without(rims, data, beside):
+        end = begin(rims, data, beside)
+        slot, event = rims._early
+        rims._own.events[slot] = event
+        return end
 
-    monkeypatch.setattr(RimWindows, "outgoing", early)
+    monkeypatch.setattr(RimWindows, "_pack", early)
     monkeypatch.setattr(RimWindows, "begin", without)
 
 

@@ -1,15 +1,25 @@
 from __future__ import annotations
 
+import gc
+from functools import partial
+from types import ModuleType
+
 import numpy as np
 import pytest
+import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_p2p.errors import AxesError, InputError, SectionError, UnsupportedArrayError
 from dask_p2p.geometry import box_slices
+from dask_p2p.ops import local_fft
+from dask_p2p.ops.fft_stages import order_in_memory
 from dask_p2p.plans.members import Members
-from dask_p2p.sections import Context
+from dask_p2p.sections import Context, transforms
+from dask_p2p.sections.devices import Gpu
+from tests.sections.emulated import emulated_gpu
 from tests.sections.gangs import run_gang
+from tests.sections.test_gpu_regions import filled, overwritten
 
 
 @st.composite
@@ -23,9 +33,19 @@ def cases(draw):
     return members, draw(axes | st.none()), draw(cut), draw(cut)
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases(), st.sampled_from(["f4", "f8", "c8", "c16", "i2", "f2"]), st.booleans())
-def test_transforms_are_those_of_numpy(case, dtype, orthogonal):
+def always_last(*args):
+    """As on GPUs: axes that are transformed lie last in memory."""
+    return order_in_memory(*args[:-1], True)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    cases(),
+    st.sampled_from(["f4", "f8", "c8", "c16", "i2", "f2"]),
+    st.booleans(),
+    st.sampled_from([order_in_memory, always_last]),
+)
+def test_transforms_are_those_of_numpy(case, dtype, orthogonal, order):
     members, axes, cut, from_cut = case
     shape = tuple(map(sum, members.chunks))
     rng, norm = np.random.default_rng(0), "ortho" if orthogonal else None
@@ -55,7 +75,59 @@ def test_transforms_are_those_of_numpy(case, dtype, orthogonal):
         assert z.dtype.kind == "f"
         np.testing.assert_allclose(z, part, **close)
 
-    run_gang(members, function)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transforms, "order_in_memory", order)
+        run_gang(members, function)
+
+
+def cuffts_place():
+    """What `cupyx.scipy.fft` has, by SciPy: new arrays, of the same precision."""
+    library = ModuleType("cupyx.scipy.fft")
+    for name in ("fftn", "ifftn", "rfft", "irfft"):
+
+        def run(block, *args, overwrite_x=False, name=name, norm=None):
+            return block.made(lambda values: getattr(scipy.fft, name)(values, *args, norm=norm))
+
+        setattr(library, name, run)
+    return library
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    cases(),
+    st.sampled_from([(0, "f8"), (0, "c16"), (0, "c8"), (64, "c8")]),  # copies: of a word each
+    st.sampled_from([1, 2**30]),
+)
+def test_members_on_gpus(case, how, piece_bytes):
+    """Shares may be made piece by piece, and are read as soon as an event allows it, or later."""
+    members, axes, cut, from_cut = case
+    part_bytes, dtype = how
+    shape = tuple(map(sum, members.chunks))
+    x = np.random.default_rng(0).normal(size=shape).astype(dtype)
+    transform = np.fft.rfftn if x.dtype.kind == "f" else np.fft.fftn
+    wanted = transform(x, axes=range(len(shape)) if axes is None else axes)
+
+    def function(gpu, ctx):
+        there, back = (ctx.rfftn, ctx.irfftn) if x.dtype.kind == "f" else (ctx.fftn, ctx.ifftn)
+        with ctx.device.running([]):
+            own = x[box_slices(ctx.box_of(from_cut))]
+            a = filled(gpu, own)
+            y = there(a, axes, cut=cut, from_cut=from_cut)
+            z = back(y, axes, cut=from_cut, from_cut=cut)
+            assert np.array_equal(a.get(), own)
+            overwritten(gpu, a, -1)
+            box = box_slices(ctx.box_of(cut, wanted.shape))
+            np.testing.assert_allclose(y.get(), wanted[box], rtol=0, atol=1e-4)
+            np.testing.assert_allclose(z.get(), own, rtol=0, atol=1e-4)
+
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = emulated_gpu(patch)
+        library = cuffts_place()
+        patch.setattr(local_fft, "_fft_module", lambda names: library)
+        patch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
+        run_gang(members, partial(function, gpu), device=partial(Gpu, part_bytes=part_bytes))
+        gc.collect()
+        gpu.check()
 
 
 def test_other_arrays_than_those_of_the_section():
@@ -130,6 +202,8 @@ def test_what_is_wrong_is_named():
         (lambda: ctx.fftn(x, norm="none"), "expected a norm of"),
         (lambda: ctx.fftn(x, shape=(4, -1)), "shape: expected lengths of axes"),
         (lambda: ctx.fftn(np.ones((0, 3)), shape=(0, 3)), "expected elements along the axes"),
+        (lambda: ctx.wavenumbers("a"), "spacing: expected a number, .* got 'a'"),
+        (lambda: ctx.wavenumbers((1, 2, 3)), "one for each of 2 axes"),
     ):
         with pytest.raises(InputError, match=match):
             call()
