@@ -275,7 +275,7 @@ class _Body:
                 f"{count} in all. Return a tuple of as many."
             )
         for value, spec in zip(returned[self.outputs :], self.per_member, strict=True):
-            own = np.asarray(ctx.device.to_host(value))
+            own = _as_numbers(ctx.device.to_host(value))
             if own.shape != spec.shape or not np.can_cast(own.dtype, spec.dtype, "same_kind"):
                 raise BlockMismatchError(
                     f"expected a value of shape {spec.shape} that becomes {spec.dtype} from the "
@@ -321,6 +321,14 @@ def shape_of(array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
         return shape
     module = "" if kind is np.ndarray else f"{type(array).__module__}."  # perhaps NumPy's own
     return f"{module}{type(array).__name__}"
+
+
+def _as_numbers(value: Any) -> Array:
+    """Return a value as an array of NumPy: of an object, if it is of no one shape."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(None)
 
 
 def _depend_on_all(*args: Any) -> None:

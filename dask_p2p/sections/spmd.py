@@ -51,7 +51,8 @@ def spmd(
         Of the same chunks, in NumPy or CuPy blocks. With CuPy blocks `func` gets and returns CuPy
         arrays; a stream of the member's own is the current one, and nothing has to be waited for.
     outputs : int, optional
-        How many arrays `func` returns, in a tuple if not one.
+        How many arrays `func` returns, in a tuple if not one; 0 if it returns what `per_member`
+        says alone.
     cut : sequence of int, optional
         Axes that may be divided between members. By default all.
     members : int, optional
@@ -109,9 +110,11 @@ def spmd(
             f"one as [example]."
         )
     values = [_checked_example(example) for example in per_member]
+    if not values or outputs != 0:
+        checked_count("outputs", outputs=outputs)
     made = section_arrays(
         "p2p-spmd",
-        _Function(func, checked_count("outputs", outputs=outputs) + len(values), kwargs),
+        _Function(func, outputs + len(values), kwargs),
         arrays,
         chosen,
         outputs,

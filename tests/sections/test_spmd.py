@@ -111,6 +111,22 @@ def test_each_member_returns_values_of_its_own(client):
         spmd(described, array(), members=2, per_member=(0, np.zeros(2, int)))[1].compute()
 
 
+def test_members_may_return_values_of_their_own_alone(client):
+    def described(ctx, x):
+        return ctx.rank, [x.sum(), x.size]
+
+    ranks, sums = spmd(described, array(), members=4, outputs=0, per_member=(0, np.zeros(2)))
+    ranks, sums = dask.compute(ranks, sums)
+    assert ranks.tolist() == [0, 1, 2, 3]
+    assert sums.sum(axis=0).tolist() == [X.sum(), X.size]
+    largest = spmd(lambda ctx, x: x.max(), array(), members=2, outputs=0, per_member=[0.0])
+    assert largest.compute().max() == X.max()
+    with pytest.raises(BlockMismatchError, match=r"value of shape \(\) .*, got \(\) object"):
+        spmd(described, array(), members=2, outputs=0, per_member=(0.0,)).compute()
+    with pytest.raises(BlockMismatchError, match=r"expected 0 arrays and 3 per_member .* got 2"):
+        spmd(described, array(), members=2, outputs=0, per_member=(0, 0, 0))[0].compute()
+
+
 def test_examples_of_what_members_return_are_numbers():
     for wrong in ({}, array(), "text", b"text"):
         with pytest.raises(InputError, match="per_member: expected numbers or arrays of NumPy"):
