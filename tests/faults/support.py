@@ -61,8 +61,7 @@ def as_new(client, n_workers):
         client.cancel([Future(key, client) for key in list(client.futures)])
         wait_until(lambda: client.run_on_scheduler(_count_tasks) == 0, BOUND_S)
         wait_until(lambda: _is_complete(client, n_workers), BOUND_S)
-        wait_until(lambda: _are_ready(client, n_workers), BOUND_S)
-        client.run(_forget_others, addresses(client))
+        wait_until(lambda: _know_nothing(client, n_workers), BOUND_S)
 
 
 def _is_complete(client, n_workers):
@@ -80,19 +79,19 @@ def _count_tasks(dask_scheduler):
     return len(dask_scheduler.tasks)
 
 
-def _are_ready(client, n_workers):
-    """Whether so many workers have the plugin; one that just leaves answers with an error."""
-    answers = client.run(_has_plugin, on_error="return")
+def _know_nothing(client, n_workers):
+    """Whether so many workers have forgotten all others; of one that leaves the plugin may be gone.
+
+    It answers with an error then.
+    """
+    answers = client.run(_forget_others, addresses(client), on_error="return")
     return [*answers.values()] == [True] * n_workers
-
-
-def _has_plugin(dask_worker):
-    return PLUGIN_NAME in dask_worker.plugins
 
 
 def _forget_others(others, dask_worker):
     for other in others:
         dask_worker.plugins[PLUGIN_NAME].context.router.on_worker_left(other)
+    return True
 
 
 def addresses(client):
