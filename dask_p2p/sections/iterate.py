@@ -83,8 +83,8 @@ def iterate(
         Whether `func` is applied to the inside of a share while rims are on their way, then to
         what is left, in two parts for each axis that is divided. It is called with parts then,
         and must give the same values for these. "auto", the default: where rims come from
-        another host, and shares have at least 2**18 elements; of CuPy blocks wherever rims come
-        from other members.
+        another host, and shares have at least 2**18 elements; of CuPy blocks where shares have
+        at least 256 MiB.
     exchange : {"auto", "diagonal", "left-right", "pairwise"}
         In which order members exchange rims: see `dask_p2p.sections.Context.redistribute`.
     until : callable, optional
