@@ -38,7 +38,7 @@ def always_last(*args):
     return order_in_memory(*args[:-1], True)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     cases(),
     st.sampled_from(["f4", "f8", "c8", "c16", "i2", "f2"]),
@@ -92,7 +92,7 @@ def cuffts_place():
     return library
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     cases(),
     st.sampled_from([(0, "f8"), (0, "c16"), (0, "c8"), (64, "c8")]),  # copies: of a word each
