@@ -111,6 +111,7 @@ def test_adaptive_scaling(client):
     wait_until(lambda: len(addresses(client)) > 1, BOUND_S)
     check(client, z)
     adaptive.stop()
+    wait_until(lambda: not adaptive._adapting, BOUND_S)  # or it retires workers of the next test
 
 
 def test_a_reader_is_retired_in_the_middle_of_its_task(client, gate):
