@@ -31,6 +31,12 @@ def attempt(what: str, measure: Callable[[], Any]) -> Any:
         return None
 
 
+def _attempted(size: int, ways: dict[str, Callable[[], list[float]]]) -> dict[str, list[float]]:
+    """Return what is measured of each way that does not fail."""
+    found = {way: attempt(f"{size} {way}", measure) for way, measure in ways.items()}
+    return {way: times for way, times in found.items() if times is not None}
+
+
 def computed(y: Any, timeout_s: float) -> float:
     """Return how long it takes to compute an array, wherever it stays; it is gone afterwards.
 
@@ -63,20 +69,26 @@ def wait_until_gone(name: str, timeout_s: float) -> None:
 
 def transposed(ctx: Any, x: Any, rounds: int) -> tuple[Any, Any]:
     """Return the transpose of a square in slabs, and for each round the seconds of a call."""
-    out, times = ctx.redistribute(x, (0,), axes=(1, 0)), []
+    out = ctx.redistribute(x, (0,), axes=(1, 0))
+    return out, _rounds(ctx, x, lambda: ctx.redistribute(x, (0,), axes=(1, 0), out=out), rounds)
+
+
+def _rounds(ctx: Any, x: Any, call: Callable[[], Any], rounds: int) -> Any:
+    """Return for each round the seconds of a call, of the member that takes longest."""
+    times = []
     for _ in range(rounds):
         _done(x)
         ctx.barrier()
         start_s = time.perf_counter()
         for _ in range(_CALLS):
-            ctx.redistribute(x, (0,), axes=(1, 0), out=out)
-        _done(out)
+            call()
+        _done(x)
         times.append(ctx.allreduce((time.perf_counter() - start_s) / _CALLS, "max"))
-    return out, np.array(times)
+    return np.array(times)
 
 
 def _done(array: Any) -> None:
-    """Wait for what is on the member's stream."""
+    """Wait for what is on the member's stream, if there is one for such arrays."""
     if not isinstance(array, np.ndarray):
         import cupy
 
@@ -111,27 +123,15 @@ def transposes_of(
         wait_until_gone(y.name, timeout_s)
         return [computed(y, timeout_s) for _ in range(repeats + 1)][1:]
 
-    ways = {IN_SECTION: in_section, LAYER: as_layer}
-    found = {way: attempt(f"{side} {way}", measure) for way, measure in ways.items()}
-    return {way: times for way, times in found.items() if times is not None}
+    return _attempted(side, {IN_SECTION: in_section, LAYER: as_layer})
 
 
-def transformed(ctx: Any, x: Any, is_real: bool, shape: Any, rounds: int) -> tuple[Any, ...]:
-    """Return a cube, its difference after a way back, and for each round seconds of a call."""
+def transformed(ctx: Any, x: Any, is_real: bool, shape: Any, rounds: int) -> tuple[float, Any]:
+    """Return how much a cube differs after a way back, and for each round seconds of a call."""
     there, back = (ctx.rfftn, ctx.irfftn) if is_real else (ctx.fftn, ctx.ifftn)
-    y, times = there(x, cut=(1,), from_cut=(0,), shape=shape), []
-    found = back(y, cut=(0,), from_cut=(1,), shape=shape)
-    error = ctx.allreduce(float(abs(found - x).max()), "max")
-    del found
-    for _ in range(rounds):
-        _done(x)
-        ctx.barrier()
-        start_s = time.perf_counter()
-        for _ in range(_CALLS):
-            y = there(x, cut=(1,), from_cut=(0,), shape=shape)
-        _done(y)
-        times.append(ctx.allreduce((time.perf_counter() - start_s) / _CALLS, "max"))
-    return x, np.array([error]), np.array(times)
+    transform = partial(there, x, cut=(1,), from_cut=(0,), shape=shape)
+    error = abs(back(transform(), cut=(0,), from_cut=(1,), shape=shape) - x).max()
+    return float(error), _rounds(ctx, x, transform, rounds)
 
 
 def transforms_of(
@@ -143,23 +143,16 @@ def transforms_of(
     def seconds(is_real: bool) -> list[float]:
         x = da.random.default_rng(0).random(shape, "f4", chunks=(-(-side // workers), side, side))
         x = x if is_real else x.astype("c8")
-        x = client.persist(x.map_blocks(_on_gpu) if is_on_gpu else x)
+        if is_on_gpu:
+            import cupy
+
+            x = x.map_blocks(cupy.asarray)
         given: dict[str, Any] = {"is_real": is_real, "shape": shape, "rounds": repeats + 1}
-        outputs = [np.zeros(1), np.zeros(repeats + 1)]
-        made = dask_p2p.spmd(transformed, x, per_member=outputs, members=workers, **given)
-        found = client.compute(list(made[1:]))
+        given |= {"outputs": 0, "per_member": [0.0, np.zeros(repeats + 1)], "members": workers}
+        found = client.compute(list(dask_p2p.spmd(transformed, client.persist(x), **given)))
         error, times = (each.result(timeout=timeout_s) for each in found)
         if not error.max() < _TOLERANCE:
             raise RuntimeError(f"values differ by {error.max():g} after their way back")
         return [float(each) for each in times.max(axis=0)[1:]]
 
-    found = {
-        way: attempt(f"{side} {way}", partial(seconds, is_real)) for way, is_real in REAL.items()
-    }
-    return {way: times for way, times in found.items() if times is not None}
-
-
-def _on_gpu(block: Any) -> Any:
-    import cupy
-
-    return cupy.asarray(block)
+    return _attempted(side, {way: partial(seconds, is_real) for way, is_real in REAL.items()})
