@@ -55,7 +55,7 @@ class Pieces:
 
     Parameters
     ----------
-    shape, dtype
+    dtype
         Of the share.
     axis
         Along which.
@@ -66,7 +66,6 @@ class Pieces:
         on the member's stream.
     """
 
-    shape: tuple[int, ...]
     dtype: DType
     axis: int
     bounds: tuple[int, ...]
@@ -76,7 +75,7 @@ class Pieces:
     def one(cls, share: Array) -> Pieces:
         """Return a share that is there."""
         ends = (0, share.shape[0] if share.ndim else 1)
-        return cls(share.shape, share.dtype, 0, ends, lambda _: share)
+        return cls(share.dtype, 0, ends, lambda _: share)
 
     def of(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
         """Yield of which pieces a box is: the number, the part in the piece, and in the box."""
@@ -153,13 +152,14 @@ class GpuRegions:
         """Read from others; return the members that read here, and those that were read."""
         gpu, links, read = self._gpu, self._links, set[int]()
         near = {} if links is None else self._open(links, call)
+        stays = {} if local is None else {n: at for n, *at in pieces.of(local.box)}
         with gpu.queue.within(gpu.stream):
             for number in range(len(pieces.bounds) - 1):
                 made.append(pieces.make(number))
                 if self._own is not None:
                     self._own.events[_WRITTEN + number].record(gpu.stream)
-                if local is not None:
-                    self._place_own(call, pieces, number, made[number], local)
+                if local is not None and number in stays:
+                    self._place_own(call, made[number], local.target, *stays[number])
             if links is not None:
                 regions = {
                     rank: [(n, made[n][box_slices(part)]) for n, part, _ in pieces.of(boxes[rank])]
@@ -168,18 +168,11 @@ class GpuRegions:
                 read = self._read(links, call, pieces.axis, regions, targets)
         return set() if links is None else self._readers(links, call, read), read
 
-    def _place_own(
-        self, call: Call, pieces: Pieces, number: int, piece: Array, local: Local
-    ) -> None:
-        """Put on the queue what of a piece stays here."""
-        gpu = self._gpu
-        for of, part, inside in pieces.of(local.box):
-            if of == number:
-                place = box_slices(tuple(inside[axis] for axis in call.axes))
-                gpu.queue.follow(gpu.stream)
-                gpu.queue.permute(
-                    local.target[place], piece[box_slices(part)], call.axes, concurrent=True
-                )
+    def _place_own(self, call: Call, piece: Array, target: Array, part: Box, inside: Box) -> None:
+        """Put on the queue the part of a piece that stays here, inside of what does."""
+        queue, place = self._gpu.queue, box_slices(tuple(inside[axis] for axis in call.axes))
+        queue.follow(self._gpu.stream)
+        queue.permute(target[place], piece[box_slices(part)], call.axes, concurrent=True)
 
     def _read(
         self,

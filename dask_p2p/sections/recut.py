@@ -175,7 +175,7 @@ class Recut:
     def __call__(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
         """Return this member's share of the other cut, of its share of the one before.
 
-        On a GPU that may be `Pieces` of the right shape.
+        On a GPU that may be `Pieces` of it.
 
         Raises
         ------

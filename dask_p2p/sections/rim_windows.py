@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dask_p2p.backends.pinned import Pinned
+from dask_p2p.backends.pitch import pitched
 from dask_p2p.geometry import Box, box_shape
 from dask_p2p.plans.rims import Rims
 from dask_p2p.sections.links import Buffer, Links
@@ -207,16 +208,15 @@ class RimWindows:
 
 def _runs(boxes: Sequence[Box], shape: Sequence[int], item_bytes: int) -> list[_Run] | None:
     """Return where regions of an array in C order lie; None if one is not in one piece."""
-    strides = [prod(shape[axis + 1 :]) * item_bytes for axis in range(len(shape))]
+    strides = tuple(prod(shape[axis + 1 :]) * item_bytes for axis in range(len(shape)))
     found, packed_bytes = [], 0
     for box in boxes:
-        lengths = box_shape(box)
-        first = next((axis for axis, length in enumerate(lengths) if length > 1), len(shape))
-        if lengths[first + 1 :] != tuple(shape[first + 1 :]):
+        pitch = pitched(box_shape(box), strides, item_bytes)
+        if pitch is None or pitch.rows > 1:
             return None
         start_bytes = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
-        found.append(_Run(start_bytes, packed_bytes, prod(lengths) * item_bytes))
-        packed_bytes += found[-1].size_bytes
+        found.append(_Run(start_bytes, packed_bytes, pitch.run_bytes))
+        packed_bytes += pitch.run_bytes
     return found
 
 

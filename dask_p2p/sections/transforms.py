@@ -314,7 +314,7 @@ class _Local:
             part = share[(slice(None),) * place + (along,)]
             return self.transform.transformed(part, is_own)
 
-        return Pieces(self.shape, self._dtype(share), axis, bounds, piece), True
+        return Pieces(self._dtype(share), axis, bounds, piece), True
 
     def _dtype(self, share: Array) -> DType:
         dtype = complex_dtype(share.dtype)

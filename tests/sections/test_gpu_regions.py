@@ -110,7 +110,7 @@ def in_pieces(gpu, ctx, own, axis=0, count=3):
         made.append(filled(gpu, np.ascontiguousarray(piece)))
         return made[-1]
 
-    share = Pieces(own.shape, own.dtype, axis, bounds, make)
+    share = Pieces(own.dtype, axis, bounds, make)
     out = ctx._redistribution.recut((0,), axes=(1, 0))(share)
     for piece in made:
         overwritten(gpu, piece, -1)
