@@ -23,6 +23,8 @@ TO_COMPLEX = ("rfft", "ihfft")  # of real numbers, along the axis that comes fir
 TO_REAL = ("irfft", "hfft")  # along the axis that comes last
 INVERSE = ("ifft", "irfft", "ihfft")
 
+_AS_ONE: dict[tuple[str, ...], str] = {("rfft", "fftn"): "rfftn", ("ifftn", "irfft"): "irfftn"}
+
 #: Name of a function, axes, and lengths of the transform along these.
 Step: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
@@ -97,6 +99,9 @@ class LocalTransform:
         is_copied = (
             block.dtype.kind == "c" and self._shape(block.shape, *self.steps[0]) == block.shape
         )
+        if backend.on_device:
+            order = self._best(order_of(block))
+            is_copied |= not block.transpose(order).flags.c_contiguous
         extra_bytes = self.extra_bytes(block.shape, block.dtype) + is_copied * block.nbytes
         need = Need(extra_bytes, 0, in_memory_bytes(block), 0)
         if (limit_bytes := context.memory_below(need.total_bytes, backend.name)) is not None:
@@ -110,39 +115,64 @@ class LocalTransform:
 
     def transformed(self, block: Any, is_own: bool = False) -> Any:
         """Return the transform of a block that has elements; with `is_own` it may overwrite it."""
-        library = _fft_module(backend_for(block).fft_modules)
+        backend = backend_for(block)
+        library = _fft_module(backend.fft_modules)
         if block.dtype == np.float16:  # of which libraries make different things
             block, is_own = block.astype(np.float32), True
-        order = self.order
+        steps, order = self.steps, self.order
         if order is None:
             order = order_of(block)
             block = block.transpose(order)
-        block = _no_view(block)
-        for name, axes, lengths in self.steps:
+        if backend.on_device:
+            steps, best = _together(steps), self._best(order)
+            block = block.transpose(tuple(map(order.index, best)))
+            order, is_own = best, is_own or not block.flags.c_contiguous
+            block = _without_gaps(block)
+        for name, axes, lengths in steps:
             options: dict[str, Any] = {"norm": self.norm}
             if is_own and library.__name__ != "numpy.fft":
                 options["overwrite_x"] = True
             places = tuple(map(order.index, axes))
-            if name in ("fftn", "ifftn"):
+            if name.endswith("n"):
                 block = getattr(library, name)(block, lengths, places, **options)
             else:
                 block = getattr(library, name)(block, *lengths, *places, **options)
             is_own = True
         return block.transpose(tuple(map(order.index, range(block.ndim))))
 
+    def _best(self, order: tuple[int, ...]) -> tuple[int, ...]:
+        """Return an order of axes that has those last that are transformed."""
+        done = {axis for _, axes, _ in self.steps for axis in axes}
+        halved = {axes[-1] for name, axes, _ in self.steps if name in (*TO_COMPLEX, *TO_REAL)}
+        return tuple(sorted(order, key=lambda axis: (axis in done, axis in halved)))
+
+
+def _without_gaps(array: Any) -> Any:
+    """Return an array of a GPU, or a copy of it, in C order and as no view: CuPy copies views.
+
+    On an H200 cuFFT takes 2.1 ms for 4 GiB along the last axis and 16.2 along the first, and a
+    kernel 2.2 to permute them. CuPy's copy is slower.
+    """
+    backend, source = backend_for(array), array
+    if not array.flags.c_contiguous:
+        array = backend.empty(source.shape, source.dtype)
+        backend.permute_into(array, source, range(source.ndim))
+    return backend.module.ndarray(array.shape, array.dtype, array.data)
+
+
+def _together(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Return the same steps, as one where cuFFT has a plan for real numbers along several axes."""
+    name = _AS_ONE.get(tuple(name for name, _, _ in steps))
+    if name is None:
+        return steps
+    others, special = sorted(steps, key=lambda step: not step[0].endswith("n"))
+    return ((name, others[1] + special[1], others[2] + special[2]),)
+
 
 def order_of(array: Any) -> tuple[int, ...]:
     """Return in which order the axes of an array lie in memory."""
     strides = array.strides
     return tuple(sorted(range(array.ndim), key=lambda axis: -abs(strides[axis])))
-
-
-def _no_view(array: Any) -> Any:
-    """Return an array of CuPy as none that is a view, if it can be: CuPy would copy it first."""
-    backend = backend_for(array)
-    if not backend.on_device or array.base is None or not array.flags.c_contiguous:
-        return array
-    return backend.module.ndarray(array.shape, array.dtype, array.data)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 
@@ -44,6 +45,7 @@ def emulated_gpu(monkeypatch):
     for where, name, value in (
         (rim_windows, "begin_in_order", noted),
         (dask_p2p.backends, "cupy_kernels", kernels(recorder)),
+        (cupy_backend, "_kernels", partial(kernels, recorder)),
         (cupy_backend, "_rmm_resources", list),
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
         (DeviceQueue, "_per_thread", threading.local()),

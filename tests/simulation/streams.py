@@ -452,7 +452,8 @@ def _cupy(recorder):
 def kernels(recorder):
     """Stands for `dask_p2p.backends.cupy_kernels`."""
 
-    def permute_into(dst, src, axes, *, stream, low_occupancy=False):
+    def permute_into(dst, src, axes, *, stream=None, low_occupancy=False):
+        stream = stream or recorder.current[-1]
         recorder.do(stream.name, "a kernel", reads=[src], writes=[dst])
         dst.values[...] = src.values.transpose(axes)
 
