@@ -82,6 +82,23 @@ def test_real_numbers(client, transport, chunks, char):
     assert_close(on_host(z), a, char)
 
 
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 1), (0, 2), (1,), (0,)])
+def test_blocks_that_lie_otherwise(client, axes, real):
+    """Views, and blocks as Fortran has them, are read as they lie, and stay what they are."""
+    a = X.real.copy() if real else X
+    there, back, theirs = (
+        (fft.rfftn, fft.irfftn, np.fft.rfftn) if real else (fft.fftn, fft.ifftn, np.fft.fftn)
+    )
+    expected, s = theirs(a, axes=axes), [a.shape[axis] for axis in axes]
+    for lies in (lambda block: block.copy(order="F"), lambda block: block.repeat(2, 2)[..., ::2]):
+        x = persisted(client, on_gpu(a, (12, -1, -1)).map_blocks(lies))
+        y = persisted(client, there(x, axes=axes))
+        assert_close(on_host(y), expected, "D")
+        assert_close(on_host(persisted(client, back(y, s=s, axes=axes))), a, "D")
+        np.testing.assert_array_equal(on_host(x), a)
+
+
 @pytest.mark.parametrize("name", ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"])
 @pytest.mark.parametrize("n", [None, 17, 64])
 @pytest.mark.parametrize("norm", ["backward", "ortho", "forward"])

@@ -223,8 +223,10 @@ def by_turned(char="f", axes=(1, 0, 2), to=(0,)):
     return found.compute().tolist()
 
 
-def there_and_back(ctx, x, real, piece_bytes, axes):
+def there_and_back(ctx, x, real, piece_bytes, axes, is_reversed):
     """How much a spectrum differs from NumPy's, and from that the way back, of the largest."""
+    if is_reversed:  # as the arrays of Fortran lie
+        x = x.copy(order="F")
     whole = CUBE.astype(x.dtype)
     there, back, theirs = ctx.fftn, ctx.ifftn, np.fft.fftn
     if real:
@@ -245,10 +247,12 @@ def there_and_back(ctx, x, real, piece_bytes, axes):
 @pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
 @pytest.mark.parametrize("axes", [(0, 1, 2), (0, 2), (0,), (1, 0)])
 @pytest.mark.parametrize("char", "fFdD")
-def test_transforms(client, way, char, axes, piece_bytes):
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_transforms(client, way, is_reversed, char, axes, piece_bytes):
     """Others read the first piece of a share while the next one is transformed."""
     x = on_gpu(CUBE.astype(char), (CUBE_CHUNKS[0], -1, -1))
-    given = {"real": char in "fd", "piece_bytes": piece_bytes, "axes": axes, "members": 2}
+    given = {"real": char in "fd", "piece_bytes": piece_bytes, "axes": axes}
+    given |= {"is_reversed": is_reversed, "members": 2}
     _, found = spmd(there_and_back, x, per_member=[np.zeros(3)], **given)
     there, back, changed = found.compute().max(axis=0)
     assert changed == 0
