@@ -31,7 +31,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import click
 import dask.array as da
@@ -47,6 +47,7 @@ from benchmarks.sections_calls import REAL, attempt, computed, transforms_of, tr
 __all__ = ["main"]
 
 OURS, NO_OVERLAP = "dask_p2p.iterate", "dask_p2p.iterate, overlap=False"
+CAPTURED = "dask_p2p.iterate, capture=True"
 KERNEL, JAX = "the kernel alone", "JAX shard_map"
 #: How seconds are called in the file, by what the size is of.
 SECONDS_OF = {"size": "step_s", "side": "transpose_s", "cube": "transform_s"}
@@ -71,24 +72,23 @@ def field(size: int, workers: int, is_on_gpu: bool) -> Any:
     return x
 
 
-def iterated(x: Any, steps: int, overlap: bool | Literal["auto"] = "auto") -> Any:
+def iterated(x: Any, steps: int, **options: Any) -> Any:
     """Return the lazy field after so many steps."""
     depths: list[Any] = [{0: RADIUS}, 0]
-    made = dask_p2p.iterate(wave, (x, x), depths, steps, overlap=overlap, checkpoint_every=None)
-    return made[0]
+    return dask_p2p.iterate(wave, (x, x), depths, steps, checkpoint_every=None, **options)[0]
 
 
 def wrong(workers: int, is_on_gpu: bool, timeout_s: float) -> float:
-    """Return how much some steps differ from NumPy's at most."""
+    """Return how much some steps differ from NumPy's at most, captured ones too."""
     from distributed import get_client
 
     x = field(_CHECKED, workers, is_on_gpu)
-    both = [iterated(x, 5), x]
+    each = [iterated(x, 20), iterated(x, 20, capture=True), x]
     client = get_client()
     if is_on_gpu:
-        both = [each.map_blocks(_on_host, meta=np.empty((0, 0, 0), "f4")) for each in both]
-    got, whole = (each.result(timeout=timeout_s) for each in client.compute(both))
-    return float(abs(got - reference(whole, whole, 5)).max())
+        each = [y.map_blocks(_on_host, meta=np.empty((0, 0, 0), "f4")) for y in each]
+    *found, whole = (y.result(timeout=timeout_s) for y in client.compute(each))
+    return float(abs(np.array(found) - reference(whole, whole, 20)).max())
 
 
 def _on_host(block: Any) -> Any:
@@ -117,9 +117,9 @@ def kernel_alone(size: int, steps: int, is_on_gpu: bool) -> float:
     return run(steps) / steps
 
 
-def ours(x: Any, steps: int, overlap: bool | Literal["auto"], timeout_s: float) -> float:
+def ours(x: Any, steps: int, timeout_s: float, **options: Any) -> float:
     """Return the seconds of a step by `iterate`."""
-    many, one = (computed(iterated(x, n, overlap), timeout_s) for n in (steps + 1, 1))
+    many, one = (computed(iterated(x, n, **options), timeout_s) for n in (steps + 1, 1))
     return (many - one) / steps
 
 
@@ -138,8 +138,9 @@ def times_of(
 
     ways: dict[str, Callable[[], float]] = {
         KERNEL: alone,
-        OURS: partial(ours, x, steps, "auto", timeout_s),
-        NO_OVERLAP: partial(ours, x, steps, False, timeout_s),
+        OURS: partial(ours, x, steps, timeout_s),
+        NO_OVERLAP: partial(ours, x, steps, timeout_s, overlap=False),
+        CAPTURED: partial(ours, x, steps, timeout_s, capture=True),
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):

@@ -13,8 +13,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cached_property, partial
 from math import inf
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from dask_p2p.errors import DeviceLostError, InputError
 from dask_p2p.plans.rims import Rims
 from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.links import Links
+from dask_p2p.sections.peers import AttemptEndedError
 from dask_p2p.sections.regions import Regions
 from dask_p2p.sections.rim_messages import RimMessages
 from dask_p2p.sections.rim_windows import RimWindows
@@ -109,6 +110,10 @@ class Host:
         """Return what brings regions of shares to other members, and theirs here."""
         return Regions(links, reads_memory)
 
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return what does again what `work` does."""
+        return work
+
     def keep_up(self, step: int) -> None:
         """Have the device do what it was given, now and then; `step` counts what was given."""
 
@@ -145,6 +150,10 @@ class Gpu(Host):
         self.closing: list[Callable[[], None]] = []
         #: What others read. It goes when they have closed it.
         self.exported: list[Any] = []
+        #: Called when the attempt has ended: has the GPU wait for others no more.
+        self.ending: list[Callable[[], None]] = []
+        self._has_ended = False
+        self._step = 0  # at which the GPU was waited for last
 
     @contextmanager
     def running(self, blocks: Sequence[Array]) -> Iterator[None]:
@@ -159,7 +168,7 @@ class Gpu(Host):
                 try:
                     yield
                 finally:
-                    self.wait()  # also for all others, since the stream waits for these
+                    self._drain()  # also for all others, since the stream waits for these
                     streams.queue.synchronize()
                     while self.closing:
                         self.closing.pop()()
@@ -176,15 +185,25 @@ class Gpu(Host):
 
         Raises
         ------
+        AttemptEndedError
+            If the attempt has, and with it meetings: nothing made since then is right.
         DeviceLostError
             If it does not end though the attempt has: a peer has gone for whose event it waits.
         """
+        self._drain()
+        if self._has_ended:
+            raise AttemptEndedError("the attempt has ended")
+
+    def _drain(self) -> None:
         runtime = self.module.cuda.runtime
         began_s, ended_s = time.monotonic(), inf
         while runtime.streamQuery(self.stream.ptr) == _NOT_READY:
             now_s = time.monotonic()
             if self._links is not None and self._links.has_ended:
                 ended_s = min(ended_s, now_s)
+                while self.ending:
+                    self._has_ended = True
+                    self.ending.pop()()
             if now_s - ended_s > _LONGEST_S:
                 raise DeviceLostError(
                     f"the GPU has waited {_LONGEST_S:g} s for a member of its gang that has gone. "
@@ -194,8 +213,41 @@ class Gpu(Host):
         self.stream.synchronize()  # which raises what has gone wrong
 
     def keep_up(self, step: int) -> None:
-        if step % STEPS_AHEAD == 0:
+        if step - self._step >= STEPS_AHEAD or step < self._step:
+            self._step = step
             self.wait()
+
+    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return what puts on the stream, in one call, all that `work` puts there: a graph.
+
+        Nothing of it is done now. It has the addresses of arrays that there are now; what `work`
+        allocates stays until the section ends.
+
+        Raises
+        ------
+        InputError
+            If `work` does what a graph cannot have.
+        """
+        cuda = self.module.cuda
+        pool = cuda.MemoryPool()
+        self.closing.append(pool.free_all_blocks)
+        try:
+            with cuda.using_allocator(pool.malloc):
+                self.stream.begin_capture()
+                try:
+                    work()
+                except BaseException:
+                    with suppress(cuda.runtime.CUDARuntimeError):
+                        self.stream.end_capture()
+                    raise
+                graph = self.stream.end_capture()
+        except cuda.runtime.CUDARuntimeError as exc:
+            raise InputError(
+                f"capture: expected a function that puts work on the current stream and does "
+                f"nothing else, got one that ends a capture by {exc}. Leave out what waits for the "
+                f"GPU or reads from it, or capture=True."
+            ) from exc
+        return partial(graph.launch, self.stream)
 
     # --- memory
 

@@ -115,6 +115,11 @@ class Exchange:
         self._pending: Pending | None = None
 
     @cached_property
+    def whole(self) -> Box:
+        """The share, as a box of it."""
+        return tuple((0, stop - start) for start, stop in self.rims.inner)
+
+    @cached_property
     def boxes(self) -> list[Box]:
         """Of the share: what needs no rims of other members, then what does."""
         return interior_and_frames(self.rims)
@@ -140,12 +145,25 @@ class Exchange:
                 "exchanged again. Give other fields memory of their own: ctx.padded."
             )
         end = self._moved.begin(data, beside)
+        self._fill(data)
+        self._pending = Pending(self, data, end)
+        return self._pending
+
+    def can_put(self) -> bool:
+        """Return whether `put` can be used, after the first exchange; make ready for it."""
+        return self._moved.can_put()
+
+    def put(self, data: Array) -> None:
+        """Put all that fills the rims on the GPU's stream: see `RimWindows.put`."""
+        self._moved.put(data)
+        self._fill(data)
+
+    def _fill(self, data: Array) -> None:
+        """Fill those rims for which no other member is needed."""
         for dst, value in self._fills:
             data[dst] = value
         for src, dst in self._local:
             data[dst] = data[src]
-        self._pending = Pending(self, data, end)
-        return self._pending
 
     def end(self) -> None:
         """Take note that the rims are filled."""

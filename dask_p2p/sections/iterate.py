@@ -46,6 +46,7 @@ def iterate(
     checkpoint_every: int | str | None = "30 s",
     members: int | None = None,
     dtype: DTypeLike | None = None,
+    capture: bool = False,
     **kwargs: Any,
 ) -> DaskArray | tuple[DaskArray, ...]:
     """Apply a function of blocks with rims again and again, exchanging the rims between workers.
@@ -100,6 +101,12 @@ def iterate(
         cluster; 1 without a cluster, or with an asynchronous client.
     dtype : dtype, optional
         Of the fields and the result, by default that of the first field.
+    capture : bool, optional
+        Whether steps are captured as a CUDA graph and replayed, so that a step costs the host next
+        to nothing: for small shares, where that is most of it. `func` is called in the first steps
+        only then. It must put all its work on the current stream, read no memory of the host, and
+        wait for nothing. Between members of one host that read each other's memory by CUDA IPC;
+        others, and NumPy blocks, go on as without.
     **kwargs
         For `func`, as they are.
 
@@ -112,7 +119,8 @@ def iterate(
     ------
     InputError
         If `func` cannot be called, a number is too small, or depth or boundary is nothing of the
-        kind; or if constants or keywords have still to be computed, but for arrays.
+        kind; or if constants or keywords have still to be computed, but for arrays. When it runs,
+        if `capture` is asked for and `func` cannot be captured.
     ChunksError
         If chunk sizes are unknown, or differ between fields.
     UnsupportedArrayError
@@ -160,6 +168,7 @@ def iterate(
         until=until,
         check_every=checked_count("steps", check_every=check_every),
         period=checkpoint_every,
+        capture=bool(capture),
         kwargs=kwargs,
     )
     options = checked_options()

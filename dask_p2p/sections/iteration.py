@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from dask_p2p.sections.estimate import SectionEstimate, iterated
 from dask_p2p.sections.graph import Shares, shape_of
 from dask_p2p.sections.halo import Padded, Part, Pending
 from dask_p2p.sections.saved import Period
+from dask_p2p.sections.windows import SLOTS
 from dask_p2p.types import Array, DType
 
 __all__ = ["Iteration"]
@@ -43,51 +45,88 @@ class Iteration:
     until: Callable[..., bool] | None
     check_every: int
     period: int | str | None
+    capture: bool
     kwargs: Mapping[str, Any]
 
     def __call__(self, ctx: Context, shares: Shares) -> tuple[Array, ...]:
-        fields, spare = self._fields(ctx, shares)
-        constants = self._constants(ctx, shares)
-        first, period = ctx.restore(*(field.inner for field in fields)), Period(self.period)
-        ctx.progress.steps = self.steps
-        for field in fields:
+        levels, constants = self._levels(ctx, shares), self._constants(ctx, shares)
+        first, period = ctx.restore(*levels.shares), Period(self.period)
+        step, ctx.progress.steps = first, self.steps
+        for field in levels.fields:
             ctx.halo(field)
         overlaps = self.overlap
         if overlaps == "auto":
-            overlaps = spare.exchange.is_worth_hiding
+            overlaps = levels.newest.exchange.is_worth_hiding and not self.capture
         pending: Pending | None = None
-        mark = self._marked(spare.inner)
-        for step in range(first + 1, self.steps + 1):
-            for box in _boxes(fields[0], pending):
-                numbers = self._apply(box, fields, spare, constants)
-            if mark is not None:
-                _check_filled(spare.inner, mark, ctx.device)
-                mark = None
-            fields, spare = [spare, *fields[:-1]], fields[-1]
+        mark = self._marked(levels.spare.inner)
+        graph: Callable[[], None] | None = None  # of as many steps as bring all memory round
+        cycle = lcm(len(levels.fields) + 1, SLOTS)
+        while step < self.steps:
+            if self.capture and step == first + cycle:
+                graph = self._captured(ctx, levels, constants, cycle)
+            if graph is not None and self._is_free(step, first, cycle):
+                graph()
+                step += cycle
+            else:
+                for box in _boxes(levels.newest, pending):
+                    numbers = self._apply(box, levels, constants)
+                if mark is not None:
+                    _check_filled(levels.spare.inner, mark, ctx.device)
+                    mark = None
+                levels.turn()
+                step += 1
+                if self._is_asked(step) and self._is_done(ctx, numbers):
+                    ctx.progress.step = step
+                    break
+                pending = self._begun(ctx, levels, step) if overlaps else None
+                if pending is None and step < self.steps:
+                    ctx.halo(levels.newest)
             ctx.progress.step = step
             ctx.device.keep_up(step)
-            if self._is_asked(step) and self._is_done(ctx, numbers):
-                break
-            if step < self.steps:
-                if overlaps and not self._is_asked(step + 1):  # numbers are of a whole share
-                    pending = ctx.halo_begin(fields[0])
-                else:
-                    pending = None
-                    ctx.halo(fields[0])
-                if ctx.is_due(period, step):
-                    ctx.checkpoint(step, *(field.inner for field in fields))
-        return tuple(field.inner for field in fields)
+            if step < self.steps and ctx.is_due(period, step):
+                ctx.checkpoint(step, *levels.shares)
+        return levels.shares
 
-    def _apply(
-        self, box: Box, fields: list[Padded], spare: Padded, constants: list[Any]
-    ) -> Sequence[Any]:
+    def _begun(self, ctx: Context, levels: _Levels, step: int) -> Pending | None:
+        """Begin to bring rims that the inside of shares need not wait for, if there are such."""
+        if step == self.steps or self._is_asked(step + 1):  # whose numbers are of a whole share
+            return None
+        return ctx.halo_begin(levels.newest)
+
+    def _captured(
+        self, ctx: Context, levels: _Levels, constants: list[Any], cycle: int
+    ) -> Callable[[], None] | None:
+        """Return what does a cycle of steps again and again; None if members need messages."""
+        exchange = levels.newest.exchange
+        if not ctx.allreduce(np.array(exchange.can_put()), "min"):
+            return None
+
+        def steps() -> None:
+            for _ in range(cycle):
+                self._apply(levels.newest.exchange.whole, levels, constants)
+                levels.turn()
+                exchange.put(levels.newest.data)
+
+        return ctx.device.captured(steps)
+
+    def _is_free(self, step: int, first: int, cycle: int) -> bool:
+        """Return whether a cycle can begin after a step, in which the host has nothing to do."""
+        last = step + cycle
+        if (step - first) % cycle or last >= self.steps:
+            return False
+        if isinstance(self.period, int) and (last - 1) // self.period > step // self.period:
+            return False  # a checkpoint is due before its last step
+        return not any(map(self._is_asked, range(step + 1, last + 1)))
+
+    def _apply(self, box: Box, levels: _Levels, constants: list[Any]) -> Sequence[Any]:
         """Fill a box of the share to come; return the numbers that the function gives."""
-        parts = [field.part(box, depth) for field, depth in zip(fields, self.depths, strict=True)]
+        of_fields = zip(levels.fields, self.depths, strict=True)
+        parts = [field.part(box, depth) for field, depth in of_fields]
         where = parts[0].where
         given = [part.data for part in parts]
         for value, (is_share, _) in zip(constants, self.constants, strict=True):
             given.append(value[where] if is_share else value)
-        out = spare.inner[where]
+        out = levels.spare.inner[where]
         if self._fills_out:
             returned = self.function(*given, out=out, **self.kwargs)
             return returned if isinstance(returned, tuple) else (returned,)
@@ -124,14 +163,13 @@ class Iteration:
             )
         return bool(self.until(*map(ctx.allreduce, numbers)))
 
-    def _fields(self, ctx: Context, shares: Shares) -> tuple[list[Padded], Padded]:
-        """Return the fields, with memory for their rims, and memory for the field to come."""
+    def _levels(self, ctx: Context, shares: Shares) -> _Levels:
         what = self._widest, self.boundary, self.corners, self.dtype
         spare = ctx.padded(None, *what, exchange=self.exchange)
         fields = [Padded(spare.exchange) for _ in self.depths]
         for number, field in enumerate(fields):
             shares.copy_into(number, field.inner)
-        return fields, spare
+        return _Levels(fields, spare)
 
     @property
     def _widest(self) -> tuple[tuple[int, int], ...]:
@@ -157,10 +195,30 @@ class Iteration:
         return [shares.copy(next(numbers)) if of else own(value) for of, value in self.constants]
 
 
+@dataclass
+class _Levels:
+    """The fields with their rims, the newest first, and memory for the one to come."""
+
+    fields: list[Padded]
+    spare: Padded
+
+    @property
+    def newest(self) -> Padded:
+        return self.fields[0]
+
+    @property
+    def shares(self) -> tuple[Array, ...]:
+        return tuple(field.inner for field in self.fields)
+
+    def turn(self) -> None:
+        """Make what has been filled the newest field, and the oldest what is filled next."""
+        self.fields, self.spare = [self.spare, *self.fields[:-1]], self.fields[-1]
+
+
 def _boxes(field: Padded, pending: Pending | None) -> Iterator[Box]:
     """Yield boxes of a share when they can be computed, those first that need no rims."""
     if pending is None:
-        yield tuple((0, length) for length in field.inner.shape)
+        yield field.exchange.whole
         return
     interior, *frames = field.exchange.boxes
     if box_size(interior):

@@ -17,6 +17,9 @@ exchanges before, and has been read since::
 
 That holds for peers that read this member's window and whose window it reads. Others get messages.
 
+The same holds where members meet on their GPUs in place of events and messages: the stream of t+1
+goes on when the peer has packed for t+1, which it does after its pull of t.
+
 Nor is an event recorded again before a peer has waited for it: before the messages of t+1, which
 this member has when it comes to t+2, the peer has given its stream the wait of t.
 """
@@ -36,6 +39,7 @@ from dask_p2p.backends.pitch import pitched
 from dask_p2p.geometry import Box, box_shape
 from dask_p2p.plans.rims import Rims
 from dask_p2p.sections.links import Buffer, Links
+from dask_p2p.sections.meeting import Meeting
 from dask_p2p.sections.rim_messages import Packed, elements_of
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.sections.windows import SLOTS, OwnWindow, PeerWindow, if_possible, opened
@@ -87,6 +91,7 @@ class RimWindows:
         self._down: dict[int, tuple[Packed, Array]] = {}  # what is sent, and where on the host
         self._up: dict[int, tuple[Packed, Array]] = {}
         self._pulled: Any = None  # event: of all copies out of windows
+        self._meeting: Meeting | None = None
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a step takes a GPU longer than the host, which then has three calls."""
@@ -114,6 +119,27 @@ class RimWindows:
         end = begin_in_order(self._links, self._order, self._call, sends, receives, beside)
         return partial(self._end, self._links, data, end, slot)
 
+    def put(self, data: Array) -> None:
+        """Put all of an exchange on the stream, if that `can_put`: there are no messages.
+
+        Members meet on their GPUs, and each must put as many exchanges so, and at the same times.
+        """
+        slot, self._exchanges = self._exchanges % SLOTS, self._exchanges + 1
+        if self._meeting is None:
+            return
+        self._pack(slot, data)
+        self._meeting.put()
+        for rank, window in self._windows.items():
+            self._pull(rank, window.address(slot), data, self._gpu.stream)
+            if self._placed[rank] is None:
+                self._received[rank].unpack(data)
+
+    def can_put(self) -> bool:
+        """Return whether `put` can be used, after the first exchange; make ready for it."""
+        if self._meeting is None and self._own is not None:
+            self._meeting = Meeting(self._gpu, self._own, [*self._windows.values()])
+        return not self._down and not self._up
+
     def _pack(self, slot: int, data: Array) -> None:
         for rank, packed in self._slots[slot].items():
             runs = self._sent[rank]
@@ -132,7 +158,7 @@ class RimWindows:
             copies.wait_event(self._own.events[slot])
             for rank, window in self._windows.items():
                 window.wait(copies, slot)
-                self._pull(rank, window.address(slot), data)
+                self._pull(rank, window.address(slot), data, copies)
                 links.count(rank, self._received[rank].whole.nbytes)
             self._pulled.record(copies)
             stream.wait_event(self._pulled)
@@ -142,15 +168,15 @@ class RimWindows:
             if rank in self._up or self._placed[rank] is None:
                 packed.unpack(data)
 
-    def _pull(self, rank: int, address: int, data: Array) -> None:
+    def _pull(self, rank: int, address: int, data: Array, stream: Any) -> None:
         """Copy what a peer has packed: into place, or to where it is unpacked from."""
-        runs, into, copies = self._placed[rank], self._received[rank].whole, self._gpu.copies
+        runs, into = self._placed[rank], self._received[rank].whole
         if runs is None:
-            self._gpu.copy(into.data.ptr, address, into.nbytes, copies)
+            self._gpu.copy(into.data.ptr, address, into.nbytes, stream)
             return
         for run in runs:
             to = data.data.ptr + run.start_bytes
-            self._gpu.copy(to, address + run.packed_bytes, run.size_bytes, copies)
+            self._gpu.copy(to, address + run.packed_bytes, run.size_bytes, stream)
 
     def _copy(self, to: Any, of: Any) -> None:
         to_ptr, of_ptr = (

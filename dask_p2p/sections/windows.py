@@ -1,8 +1,8 @@
 """Windows: memory of GPUs that members of one host read from each other, by CUDA IPC.
 
-A window has `SLOTS` slots for each reader, and an event for each slot. What has no window is read
-where it lies, behind events as well. An event of another process can be waited for only when it has
-been recorded: so a message tells when that is.
+A window has `SLOTS` slots for each reader, an event for each slot, and a counter of meetings. What
+has no window is read where it lies, behind events as well. An event of another process can be
+waited for only when it has been recorded: so a message tells when that is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
+import numpy as np
+
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.errors import TransferError
 from dask_p2p.sections.links import Links
@@ -26,9 +28,19 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
 
-__all__ = ["SLOTS", "OwnEvents", "OwnWindow", "PeerMemory", "PeerWindow", "if_possible", "opened"]
+__all__ = [
+    "COUNTERS_BYTES",
+    "SLOTS",
+    "OwnEvents",
+    "OwnWindow",
+    "PeerMemory",
+    "PeerWindow",
+    "if_possible",
+    "opened",
+]
 
 SLOTS = 2
+COUNTERS_BYTES = 16  # at the beginning of a window: two words of `dask_p2p.sections.meeting`
 _ALIGNMENT_BYTES = 512
 
 _mappings = cuda_ipc.Mappings()  # of all members of this process: a pool is mapped once
@@ -78,7 +90,7 @@ class OwnWindow(OwnEvents):
     def __init__(self, gpu: Gpu, sizes_bytes: Mapping[int, int]) -> None:
         super().__init__(gpu, SLOTS)
         self._places: dict[int, list[int]] = {}
-        self._sizes_bytes, end = sizes_bytes, 0
+        self._sizes_bytes, end = sizes_bytes, _ALIGNMENT_BYTES
         for rank, size_bytes in sizes_bytes.items():
             aligned = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             self._places[rank] = [end + slot * aligned for slot in range(SLOTS)]
@@ -86,6 +98,9 @@ class OwnWindow(OwnEvents):
         memory = gpu.backend.allocate(end)
         self._memory = gpu.backend.bytes_of(memory, end, memory)
         gpu.exported.append(self._memory)
+        self.counters = self._memory[:COUNTERS_BYTES].view(np.uint64)
+        self.counters[...] = 0
+        gpu.wait()  # before others read them
         self._told["place"] = asdict(cuda_ipc.export(self._memory))
 
     def memory(self, rank: int, slot: int) -> Array:
@@ -174,6 +189,7 @@ class PeerWindow(PeerMemory):
             if said["size_bytes"] != size_bytes:
                 raise TransferError(f"expected {size_bytes} bytes, got {said['size_bytes']}")
             start = self.mapped(cuda_ipc.Place(**said["place"]), SLOTS * size_bytes)
+            self.counters = start
         except BaseException:
             self.close()
             raise

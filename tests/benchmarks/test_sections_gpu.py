@@ -48,7 +48,9 @@ def test_what_is_compared_and_written(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     wave, square, cube = json.loads(path.read_text())["rows"]
     assert (wave["size"], square["side"], cube["cube"]) == (12, 51, 8)
-    ways = {sections_gpu.KERNEL, sections_gpu.OURS, sections_gpu.NO_OVERLAP}
+    ways = {
+        sections_gpu.KERNEL, sections_gpu.OURS, sections_gpu.NO_OVERLAP, sections_gpu.CAPTURED
+    }  # fmt: skip
     assert wave["step_s"].keys() == ways
     by_jax = [f"{sections_gpu.JAX}, for {way}" for way in ("Context.fftn", "Context.rfftn")]
     transposes, transforms = square["transpose_s"], cube["transform_s"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from functools import partial
 
 import dask
@@ -15,7 +16,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
-from dask_p2p.errors import SectionError
+from dask_p2p.errors import InputError, SectionError
 from dask_p2p.sections import transforms
 from tests.gpu.support import POOL, on_gpu
 from tests.gpu.test_operations import on_host
@@ -172,6 +173,136 @@ def test_until(client, way):
     y = iterate(halves, on_gpu(X, UNEVEN), 0, 100, until=lambda size: size < 1e-6)
     steps = next(n for n in range(100) if ((X / 2**n) ** 2).sum() < 1e-6)
     check(y, X / 2**steps)
+
+
+# --- steps that are captured
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])
+@pytest.mark.parametrize("char", "fd")
+@pytest.mark.parametrize("steps", [3, 200])
+def test_captured_steps(client, way, steps, char, boundary):
+    x = persisted(client, on_gpu(X.astype(char), UNEVEN))
+    y = iterate(heat, x, 1, steps, boundary=boundary, capture=True)
+    check(y, reference(heat, [X], 1, steps, boundary)[0], char)
+    nothing_is_left(client)
+
+
+@pytest.mark.gpu(1)
+def test_captured_steps_of_a_member_alone():
+    def doubled(u):
+        return heat_of(u * 2) / 2
+
+    with dask.config.set(scheduler="sync"):
+        y = iterate(doubled, on_gpu(X, UNEVEN), 1, 50, members=1, capture=True)
+        check(y, reference(heat, [X], 1, 50, "periodic")[0])
+
+
+def heat_of(u):
+    """A stencil that allocates what it returns, and what it needs for that."""
+    own = 0.2 * u[1:-1, 1:-1] + 0.1 * u[:-2, 1:-1] + 0.2 * u[2:, 1:-1]
+    return own + 0.3 * u[1:-1, :-2] + 0.2 * u[1:-1, 2:]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("late", [0, 1])
+def test_captured_steps_of_a_member_that_is_late(client, way, late):
+    """What a graph allocates is its own, and each GPU waits for the other one."""
+    from distributed import get_worker
+
+    second = sorted(client.scheduler_info()["workers"])[late]
+
+    def step(u):
+        import cupy
+
+        if get_worker().address == second:
+            spin(cupy.cuda.get_current_stream(), 1_000_000)
+        return heat_of(u)
+
+    check(
+        iterate(step, on_gpu(X, UNEVEN), 1, 60, capture=True),
+        reference(heat, [X], 1, 60, "periodic")[0],
+    )
+
+
+@pytest.mark.gpu(2)
+def test_captured_levels(client, way):
+    speed = np.random.default_rng(1).random(X.shape)
+    fields = on_gpu(X, UNEVEN), on_gpu(X + 1, UNEVEN)
+    y, before = iterate(
+        wave, fields, [4, 0], 60, constants=(on_gpu(speed, (40, 70)), 0.05), capture=True
+    )
+
+    def whole(u, old, speed, factor, out):
+        wave(u, old[4:-4, 4:-4], speed, factor, out)
+
+    wanted = reference(whole, [X, X + 1], 4, 60, "periodic", (speed, 0.05))
+    check(y, wanted[0])
+    check(before, wanted[1])
+
+
+@pytest.mark.gpu(2)
+def test_captured_until(client, way):
+    def halves(u, out):
+        out[...] = u / 2
+        return (out**2).sum()
+
+    given = {"until": lambda size: size < 1e-6, "check_every": 5, "capture": True}
+    y = iterate(halves, on_gpu(X, UNEVEN), 0, 100, **given)
+    steps = next(n for n in range(0, 100, 5) if ((X / 2**n) ** 2).sum() < 1e-6)
+    check(y, X / 2**steps)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("how", ["reads", "waits", "null stream"])
+def test_what_cannot_be_captured(client, way, how):
+    def looks(u, out):
+        import cupy
+
+        heat(u, out)
+        if how == "reads":
+            float(out.max())
+        elif how == "waits":
+            cupy.cuda.get_current_stream().synchronize()
+        else:
+            with cupy.cuda.Stream.null:
+                out += 0
+
+    y = iterate(looks, on_gpu(X, UNEVEN), 1, 50, capture=True)
+    if way == "windows":
+        with pytest.raises(InputError, match="capture: expected a function that puts work on the"):
+            y.compute()
+        nothing_is_left(client)
+        y = iterate(heat, on_gpu(X, UNEVEN), 1, 50, capture=True)
+    if how != "null stream":
+        check(y, reference(heat, [X], 1, 50, "periodic")[0])
+
+
+@pytest.mark.gpu(2)
+def test_a_member_is_killed_while_graphs_run(tmp_path):
+    """The other one's GPU waits for its counter, until the attempt ends."""
+    from distributed import Client
+
+    def slow(u, out, path):
+        import cupy
+
+        spin(cupy.cuda.get_current_stream(), 200_000)
+        heat(u, out)
+        try:
+            open(path, "x").close()
+        except FileExistsError:
+            return
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
+        path, given = str(tmp_path / "died"), {"checkpoint_every": 100, "capture": True}
+        y = iterate(slow, on_gpu(X, UNEVEN), 1, 4000, path=path, **given)
+        y = y.map_blocks(lambda block: block.get(), meta=np.empty((0, 0)))
+        got = result_of(client, client.compute(y), timeout_s=200)
+        assert os.path.exists(path)
+        np.testing.assert_allclose(got, reference(heat, [X], 1, 4000, "periodic")[0], rtol=1e-11)
+        nothing_is_left(client)
 
 
 def exchanging(ctx, x):

@@ -77,8 +77,10 @@ def kernel(gpu, function):
         values = [getattr(each, "values", each) for each in given]
         if out is None:
             return arrays[0].made(lambda own, *others: function(own, *others, **kwargs), *given[1:])
-        gpu.do(stream, "the function", reads=arrays, writes=[out])
-        return function(*values, out=out.values, **kwargs)
+        numbers = []
+        apply = partial(function, *values, out=out.values, **kwargs)
+        gpu.run(stream, "the function", lambda: numbers.append(apply()), reads=arrays, writes=[out])
+        return numbers[0] if numbers else None
 
     return run
 

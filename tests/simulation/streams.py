@@ -14,9 +14,11 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 import weakref
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -55,6 +57,7 @@ class Recorder:
         self.live_bytes = self.most_bytes = 0
         self.limit_bytes = _MEMORY_BYTES
         self.pageable_copies = 0
+        self.meetings = {}  # clocks by the address of a counter, and its value
         self.cupy = _cupy(self)
 
     @property
@@ -63,6 +66,24 @@ class Recorder:
         if not hasattr(self._per_thread, "current"):
             self._per_thread.current = [self._null]
         return self._per_thread.current
+
+    @property
+    def capture(self):
+        """What this thread's capture of a stream has found; None if there is none."""
+        return getattr(self._per_thread, "capture", None)
+
+    @capture.setter
+    def capture(self, found):
+        self._per_thread.capture = found
+
+    @property
+    def pool(self):
+        """Where this thread's allocations stay; None if they go when they are dropped."""
+        return getattr(self._per_thread, "pool", None)
+
+    @pool.setter
+    def pool(self, pool):
+        self._per_thread.pool = pool
 
     # --- clocks ---
 
@@ -76,6 +97,28 @@ class Recorder:
         own = self.clocks[timeline]
         for other, tick in clock.items():
             own[other] = max(own[other], tick)
+
+    def run(self, timeline, what, action, reads=(), writes=()):
+        """Do an operation and what it does to values, or have a graph do both later.
+
+        A graph has addresses: it keeps no memory.
+        """
+        reads, writes = ([getattr(each, "values", each) for each in of] for of in (reads, writes))
+
+        def now():
+            self.do(timeline, what, reads, writes)
+            action()
+
+        if self.capture is None:
+            now()
+        else:
+            stream, operations = self.capture
+            assert timeline == stream.name
+            operations.append(now)
+
+    def check_no_capture(self):
+        if self.capture is not None:
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported")
 
     def do(self, timeline, what, reads=(), writes=()):
         """Note an operation that the host gives to a timeline now."""
@@ -122,6 +165,8 @@ class Recorder:
             start, self.used_bytes = self.used_bytes, self.used_bytes + size_bytes
             assert self.used_bytes <= _MEMORY_BYTES
         owner = Allocation()
+        if self.pool is not None:
+            self.pool.append(owner)
         weakref.finalize(owner, self._give_back, stream, start, size_bytes).atexit = False
         values = self.memory[start : start + nbytes].view(dtype).reshape(shape)
         return Array(self, values, owner)
@@ -229,8 +274,13 @@ class Array:
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
         reads = [value] if isinstance(value, Array) else []
-        self.recorder.do(self._stream, "a kernel", reads=reads, writes=[self[item]])
-        self.values[item] = getattr(value, "values", value)
+
+        own, given = self.values, getattr(value, "values", value)
+
+        def fill():
+            own[item] = given
+
+        self.recorder.run(self._stream, "a kernel", fill, reads=reads, writes=[self[item]])
 
     @property
     def _stream(self):
@@ -248,10 +298,15 @@ class Array:
     def made(self, function, *others):
         """A new array of what a function of NumPy makes of this one, and others."""
         arrays = [each for each in (self, *others) if isinstance(each, Array)]
-        values = np.asarray(function(self.values, *(getattr(o, "values", o) for o in others)))
+        given = self.values, *(getattr(other, "values", other) for other in others)
+        values = np.asarray(function(*given))
         new = self.recorder.empty(values.shape, values.dtype)
-        self.recorder.do(self._stream, "a kernel", reads=arrays, writes=[new])
-        new.values[...] = values
+        made = new.values
+
+        def fill():
+            made[...] = function(*given)
+
+        self.recorder.run(self._stream, "a kernel", fill, reads=arrays, writes=[new])
         return new
 
     def astype(self, dtype):
@@ -280,6 +335,7 @@ class Array:
 
     def get(self, stream=None, out=None):
         stream = stream or self.recorder.current[-1]
+        self.recorder.check_no_capture()
         self.recorder.do(stream.name, "a download", reads=[self])
         stream.synchronize()
         if out is not None:
@@ -303,6 +359,13 @@ class Stream:
     def synchronize(self):
         with self.recorder.lock:
             self.recorder.join(HOST, self.recorder.clocks[self.name])
+
+    def begin_capture(self):
+        self.recorder.capture = self, []
+
+    def end_capture(self):
+        (_, operations), self.recorder.capture = self.recorder.capture, None
+        return SimpleNamespace(launch=lambda stream: [operation() for operation in operations])
 
     def __enter__(self):
         self.recorder.current.append(self)
@@ -331,6 +394,54 @@ class Event:
             self.recorder.join(HOST, self.clock)
 
 
+class Pool(list):
+    """Stands for `cupy.cuda.MemoryPool`: what is allocated of it stays."""
+
+    free_all_blocks = list.clear
+
+    def malloc(self, size_bytes):
+        raise NotImplementedError
+
+
+@contextmanager
+def using_allocator(recorder, malloc):
+    recorder.pool = malloc.__self__
+    try:
+        yield
+    finally:
+        recorder.pool = None
+
+
+class Meet:
+    """Stands for the kernel of `dask_p2p.sections.meeting`, and orders what streams do."""
+
+    def __init__(self, recorder, source, name):
+        assert name in source
+        self.recorder = recorder
+
+    def compile(self):
+        self.recorder.check_no_capture()
+
+    def __call__(self, grid, block, given):
+        self.recorder.run(self.recorder.current[-1].name, "a meeting", partial(self.meet, *given))
+
+    def meet(self, own, theirs, peers):
+        recorder, timeline = self.recorder, self.recorder.current[-1].name
+        assert len(theirs.values) == peers
+        with recorder.lock:
+            number = own.values[0] + np.uint64(1)
+            recorder.meetings[address_of(own.values), number] = dict(recorder.clocks[timeline])
+            own.values[0] = number
+        until_s = time.monotonic() + 10
+        for address in map(int, theirs.values):
+            their = recorder.at(address, (1, 8), (8, 1)).view(np.uint64).reshape(())
+            while their < number and not own.values[1]:
+                assert time.monotonic() < until_s, "nobody comes to a meeting"
+                time.sleep(0)
+            with recorder.lock:
+                recorder.join(timeline, recorder.meetings[address, number])
+
+
 def address_of(values):
     return values.__array_interface__["data"][0]
 
@@ -350,12 +461,14 @@ def _cupy(recorder):
     def memcpy2d(dst, dst_pitch, src, src_pitch, width, height, kind, stream):
         to = recorder.at(dst, (height, width), (dst_pitch, 1))
         of = recorder.at(src, (height, width), (src_pitch, 1))
-        what = "a copy engine"
-        recorder.do(recorder.streams[stream].name, what, reads=[of], writes=[to])
-        to[...] = of
+        what, copy = "a copy engine", partial(np.copyto, to, of)
+        recorder.run(recorder.streams[stream].name, what, copy, reads=[of], writes=[to])
 
     def memcpy(dst, src, size_bytes, kind, stream):
         memcpy2d(dst, size_bytes, src, size_bytes, size_bytes, 1, kind, stream)
+
+    def memset(pointer, value, size_bytes, stream):
+        recorder.at(pointer, (1, size_bytes), (size_bytes, 1))[...] = value
 
     def make_stream(non_blocking=True, priority=0):
         return recorder.stream()
@@ -371,6 +484,7 @@ def _cupy(recorder):
         hostRegister=lambda *args: recorder.pin(*args),
         hostUnregister=lambda pointer: recorder.unpin(pointer),
         memcpyAsync=memcpy,
+        memsetAsync=memset,
         streamIsCapturing=lambda stream: False,
         streamQuery=lambda stream: 0,
         memGetInfo=lambda: (recorder.limit_bytes - recorder.live_bytes, recorder.limit_bytes),
@@ -394,6 +508,8 @@ def _cupy(recorder):
             array=memory.array, offset_bytes=offset_bytes
         ),
         get_elapsed_time=lambda start, stop: 1.0,
+        MemoryPool=Pool,
+        using_allocator=partial(using_allocator, recorder),
         runtime=runtime,
     )
 
@@ -442,6 +558,7 @@ def _cupy(recorder):
         ndarray=ndarray,
         broadcast_to=broadcast_to,
         copyto=copyto,
+        RawKernel=partial(Meet, recorder),
         zeros=zeros,
         asarray=asarray,
         count_nonzero=lambda array: array.made(np.count_nonzero),

@@ -1,0 +1,271 @@
+"""Steps that are captured: values, the order of all accesses, and that hosts have nothing to do."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from functools import partial
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import iterate
+from dask_p2p.errors import InputError
+from dask_p2p.sections import rim_windows, windows
+from dask_p2p.sections.devices import Gpu
+from dask_p2p.sections.links import Links
+from dask_p2p.sections.meeting import Meeting
+from dask_p2p.sections.peers import AttemptEndedError
+from dask_p2p.sections.rim_windows import RimWindows
+from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
+from tests.sections.test_iterate import reference, star
+from tests.simulation.streams import Meet, Pool, RaceError
+
+X = np.random.default_rng(0).normal(size=(12, 10))
+CHUNKS = ((3, 4, 5), (6, 4))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return emulated_gpu(monkeypatch)
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """How often graphs were, by members."""
+    found, original = [], Gpu.captured
+
+    def captured(device, work):
+        graph = original(device, work)
+        return lambda: (found.append(device), graph())
+
+    monkeypatch.setattr(Gpu, "captured", captured)
+    return found
+
+
+def check(gpu, function, x, depth, steps, boundary="periodic", members=4, device=Gpu, **kwargs):
+    a = on_gpu(gpu, da.from_array(x, chunks=CHUNKS))
+    y = iterate(
+        kernel(gpu, function), a, depth, steps, boundary=boundary, members=members,
+        capture=True, **kwargs,
+    )  # fmt: skip
+    (got,) = run_section(gpu, y, [x], device=device)
+    assert np.array_equal(got, reference(function, [x], depth, steps, boundary)[0])
+    gc.collect()
+    gpu.check()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("members", [1, 2, 4, 6])
+def test_steps(gpu, replayed, members, steps):
+    check(gpu, star, X, 1, steps, members=members)
+    # The first two are done one by one, and the last one has no exchange behind it.
+    assert len(replayed) == members * ((steps - 3) // 2 if steps > 3 else 0)
+
+
+@pytest.mark.parametrize("boundary", ["reflect", "nearest", 0.5])
+def test_boundaries(gpu, replayed, boundary):
+    check(gpu, star, X, 1, 7, boundary)
+    assert len(replayed) == 8
+
+
+def test_members_without_rims_meet_nobody(gpu, replayed):
+    check(gpu, lambda u, out: np.negative(u, out=out), X, 0, 7)
+    assert len(replayed) == 8
+
+
+def test_a_function_that_allocates(gpu, replayed):
+    """What it takes in a graph stays: nothing else may have that memory between replays."""
+    held = []
+
+    def run(u):
+        return u.made(lambda values: values * 2.0).made(lambda v: (v[:-2] + v[2:]) / 2), 0.0
+
+    def until(number):
+        for _ in range(4):
+            held.append(gpu.empty((5, 10), "f8"))
+            held[-1][...] = 7.0
+
+    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
+    y = iterate(run, a, {0: 1}, 19, members=4, check_every=5, until=until, capture=True)
+    (got,) = run_section(gpu, y, [X])
+    wanted = X
+    for _ in range(19):
+        wanted = np.roll(wanted, 1, 0) + np.roll(wanted, -1, 0)
+    np.testing.assert_allclose(got, wanted)
+    assert all((each.values == 7).all() for each in held)
+    assert len(replayed) > 12
+    gc.collect()
+    gpu.check()
+
+
+def leaps(u, old, out):
+    out[...] = u[2:] + u[:-2] - old[1:-1] / 2
+
+
+@pytest.mark.parametrize("steps", [11, 12, 13, 14])
+def test_levels_of_time_come_round(gpu, replayed, steps):
+    fields = [on_gpu(gpu, da.from_array(x, chunks=(3, 10))) for x in (X, X + 1)]
+    y = iterate(kernel(gpu, leaps), fields, {0: 1}, steps, members=4, capture=True)
+    found = run_section(gpu, y[0], [X, X + 1])
+    new, old = X, X + 1
+    for _ in range(steps):
+        new, old = np.roll(new, 1, 0) + np.roll(new, -1, 0) - old / 2, new
+    assert np.array_equal(found[0], new)
+    assert np.array_equal(found[1], old)
+    assert len(replayed) == 4 * (steps > 12)  # by sixes: three buffers, two slots
+
+
+def test_until_is_asked_in_time(gpu, replayed):
+    asked = []
+
+    def halved(u, out):
+        out[...] = u / 2
+        return float(abs(out).max())
+
+    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
+    y = iterate(
+        kernel(gpu, halved), a, 0, 100, members=4, check_every=7, capture=True,
+        until=lambda most: asked.append(most) or most < 1e-3,
+    )  # fmt: skip
+    (got,) = run_section(gpu, y, [X])
+    steps = 7 * len(asked) // 4
+    assert 7 < steps < 100
+    assert np.array_equal(got, X / 2**steps)
+    assert len(replayed) > 4
+
+
+def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
+    """Those in the midst of a cycle, too; that at its end comes after it."""
+    from dask_p2p.sections.context import Context
+
+    made = []
+    monkeypatch.setattr(
+        Context, "is_due", lambda ctx, period, step: period.is_due(step, lambda values: values)
+    )
+    monkeypatch.setattr(Context, "checkpoint", lambda ctx, step, *arrays: made.append(step))
+    check(gpu, star, X, 1, 15, checkpoint_every=5)
+    assert sorted(made) == [5] * 4 + [10] * 4
+    assert len(replayed) == 4 * 5  # 2 to 4, 6 to 8, 8 to 10, 10 to 12, 12 to 14
+
+
+@pytest.mark.parametrize("has_windows", [True, False])
+def test_members_that_need_messages_go_on_with_them(gpu, replayed, monkeypatch, has_windows):
+    if has_windows:  # but two of the four are on another host
+        monkeypatch.setattr(
+            Links, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
+        )
+    check(gpu, star, X, 1, 9, device=partial(Gpu, has_windows=has_windows))
+    assert not replayed
+
+
+def test_hosts_exchange_nothing(gpu, monkeypatch):
+    begin, calls = Links.begin, []
+
+    def noted(links, call, *args):
+        calls.append(call.partition(" ")[0])
+        return begin(links, call, *args)
+
+    monkeypatch.setattr(Links, "begin", noted)
+    counts = []
+    for steps in (3, 33):
+        calls.clear()
+        check(gpu, star, X, 1, steps, checkpoint_every=None)
+        counts.append(calls.count("halo()"))
+    assert counts[0] == counts[1]
+
+
+def test_what_cannot_be_captured_is_named(gpu):
+    def looks(u, out=None):
+        if float(u.get().max()) > 0:
+            out[...] = u
+        return out
+
+    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
+    y = iterate(looks, a, 0, 9, members=4, capture=True)
+    with pytest.raises(InputError, match=r"capture: expected a function that puts work .*Capture"):
+        run_section(gpu, y, [X])
+
+
+def test_numpy_blocks_go_on_as_without():
+    y = iterate(star, da.from_array(X, chunks=CHUNKS), 1, 9, capture=True)
+    wanted = reference(star, [X], 1, 9, "periodic")[0]
+    assert np.array_equal(y.compute(scheduler="sync"), wanted)
+
+
+# --- what is lost if one of the rules is
+
+
+def one_slot(monkeypatch):
+    for module in (windows, rim_windows):
+        monkeypatch.setattr(module, "SLOTS", 1)
+
+
+def nobody_waits(monkeypatch):
+    def passes(kernel, own, theirs, peers):
+        own.values[0] += np.uint64(1)
+
+    monkeypatch.setattr(Meet, "meet", passes)
+
+
+def met_before_it_is_packed(monkeypatch):
+    pack, put = RimWindows._pack, Meeting.put
+
+    def early(rims, slot, data):
+        if rims._gpu.module.cuda is not None and rims._meeting is not None:
+            put(rims._meeting)
+        pack(rims, slot, data)
+
+    monkeypatch.setattr(RimWindows, "_pack", early)
+    monkeypatch.setattr(Meeting, "put", lambda meeting: None)
+
+
+@pytest.mark.parametrize("broken", [one_slot, nobody_waits, met_before_it_is_packed])
+def test_each_rule_is_needed(gpu, monkeypatch, broken):
+    broken(monkeypatch)
+    with pytest.raises((RaceError, AssertionError)):
+        check(gpu, star, X, 1, 11)
+
+
+def test_memory_of_a_graph_is_its_own(gpu, monkeypatch):
+    monkeypatch.setattr(Pool, "append", lambda pool, owner: None)
+    with pytest.raises((RaceError, AssertionError)):
+        test_a_function_that_allocates(gpu, [None] * 13)
+
+
+def test_the_end_of_an_attempt_ends_meetings(gpu, monkeypatch):
+    """A peer never comes: the GPU waits no more, and nothing made since then is taken."""
+    runtime, ended = gpu.cupy.cuda.runtime, threading.Event()
+    memset = runtime.memsetAsync
+
+    def noted(*args):
+        memset(*args)
+        ended.set()
+
+    monkeypatch.setattr(runtime, "memsetAsync", noted)
+    monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if ended.is_set() else 600)
+
+    class Ends:
+        has_ended = False
+
+    links = Ends()
+    device = Gpu(links)
+    threading.Timer(0.05, lambda: setattr(links, "has_ended", True)).start()
+    began_s = time.monotonic()
+    monkeypatch.setattr(
+        windows.cuda_ipc, "export", lambda block: windows.cuda_ipc.Place("", "", 1, 0, 1, 0)
+    )
+    with device.running([]):
+        ended.set()
+        own = windows.OwnWindow(device, {1: 64})
+        ended.clear()
+        meeting = Meeting(device, own, [])
+        with pytest.raises(AttemptEndedError):
+            device.wait()
+        assert int(own.counters.values[1]) > 0
+        with pytest.raises(AttemptEndedError):
+            device.wait()
+        meeting.put()
+    assert time.monotonic() - began_s < 5
