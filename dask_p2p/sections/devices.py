@@ -241,7 +241,9 @@ class Gpu(Host):
                         self.stream.end_capture()
                     raise
                 graph = self.stream.end_capture()
-        except cuda.runtime.CUDARuntimeError as exc:
+        except RuntimeError as exc:  # of CUDA; or of CuPy, which refuses some calls itself
+            if not isinstance(exc, cuda.runtime.CUDARuntimeError) and "captur" not in str(exc):
+                raise
             raise InputError(
                 f"capture: expected a function that puts work on the current stream and does "
                 f"nothing else, got one that ends a capture by {exc}. Leave out what waits for the "
