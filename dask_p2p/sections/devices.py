@@ -111,8 +111,8 @@ class Host:
         return Regions(links, reads_memory)
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return what does again what `work` does."""
-        return work
+        """Return what does again what `work` does: see `Gpu`."""
+        raise NotImplementedError
 
     def keep_up(self, step: int) -> None:
         """Have the device do what it was given, now and then; `step` counts what was given."""

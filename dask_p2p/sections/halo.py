@@ -14,6 +14,7 @@ from dask_p2p.plans.frames import interior_and_frames
 from dask_p2p.plans.rims import Rims
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.links import Links
+from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.types import Array, DType
 
 __all__ = ["Exchange", "Padded", "Part", "Pending"]
@@ -151,10 +152,11 @@ class Exchange:
 
     def can_put(self) -> bool:
         """Return whether `put` can be used, after the first exchange; make ready for it."""
-        return self._moved.can_put()
+        return isinstance(self._moved, RimWindows) and self._moved.can_put()
 
     def put(self, data: Array) -> None:
         """Put all that fills the rims on the GPU's stream: see `RimWindows.put`."""
+        assert isinstance(self._moved, RimWindows)
         self._moved.put(data)
         self._fill(data)
 

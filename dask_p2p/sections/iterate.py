@@ -104,9 +104,9 @@ def iterate(
     capture : bool, optional
         Whether steps are captured as a CUDA graph and replayed, so that a step costs the host next
         to nothing: for small shares, where that is most of it. `func` is called in the first steps
-        only then. It must put all its work on the current stream, read no memory of the host, and
-        wait for nothing. Between members of one host that read each other's memory by CUDA IPC;
-        others, and NumPy blocks, go on as without.
+        only. It must put all its work on the current stream, read no memory of the host, and wait
+        for nothing: the graph is compared with it once, bit by bit. Between members of one host
+        that read each other's memory by CUDA IPC; others, and NumPy blocks, go on as without.
     **kwargs
         For `func`, as they are.
 
@@ -120,7 +120,7 @@ def iterate(
     InputError
         If `func` cannot be called, a number is too small, or depth or boundary is nothing of the
         kind; or if constants or keywords have still to be computed, but for arrays. When it runs,
-        if `capture` is asked for and `func` cannot be captured.
+        if `capture` is asked for, and `func` cannot be captured or gives other values then.
     ChunksError
         If chunk sizes are unknown, or differ between fields.
     UnsupportedArrayError

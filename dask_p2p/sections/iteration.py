@@ -15,6 +15,7 @@ from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.rims import rims
+from dask_p2p.sections.captured import Captured
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import Host
 from dask_p2p.sections.estimate import SectionEstimate, iterated
@@ -59,12 +60,15 @@ class Iteration:
             overlaps = levels.newest.exchange.is_worth_hiding and not self.capture
         pending: Pending | None = None
         mark = self._marked(levels.spare.inner)
-        graph: Callable[[], None] | None = None  # of as many steps as bring all memory round
-        cycle = lcm(len(levels.fields) + 1, SLOTS)
+        graph: Captured | None = None
+        cycle = lcm(len(levels.fields) + 1, SLOTS)  # of steps, that bring all memory round
         while step < self.steps:
-            if self.capture and step == first + cycle:
+            if self.capture and step == first + cycle and step + 2 * cycle < self.steps:
                 graph = self._captured(ctx, levels, constants, cycle)
-            if graph is not None and self._is_free(step, first, cycle):
+            if graph is not None and step == first + 2 * cycle:
+                graph.check(levels.fields)
+            is_ready = graph is not None and step >= first + 2 * cycle
+            if graph is not None and is_ready and self._is_free(step, first, cycle):
                 graph()
                 step += cycle
             else:
@@ -95,7 +99,7 @@ class Iteration:
 
     def _captured(
         self, ctx: Context, levels: _Levels, constants: list[Any], cycle: int
-    ) -> Callable[[], None] | None:
+    ) -> Captured | None:
         """Return what does a cycle of steps again and again; None if members need messages."""
         exchange = levels.newest.exchange
         if not ctx.allreduce(np.array(exchange.can_put()), "min"):
@@ -107,7 +111,7 @@ class Iteration:
                 levels.turn()
                 exchange.put(levels.newest.data)
 
-        return ctx.device.captured(steps)
+        return Captured(ctx.device, levels.fields, steps)
 
     def _is_free(self, step: int, first: int, cycle: int) -> bool:
         """Return whether a cycle can begin after a step, in which the host has nothing to do."""

@@ -110,15 +110,6 @@ class RimMessages:
 
         return unpacked
 
-    def can_put(self) -> bool:
-        """Return whether `put` can be used: on hosts it always can."""
-        return True
-
-    def put(self, data: Array) -> None:
-        """Do all of an exchange."""
-        if (end := self.begin(data, beside=False)) is not None:
-            end()
-
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a member that has so many should compute meanwhile, part by part."""
         links = self._links

@@ -57,12 +57,13 @@ def check(gpu, function, x, depth, steps, boundary="periodic", members=4, device
     gpu.check()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 7, 10])
 @pytest.mark.parametrize("members", [1, 2, 4, 6])
 def test_steps(gpu, replayed, members, steps):
     check(gpu, star, X, 1, steps, members=members)
-    # The first two are done one by one, and the last one has no exchange behind it.
-    assert len(replayed) == members * ((steps - 3) // 2 if steps > 3 else 0)
+    # The first four are done one by one, and the last one has no exchange behind it. A graph is
+    # tried when it is made.
+    assert len(replayed) == (members * (1 + (steps - 5) // 2) if steps > 6 else 0)
 
 
 @pytest.mark.parametrize("boundary", ["reflect", "nearest", 0.5])
@@ -105,7 +106,7 @@ def leaps(u, old, out):
     out[...] = u[2:] + u[:-2] - old[1:-1] / 2
 
 
-@pytest.mark.parametrize("steps", [11, 12, 13, 14])
+@pytest.mark.parametrize("steps", [13, 18, 19, 20])
 def test_levels_of_time_come_round(gpu, replayed, steps):
     fields = [on_gpu(gpu, da.from_array(x, chunks=(3, 10))) for x in (X, X + 1)]
     y = iterate(kernel(gpu, leaps), fields, {0: 1}, steps, members=4, capture=True)
@@ -115,7 +116,7 @@ def test_levels_of_time_come_round(gpu, replayed, steps):
         new, old = np.roll(new, 1, 0) + np.roll(new, -1, 0) - old / 2, new
     assert np.array_equal(found[0], new)
     assert np.array_equal(found[1], old)
-    assert len(replayed) == 4 * (steps > 12)  # by sixes: three buffers, two slots
+    assert len(replayed) == 8 * (steps > 18)  # by sixes: three buffers, two slots
 
 
 def test_until_is_asked_in_time(gpu, replayed):
@@ -170,7 +171,7 @@ def test_hosts_exchange_nothing(gpu, monkeypatch):
 
     monkeypatch.setattr(Links, "begin", noted)
     counts = []
-    for steps in (3, 33):
+    for steps in (7, 33):
         calls.clear()
         check(gpu, star, X, 1, steps, checkpoint_every=None)
         counts.append(calls.count("halo()"))
@@ -186,6 +187,27 @@ def test_what_cannot_be_captured_is_named(gpu):
     a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
     y = iterate(looks, a, 0, 9, members=4, capture=True)
     with pytest.raises(InputError, match=r"capture: expected a function that puts work .*Capture"):
+        run_section(gpu, y, [X])
+
+
+@pytest.mark.parametrize("how", ["counts steps", "uses another stream"])
+def test_a_function_whose_graph_does_something_else_is_named(gpu, how):
+    steps, other = [], gpu.stream()
+
+    def adds(u, out):
+        out[...] = u
+        if how == "counts steps":
+            steps.append(len(steps))
+            out[...] = float(len(steps))
+        else:
+            captured, gpu.capture = gpu.capture, None
+            gpu.do(other.name, "a kernel")  # at once, and in no graph
+            out.values[...] = u.values + (captured is None)
+            gpu.capture = captured
+
+    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
+    y = iterate(adds, a, 0, 19, members=1, capture=True)
+    with pytest.raises(InputError, match=r"gave \d+ of 960 bytes otherwise than its own"):
         run_section(gpu, y, [X])
 
 
@@ -231,7 +253,7 @@ def test_each_rule_is_needed(gpu, monkeypatch, broken):
 
 def test_memory_of_a_graph_is_its_own(gpu, monkeypatch):
     monkeypatch.setattr(Pool, "append", lambda pool, owner: None)
-    with pytest.raises((RaceError, AssertionError)):
+    with pytest.raises((RaceError, AssertionError, InputError)):
         test_a_function_that_allocates(gpu, [None] * 13)
 
 
