@@ -147,15 +147,6 @@ class Transport(ABC):
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return in what parts it asks for regions, and what it holds of them."""
 
-    def footprint_for(self, requests: Sequence[Request], options: Options) -> Footprint:
-        """Return the footprint for these requests: how they are asked for."""
-        found, itemsize = self.footprint(options, requests[0].kind), requests[0].dtype.itemsize
-        if found.part_bytes is not None and found.part_bytes < itemsize:
-            # A part has one item at least, and so they go one at a time, or not through slots.
-            part_bytes = None if self.in_place else found.part_bytes
-            found = replace(found, part_bytes=part_bytes, parts_in_flight=0)
-        return replace(found, parts_in_flight=0) if options.mode == "sync" else found
-
     # --- both sides ---
 
     @property

@@ -75,7 +75,7 @@ class FakeTransport(Transport):
         return Footprint(self.part_bytes, self.ahead)
 
     def read(self, requests, options):
-        return FakeReading(self, requests, self.footprint_for(requests, options))
+        return FakeReading(self, requests, self.footprint(options, "numpy"), options)
 
     async def close(self):
         pass
@@ -88,8 +88,8 @@ def _result(future, timeout_s, into):
 class FakeReading(Reading):
     """Notes when each block is opened, and when each region of it is asked for."""
 
-    def __init__(self, transport, requests, flow):
-        super().__init__(requests, flow)
+    def __init__(self, transport, requests, flow, options):
+        super().__init__(requests, flow, options)
         self.transport = transport
         self.asked = Counter()
         transport.open_now.append(self)

@@ -32,7 +32,6 @@ from dask_p2p.transports.in_place.descriptor import Descriptor, Peer, no_directo
 from dask_p2p.transports.in_place.leases import PublishedBlocks
 from dask_p2p.transports.in_place.reading import (
     DirectoryOptions,
-    OpenBlock,
     Regions,
     SameHostReading,
 )
@@ -80,10 +79,10 @@ class SameHostTransport(Transport):
         """Return where a block is, for `Descriptor.place`, once all its values are there."""
 
     @abstractmethod
-    def regions(self, descriptor: Descriptor, block: OpenBlock, peer: Peer) -> Regions:
-        """Return what gives regions of a block that is leased.
+    def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> Regions:
+        """Return what gives regions of the block of a request, which is leased.
 
-        What it opens for that it leaves to `block.ending` to close.
+        What it opens for that it leaves to `reading.ending` to close.
         """
 
     # --- the reader's side, in task threads ---

@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
-from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
@@ -156,9 +155,7 @@ class PackedTransport(Transport):
         return []
 
     def read(self, requests: Sequence[Request], options: Options) -> PackedReading:
-        pace, found = self._paces[requests[0].holder], self.footprint_for(requests, options)
-        footprint = replace(found, part_bytes=min(found.part_bytes or 1, pace.most_bytes))
-        reading = self.reading(self, requests, footprint, options, pace)
+        reading = self.reading(self, requests, options, self._paces[requests[0].holder])
         self.opened.add(reading)
         return reading
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.geometry import Box, box_shape, box_size
-from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.packed.checksums import check_sum
 from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text, in_dtype, mismatch
@@ -122,23 +121,22 @@ class PackedReading(Reading):
         self,
         transport: PackedTransport,
         requests: Sequence[Request],
-        footprint: Footprint,
         options: Options,
         pace: Pace,
     ) -> None:
-        super().__init__(requests, footprint)
+        super().__init__(requests, transport.footprint(options, requests[0].kind), options)
         self._transport = transport
         self._pace = pace
         self.worker = transport.worker
-        self._answers_ahead = footprint.parts_in_flight
-        self._last: deque[int] = deque(maxlen=self._answers_ahead)  # parts of the last answers
+        self._answers_ahead = self.ahead
+        self._last: deque[int] = deque(maxlen=self.ahead)  # parts of the last answers
         self.timeout_s = options.request_timeout_s
         # Objects are pickled: their bytes are others here than there.
         self._with_sums = options.checksum and not requests[0].dtype.hasobject
         self._calls: set[Future[Any]] = set()
         all_items = sum(box_size(box) for request in requests for box in request.boxes)
-        all_bytes = all_items * requests[0].dtype.itemsize
-        self.batch_bytes = min(all_bytes, footprint.part_bytes or all_bytes)  # of the largest
+        self.part_bytes: int = min(self.part_bytes or 1, pace.most_bytes)
+        self.batch_bytes = min(all_items * requests[0].dtype.itemsize, self.part_bytes)
 
     @property
     def under_way(self) -> int:
@@ -167,8 +165,8 @@ class PackedReading(Reading):
         batch_bytes = 0
         for part in self.parts():
             _, nbytes = self.places([part])
-            is_full = self.part_bytes is not None and batch_bytes + nbytes > self.part_bytes
-            if batch and (is_full or len(batch) == _MOST_PARTS):
+            is_full = batch_bytes + nbytes > self.part_bytes or len(batch) == _MOST_PARTS
+            if batch and is_full:
                 yield batch
                 batch, batch_bytes = [], 0
             batch.append(part)
