@@ -248,6 +248,17 @@ class TestCma(Conformance):
         expected = array[tuple(slice(*ends) for ends in box)]
         np.testing.assert_array_equal(self.read(setup, "view", array, box), expected)
 
+    def test_what_is_left_to_another_is_leased_no_longer(self, setup):
+        array = np.zeros((20_000, 20))
+        setup.put("rows", array)
+        of = setup.holder, array.shape, array.dtype, "numpy", [((0, 20_000), (0, 15))]
+        with closing(setup.reader.read([Request("rows", *of)], self.options)) as reading:
+            (region,) = reading
+            with pytest.raises(UnsuitableError, match="in runs of"):
+                region.result()
+            setup.drop("rows")
+            assert setup.serving.usage() == {"published": 0}
+
     @pytest.mark.parametrize(
         ("width", "rows", "comes"), [(15, 20_000, False), (16, 20_000, True), (1, 10_000, True)]
     )
