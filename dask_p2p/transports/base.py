@@ -19,9 +19,9 @@ Who may touch what, when
 Failure
     `BlockUnavailableError` if the holder lacks a block or is silent, `BlockMismatchError` if a
     block is not of the declared kind, `TransferError` for anything else; its `scope` says what else
-    will not come. A block that fails does not keep the others of its holder from coming. Never
-    wrong data, as far as can be told: a region that comes changed is found where
-    `Options.checksum` asks for it.
+    will not come. None of them names the transport: whoever reads knows it. A block that fails
+    does not keep the others of its holder from coming. Never wrong data, as far as can be told: a
+    region that comes changed is found where `Options.checksum` asks for it.
 Threads
     `read` and a `Reading` are used by task threads, several at a time; handlers run on the worker's
     event loop and never block it.
@@ -122,8 +122,7 @@ class Transport(ABC):
                     start, _ = region.box[0]
                     check_probe(region.result(PROBE_TIMEOUT_S + EVENT_LOOP_GRACE_S), start)
             except TimeoutError:
-                message = f"{self.name}: the worker's event loop did not respond"
-                raise TransferError(message) from None
+                raise TransferError("the worker's event loop did not respond") from None
 
     @abstractmethod
     def read(self, requests: Sequence[Request], options: Options) -> Reading:

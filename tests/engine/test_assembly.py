@@ -494,8 +494,8 @@ def test_regions_that_are_here_are_taken_whatever_is_known_of_their_holder(
 
 
 def test_when_every_way_fails_the_error_names_each(quick, slow, peers):
-    quick.fails["c", ("x", 2, 0)] = TransferError("quick: c is deaf")
-    slow.fails["c", ("x", 2, 0)] = TransferError("c is dumb")  # does not say by which transport
+    quick.fails["c", ("x", 2, 0)] = TransferError("c is deaf")
+    slow.fails["c", ("x", 2, 0)] = TransferError("c is dumb")
     told = []
     for _ in range(2):  # and again: what failed everywhere is tried again
         with pytest.raises(TransferError) as caught:

@@ -101,14 +101,14 @@ class CmaTransport(SameHostTransport):
         wanted, place = reading.requests[number], descriptor.place
         address = place.get("address") if isinstance(place, dict) else None
         if type(address) is not int or not 0 <= address < 2**64:
-            raise TransferError(f"cma: the descriptor of {wanted} has no address: {place!r}")
+            raise TransferError(f"the descriptor of {wanted} has no address: {place!r}")
         _check_runs(wanted, descriptor)
         unread = sum(map(_weight, wanted.boxes))
 
         def read(box: Box, timeout_s: float | None, into: Array | None) -> Any:
             nonlocal unread
             if number not in reading.ending:
-                raise TransferError(f"cma: {wanted} was closed before it was read")
+                raise TransferError(f"{wanted} was closed before it was read")
             region = self._copied(reading, wanted, address, descriptor.strides, box, into)
             unread -= _weight(box)
             if not unread:
@@ -143,7 +143,7 @@ class CmaTransport(SameHostTransport):
             if getattr(exc, "errno", None) == errno.ESRCH:
                 message = f"{wanted.holder} ended while {wanted} was read"
                 raise BlockUnavailableError(message) from exc
-            raise TransferError(f"cma: {wanted} cannot be read: {exc}") from exc
+            raise TransferError(f"{wanted} cannot be read: {exc}") from exc
         return np.broadcast_to(region, shape)
 
 
@@ -160,5 +160,5 @@ def _check_runs(block: Request, descriptor: Descriptor) -> None:
     nbytes = sum(map(box_size, block.boxes)) * itemsize
     if run_bytes < _SHORT_RUN_BYTES and nbytes > _MOST_SHORT_RUNS * run_bytes:
         raise UnsuitableError(
-            f"cma: what is wanted of {block} lies in memory in runs of {run_bytes} bytes"
+            f"what is wanted of {block} lies in memory in runs of {run_bytes} bytes"
         )

@@ -82,9 +82,9 @@ class IpcTransport(SameHostTransport):
         try:
             place = _checked_place(tuple(descriptor.place.items()))
         except (AttributeError, TypeError, ValueError) as exc:
-            raise TransferError(f"ipc: the descriptor of {wanted} cannot be read: {exc}") from exc
+            raise TransferError(f"the descriptor of {wanted} cannot be read: {exc}") from exc
         if place.gpu != peer.memory_proof and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
-            raise TransferError(f"ipc: {wanted} is on another GPU than its holder's: {obstacle}")
+            raise TransferError(f"{wanted} is on another GPU than its holder's: {obstacle}")
         block_bytes = prod(wanted.shape) * wanted.dtype.itemsize
         mapping = self.mappings.acquire(peer.folder, place, block_bytes)
         reading.ending[number].callback(self.mappings.release, mapping)

@@ -91,7 +91,7 @@ class SameHostReading(Reading):
         self.ending[number] = ExitStack()
         self.ending[number].callback(leases.end, entry)
         try:
-            descriptor = Descriptor.parse(text, wanted, transport.name)
+            descriptor = Descriptor.parse(text, wanted)
             return transport.regions(descriptor, self, number)
         except BaseException:
             self.end(number)
@@ -99,7 +99,7 @@ class SameHostReading(Reading):
 
     def _lease(self, requests: Sequence[Request]) -> tuple[Leases, int, bytes]:
         """Take a lease on the first block; if the holder does not publish by itself, ask it to."""
-        wanted, name, asked = requests[0], self._transport.name, 0
+        wanted, asked = requests[0], 0
         deadline_s = time.monotonic() + DirectoryOptions.of(self._options).wait_s
         try:
             while True:
@@ -116,19 +116,17 @@ class SameHostReading(Reading):
                 asked += 1
                 self._ask_to_publish(requests[:_MOST_PUBLISHED])
         except OSError as exc:
-            message = f"{name}: the descriptors of {wanted.holder} cannot be read: {exc}"
+            message = f"the descriptors of {wanted.holder} cannot be read: {exc}"
             raise TransferError(message) from exc
-        raise TransferError(
-            f"{name}: {wanted.holder} published and withdrew {wanted} {asked} times"
-        )
+        raise TransferError(f"{wanted.holder} published and withdrew {wanted} {asked} times")
 
     def _ask_to_publish(self, requests: Sequence[Request]) -> None:
         """Have the holder publish the first of these blocks, and the others while it is at it."""
-        wanted, name, op = requests[0], self._transport.name, self._transport.publish_op
+        wanted, host, op = requests[0], self._transport.worker, self._transport.publish_op
         blocks, about = [(other.key, other.shape) for other in requests], f"block {wanted.key!r}"
-        host, timeout_s = self._transport.worker, self._options.request_timeout_s
-        reply = ask_and_wait(name, host, wanted.holder, op, timeout_s, about, blocks=blocks)
-        check_reply(reply, wanted, name)
+        timeout_s = self._options.request_timeout_s
+        reply = ask_and_wait(host, wanted.holder, op, timeout_s, about, blocks=blocks)
+        check_reply(reply, wanted)
 
     def confirm(self) -> None:
         # All blocks are of one process. What is no longer leased was confirmed before.

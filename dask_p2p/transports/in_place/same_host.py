@@ -103,7 +103,7 @@ class SameHostTransport(Transport):
         peer, obstacle = self._known(requests[0].holder)
         if obstacle is not None:
             message = f"{requests[0].holder} cannot be read in place: {obstacle}"
-            raise TransferError(f"{self.name}: {message}", obstacle=obstacle)
+            raise TransferError(message, obstacle=obstacle)
         return SameHostReading(self, requests, peer, options)
 
     def _known(self, holder: str) -> tuple[Peer, Obstacle | None]:
@@ -113,17 +113,17 @@ class SameHostTransport(Transport):
         """
         known = self._peers.get(holder)
         if known is None:
-            op, about = self._peer_op, "where it runs"
-            reply = ask_and_wait(self.name, self.worker, holder, op, PROBE_TIMEOUT_S, about)
+            about = "where it runs"
+            reply = ask_and_wait(self.worker, holder, self._peer_op, PROBE_TIMEOUT_S, about)
             try:
                 peer = Peer.parse(reply["peer"])
             except (TypeError, ValueError, KeyError) as exc:
-                message = f"{self.name}: {holder} does not say where it runs: {reply}"
+                message = f"{holder} does not say where it runs: {reply}"
                 raise TransferError(message) from exc
             try:
                 known = self._peers[holder] = (peer, self._peer_obstacle(peer))
             except OSError as exc:
-                message = f"{self.name}: this worker cannot find out where it runs: {exc}"
+                message = f"this worker cannot find out where it runs: {exc}"
                 raise TransferError(message) from exc
         return known
 

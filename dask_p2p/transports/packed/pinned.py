@@ -68,7 +68,7 @@ class _SegmentLanding(MemoryLanding):
             # Of one size, so that memory fits the next batch and the next array too.
             self._segment, memory = segments.lend(max(reading.batch_bytes, size_bytes))
         except Exception as exc:
-            raise TransferError(f"pinned: there is no memory to share: {exc}") from exc
+            raise TransferError(f"there is no memory to share: {exc}") from exc
         return memory
 
     def where(self, first: int) -> Any:
@@ -77,7 +77,7 @@ class _SegmentLanding(MemoryLanding):
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
         if len(answers) < len(self.places):  # holders need no memory of their own
             count = f"{len(answers)} of {len(self.places)} regions"
-            raise TransferError(f"pinned: {self.about.holder} answered about {count}")
+            raise TransferError(f"{self.about.holder} answered about {count}")
         if not backend_named(self.about.kind).on_device:
             return self.memory
         transport: PinnedTransport = self.transport
@@ -142,7 +142,7 @@ class PinnedTransport(PackedTransport):
         except (OSError, AttributeError, MemoryError) as exc:
             return Obstacle("no-shared-memory", f"this worker has no memory to share: {exc}")
         reply = ask_and_wait(
-            self.name, self.worker, holder, self.op, PROBE_TIMEOUT_S, "shared memory",
+            self.worker, holder, self.op, PROBE_TIMEOUT_S, "shared memory",
             blocks=[], parts=[], dtype="", item_bytes=0, wait_s=PROBE_TIMEOUT_S,
             where=tuple(segment.name),
         )  # fmt: skip

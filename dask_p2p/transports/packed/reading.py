@@ -229,35 +229,34 @@ class PackedReading(Reading):
             dtype=dtype_text(first.dtype), item_bytes=first.dtype.itemsize, where=where,
             wait_s=self.timeout_s * _HOLDERS_SHARE, checksum=self._with_sums,
         )  # fmt: skip
-        name, begun_s = self._transport.name, time.monotonic()
+        begun_s = time.monotonic()
         try:
-            reply = check_reply(await asking, first, name)
+            reply = check_reply(await asking, first)
         finally:
             self._pace.note(self.places(parts)[1], time.monotonic() - begun_s, limit_s)
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
             message = f"{first.holder} did not answer about any part: {reply}"
-            raise TransferError(f"{name}: {message:.500}")
+            raise TransferError(f"{message:.500}")
         result: Sequence[Any] = answers
         return result
 
     async def _checked(self, part: Region, answer: Any, came: Any) -> Any:
         """Return a region in the dtype that is declared, or the error that came in its place."""
-        request, box, name = self.requests[part.request], part.box, self._transport.name
+        request, box = self.requests[part.request], part.box
         try:
-            check_reply(answer, request, name)
+            check_reply(answer, request)
             shape = getattr(came, "shape", type(came).__name__)
             if shape != box_shape(box):
                 sent = f"{shape} instead of {box_shape(box)} of {request}"
-                raise TransferError(f"{name}: {request.holder} sent {sent}")
+                raise TransferError(f"{request.holder} sent {sent}")
             region = came
             if came.dtype != request.dtype:
                 region = await self.worker.offload(in_dtype, came, request.dtype)
             if region is None:
                 raise mismatch(request, request.dtype, came.dtype)
             if self._with_sums:
-                check = check_sum, name, request, box, came, answer.get("checksum")
-                await self.worker.offload(*check)
+                await self.worker.offload(check_sum, request, box, came, answer.get("checksum"))
         except (TransferError, BlockMismatchError) as exc:
             return exc
         return region

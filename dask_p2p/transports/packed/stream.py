@@ -87,7 +87,7 @@ class Incoming(MemoryLanding):
             try:
                 await self.transport.worker.offload(*waiting, threads=self.transport.threads)
             except TransferError as exc:
-                text = f"ucx: {self.about} does not come: {exc}"
+                text = f"{self.about} does not come: {exc}"
                 raise type(exc)(text, reason=str(exc)) from exc
         return self.memory
 
@@ -179,7 +179,7 @@ class _Streamed:
                 return self.reading.ask_again(self.part, self.message)
             if time.monotonic() > deadline_s:
                 holder = self.reading.requests[self.part.request].holder
-                raise SilentError(f"ucx: no message of {holder} came in time")
+                raise SilentError(f"no message of {holder} came in time")
             time.sleep(NAP_S)
         self.reading.arrived(self.message)
         self.message.result(0.0)
@@ -190,7 +190,7 @@ class _Streamed:
         answers = self.call.result()  # which raises what all of them have failed by
         if self.number >= len(answers):  # it ended at another one
             return False
-        check_reply(answers[self.number], self.reading.requests[self.part.request], "ucx")
+        check_reply(answers[self.number], self.reading.requests[self.part.request])
         return True
 
 

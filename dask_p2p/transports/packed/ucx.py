@@ -118,10 +118,10 @@ class UcxTransport(PackedTransport):
         """Return this process' messenger, started if need be. It may block: use a thread."""
         with self._lock:
             if self.is_closed:
-                raise TransferError("ucx: the worker is closing")
+                raise TransferError("the worker is closing")
             if self._messenger is None:
                 if (obstacle := self._own_obstacle()) is not None:
-                    raise TransferError(f"ucx: {obstacle.full_text}", obstacle.full_text, obstacle)
+                    raise TransferError(obstacle.full_text, obstacle=obstacle)
                 self._messenger = Messenger(current_device())
                 resting = self._rest(self._messenger)
                 self._resting = asyncio.run_coroutine_threadsafe(resting, self.worker.loop)

@@ -331,7 +331,7 @@ class TestCma(Conformance):
     def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):
         key, array = block
         monkeypatch.setattr(CmaTransport, "place_of", lambda transport, block: {"address": 8})
-        with pytest.raises(TransferError, match=r"cma: block .* cannot be read: .*Bad address"):
+        with pytest.raises(TransferError, match=r"block .* cannot be read: .*Bad address"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
     def test_a_holder_that_ended_while_it_was_read(self, setup, block, monkeypatch):
