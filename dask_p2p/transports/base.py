@@ -98,10 +98,13 @@ class Transport(ABC):
             return Obstacle("other-kind", f"{self.name} moves {titles} blocks, not {kind}")
         if dtype.hasobject and not self.moves_objects:
             return Obstacle("objects", f"{self.name} moves bytes, not Python objects")
-        return self.holder_obstacle(holder)
+        try:
+            return self.holder_obstacle(holder)
+        except TransferError as exc:  # it may answer the next time
+            return exc.obstacle or Obstacle("no-answer", str(exc))
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
-        """Why nothing can come from `holder`, whatever it is; None if blocks may."""
+        """Why nothing can come from `holder`; None if blocks may. `TransferError`: nobody knows."""
         return None
 
     def boot_id(self, worker: str) -> str | None:

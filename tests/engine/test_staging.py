@@ -371,7 +371,7 @@ def test_a_holder_that_never_has_room_says_so(workers, cls):
     with pytest.raises(TransferError, match="outgoing staging limit"):
         read(times=1)
     wait_until(lambda: not any(serving.usage().values()))
-    taken.close()
+    taken()
     wait_until(lambda: serving.packed.reserved_bytes == 0)
     assert read_at_once(reader, "x", BOXES, options(), times=1) == [EXPECTED]
     assert box_shape(BOXES[0]) == (24, 4)
@@ -392,5 +392,5 @@ def test_a_holder_gives_up_by_itself(workers, loop):
     try:
         reply = loop.run(answering, timeout_s=10)
     finally:
-        taken.close()
+        taken()
     assert "outgoing staging limit" in reply["message"]

@@ -88,10 +88,7 @@ class SameHostTransport(Transport):
     # --- the reader's side, in task threads ---
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
-        try:
-            return self._known(holder)[1]
-        except TransferError as exc:
-            return exc.obstacle or Obstacle("unknown", str(exc))
+        return self._known(holder)[1]
 
     def boot_id(self, worker: str) -> str | None:
         if worker == self.worker.address:

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from dask_p2p.backends import BACKENDS, Backend, backend_named
 from dask_p2p.config import Options, Section, option, positive_bytes, section
 from dask_p2p.errors import Obstacle, TransferError
-from dask_p2p.transports.budget import Reservation
+from dask_p2p.transports.budget import Release
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, buffered, left_bytes, parts_held
@@ -129,10 +129,7 @@ class PinnedTransport(PackedTransport):
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
         if holder not in self._obstacles:
-            try:
-                self._obstacles[holder] = self._ask_to_open(holder)
-            except TransferError as exc:  # it may answer the next time
-                return Obstacle("no-answer", str(exc))
+            self._obstacles[holder] = self._ask_to_open(holder)
         return self._obstacles[holder]
 
     def _ask_to_open(self, holder: str) -> Obstacle | None:
@@ -208,7 +205,7 @@ class _SegmentTarget(MemoryTarget):
     def __init__(self, transport: PinnedTransport, name: SegmentName) -> None:
         self._transport, self._name = transport, name
 
-    def begin(self, asked: Asked, reserved: list[Reservation]) -> None:
+    def begin(self, asked: Asked, reserved: list[Release]) -> None:
         super().begin(asked, reserved)
         if self.size_bytes > self._name.size_bytes:
             room_bytes = self._name.size_bytes

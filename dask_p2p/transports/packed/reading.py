@@ -106,12 +106,13 @@ class MemoryLanding(Landing):
 
     async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
         memory = await self.arrived(answers, deadline_s)
-        return [
-            region_at(memory, place, box_shape(part.box), self.about.dtype)
-            for part, place, _ in zip(
-                self.parts[first:], self.places[first:], answers, strict=False
-            )
-        ]
+        return [self.region(memory, first + number) for number in range(len(answers))]
+
+    def region(self, memory: Array, number: int) -> Array:
+        """Return one of the regions, which are in this memory."""
+        shape = box_shape(self.parts[number].box)
+        found: Array = region_at(memory, self.places[number], shape, self.about.dtype)
+        return found
 
 
 class PackedReading(Reading):
@@ -153,7 +154,11 @@ class PackedReading(Reading):
 
     def _asked(self, parts: Sequence[Region]) -> Iterator[Region]:
         """Ask for a batch."""
-        call = self._call(parts)
+        try:
+            call = self._call(parts)
+        except TransferError as exc:
+            yield from (part.failed(exc) for part in parts)
+            return
         self._last.append(len(parts))
         self.ahead = sum(self._last)
         for number, part in enumerate(parts):
@@ -176,14 +181,8 @@ class PackedReading(Reading):
 
     def _call(self, parts: Sequence[Region]) -> Future[list[Any]]:
         """Ask for a batch, and go on."""
-        try:
-            landing = self._transport.landing(self._transport, self, parts)
-            where = landing.where(0)
-        except TransferError as exc:
-            failed: Future[list[Any]] = Future()
-            failed.set_exception(exc)
-            return failed
-        return self._begun(self.bring(parts, landing, where))
+        landing = self._transport.landing(self._transport, self, parts)
+        return self._begun(self.bring(parts, landing, landing.where(0)))
 
     def _begun(self, asking: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Have the event loop run a call, which closing cancels."""
