@@ -68,8 +68,7 @@ class RemoteSource:
         """Go on to the next route that may help after what failed; there may be none left."""
         assert self.error is not None
         route, error = self.routes.pop(0), self.error
-        message, name = str(error), route.transport.name
-        self.causes.append(message if message.startswith(f"{name}: ") else f"{name}: {message}")
+        self.causes.append(f"{route.transport.name}: {error}")
         if error.scope in ("block", "holder"):  # no other transport would find it there
             self.routes = [other for other in self.routes if other.holder != route.holder]
         self.error = None
@@ -203,8 +202,7 @@ class Fetch:
             self.reading.confirm()
         for source in coming:
             if source.missing:
-                name = self.route.transport.name
-                raise TransferError(f"{name}: {source.key!r} arrived incomplete")
+                raise TransferError(f"{source.key!r} arrived incomplete")
 
     def progress(self) -> Stage:
         """Return what would be recorded of it by now; any thread may ask."""

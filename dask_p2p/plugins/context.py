@@ -219,7 +219,7 @@ class DaskWorkerContext(AttemptLog):
 
     def responds(self, holder: str) -> bool:
         try:
-            ask_and_wait("p2p", self, holder, "identity", _PING_S, "whether it is there")
+            ask_and_wait(self, holder, "identity", _PING_S, "whether it is there")
         except TransferError:
             return False
         return True

@@ -19,9 +19,9 @@ Who may touch what, when
 Failure
     `BlockUnavailableError` if the holder lacks a block or is silent, `BlockMismatchError` if a
     block is not of the declared kind, `TransferError` for anything else; its `scope` says what else
-    will not come. A block that fails does not keep the others of its holder from coming. Never
-    wrong data, as far as can be told: a region that comes changed is found where
-    `Options.checksum` asks for it.
+    will not come. None of them names the transport: whoever reads knows it. A block that fails
+    does not keep the others of its holder from coming. Never wrong data, as far as can be told: a
+    region that comes changed is found where `Options.checksum` asks for it.
 Threads
     `read` and a `Reading` are used by task threads, several at a time; handlers run on the worker's
     event loop and never block it.
@@ -98,10 +98,13 @@ class Transport(ABC):
             return Obstacle("other-kind", f"{self.name} moves {titles} blocks, not {kind}")
         if dtype.hasobject and not self.moves_objects:
             return Obstacle("objects", f"{self.name} moves bytes, not Python objects")
-        return self.holder_obstacle(holder)
+        try:
+            return self.holder_obstacle(holder)
+        except TransferError as exc:  # it may answer the next time
+            return exc.obstacle or Obstacle("no-answer", str(exc))
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
-        """Why nothing can come from `holder`, whatever it is; None if blocks may."""
+        """Why nothing can come from `holder`; None if blocks may. `TransferError`: nobody knows."""
         return None
 
     def boot_id(self, worker: str) -> str | None:
@@ -122,8 +125,7 @@ class Transport(ABC):
                     start, _ = region.box[0]
                     check_probe(region.result(PROBE_TIMEOUT_S + EVENT_LOOP_GRACE_S), start)
             except TimeoutError:
-                message = f"{self.name}: the worker's event loop did not respond"
-                raise TransferError(message) from None
+                raise TransferError("the worker's event loop did not respond") from None
 
     @abstractmethod
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
@@ -146,15 +148,6 @@ class Transport(ABC):
     @abstractmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return in what parts it asks for regions, and what it holds of them."""
-
-    def footprint_for(self, requests: Sequence[Request], options: Options) -> Footprint:
-        """Return the footprint for these requests: how they are asked for."""
-        found, itemsize = self.footprint(options, requests[0].kind), requests[0].dtype.itemsize
-        if found.part_bytes is not None and found.part_bytes < itemsize:
-            # A part has one item at least, and so they go one at a time, or not through slots.
-            part_bytes = None if self.in_place else found.part_bytes
-            found = replace(found, part_bytes=part_bytes, parts_in_flight=0)
-        return replace(found, parts_in_flight=0) if options.mode == "sync" else found
 
     # --- both sides ---
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
-__all__ = ["ByteBudget", "Reservation"]
+__all__ = ["ByteBudget", "Release"]
+
+#: Gives back what was reserved. Idempotent; called perhaps in the middle of a garbage collection.
+Release: TypeAlias = Callable[[], object]
 
 
 class ByteBudget:
@@ -15,7 +21,7 @@ class ByteBudget:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._reserved: dict[Reservation, int] = {}
+        self._reserved: dict[object, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -23,24 +29,12 @@ class ByteBudget:
         """What is reserved now."""
         return sum(list(self._reserved.values()))
 
-    def reserve(self, *sizes: int) -> list[Reservation] | None:
-        """Reserve memory of these sizes, each released on its own; None: there is no room now."""
+    def reserve(self, *sizes: int) -> list[Release] | None:
+        """Reserve memory of these sizes; return what releases each. None: there is no room now."""
         with self._lock:
             reserved_bytes = self.reserved_bytes
             if reserved_bytes and reserved_bytes + sum(sizes) > self.limit_bytes:
                 return None
-            made = [Reservation(self) for _ in sizes]
+            made = [object() for _ in sizes]
             self._reserved.update(zip(made, sizes, strict=True))
-            return made
-
-
-class Reservation:
-    """A part of a budget."""
-
-    def __init__(self, budget: ByteBudget) -> None:
-        self._budget = budget
-
-    def close(self) -> None:
-        """Release it. Idempotent."""
-        # Perhaps called in the middle of a garbage collection: no locks here.
-        self._budget._reserved.pop(self, None)
+            return [partial(self._reserved.pop, one, None) for one in made]  # which takes no lock

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dask_p2p.config import Options
 from dask_p2p.geometry import Box, box_size, split_box, taper_last
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.types import Array, DType, Kind
@@ -91,10 +92,13 @@ class Reading(ABC):
         Of the largest part; None if there is no limit.
     """
 
-    def __init__(self, requests: Sequence[Request], footprint: Footprint) -> None:
+    def __init__(self, requests: Sequence[Request], footprint: Footprint, options: Options) -> None:
         self.requests = requests
-        self.ahead = footprint.parts_in_flight
         self.part_bytes = footprint.part_bytes
+        # A part has one item at least: larger ones go one at a time.
+        is_small = self.part_bytes is not None and self.part_bytes < requests[0].dtype.itemsize
+        is_alone = is_small or options.mode == "sync"
+        self.ahead = 0 if is_alone else footprint.parts_in_flight
         self._dropped: set[int] = set()
 
     @abstractmethod

@@ -87,15 +87,9 @@ async def ask(
 
 
 def ask_and_wait(
-    transport: str,
-    worker: WorkerContext,
-    holder: str,
-    op: str,
-    timeout_s: float,
-    about: Any,
-    **kwargs: Any,
+    worker: WorkerContext, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
 ) -> Any:
-    """Do the same from a task thread, for a transport of this name.
+    """Do the same from a task thread.
 
     It raises `TransferError`, too, if this worker's event loop does not respond.
     """
@@ -105,7 +99,7 @@ def ask_and_wait(
             timeout_s + EVENT_LOOP_GRACE_S
         )
     except TimeoutError:
-        raise TransferError(f"{transport}: the worker's event loop did not respond") from None
+        raise TransferError("the worker's event loop did not respond") from None
 
 
 def _retrieve_error(task: asyncio.Future[Any]) -> None:
@@ -217,19 +211,19 @@ def refuse(exc: Exception) -> dict[str, Any]:
     return {"status": "error", "message": text, **extra}
 
 
-def check_reply(reply: Any, block: Request, transport: str) -> dict[str, Any]:
+def check_reply(reply: Any, block: Request) -> dict[str, Any]:
     """Return a holder's reply if its status is "ok"; else raise the error that it reports."""
     told = reply if isinstance(reply, dict) else {}
     status, message = told.get("status"), told.get("message", reply)
     if status == "ok":
         return dict(told)
     if status == "missing":
-        raise BlockUnavailableError(f"{transport}: {block} is not there any more")
+        raise BlockUnavailableError(f"{block} is not there any more")
     if status == "mismatch":
         raise BlockMismatchError(f"{message} (held by {block.holder})")
     if status == "unsuitable":
-        raise UnsuitableError(f"{transport} is not for {block}: {message}")
-    text = f"{transport}: {block.holder} could not send {block}: {message}"
+        raise UnsuitableError(f"{block} is for another transport: {message}")
+    text = f"{block.holder} could not send {block}: {message}"
     if status == "silent":
         raise SilentError(text, str(message))
     raise TransferError(text, str(message), _obstacle_of(told.get("obstacle")))

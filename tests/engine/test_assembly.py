@@ -75,7 +75,7 @@ class FakeTransport(Transport):
         return Footprint(self.part_bytes, self.ahead)
 
     def read(self, requests, options):
-        return FakeReading(self, requests, self.footprint_for(requests, options))
+        return FakeReading(self, requests, self.footprint(options, "numpy"), options)
 
     async def close(self):
         pass
@@ -88,8 +88,8 @@ def _result(future, timeout_s, into):
 class FakeReading(Reading):
     """Notes when each block is opened, and when each region of it is asked for."""
 
-    def __init__(self, transport, requests, flow):
-        super().__init__(requests, flow)
+    def __init__(self, transport, requests, flow, options):
+        super().__init__(requests, flow, options)
         self.transport = transport
         self.asked = Counter()
         transport.open_now.append(self)
@@ -494,8 +494,8 @@ def test_regions_that_are_here_are_taken_whatever_is_known_of_their_holder(
 
 
 def test_when_every_way_fails_the_error_names_each(quick, slow, peers):
-    quick.fails["c", ("x", 2, 0)] = TransferError("quick: c is deaf")
-    slow.fails["c", ("x", 2, 0)] = TransferError("c is dumb")  # does not say by which transport
+    quick.fails["c", ("x", 2, 0)] = TransferError("c is deaf")
+    slow.fails["c", ("x", 2, 0)] = TransferError("c is dumb")
     told = []
     for _ in range(2):  # and again: what failed everywhere is tried again
         with pytest.raises(TransferError) as caught:

@@ -180,7 +180,7 @@ class InPlace(IpcTransport):
         return None
 
     def read(self, requests, options):
-        return InPlaceReading(requests, self.footprint_for(requests, options))
+        return InPlaceReading(requests, self.footprint(options, "numpy"), options)
 
 
 class InPlaceReading(Reading):
@@ -232,7 +232,7 @@ class Filling(Transport):
         return Footprint(self.limit_bytes // self.parts, self.parts - 1)
 
     def read(self, requests, options):
-        return FillingReading(self, requests, self.footprint(options, "numpy"))
+        return FillingReading(self, requests, self.footprint(options, "numpy"), options)
 
     async def close(self):
         pass
@@ -245,8 +245,8 @@ def _result(future, timeout_s, into):
 class FillingReading(Reading):
     """Like those of ucx, it keeps what came until it is closed, if there was an error."""
 
-    def __init__(self, transport, requests, flow):
-        super().__init__(requests, flow)
+    def __init__(self, transport, requests, flow, options):
+        super().__init__(requests, flow, options)
         self.transport = transport
         self.kept = []
 
@@ -371,7 +371,7 @@ def test_a_holder_that_never_has_room_says_so(workers, cls):
     with pytest.raises(TransferError, match="outgoing staging limit"):
         read(times=1)
     wait_until(lambda: not any(serving.usage().values()))
-    taken.close()
+    taken()
     wait_until(lambda: serving.packed.reserved_bytes == 0)
     assert read_at_once(reader, "x", BOXES, options(), times=1) == [EXPECTED]
     assert box_shape(BOXES[0]) == (24, 4)
@@ -392,5 +392,5 @@ def test_a_holder_gives_up_by_itself(workers, loop):
     try:
         reply = loop.run(answering, timeout_s=10)
     finally:
-        taken.close()
+        taken()
     assert "outgoing staging limit" in reply["message"]

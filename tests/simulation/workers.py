@@ -293,7 +293,8 @@ class World:
         put(silence, "perf_counter", now)
         no_timer = SimpleNamespace(start=lambda: None, cancel=lambda: None)  # it runs in real time
         put(cuda_ipc, "RepeatingTimer", lambda interval_s, function: no_timer)
-        put(reading.OpenBlock, "confirm", _halting_confirm(reading.OpenBlock.confirm))
+        of = reading.SameHostReading
+        put(of, "confirm", _halting_confirm(of.confirm))
 
     def _make_transports(self, host, options):
         return {"ipc": HaltingIpc(host, options), "comm": HaltingComm(host, options)}
@@ -417,8 +418,8 @@ def _hand_over(actor):
 
 
 def _halting_confirm(confirm):
-    def halting(block):
+    def halting(of):
         halt("is tended")
-        confirm(block)
+        confirm(of)
 
     return halting

@@ -15,10 +15,10 @@ def test_what_all_have_taken_stays_below_the_limit():
     assert budget.reserve(50) is None
     (third,) = budget.reserve(40)
     assert budget.reserved_bytes == 100
-    second.close()
+    second()
     assert budget.reserved_bytes == 80
     for reserved in (first, third, third):
-        reserved.close()
+        reserved()
     assert budget.reserved_bytes == 0
 
 
@@ -28,7 +28,7 @@ def test_a_request_gets_all_that_it_wants_or_nothing():
     (first,) = budget.reserve(60)
     assert budget.reserve(20, 20, 20) is None
     assert budget.reserved_bytes == 60
-    first.close()
+    first()
     assert len(budget.reserve(20, 20, 20)) == 3
 
 
@@ -37,7 +37,7 @@ def test_something_larger_than_the_limit_is_taken_alone(limit_bytes):
     budget = ByteBudget(limit_bytes)
     (first,) = budget.reserve(8)
     assert budget.reserve(8) is None
-    first.close()
+    first()
     assert budget.reserve(8)
 
 
@@ -49,7 +49,7 @@ def test_by_many_threads():
         for _ in range(300):
             for reserved in budget.reserve(10, 20) or ():
                 seen_bytes.append(budget.reserved_bytes)
-                reserved.close()
+                reserved()
 
     threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:

@@ -8,8 +8,6 @@ processor's cache, and permutes each from there. The holder packs and sends noth
 from __future__ import annotations
 
 import errno
-from functools import partial
-from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +20,7 @@ from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, part_that_fits
 from dask_p2p.transports.in_place import process_memory
 from dask_p2p.transports.in_place.descriptor import Descriptor, Peer
-from dask_p2p.transports.in_place.reading import DirectoryOptions, OpenBlock, Regions
+from dask_p2p.transports.in_place.reading import DirectoryOptions, Regions, SameHostReading
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.transports.reading import Request
 from dask_p2p.types import Array, Kind
@@ -99,54 +97,53 @@ class CmaTransport(SameHostTransport):
     def place_of(self, block: Array) -> dict[str, Any]:
         return {"address": block.ctypes.data}
 
-    def regions(self, descriptor: Descriptor, block: OpenBlock, peer: Peer) -> Regions:
-        wanted, place = block.wanted, descriptor.place
+    def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> Regions:
+        wanted, place = reading.requests[number], descriptor.place
         address = place.get("address") if isinstance(place, dict) else None
         if type(address) is not int or not 0 <= address < 2**64:
-            raise TransferError(f"cma: the descriptor of {wanted} has no address: {place!r}")
+            raise TransferError(f"the descriptor of {wanted} has no address: {place!r}")
         _check_runs(wanted, descriptor)
-        copied = partial(self._copied, block, peer.pid, address, descriptor.strides)
         unread = sum(map(_weight, wanted.boxes))
 
         def read(box: Box, timeout_s: float | None, into: Array | None) -> Any:
             nonlocal unread
-            region = copied(box, into)
+            if number not in reading.ending:
+                raise TransferError(f"{wanted} was closed before it was read")
+            region = self._copied(reading, wanted, address, descriptor.strides, box, into)
             unread -= _weight(box)
             if not unread:
                 # All that is wanted is here: the holder need not keep its block any longer.
-                block.confirm()
-                block.close()
+                reading.confirm()
+                reading.end(number)
             return region
 
         return read
 
     def _copied(
         self,
-        block: OpenBlock,
-        pid: int,
+        reading: SameHostReading,
+        wanted: Request,
         address: int,
         strides: tuple[int, ...],
         box: Box,
         into: Array | None,
     ) -> Any:
-        wanted, shape, dtype = block.wanted, box_shape(box), block.wanted.dtype
+        shape, pid = box_shape(box), reading.peer.pid
         if 0 in shape:
-            return np.empty(shape, dtype)
-        if not block.is_open:
-            raise TransferError(f"cma: {wanted} was closed before it was read")
+            return np.empty(shape, wanted.dtype)
         address += sum(first * s for (first, _), s in zip(box, strides, strict=True))
         try:
-            runs = process_memory.runs_of(address, shape, strides, dtype.itemsize)
+            runs = process_memory.runs_of(address, shape, strides, wanted.dtype.itemsize)
             if into is not None and process_memory.read_into(pid, runs, into):
                 return into
-            memory = self.buffers.take((prod(runs.shape) * dtype.itemsize,), np.uint8)
-            region = process_memory.read(pid, runs, dtype, memory)
+            memory = self.buffers.take((len(runs.addresses) * runs.run_bytes,), np.uint8)
+            region = process_memory.read(pid, runs, wanted.dtype, memory)
         except (OSError, OverflowError) as exc:  # the latter for places outside of any memory
-            block.confirm()
+            reading.confirm()
             if getattr(exc, "errno", None) == errno.ESRCH:
                 message = f"{wanted.holder} ended while {wanted} was read"
                 raise BlockUnavailableError(message) from exc
-            raise TransferError(f"cma: {wanted} cannot be read: {exc}") from exc
+            raise TransferError(f"{wanted} cannot be read: {exc}") from exc
         return np.broadcast_to(region, shape)
 
 
@@ -163,5 +160,5 @@ def _check_runs(block: Request, descriptor: Descriptor) -> None:
     nbytes = sum(map(box_size, block.boxes)) * itemsize
     if run_bytes < _SHORT_RUN_BYTES and nbytes > _MOST_SHORT_RUNS * run_bytes:
         raise UnsuitableError(
-            f"cma: what is wanted of {block} lies in memory in runs of {run_bytes} bytes"
+            f"what is wanted of {block} lies in memory in runs of {run_bytes} bytes"
         )

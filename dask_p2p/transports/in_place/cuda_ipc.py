@@ -217,7 +217,7 @@ class Mappings:
         """Return mappings of allocations that the process must have freed, no longer counted."""
         freed = [mapping for mapping in self._open.values() if mapping.overlaps(process, place)]
         if any(mapping.users for mapping in freed):
-            raise TransferError("ipc: the holder freed an allocation that is still being read here")
+            raise TransferError("the holder freed an allocation that is still being read here")
         self._forget(freed)
         return freed
 
@@ -233,7 +233,7 @@ class Mappings:
         try:
             return int(runtime.ipcOpenMemHandle(handle))
         except runtime.CUDARuntimeError as exc:
-            raise TransferError(f"ipc: the memory cannot be mapped: {exc}") from exc
+            raise TransferError(f"the memory cannot be mapped: {exc}") from exc
 
     def retire(self, process: str | None) -> None:
         """Note that a process has left (None: all), so that its mappings can be closed."""

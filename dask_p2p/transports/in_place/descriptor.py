@@ -60,14 +60,14 @@ class Descriptor:
         return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
 
     @classmethod
-    def parse(cls, text: bytes, block: Request, name: str) -> Descriptor:
+    def parse(cls, text: bytes, block: Request) -> Descriptor:
         """Read a descriptor; refuse one that does not describe the block."""
         try:
             descriptor = _read(text)
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
-            raise TransferError(f"{name}: the descriptor of {block} cannot be read: {exc}") from exc
+            raise TransferError(f"the descriptor of {block} cannot be read: {exc}") from exc
         if descriptor.key != repr(block.key):
-            raise TransferError(f"{name}: the descriptor of {block} is that of {descriptor.key}")
+            raise TransferError(f"the descriptor of {block} is that of {descriptor.key}")
         if descriptor.shape != tuple(block.shape):
             declared = f"{block.dtype} {block.shape}"
             raise mismatch(block, declared, f"{descriptor.dtype} {descriptor.shape}")

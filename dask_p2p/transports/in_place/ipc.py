@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar
 
@@ -21,7 +21,12 @@ from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.in_place import cuda_ipc
 from dask_p2p.transports.in_place.descriptor import Descriptor, Peer
-from dask_p2p.transports.in_place.reading import DirectoryOptions, OpenBlock, Regions, regions_of
+from dask_p2p.transports.in_place.reading import (
+    DirectoryOptions,
+    Regions,
+    SameHostReading,
+    regions_of,
+)
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.transports.requests import checked_integer
 from dask_p2p.types import Array, Kind
@@ -72,17 +77,17 @@ class IpcTransport(SameHostTransport):
         wait_until_written([block], any_stream=self.options.any_producer_stream)
         return asdict(cuda_ipc.export(block))
 
-    def regions(self, descriptor: Descriptor, block: OpenBlock, peer: Peer) -> Regions:
-        wanted = block.wanted
+    def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> Regions:
+        wanted, peer = reading.requests[number], reading.peer
         try:
             place = _checked_place(tuple(descriptor.place.items()))
         except (AttributeError, TypeError, ValueError) as exc:
-            raise TransferError(f"ipc: the descriptor of {wanted} cannot be read: {exc}") from exc
+            raise TransferError(f"the descriptor of {wanted} cannot be read: {exc}") from exc
         if place.gpu != peer.memory_proof and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
-            raise TransferError(f"ipc: {wanted} is on another GPU than its holder's: {obstacle}")
+            raise TransferError(f"{wanted} is on another GPU than its holder's: {obstacle}")
         block_bytes = prod(wanted.shape) * wanted.dtype.itemsize
         mapping = self.mappings.acquire(peer.folder, place, block_bytes)
-        block.ending.append(partial(self.mappings.release, mapping))
+        reading.ending[number].callback(self.mappings.release, mapping)
         address = mapping.address + place.offset_bytes
         strides = descriptor.strides
         return regions_of(cuda_ipc.array_at(address, wanted.shape, strides, wanted.dtype))

@@ -22,7 +22,7 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.transports.in_place.same_host import SameHostTransport
 
-__all__ = ["DirectoryOptions", "OpenBlock", "Regions", "SameHostReading", "regions_of"]
+__all__ = ["DirectoryOptions", "Regions", "SameHostReading", "regions_of"]
 
 _POLL_S = 20e-6
 _MOST_PUBLISHED = 10_000  # by one request
@@ -44,35 +44,16 @@ def regions_of(array: Array) -> Regions:
     return lambda box, *_: array[box_slices(box)]
 
 
-class OpenBlock:
-    """A block of another process, leased until it is closed. Not for several threads at a time."""
-
-    def __init__(self, wanted: Request) -> None:
-        self.wanted = wanted
-        self.is_open = True
-        self.ending: list[Callable[[], None]] = []  # what closes it, the last first
-        self.leases: Leases | None = None  # none for a block without elements
-        self.regions: Regions
-
-    def confirm(self) -> None:
-        """Raise `TransferError` if the holder has ended, or if that cannot be found out."""
-        holder = self.wanted.holder
-        try:
-            lives = self.leases is None or self.leases.holder_lives()
-        except OSError as exc:
-            raise TransferError(f"cannot find out whether {holder} is alive: {exc}") from exc
-        if not lives:
-            raise BlockUnavailableError(f"{holder} ended while {self.wanted} was read")
-
-    def close(self) -> None:
-        """End the lease, once all that reads the block has been synchronised. Idempotent."""
-        self.is_open = False
-        while self.ending:
-            self.ending.pop()()
-
-
 class SameHostReading(Reading):
-    """Blocks of one process, opened one after another, each when its first part is wanted."""
+    """Blocks of one process, opened one after another, each when its first part is wanted.
+
+    Attributes
+    ----------
+    peer : Peer
+        The process.
+    ending : dict
+        By the number of its request, what ends the lease on a block, and closes the block.
+    """
 
     def __init__(
         self,
@@ -81,45 +62,44 @@ class SameHostReading(Reading):
         peer: Peer,
         options: Options,
     ) -> None:
-        super().__init__(requests, transport.footprint_for(requests, options))
+        super().__init__(requests, transport.footprint(options, requests[0].kind), options)
         self.peer = peer
+        self.ending: dict[int, ExitStack] = {}
         self._transport = transport
         self._options = options
         self._leases: Leases | None = None
-        self._opened: dict[int, OpenBlock] = {}
+        self._regions: dict[int, Regions] = {}  # by number of the request
 
     def __iter__(self) -> Iterator[Region]:
         for part in self.parts(is_tapered=self._transport.in_place):
+            number = part.request
             try:
-                block = self._opened.get(part.request) or self._open(part.request)
+                if number not in self._regions:
+                    self._regions[number] = self._open(number)
             except (TransferError, BlockMismatchError) as exc:
-                self.drop(part.request)
+                self.drop(number)
                 yield part.failed(exc)
             else:
-                yield part.on_its_way(partial(block.regions, part.box))
+                yield part.on_its_way(partial(self._regions[number], part.box))
 
-    def _open(self, number: int) -> OpenBlock:
+    def _open(self, number: int) -> Regions:
         """Lease the block of a request, and open it."""
         wanted, transport = self.requests[number], self._transport
-        opened = OpenBlock(wanted)
+        if 0 in wanted.shape:  # it has no address, and needs no lease
+            return regions_of(backend_named(wanted.kind).empty(wanted.shape, wanted.dtype))
+        leases, entry, text = self._lease(self.requests[number:])
+        self.ending[number] = ExitStack()
+        self.ending[number].callback(leases.end, entry)
         try:
-            if 0 in wanted.shape:  # it has no address, and needs no lease
-                empty = backend_named(wanted.kind).empty(wanted.shape, wanted.dtype)
-                opened.regions = regions_of(empty)
-            else:
-                opened.leases, entry, text = self._lease(self.requests[number:])
-                opened.ending.append(partial(opened.leases.end, entry))
-                descriptor = Descriptor.parse(text, wanted, transport.name)
-                opened.regions = transport.regions(descriptor, opened, self.peer)
+            descriptor = Descriptor.parse(text, wanted)
+            return transport.regions(descriptor, self, number)
         except BaseException:
-            opened.close()
+            self.end(number)
             raise
-        self._opened[number] = opened
-        return opened
 
     def _lease(self, requests: Sequence[Request]) -> tuple[Leases, int, bytes]:
         """Take a lease on the first block; if the holder does not publish by itself, ask it to."""
-        wanted, name, asked = requests[0], self._transport.name, 0
+        wanted, asked = requests[0], 0
         deadline_s = time.monotonic() + DirectoryOptions.of(self._options).wait_s
         try:
             while True:
@@ -136,29 +116,36 @@ class SameHostReading(Reading):
                 asked += 1
                 self._ask_to_publish(requests[:_MOST_PUBLISHED])
         except OSError as exc:
-            message = f"{name}: the descriptors of {wanted.holder} cannot be read: {exc}"
+            message = f"the descriptors of {wanted.holder} cannot be read: {exc}"
             raise TransferError(message) from exc
-        raise TransferError(
-            f"{name}: {wanted.holder} published and withdrew {wanted} {asked} times"
-        )
+        raise TransferError(f"{wanted.holder} published and withdrew {wanted} {asked} times")
 
     def _ask_to_publish(self, requests: Sequence[Request]) -> None:
         """Have the holder publish the first of these blocks, and the others while it is at it."""
-        wanted, name, op = requests[0], self._transport.name, self._transport.publish_op
+        wanted, host, op = requests[0], self._transport.worker, self._transport.publish_op
         blocks, about = [(other.key, other.shape) for other in requests], f"block {wanted.key!r}"
-        host, timeout_s = self._transport.worker, self._options.request_timeout_s
-        reply = ask_and_wait(name, host, wanted.holder, op, timeout_s, about, blocks=blocks)
-        check_reply(reply, wanted, name)
+        timeout_s = self._options.request_timeout_s
+        reply = ask_and_wait(host, wanted.holder, op, timeout_s, about, blocks=blocks)
+        check_reply(reply, wanted)
 
     def confirm(self) -> None:
-        # All are of one process: the first that is still leased tells of every other.
-        leased = (block for block in self._opened.values() if block.is_open and block.leases)
-        if (first := next(leased, None)) is not None:
-            first.confirm()
+        # All blocks are of one process. What is no longer leased was confirmed before.
+        leases = self._leases if self.ending else None
+        wanted = self.requests[next(iter(self.ending), 0)]
+        try:
+            lives = leases is None or leases.holder_lives()
+        except OSError as exc:
+            raise TransferError(f"cannot find out whether {wanted.holder} is alive: {exc}") from exc
+        if not lives:
+            raise BlockUnavailableError(f"{wanted.holder} ended while {wanted} was read")
+
+    def end(self, number: int) -> None:
+        """End the lease on a block, once all that reads the block has been synchronised."""
+        self.ending.pop(number).close()
 
     def close(self) -> None:
         with ExitStack() as ending:  # each, whatever becomes of the others
             if self._leases is not None:
                 ending.callback(self._leases.close)
-            for block in self._opened.values():
-                ending.callback(block.close)
+            while self.ending:
+                ending.push(self.ending.popitem()[1])

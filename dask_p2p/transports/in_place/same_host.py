@@ -32,7 +32,6 @@ from dask_p2p.transports.in_place.descriptor import Descriptor, Peer, no_directo
 from dask_p2p.transports.in_place.leases import PublishedBlocks
 from dask_p2p.transports.in_place.reading import (
     DirectoryOptions,
-    OpenBlock,
     Regions,
     SameHostReading,
 )
@@ -80,19 +79,16 @@ class SameHostTransport(Transport):
         """Return where a block is, for `Descriptor.place`, once all its values are there."""
 
     @abstractmethod
-    def regions(self, descriptor: Descriptor, block: OpenBlock, peer: Peer) -> Regions:
-        """Return what gives regions of a block that is leased.
+    def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> Regions:
+        """Return what gives regions of the block of a request, which is leased.
 
-        What it opens for that it leaves to `block.ending` to close.
+        What it opens for that it leaves to `reading.ending` to close.
         """
 
     # --- the reader's side, in task threads ---
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
-        try:
-            return self._known(holder)[1]
-        except TransferError as exc:
-            return exc.obstacle or Obstacle("unknown", str(exc))
+        return self._known(holder)[1]
 
     def boot_id(self, worker: str) -> str | None:
         if worker == self.worker.address:
@@ -104,7 +100,7 @@ class SameHostTransport(Transport):
         peer, obstacle = self._known(requests[0].holder)
         if obstacle is not None:
             message = f"{requests[0].holder} cannot be read in place: {obstacle}"
-            raise TransferError(f"{self.name}: {message}", obstacle=obstacle)
+            raise TransferError(message, obstacle=obstacle)
         return SameHostReading(self, requests, peer, options)
 
     def _known(self, holder: str) -> tuple[Peer, Obstacle | None]:
@@ -114,17 +110,17 @@ class SameHostTransport(Transport):
         """
         known = self._peers.get(holder)
         if known is None:
-            op, about = self._peer_op, "where it runs"
-            reply = ask_and_wait(self.name, self.worker, holder, op, PROBE_TIMEOUT_S, about)
+            about = "where it runs"
+            reply = ask_and_wait(self.worker, holder, self._peer_op, PROBE_TIMEOUT_S, about)
             try:
                 peer = Peer.parse(reply["peer"])
             except (TypeError, ValueError, KeyError) as exc:
-                message = f"{self.name}: {holder} does not say where it runs: {reply}"
+                message = f"{holder} does not say where it runs: {reply}"
                 raise TransferError(message) from exc
             try:
                 known = self._peers[holder] = (peer, self._peer_obstacle(peer))
             except OSError as exc:
-                message = f"{self.name}: this worker cannot find out where it runs: {exc}"
+                message = f"this worker cannot find out where it runs: {exc}"
                 raise TransferError(message) from exc
         return known
 

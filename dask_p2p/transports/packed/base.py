@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
-from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,7 +30,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import TransferError, UnsuitableError
 from dask_p2p.geometry import Box, box_slices
 from dask_p2p.transports.base import Handler, Transport, answers
-from dask_p2p.transports.budget import Reservation
+from dask_p2p.transports.budget import Release
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.packed.checksums import region_sum
 from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, places_of, region_at
@@ -83,7 +82,7 @@ class Asked(NamedTuple):
 class Target:
     """Where a holder packs the regions of one request."""
 
-    def begin(self, asked: Asked, reserved: list[Reservation]) -> None:
+    def begin(self, asked: Asked, reserved: list[Release]) -> None:
         """Get ready for what is asked for, or the first regions of it, with this much memory."""
         self.asked = asked
         self.reserved = dict(enumerate(reserved))
@@ -101,14 +100,14 @@ class Target:
 
     def close(self) -> None:
         """Give back what was reserved. It is called whatever fails."""
-        for reserved in self.reserved.values():
-            reserved.close()
+        for release in self.reserved.values():
+            release()
 
 
 class MemoryTarget(Target):
     """Memory in which regions lie one after another."""
 
-    def begin(self, asked: Asked, reserved: list[Reservation]) -> None:
+    def begin(self, asked: Asked, reserved: list[Release]) -> None:
         super().begin(asked, reserved)
         self._places, self.size_bytes = asked.places()
 
@@ -156,9 +155,7 @@ class PackedTransport(Transport):
         return []
 
     def read(self, requests: Sequence[Request], options: Options) -> PackedReading:
-        pace, found = self._paces[requests[0].holder], self.footprint_for(requests, options)
-        footprint = replace(found, part_bytes=min(found.part_bytes or 1, pace.most_bytes))
-        reading = self.reading(self, requests, footprint, options, pace)
+        reading = self.reading(self, requests, options, self._paces[requests[0].holder])
         self.opened.add(reading)
         return reading
 
@@ -215,7 +212,7 @@ class PackedTransport(Transport):
         target.begin(*await self.reserve(asked))
         return await self.worker.offload(self.pack_all, target, threads=self.threads)
 
-    async def reserve(self, asked: Asked) -> tuple[Asked, list[Reservation]]:
+    async def reserve(self, asked: Asked) -> tuple[Asked, list[Release]]:
         """Reserve memory for the first regions: as many as there is room for, but at least one."""
         count = len(asked.parts)
         while True:

@@ -26,7 +26,7 @@ def region_sum(key: Key, box: Box, region: Array, algorithm: str) -> int:
     return checksum(region, algorithm, zlib.crc32(asked.encode()))
 
 
-def check_sum(transport: str, block: Request, box: Box, region: Array, sent: Any) -> None:
+def check_sum(block: Request, box: Box, region: Array, sent: Any) -> None:
     """Raise `TransferError` unless a region has the sum that its holder sent.
 
     That is a pair: the name of the algorithm, and the sum. It may block: call it from a thread.
@@ -38,13 +38,13 @@ def check_sum(transport: str, block: Request, box: Box, region: Array, sent: Any
     except (TypeError, ValueError):
         is_sum = False
     if not is_sum:
-        message = f"{block.holder} sent no checksum of {box} of {block}, but {sent!r:.100}"
-        raise TransferError(f"{transport}: {message}")
+        raise TransferError(
+            f"{block.holder} sent no checksum of {box} of {block}, but {sent!r:.100}"
+        )
     local = region_sum(block.key, box, region, algorithm)
     if local != remote:
-        reason = "what arrives is not what was sent, by its checksum"
         raise TransferError(
-            f"{transport}: {box} of {block} arrived changed: its {algorithm} is {local:#x} here, "
+            f"{box} of {block} arrived changed: its {algorithm} is {local:#x} here, "
             f"and was {remote:#x} where it was sent",
-            f"{transport}: {reason}",
+            "what arrives is not what was sent, by its checksum",
         )

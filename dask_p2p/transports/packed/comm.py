@@ -83,7 +83,7 @@ class Reply(Target):
             packed = queue.to_host(packed)
         if self._protocol != "inproc":  # else it is the reader's own from now on
             # Dask lets go of it when it is sent.
-            weakref.finalize(packed, self.reserved.pop(number).close).atexit = False
+            weakref.finalize(packed, self.reserved.pop(number)).atexit = False
         return packed
 
     def payload(self, packed: Array) -> dict[str, Any]:

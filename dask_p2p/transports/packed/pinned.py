@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from dask_p2p.backends import BACKENDS, Backend, backend_named
 from dask_p2p.config import Options, Section, option, positive_bytes, section
 from dask_p2p.errors import Obstacle, TransferError
-from dask_p2p.transports.budget import Reservation
+from dask_p2p.transports.budget import Release
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, buffered, left_bytes, parts_held
@@ -68,7 +68,7 @@ class _SegmentLanding(MemoryLanding):
             # Of one size, so that memory fits the next batch and the next array too.
             self._segment, memory = segments.lend(max(reading.batch_bytes, size_bytes))
         except Exception as exc:
-            raise TransferError(f"pinned: there is no memory to share: {exc}") from exc
+            raise TransferError(f"there is no memory to share: {exc}") from exc
         return memory
 
     def where(self, first: int) -> Any:
@@ -77,7 +77,7 @@ class _SegmentLanding(MemoryLanding):
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
         if len(answers) < len(self.places):  # holders need no memory of their own
             count = f"{len(answers)} of {len(self.places)} regions"
-            raise TransferError(f"pinned: {self.about.holder} answered about {count}")
+            raise TransferError(f"{self.about.holder} answered about {count}")
         if not backend_named(self.about.kind).on_device:
             return self.memory
         transport: PinnedTransport = self.transport
@@ -129,10 +129,7 @@ class PinnedTransport(PackedTransport):
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
         if holder not in self._obstacles:
-            try:
-                self._obstacles[holder] = self._ask_to_open(holder)
-            except TransferError as exc:  # it may answer the next time
-                return Obstacle("no-answer", str(exc))
+            self._obstacles[holder] = self._ask_to_open(holder)
         return self._obstacles[holder]
 
     def _ask_to_open(self, holder: str) -> Obstacle | None:
@@ -142,7 +139,7 @@ class PinnedTransport(PackedTransport):
         except (OSError, AttributeError, MemoryError) as exc:
             return Obstacle("no-shared-memory", f"this worker has no memory to share: {exc}")
         reply = ask_and_wait(
-            self.name, self.worker, holder, self.op, PROBE_TIMEOUT_S, "shared memory",
+            self.worker, holder, self.op, PROBE_TIMEOUT_S, "shared memory",
             blocks=[], parts=[], dtype="", item_bytes=0, wait_s=PROBE_TIMEOUT_S,
             where=tuple(segment.name),
         )  # fmt: skip
@@ -208,7 +205,7 @@ class _SegmentTarget(MemoryTarget):
     def __init__(self, transport: PinnedTransport, name: SegmentName) -> None:
         self._transport, self._name = transport, name
 
-    def begin(self, asked: Asked, reserved: list[Reservation]) -> None:
+    def begin(self, asked: Asked, reserved: list[Release]) -> None:
         super().begin(asked, reserved)
         if self.size_bytes > self._name.size_bytes:
             room_bytes = self._name.size_bytes

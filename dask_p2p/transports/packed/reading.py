@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.geometry import Box, box_shape, box_size
-from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.packed.checksums import check_sum
 from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text, in_dtype, mismatch
@@ -107,12 +106,13 @@ class MemoryLanding(Landing):
 
     async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
         memory = await self.arrived(answers, deadline_s)
-        return [
-            region_at(memory, place, box_shape(part.box), self.about.dtype)
-            for part, place, _ in zip(
-                self.parts[first:], self.places[first:], answers, strict=False
-            )
-        ]
+        return [self.region(memory, first + number) for number in range(len(answers))]
+
+    def region(self, memory: Array, number: int) -> Array:
+        """Return one of the regions, which are in this memory."""
+        shape = box_shape(self.parts[number].box)
+        found: Array = region_at(memory, self.places[number], shape, self.about.dtype)
+        return found
 
 
 class PackedReading(Reading):
@@ -122,23 +122,22 @@ class PackedReading(Reading):
         self,
         transport: PackedTransport,
         requests: Sequence[Request],
-        footprint: Footprint,
         options: Options,
         pace: Pace,
     ) -> None:
-        super().__init__(requests, footprint)
+        super().__init__(requests, transport.footprint(options, requests[0].kind), options)
         self._transport = transport
         self._pace = pace
         self.worker = transport.worker
-        self._answers_ahead = footprint.parts_in_flight
-        self._last: deque[int] = deque(maxlen=self._answers_ahead)  # parts of the last answers
+        self._answers_ahead = self.ahead
+        self._last: deque[int] = deque(maxlen=self.ahead)  # parts of the last answers
         self.timeout_s = options.request_timeout_s
         # Objects are pickled: their bytes are others here than there.
         self._with_sums = options.checksum and not requests[0].dtype.hasobject
         self._calls: set[Future[Any]] = set()
         all_items = sum(box_size(box) for request in requests for box in request.boxes)
-        all_bytes = all_items * requests[0].dtype.itemsize
-        self.batch_bytes = min(all_bytes, footprint.part_bytes or all_bytes)  # of the largest
+        self.part_bytes: int = min(self.part_bytes or 1, pace.most_bytes)
+        self.batch_bytes = min(all_items * requests[0].dtype.itemsize, self.part_bytes)
 
     @property
     def under_way(self) -> int:
@@ -155,7 +154,11 @@ class PackedReading(Reading):
 
     def _asked(self, parts: Sequence[Region]) -> Iterator[Region]:
         """Ask for a batch."""
-        call = self._call(parts)
+        try:
+            call = self._call(parts)
+        except TransferError as exc:
+            yield from (part.failed(exc) for part in parts)
+            return
         self._last.append(len(parts))
         self.ahead = sum(self._last)
         for number, part in enumerate(parts):
@@ -167,8 +170,8 @@ class PackedReading(Reading):
         batch_bytes = 0
         for part in self.parts():
             _, nbytes = self.places([part])
-            is_full = self.part_bytes is not None and batch_bytes + nbytes > self.part_bytes
-            if batch and (is_full or len(batch) == _MOST_PARTS):
+            is_full = batch_bytes + nbytes > self.part_bytes or len(batch) == _MOST_PARTS
+            if batch and is_full:
                 yield batch
                 batch, batch_bytes = [], 0
             batch.append(part)
@@ -178,14 +181,8 @@ class PackedReading(Reading):
 
     def _call(self, parts: Sequence[Region]) -> Future[list[Any]]:
         """Ask for a batch, and go on."""
-        try:
-            landing = self._transport.landing(self._transport, self, parts)
-            where = landing.where(0)
-        except TransferError as exc:
-            failed: Future[list[Any]] = Future()
-            failed.set_exception(exc)
-            return failed
-        return self._begun(self.bring(parts, landing, where))
+        landing = self._transport.landing(self._transport, self, parts)
+        return self._begun(self.bring(parts, landing, landing.where(0)))
 
     def _begun(self, asking: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Have the event loop run a call, which closing cancels."""
@@ -231,35 +228,34 @@ class PackedReading(Reading):
             dtype=dtype_text(first.dtype), item_bytes=first.dtype.itemsize, where=where,
             wait_s=self.timeout_s * _HOLDERS_SHARE, checksum=self._with_sums,
         )  # fmt: skip
-        name, begun_s = self._transport.name, time.monotonic()
+        begun_s = time.monotonic()
         try:
-            reply = check_reply(await asking, first, name)
+            reply = check_reply(await asking, first)
         finally:
             self._pace.note(self.places(parts)[1], time.monotonic() - begun_s, limit_s)
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
             message = f"{first.holder} did not answer about any part: {reply}"
-            raise TransferError(f"{name}: {message:.500}")
+            raise TransferError(f"{message:.500}")
         result: Sequence[Any] = answers
         return result
 
     async def _checked(self, part: Region, answer: Any, came: Any) -> Any:
         """Return a region in the dtype that is declared, or the error that came in its place."""
-        request, box, name = self.requests[part.request], part.box, self._transport.name
+        request, box = self.requests[part.request], part.box
         try:
-            check_reply(answer, request, name)
+            check_reply(answer, request)
             shape = getattr(came, "shape", type(came).__name__)
             if shape != box_shape(box):
                 sent = f"{shape} instead of {box_shape(box)} of {request}"
-                raise TransferError(f"{name}: {request.holder} sent {sent}")
+                raise TransferError(f"{request.holder} sent {sent}")
             region = came
             if came.dtype != request.dtype:
                 region = await self.worker.offload(in_dtype, came, request.dtype)
             if region is None:
                 raise mismatch(request, request.dtype, came.dtype)
             if self._with_sums:
-                check = check_sum, name, request, box, came, answer.get("checksum")
-                await self.worker.offload(*check)
+                await self.worker.offload(check_sum, request, box, came, answer.get("checksum"))
         except (TransferError, BlockMismatchError) as exc:
             return exc
         return region

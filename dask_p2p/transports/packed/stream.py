@@ -28,7 +28,7 @@ from dask_p2p.backends import Backend, device_of
 from dask_p2p.errors import SilentError, TransferError
 from dask_p2p.transports.packed.base import MemoryTarget
 from dask_p2p.transports.packed.messenger import NAP_S, Message, Messenger
-from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading, answered, region_at
+from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading, answered
 from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import check_reply
 from dask_p2p.transports.requests import MalformedRequestError, checked_integer, checked_text
@@ -66,7 +66,7 @@ class Mailboxes(NamedTuple):
 class Incoming(MemoryLanding):
     """A message that is waited for, from before its holder is asked."""
 
-    _message: Message | None = None
+    message: Message | None = None  # None where nothing is to come
 
     def room(self, reading: PackedReading, size_bytes: int) -> Array:
         self._messenger: Messenger = self.transport.messenger()
@@ -74,26 +74,36 @@ class Incoming(MemoryLanding):
         return memory
 
     def where(self, first: int) -> Any:
-        memory, to = self.memory[self.places[first] :], self.transport.mailboxes(self.about.holder)
-        self._message = self._messenger.receive(memory, to.tags[0]) if memory.size else None
+        to = self.transport.mailboxes(self.about.holder)
+        self.look_out(first, to.tags[0])
         return tuple(to)
+
+    def look_out(self, first: int, tag: int) -> None:
+        """Look out for a message with the regions from this one on."""
+        memory = self.memory[self.places[first] :]
+        self.message = self._messenger.receive(memory, tag) if memory.size else None
+
+    @property
+    def has_come(self) -> bool:
+        """Whether nothing is to come any more: of an empty region there is no message."""
+        return self.message is None or self.message.done
 
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
         is_sent = any(isinstance(of, dict) and of.get("status") == "ok" for of in answers)
         if not is_sent:
             self.abandon()
-        elif self._message is not None:
-            waiting = self._message.result, max(0.0, deadline_s - time.monotonic())
+        elif self.message is not None:
+            waiting = self.message.result, max(0.0, deadline_s - time.monotonic())
             try:
                 await self.transport.worker.offload(*waiting, threads=self.transport.threads)
             except TransferError as exc:
-                text = f"ucx: {self.about} does not come: {exc}"
+                text = f"{self.about} does not come: {exc}"
                 raise type(exc)(text, reason=str(exc)) from exc
         return self.memory
 
     def abandon(self) -> None:
-        if self._message is not None:
-            self._messenger.end(self._message)
+        if self.message is not None:
+            self._messenger.end(self.message)
 
 
 class StreamedReading(PackedReading):
@@ -102,7 +112,7 @@ class StreamedReading(PackedReading):
     def __init__(self, transport: Any, *args: Any) -> None:
         super().__init__(transport, *args)
         self._ucx = transport
-        self._expected: set[Message] = set()
+        self.expected: set[Incoming] = set()  # messages of rows
 
     def __iter__(self) -> Iterator[Region]:
         if self._with_sums:  # which come with answers, one for each message
@@ -132,30 +142,25 @@ class StreamedReading(PackedReading):
         self.ahead = self._answers_ahead
         for number, (part, tag) in enumerate(zip(row, where.tags, strict=True)):
             try:
-                memory, message = self._ucx.look_out(self, part, tag)
+                landing = Incoming(self._ucx, self, [part])
+                landing.look_out(0, tag)
             except TransferError as exc:
                 yield part.failed(exc)
                 continue
-            self._expected.add(message)
-            shape = [stop - start for start, stop in part.box]
-            region = region_at(memory, 0, shape, self.requests[part.request].dtype)
-            streamed = _Streamed(self, part, message, region, call, number)
+            self.expected.add(landing)
+            streamed = _Streamed(self, landing, call, number)
             yield part.on_its_way(streamed.result, streamed.done)
 
-    def arrived(self, message: Message) -> None:
-        """Note that a message need not be looked out for any longer."""
-        self._expected.discard(message)
-
-    def ask_again(self, part: Region, message: Message) -> Any:
+    def ask_again(self, landing: Incoming) -> Any:
         """Return a part by itself, since its row has ended before."""
-        self.arrived(message)
-        self._ucx.messenger().end(message)
-        return answered(self._call([part]), 0, self.timeout_s + EVENT_LOOP_GRACE_S)
+        self.expected.discard(landing)
+        landing.abandon()
+        return answered(self._call(landing.parts), 0, self.timeout_s + EVENT_LOOP_GRACE_S)
 
     def close(self) -> None:
         super().close()
-        while self._expected:
-            self._ucx.messenger().end(self._expected.pop())
+        while self.expected:
+            self.expected.pop().abandon()
 
 
 @dataclass(slots=True)
@@ -163,34 +168,32 @@ class _Streamed:
     """A region in one of a row of messages."""
 
     reading: StreamedReading
-    part: Region
-    message: Message
-    region: Array
+    landing: Incoming
     call: Future[Sequence[Any]]
     number: int  # in the row
 
     def done(self) -> bool:
-        return self.message.done or self.call.done()
+        return self.landing.has_come or self.call.done()
 
     def result(self, *_: Any) -> Any:
-        deadline_s = time.monotonic() + self.reading.timeout_s
-        while not self.message.done:
+        landing, deadline_s = self.landing, time.monotonic() + self.reading.timeout_s
+        while not landing.has_come:
             if self.call.done() and not self._is_sent():
-                return self.reading.ask_again(self.part, self.message)
+                return self.reading.ask_again(landing)
             if time.monotonic() > deadline_s:
-                holder = self.reading.requests[self.part.request].holder
-                raise SilentError(f"ucx: no message of {holder} came in time")
+                raise SilentError(f"no message of {landing.about.holder} came in time")
             time.sleep(NAP_S)
-        self.reading.arrived(self.message)
-        self.message.result(0.0)
-        return self.region
+        self.reading.expected.discard(landing)
+        if landing.message is not None:
+            landing.message.result(0.0)
+        return landing.region(landing.memory, 0)
 
     def _is_sent(self) -> bool:
         """Return whether the holder has sent this message; raise if it says why it cannot."""
         answers = self.call.result()  # which raises what all of them have failed by
         if self.number >= len(answers):  # it ended at another one
             return False
-        check_reply(answers[self.number], self.reading.requests[self.part.request], "ucx")
+        check_reply(answers[self.number], self.landing.about)
         return True
 
 
@@ -226,7 +229,7 @@ class Outgoing(MemoryTarget):
             )
 
     def wait(self) -> None:
-        """Wait until it has arrived."""
+        """Wait until it has arrived, if it was sent."""
         if self._message is not None:
             with device_of(self._memory):
                 self._message.result(self.asked.left_s)

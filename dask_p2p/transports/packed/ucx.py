@@ -25,8 +25,6 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import Any, ClassVar
 
-import numpy as np
-
 from dask_p2p.backends import backend_named, device_of
 from dask_p2p.backends.device import current_device
 from dask_p2p.config import (
@@ -40,19 +38,18 @@ from dask_p2p.config import (
 )
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.transports.base import Handler, answers
-from dask_p2p.transports.budget import Reservation
+from dask_p2p.transports.budget import Release
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, buffered, left_bytes, parts_held
 from dask_p2p.transports.packed.base import NO_ROOM, PAUSE_S, Asked, PackedTransport
-from dask_p2p.transports.packed.messenger import Message, Messenger, ucxx_obstacle
+from dask_p2p.transports.packed.messenger import Messenger, ucxx_obstacle
 from dask_p2p.transports.packed.reading import Landing, PackedReading
 from dask_p2p.transports.packed.stream import Incoming, Mailboxes, Outgoing, StreamedReading
-from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import ask, refuse
 from dask_p2p.transports.requests import MalformedRequestError
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
-from dask_p2p.types import Array, Kind
+from dask_p2p.types import Kind
 
 __all__ = ["UcxOptions", "UcxTransport"]
 
@@ -118,10 +115,10 @@ class UcxTransport(PackedTransport):
         """Return this process' messenger, started if need be. It may block: use a thread."""
         with self._lock:
             if self.is_closed:
-                raise TransferError("ucx: the worker is closing")
+                raise TransferError("the worker is closing")
             if self._messenger is None:
                 if (obstacle := self._own_obstacle()) is not None:
-                    raise TransferError(f"ucx: {obstacle.full_text}", obstacle.full_text, obstacle)
+                    raise TransferError(obstacle.full_text, obstacle=obstacle)
                 self._messenger = Messenger(current_device())
                 resting = self._rest(self._messenger)
                 self._resting = asyncio.run_coroutine_threadsafe(resting, self.worker.loop)
@@ -177,12 +174,6 @@ class UcxTransport(PackedTransport):
         closed = self.messenger().closed(self.addresses.get(holder, b""))
         return Mailboxes([*islice(self.tags, number)], self.worker.address, closed)
 
-    def look_out(self, reading: PackedReading, part: Region, tag: int) -> tuple[Array, Message]:
-        """Look out for a message with one region; return its memory, and the message."""
-        pool, (_, size_bytes) = self.buffers[reading.requests[0].kind], reading.places([part])
-        memory = pool.take((size_bytes,), np.uint8)
-        return memory, self.messenger().receive(memory, tag)
-
     # --- the holder's side ---
 
     async def packed_for(self, asked: Asked, where: Any) -> Sequence[dict[str, Any]]:
@@ -225,7 +216,7 @@ class UcxTransport(PackedTransport):
                 sending.popleft().close()
         return answers
 
-    def _reserved(self, asked: Asked) -> list[Reservation]:
+    def _reserved(self, asked: Asked) -> list[Release]:
         """Reserve memory for one message; it may block."""
         while (reserved := self.packed.reserve(*self.own_bytes(asked))) is None:
             if not asked.left_s:

@@ -248,6 +248,17 @@ class TestCma(Conformance):
         expected = array[tuple(slice(*ends) for ends in box)]
         np.testing.assert_array_equal(self.read(setup, "view", array, box), expected)
 
+    def test_what_is_left_to_another_is_leased_no_longer(self, setup):
+        array = np.zeros((20_000, 20))
+        setup.put("rows", array)
+        of = setup.holder, array.shape, array.dtype, "numpy", [((0, 20_000), (0, 15))]
+        with closing(setup.reader.read([Request("rows", *of)], self.options)) as reading:
+            (region,) = reading
+            with pytest.raises(UnsuitableError, match="in runs of"):
+                region.result()
+            setup.drop("rows")
+            assert setup.serving.usage() == {"published": 0}
+
     @pytest.mark.parametrize(
         ("width", "rows", "comes"), [(15, 20_000, False), (16, 20_000, True), (1, 10_000, True)]
     )
@@ -320,7 +331,7 @@ class TestCma(Conformance):
     def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):
         key, array = block
         monkeypatch.setattr(CmaTransport, "place_of", lambda transport, block: {"address": 8})
-        with pytest.raises(TransferError, match=r"cma: block .* cannot be read: .*Bad address"):
+        with pytest.raises(TransferError, match=r"block .* cannot be read: .*Bad address"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
     def test_a_holder_that_ended_while_it_was_read(self, setup, block, monkeypatch):

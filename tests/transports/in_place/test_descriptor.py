@@ -34,16 +34,16 @@ def test_what_keeps_processes_from_reading_each_other(changes, code):
 def test_a_descriptor_that_is_not_that_of_the_block():
     block = Request(("x", 0), "holder", (2, 3), np.dtype("f8"), "cupy", [])
     published = Descriptor("('x', 0)", (2, 3), (24, 8), dtype_text(np.dtype("f8")), {"address": 1})
-    assert Descriptor.parse(published.text(), block, "t") == published
-    with pytest.raises(TransferError, match=r"t: .* is that of \('x', 1\)"):
-        Descriptor.parse(replace(published, key="('x', 1)").text(), block, "t")
+    assert Descriptor.parse(published.text(), block) == published
+    with pytest.raises(TransferError, match=r"descriptor of .* is that of \('x', 1\)"):
+        Descriptor.parse(replace(published, key="('x', 1)").text(), block)
     with pytest.raises(BlockMismatchError):
-        Descriptor.parse(replace(published, shape=(3, 2)).text(), block, "t")
+        Descriptor.parse(replace(published, shape=(3, 2)).text(), block)
     wrong = [{"strides": strides} for strides in ("ab", None, (8,), (2**64, 8), (8.0, 8))]
     wrong += [{"shape": shape} for shape in (None, 7, ("2", "3"))] + [{"dtype": None}]
     for changes in wrong:
-        with pytest.raises(TransferError, match=r"t: the descriptor of .* cannot be read"):
-            Descriptor.parse(replace(published, **changes).text(), block, "t")
+        with pytest.raises(TransferError, match=r"the descriptor of .* cannot be read"):
+            Descriptor.parse(replace(published, **changes).text(), block)
     for torn in (b"", b"\xff", b"[" * 100_000, published.text()[:-1], b"{}", b"[]"):
-        with pytest.raises(TransferError, match=r"t: the descriptor of .* cannot be read"):
-            Descriptor.parse(torn, block, "t")
+        with pytest.raises(TransferError, match=r"the descriptor of .* cannot be read"):
+            Descriptor.parse(torn, block)

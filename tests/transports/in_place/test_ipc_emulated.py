@@ -284,10 +284,8 @@ class TestIpcEmulated(Conformance):
 
     def test_an_event_loop_that_is_stuck(self, setup, loop):
         loop.loop.call_soon_threadsafe(time.sleep, 1)
-        with pytest.raises(TransferError, match="ipc: the worker's event loop did not respond"):
-            ask_and_wait(
-                "ipc", setup.reader.worker, "holder", "p2p_ipc_peer", -9.8, "where it runs"
-            )
+        with pytest.raises(TransferError, match="the worker's event loop did not respond"):
+            ask_and_wait(setup.reader.worker, "holder", "p2p_ipc_peer", -9.8, "where it runs")
 
     def test_a_directory_that_cannot_be_read(self, setup, block, monkeypatch):
         def take(leases, key):
@@ -348,7 +346,9 @@ def test_a_block_that_is_spilled_to_host_memory_comes_another_way(setup, monkeyp
         with closing(open_block(setup.reader, *of, [((0, 6),)], options())) as remote:
             return remote.whole(setup.to_numpy, 20)
 
-    with pytest.raises(UnsuitableError, match=r"ipc is not for .* where arrays of numpy do"):
+    with pytest.raises(
+        UnsuitableError, match=r"is for another transport: .* where arrays of numpy do"
+    ):
         read()
     assert setup.serving.usage() == {"published": 0, "mapped": 0}
     monkeypatch.setattr(same_host, "backend_for", lambda block: CUPY)

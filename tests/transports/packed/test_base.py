@@ -134,5 +134,5 @@ def test_as_many_regions_are_packed_as_there_is_room_for(
     holder.worker.blocks.update({number: np.ones((4, 3)) for number in range(3)})
     answers, packed = serve(holder, loop)
     assert len(answers) == len(packed) == fit
-    taken[0].close()
+    taken[0]()
     assert holder.packed.reserved_bytes == 0
