@@ -50,15 +50,9 @@ _HAND_ON_FROM_BYTES = 2**28
 @versioned()
 @dataclass(frozen=True)
 class PartsFunction:
-    """What tasks call: calls a function on parts of blocks, and puts the results together.
+    """What tasks call: calls a function on parts of blocks, and puts the results together."""
 
-    Parameters
-    ----------
-    mapped : Mapped
-        The function, and what all blocks have in common.
-    """
-
-    mapped: Mapped
+    mapped: Mapped  # the function, and what all blocks have in common
 
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
         """Do the work of a task, which makes the block of this index."""
@@ -261,7 +255,6 @@ class Work:
         )
 
     def views(self, part: Part) -> Iterator[Array]:
-        """Yield what a part reads of each array."""
         for array, each, read in zip(self.arrays, self.plan.inputs, part.reads, strict=True):
             if read is None or each.axis is None:
                 yield array
@@ -269,7 +262,6 @@ class Work:
                 yield array[(slice(None),) * each.axis + (slice(*read),)]
 
     def place(self, part: Part) -> Any:
-        """Return what selects a part's result from the block of the output."""
         if self.is_reduced:
             return ()
         return (slice(None),) * self.of.axis + (slice(*part.own),)

@@ -135,7 +135,7 @@ class Plan(Protocol):
 
     @property
     def largest_piece(self) -> int:
-        """Elements of the largest piece of any block."""
+        """Elements of the largest piece of any block, or a bound of it."""
 
     def sources(self, index: Index) -> tuple[Source, ...]:
         """Return the blocks that an output block reads from, in the order of its block plan.

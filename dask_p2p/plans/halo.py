@@ -30,16 +30,7 @@ BOUNDARIES = ("none", "periodic", "reflect", "nearest")
 @versioned()
 @dataclass(frozen=True)
 class Halo:
-    """An axis along which each block gets rims.
-
-    Parameters
-    ----------
-    src_sizes : tuple of int
-        Of the blocks.
-    before, after : int
-        Width of the rims. No rim is wider than the axis is long.
-    boundary : str or scalar
-        One of `BOUNDARIES`, or the constant that lies beyond both ends.
+    """An axis along which each block gets rims. No rim is wider than the axis is long.
 
     Examples
     --------
@@ -49,10 +40,10 @@ class Halo:
     (6, 5)
     """
 
-    src_sizes: tuple[int, ...]
-    before: int
+    src_sizes: tuple[int, ...]  # of the blocks
+    before: int  # width of the rims
     after: int
-    boundary: Any
+    boundary: Any  # one of `BOUNDARIES`, or the constant that lies beyond both ends
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:

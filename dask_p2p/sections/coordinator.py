@@ -29,56 +29,30 @@ State = Literal["waiting", "running", "returned", "committed", "stopped"]
 class Order:
     """What one run of a member is to do.
 
-    Parameters
-    ----------
-    state
-        Where it stands. "waiting" and "returned" are to be waited out; "running" starts the user's
-        function; "committed" hands the output on; "stopped" ends the run.
-    attempt
-        Number of the attempt, from 1; 0 before the first.
-    failures
-        Attempts that have ended early since the last one that committed.
-    peers
-        Of a member that runs: worker, ticket and endpoint of each member, by rank.
-    resume
-        Of a member that runs: the step at which the attempt begins; None if that is the first.
-    holders
-        By rank the member on whose worker the state of that step is.
-    error
-        Of a member that is stopped: the pickled exception that all members raise.
-    reason
-        Of a member that is stopped, and cannot come again: why, in words. A member without error
-        and reason comes again.
+    "waiting" and "returned" are to be waited out; "running" starts the user's function; "committed"
+    hands the output on; "stopped" ends the run. Without error and reason the member comes again.
     """
 
     state: State
-    attempt: int = 0
-    failures: int = 0
-    peers: tuple[tuple[str, str, str], ...] = ()
-    resume: int | None = None
-    holders: tuple[int, ...] = ()
-    error: bytes | None = None
-    reason: str = ""
+    attempt: int = 0  # from 1; 0 before the first
+    failures: int = 0  # attempts that have ended early since the last one that committed
+    # Of a member that runs:
+    peers: tuple[tuple[str, str, str], ...] = ()  # by rank: worker, ticket and endpoint
+    resume: int | None = None  # the step at which the attempt begins; None if that is the first
+    holders: tuple[int, ...] = ()  # by rank: the member on whose worker that step's state is
+    # Of a member that is stopped:
+    error: bytes | None = None  # the pickled exception that all members raise
+    reason: str = ""  # why it cannot come again, in words
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a gang waits for: its own members, or if they are all there other gangs.
-
-    Parameters
-    ----------
-    size, attempt
-        How many members it has, and how often they have begun.
-    missing
-        Ranks of those that do not wait for it.
-    gangs
-        Those that have, or come before it to, workers which it needs.
-    """
+    """What a gang waits for: its own members, or if they are all there other gangs."""
 
     size: int
-    attempt: int
-    missing: list[int]
-    gangs: list[str]
+    attempt: int  # how often its members have begun
+    missing: list[int]  # ranks of those that do not wait for it
+    gangs: list[str]  # that have, or come before it to, workers which it needs
 
 
 @dataclass

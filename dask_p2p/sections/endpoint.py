@@ -32,22 +32,12 @@ _TCP_INFO_BYTES = 60
 
 @dataclass(frozen=True)
 class Reach:
-    """How members of a worker and those on other hosts reach each other.
+    """How members of a worker and those on other hosts reach each other."""
 
-    Parameters
-    ----------
-    host
-        Name or number of this one; empty if no connection may leave it.
-    listening, connecting
-        TLS contexts, where connections between hosts are encrypted.
-    timeout_s
-        After how long without an answer a connection between hosts is lost.
-    """
-
-    host: str = ""
-    listening: ssl.SSLContext | None = None
+    host: str = ""  # name or number of this one; empty if no connection may leave it
+    listening: ssl.SSLContext | None = None  # where connections between hosts are encrypted
     connecting: ssl.SSLContext | None = None
-    timeout_s: float = 30.0
+    timeout_s: float = 30.0  # without an answer, after which such a connection is lost
 
     @property
     def protocol(self) -> str:

@@ -101,21 +101,11 @@ class ValueSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """What a gang does, whatever its inputs are called.
+    """What a gang does, whatever its inputs are called."""
 
-    Parameters
-    ----------
-    prefix
-        Of the names of what it makes.
-    body
-        What each member calls.
-    options
-        What travels with the tasks.
-    """
-
-    prefix: str
-    body: _Body
-    options: Options
+    prefix: str  # of the names of what it makes
+    body: _Body  # what each member calls
+    options: Options  # what travels with the tasks
 
     def token(self, names: Sequence[str]) -> str:
         """Return what tells the gang from others, by the names of its inputs."""

@@ -147,30 +147,14 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Recut:
-    """Makes shares of one cut into those of another, again and again.
+    """Makes shares of one cut into those of another, again and again."""
 
-    Parameters
-    ----------
-    moves
-        What this member does.
-    axes
-        Axis ``i`` afterwards is axis ``axes[i]`` before.
-    call
-        What is done. All members must name the same.
-    mean_elements
-        What one member gives another.
-    regions
-        What brings it there.
-    device
-        Where shares lie.
-    """
-
-    moves: Moves
-    axes: tuple[int, ...]
-    call: str
-    mean_elements: int
-    regions: Regions | GpuRegions
-    device: Host = HOST
+    moves: Moves  # what this member does
+    axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
+    call: str  # what is done: all members must name the same
+    mean_elements: int  # that one member gives another
+    regions: Regions | GpuRegions  # what brings these there
+    device: Host = HOST  # where shares lie
 
     def __call__(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
         """Return this member's share of the other cut, of its share of the one before.

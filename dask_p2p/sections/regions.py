@@ -22,27 +22,13 @@ __all__ = ["Call", "Local", "Regions"]
 
 @dataclass(frozen=True)
 class Call:
-    """What all members do at the same time.
+    """What all members do at the same time."""
 
-    Parameters
-    ----------
-    text
-        By which they find out whether they do.
-    dtype
-        Of what they exchange.
-    order
-        In which they do: one of `dask_p2p.plans.orders.ORDERS`.
-    axes
-        Axis ``i`` afterwards is axis ``axes[i]`` before.
-    mean_elements
-        What one member gives another.
-    """
-
-    text: str
-    dtype: DType
-    order: str
-    axes: tuple[int, ...]
-    mean_elements: int
+    text: str  # by which they find out whether they do
+    dtype: DType  # of what they exchange
+    order: str  # in which they do: one of `dask_p2p.plans.orders.ORDERS`
+    axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
+    mean_elements: int  # that one member gives another
 
     def shape_before(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape, before the axes are permuted, of what has this one afterwards."""

@@ -96,27 +96,13 @@ def buddies(workers: Sequence[str]) -> list[int | None]:
 
 @dataclass(frozen=True)
 class States:
-    """The states of one gang, and where its attempt begins.
+    """The states of one gang, and where its attempt begins."""
 
-    Parameters
-    ----------
-    saved
-        What this worker keeps.
-    gang
-        Its name.
-    resume
-        The step at which the attempt begins; None if that is the first.
-    holders
-        By rank: the member on whose worker the state of that step is.
-    tell
-        Called before the first state is kept.
-    """
-
-    saved: SavedStates
+    saved: SavedStates  # what this worker keeps
     gang: str
-    resume: int | None
-    holders: Sequence[int]
-    tell: Callable[[], None]
+    resume: int | None  # the step at which the attempt begins; None if that is the first
+    holders: Sequence[int]  # by rank: the member on whose worker the state of that step is
+    tell: Callable[[], None]  # called before the first state is kept
 
 
 class Checkpoints:
