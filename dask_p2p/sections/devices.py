@@ -27,8 +27,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, InputError
 from dask_p2p.plans.rims import Rims
 from dask_p2p.sections.gpu_regions import GpuRegions
-from dask_p2p.sections.links import Links
-from dask_p2p.sections.peers import AttemptEndedError
+from dask_p2p.sections.links import AttemptEndedError, Links
 from dask_p2p.sections.regions import Regions
 from dask_p2p.sections.rim_messages import RimMessages
 from dask_p2p.sections.rim_windows import RimWindows

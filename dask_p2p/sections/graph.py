@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from dask_p2p.geometry import Chunks, box_slices
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.coordinator import COMMIT
 from dask_p2p.sections.devices import HOST, Host, check_kind
-from dask_p2p.sections.estimate import SectionEstimate, check_memory, section_estimate
+from dask_p2p.sections.estimate import SectionEstimate, check_memory
 from dask_p2p.sections.member import run_member
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, DaskArray, DType, Kind
@@ -280,10 +281,13 @@ class _Body:
         return max(each, key=lambda found: found.total_bytes)
 
     def _estimate(self, rank: int) -> SectionEstimate:
-        given = self.members, rank, self.inputs
-        found = section_estimate(*given, self.outputs, self.dtype, self.kind)
+        count = prod(self.members.shape(rank))
+        given = sum(count * each.itemsize for each in self.inputs)
+        made = self.outputs * count * self.dtype.itemsize
+        size = self.members.size
+        found = SectionEstimate(size, given, made, 0, 0, given, made, kind=self.kind)
         more: Any = getattr(self.function, "estimate", None)
-        return found if more is None else more(found, *given)
+        return found if more is None else more(found, self.members, rank, self.inputs)
 
     def _check(self, ctx: Any, shape: tuple[int, ...], returned: Any) -> None:
         rank, kind = ctx.rank, ctx.device.module.ndarray

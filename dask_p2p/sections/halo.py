@@ -10,8 +10,7 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
-from dask_p2p.plans.frames import interior_and_frames
-from dask_p2p.plans.rims import Rims
+from dask_p2p.plans.rims import Rims, interior_and_frames
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.links import Links
 from dask_p2p.types import Array, DType

@@ -20,8 +20,7 @@ from math import inf
 
 from dask_p2p.errors import P2PError, SectionError
 from dask_p2p.sections.endpoint import Endpoint, Reach, is_lost
-from dask_p2p.sections.link import HEADER, TEXT_BYTES, Buffer, Link
-from dask_p2p.sections.peers import AttemptEndedError, Peer
+from dask_p2p.sections.link import HEADER, TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
 
 __all__ = ["AttemptEndedError", "Buffer", "Links", "Peer"]
 

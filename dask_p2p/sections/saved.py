@@ -23,10 +23,17 @@ from dask_p2p.sections.links import AttemptEndedError, Buffer, Links
 from dask_p2p.sections.state_memory import StateMemory, copied_from, copied_into, size_of
 from dask_p2p.types import Array
 
-__all__ = ["Checkpoints", "Period", "SavedStates", "States", "buddies", "checked_period"]
+__all__ = [
+    "GENERATIONS",
+    "Checkpoints",
+    "Period",
+    "SavedStates",
+    "States",
+    "buddies",
+    "checked_period",
+]
 
-_GENERATIONS = 2  # of which the newer one may be there in parts only
-
+GENERATIONS = 2  # of states, of which the newer one may be there in parts only
 
 #: States of one gang, by rank and step.
 GangStates: TypeAlias = defaultdict[int, dict[int, memoryview]]
@@ -48,7 +55,7 @@ class SavedStates:
         """Keep a state; of older ones only the newest."""
         with self._lock:
             to[rank][step] = state
-            for old in sorted(to[rank])[:-_GENERATIONS]:
+            for old in sorted(to[rank])[:-GENERATIONS]:
                 del to[rank][old]
 
     def trim(self, to: GangStates, is_kept: Callable[[int], bool]) -> None:
@@ -135,7 +142,7 @@ class Checkpoints:
         self._resume = states.resume
         self._last = states.resume or 0  # step of the newest state of this attempt
         self._kept: GangStates | None = None
-        self._memories = [StateMemory() for _ in range(_GENERATIONS)]  # of the oldest state first
+        self._memories = [StateMemory() for _ in range(GENERATIONS)]  # of the oldest state first
 
     def save(self, step: int, arrays: Sequence[Array]) -> None:
         """Keep a state here, and on the buddy's worker."""
