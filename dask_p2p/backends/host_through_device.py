@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_p2p.backends._checks import transposed
-from dask_p2p.backends.base import SLOTS, Backend
+from dask_p2p.backends.base import SLOTS, Backend, transposed
 from dask_p2p.backends.hardware import on_gpu
 from dask_p2p.backends.host_copies import copy_on_host
 from dask_p2p.backends.host_queue import HostQueue

@@ -13,9 +13,8 @@ from typing import Any, overload
 
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.inputs import checked_client, checked_count
-from dask_p2p.monitoring.cells import OF_SOME, cells
 from dask_p2p.monitoring.records import RECORDS_OP, Record, overlap, unpacked
-from dask_p2p.monitoring.text_table import html_table, text_table
+from dask_p2p.monitoring.tables import OF_SOME, cells, html_table, text_table
 from dask_p2p.monitoring.trace import trace
 from dask_p2p.types import AsynchronousClient, Client
 
