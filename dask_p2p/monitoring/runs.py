@@ -143,15 +143,6 @@ class Run:
         return self.moved_bytes / self.wall_s / 1e9 if self.wall_s > 0 else 0.0
 
     @property
-    def link_gbs(self) -> list[float]:
-        """GB (1e9 bytes) a second that came to each task that read from other workers."""
-        return [
-            sum(stage.nbytes for stage in record.stages) / (record.stop_s - record.start_s) / 1e9
-            for record in self.made
-            if record.stages and record.stop_s > record.start_s
-        ]
-
-    @property
     def attempts(self) -> int:
         """Attempts at its tasks. Without failures there is one for each block."""
         return len(self.records)
