@@ -19,6 +19,7 @@ from dask_p2p.sections.halo import Exchange, Padded, Pending
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.progress import Progress
 from dask_p2p.sections.recut import Redistribution
+from dask_p2p.sections.rim_messages import RimCall
 from dask_p2p.sections.saved import Checkpoints, Period
 from dask_p2p.sections.staged import checked_order
 from dask_p2p.sections.state_memory import check_state
@@ -123,8 +124,8 @@ class Context(Collectives, Transforms):
         (beyond,) = checked_boundaries(boundary, whole, kind)
         call = f"halo() of {kind.str}, depth {widths}, boundary {beyond}, corners {bool(corners)}"
         own = rims(self._members, self.rank, widths, beyond, bool(corners))
-        order = checked_order(exchange)
-        padded = Padded(Exchange(own, kind, call, self._links, order, self.device))
+        rim_call = RimCall(own, kind, call, self._links, checked_order(exchange))
+        padded = Padded(Exchange(rim_call, self.device))
         if share is not None:
             if np.shape(share) != padded.inner.shape:
                 raise InputError(

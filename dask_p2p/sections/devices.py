@@ -25,11 +25,10 @@ from dask_p2p.backends.device import device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, InputError
-from dask_p2p.plans.rims import Rims
 from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.links import AttemptEndedError, Links
 from dask_p2p.sections.regions import Regions
-from dask_p2p.sections.rim_messages import RimMessages
+from dask_p2p.sections.rim_messages import RimCall, RimMessages
 from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
@@ -99,11 +98,9 @@ class Host:
         made: Array = np.array(array, dtype)
         return made
 
-    def moved_rims(
-        self, rims: Rims, dtype: DType, call: str, links: Links | None, order: str
-    ) -> RimMessages | RimWindows:
+    def moved_rims(self, call: RimCall) -> RimMessages | RimWindows:
         """Return what brings packed rims to other members, and theirs here."""
-        return RimMessages(rims, dtype, call, links, order)
+        return RimMessages(call)
 
     def moved_regions(self, links: Links | None, reads_memory: bool) -> Regions | GpuRegions:
         """Return what brings regions of shares to other members, and theirs here."""
@@ -301,10 +298,8 @@ class Gpu(Host):
         queue.synchronize()
         return made
 
-    def moved_rims(
-        self, rims: Rims, dtype: DType, call: str, links: Links | None, order: str
-    ) -> RimMessages | RimWindows:
-        return RimWindows(self, rims, dtype, call, links, order)
+    def moved_rims(self, call: RimCall) -> RimMessages | RimWindows:
+        return RimWindows(self, call)
 
     def moved_regions(self, links: Links | None, reads_memory: bool) -> Regions | GpuRegions:
         return GpuRegions(self, links, reads_memory)

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
-from dask_p2p.plans.rims import Rims, interior_and_frames
+from dask_p2p.plans.rims import interior_and_frames
 from dask_p2p.sections.devices import HOST, Host
-from dask_p2p.sections.links import Links
-from dask_p2p.types import Array, DType
+from dask_p2p.sections.rim_messages import RimCall
+from dask_p2p.types import Array
 
 __all__ = ["Exchange", "Padded", "Part", "Pending"]
 
@@ -85,32 +83,17 @@ class Exchange:
 
     Parameters
     ----------
-    rims : Rims
-        Of this member's share.
-    dtype : numpy.dtype
-    call : str
-        What is exchanged. All members must name the same.
-    links : Links or None
-        By which members exchange; None if this is the only one.
-    order : str
-        Of messages: one of `dask_p2p.plans.orders.ORDERS`.
+    call : RimCall
+        What all members exchange.
     device : Host
         Where shares lie: of a `Gpu` work is put on its stream, and nothing waits for it.
     """
 
-    def __init__(
-        self,
-        rims: Rims,
-        dtype: DType,
-        call: str,
-        links: Links | None,
-        order: str = "auto",
-        device: Host = HOST,
-    ) -> None:
-        self.rims, self.dtype, self.device = rims, np.dtype(dtype), device
-        self._moved = device.moved_rims(rims, self.dtype, call, links, order)
-        self._local = [(box_slices(src), box_slices(dst)) for src, dst in rims.local]
-        self._fills = [(box_slices(fill.dst), fill.value) for fill in rims.fills]
+    def __init__(self, call: RimCall, device: Host = HOST) -> None:
+        self.rims, self.dtype, self.device = call.rims, call.dtype, device
+        self._moved = device.moved_rims(call)
+        self._local = [(box_slices(src), box_slices(dst)) for src, dst in self.rims.local]
+        self._fills = [(box_slices(fill.dst), fill.value) for fill in self.rims.fills]
         self._pending: Pending | None = None
 
     @cached_property
