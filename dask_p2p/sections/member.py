@@ -62,7 +62,8 @@ def run_member(
     try:
         if members.size == 1:
             ctx = Context(members, device=device_for(body.kind, options))
-            with Watch(key, members, rank, body.dtype, ctx.progress, context) as watch:
+            watch = Watch(key, members, rank, body.dtype, ctx.progress, context)
+            with watch.running():
                 watch.made(result := _called(body, ctx, arrays))
             return result
         return _run_in_gang(gang, rank, members, body, options, arrays)
@@ -101,9 +102,10 @@ def _run_in_gang(
             device = device_for(body.kind, options, member.links)
             checkpoints = member.checkpoints(order, device)
             ctx = Context(members, rank, member.links, checkpoints, reads_memory, device)
-            watch = Watch((gang, rank), members, rank, body.dtype, ctx.progress, context)
-            workers = [worker for worker, *_ in order.peers]
-            with watch.of_gang(member.links, workers, order.attempt):
+            of_gang = member.links, [worker for worker, *_ in order.peers], order.attempt
+            key, progress = (gang, rank), ctx.progress
+            watch = Watch(key, members, rank, body.dtype, progress, context, *of_gang)
+            with watch.running():
                 result, order = _attempt(member, ctx, body, arrays, watch)
                 if order.state == "committed":
                     watch.made(result)
