@@ -71,19 +71,6 @@ class OutputSpec:
 class Assembly:
     """The assembly of one output block.
 
-    Parameters
-    ----------
-    plan
-        Its pieces.
-    output
-        What all blocks of the output have in common.
-    blocks
-        For each of the plan's sources an array of this worker, or a reference to a remote one.
-    context
-        The worker's; needed where there are references.
-    start_s
-        When the task started, by the performance counter; by default now.
-
     Attributes
     ----------
     local : dict
@@ -96,11 +83,11 @@ class Assembly:
 
     def __init__(
         self,
-        plan: BlockPlan,
-        output: OutputSpec,
-        blocks: Sequence[Any],
-        context: TaskContext | None = None,
-        start_s: float | None = None,
+        plan: BlockPlan,  # its pieces
+        output: OutputSpec,  # what all blocks of the output have in common
+        blocks: Sequence[Any],  # of each source an array of this worker, or a reference
+        context: TaskContext | None = None,  # the worker's; needed where there are references
+        start_s: float | None = None,  # of the task, by the performance counter; by default now
     ) -> None:
         self.plan = plan
         self.output = output

@@ -83,15 +83,9 @@ class Attempts:
 
 
 class AttemptLog:
-    """The failed attempts of one worker at its tasks.
+    """The failed attempts of one worker at its tasks."""
 
-    Parameters
-    ----------
-    address : str
-        The worker's.
-    """
-
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str) -> None:  # the worker's
         self.address = address
         self.failed: OrderedDict[Any, Attempts] = OrderedDict()
         self._lock = threading.Lock()

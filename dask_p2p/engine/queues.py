@@ -23,25 +23,14 @@ __all__ = ["queue_for"]
 
 
 def queue_for(
-    plan: BlockPlan,
-    dtype: DType,
-    kind: Kind,
-    options: Options,
-    context: TaskContext | None,
-    leave_bandwidth: bool,
+    plan: BlockPlan,  # of the block
+    dtype: DType,  # of its items
+    kind: Kind,  # of the library of its array
+    options: Options,  # the task's
+    context: TaskContext | None,  # its worker's, if that has the plugin
+    leave_bandwidth: bool,  # see `Backend.queue`
 ) -> Queue:
     """Return a new queue for an output block.
-
-    Parameters
-    ----------
-    plan
-        Of the block.
-    dtype, kind
-        Of its items, and of the library of its array.
-    options, context
-        The task's, and its worker's, if that has the plugin.
-    leave_bandwidth
-        See `Backend.queue`.
 
     Raises
     ------

@@ -37,19 +37,13 @@ class RemoteSources:
     sources: list[RemoteSource] = field(default_factory=list)  # in stage order
 
     def in_stage_order(
-        self, refs: Mapping[int, BlockRef], kind: Kind, *, has_local: bool
+        self,
+        refs: Mapping[int, BlockRef],  # to the blocks, by their number among the plan's sources
+        kind: Kind,  # of the array that is wanted here: "numpy" or "cupy"
+        *,
+        has_local: bool,  # whether this worker holds some of the other sources
     ) -> list[RemoteSource]:
-        """Return the remote sources in the order in which they should be read.
-
-        Parameters
-        ----------
-        refs
-            References to the blocks, by their number among the plan's sources.
-        kind
-            Of the array that is wanted here: "numpy" or "cupy".
-        has_local
-            Whether this worker holds some of the other sources.
-        """
+        """Return the remote sources in the order in which they should be read."""
         if not refs:
             return []
         assert self.context is not None, "references are only made on workers with the plugin"

@@ -119,24 +119,12 @@ class Halo:
 
 
 def halo_plan(
-    chunks: Chunks,
-    depth: Sequence[tuple[int, int]],
-    boundary: Sequence[Any],
-    has_corners: bool = True,
+    chunks: Chunks,  # of the array
+    depth: Sequence[tuple[int, int]],  # by axis: width of the rims before and after a block
+    boundary: Sequence[Any],  # by axis: one of `BOUNDARIES`, or a constant
+    has_corners: bool = True,  # see `GridPlan`
 ) -> GridPlan:
-    """Return the plan of blocks with rims.
-
-    Parameters
-    ----------
-    chunks
-        Of the array.
-    depth
-        For each axis the width of the rims before and after a block.
-    boundary
-        For each axis one of `BOUNDARIES`, or a constant.
-    has_corners
-        See `GridPlan`.
-    """
+    """Return the plan of blocks with rims."""
     mappings: list[AxisMapping] = []
     for sizes, (before, after), beyond in zip(chunks, depth, boundary, strict=True):
         own = tuple(map(int, sizes))

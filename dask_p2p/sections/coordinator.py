@@ -117,11 +117,7 @@ class _Gang:
 class Coordinator:
     """Starts, ends and commits the attempts of gangs.
 
-    Parameters
-    ----------
-    most_attempts : int
-        After so many attempts of a gang that ended without an error of the user's, all its members
-        fail.
+    After `most_attempts` of a gang that ended without an error of the user's all its members fail.
     """
 
     def __init__(self, most_attempts: int) -> None:
@@ -150,26 +146,16 @@ class Coordinator:
 
     def join(
         self,
-        gang: str,
-        size: int,
-        rank: int,
-        ticket: str,
-        worker: str,
-        endpoint: str = "",
+        gang: str,  # its name
+        size: int,  # how many members it has
+        rank: int,  # which of them this is
+        ticket: str,  # of this run of the member's task, as no other has it
+        worker: str,  # address of the worker that runs it
+        endpoint: str = "",  # where the others reach it
+        # By rank: the steps whose states that worker has.
         saved: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> list[int]:
         """Note that a member waits for its gang.
-
-        Parameters
-        ----------
-        gang, size, rank
-            Name of the gang, how many members it has, and which of them this is.
-        ticket
-            Of this run of the member's task, as no other has it.
-        worker, endpoint
-            Address of the worker that runs it, and where the others reach it.
-        saved
-            By rank: the steps whose states that worker has.
 
         Returns
         -------
@@ -198,19 +184,14 @@ class Coordinator:
         return again
 
     def leave(
-        self, gang: str, rank: int, ticket: str, cause: str = "", error: bytes | None = None
+        self,
+        gang: str,
+        rank: int,
+        ticket: str,  # as it joined
+        cause: str = "",  # why the attempt cannot go on; empty if the function has returned
+        error: bytes | None = None,  # pickled, that all are to raise; None if all come again
     ) -> None:
-        """Note that a member's function has ended.
-
-        Parameters
-        ----------
-        gang, rank, ticket
-            As they joined.
-        cause
-            Why the attempt cannot go on; empty if the function has returned.
-        error
-            The pickled exception that all members are to raise; None if all come again.
-        """
+        """Note that a member's function has ended."""
         member = self._member(gang, rank, ticket)
         if member is None or member.state != "running":
             return

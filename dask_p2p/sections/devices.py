@@ -121,17 +121,7 @@ HOST = Host()
 
 
 class Gpu(Host):
-    """A GPU: what is called has been put on the member's stream when it returns.
-
-    Parameters
-    ----------
-    links : Links or None
-        To other members; None if there are none.
-    has_windows : bool
-        Whether members of one host may read each other's memory.
-    part_bytes : int
-        What copy engines bring at a time of regions that are read; 0: kernels read them.
-    """
+    """A GPU: what is called has been put on the member's stream when it returns."""
 
     kind: ClassVar[Kind] = "cupy"
     stream: Any  # what computes
@@ -140,7 +130,12 @@ class Gpu(Host):
     _idle: ClassVar[defaultdict[int, list[_Streams]]] = defaultdict(list)
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, links: Links | None, has_windows: bool = True, part_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        links: Links | None,  # to other members; None if there are none
+        has_windows: bool = True,  # whether members of one host may read each other's memory
+        part_bytes: int = 0,  # that copy engines bring at a time of regions; 0: kernels read them
+    ) -> None:
         self._links, self.has_windows, self.part_bytes = links, has_windows, part_bytes
         #: Called when all is done: closes what is others'.
         self.closing: list[Callable[[], None]] = []
@@ -315,15 +310,9 @@ class Gpu(Host):
 
 
 class _Streams:
-    """What one member after the other has: a pool keeps the memory of a stream for that one.
+    """What one member after the other has: a pool keeps the memory of a stream for that one."""
 
-    Parameters
-    ----------
-    make : callable
-        Makes a stream of the current device.
-    """
-
-    def __init__(self, make: Callable[..., Any]) -> None:
+    def __init__(self, make: Callable[..., Any]) -> None:  # makes a stream of the current device
         self.stream, self.copies = make(non_blocking=True), make(non_blocking=True)
         self.queue = DeviceQueue("cupy", leave_bandwidth=True, has_own_streams=True)
 

@@ -73,18 +73,13 @@ class TlsSocket(ssl.SSLSocket):
 class Endpoint:
     """What listens for the links of a member, and begins them.
 
-    Parameters
-    ----------
-    reach : Reach
-        Of its worker.
-
     Attributes
     ----------
     text : str
         What others need to know to begin a link.
     """
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach) -> None:  # of its worker
         self._reach = reach
         self._strangers: dict[int, tuple[socket.socket, bytearray]] = {}  # by file descriptor
         unix = socket.socket(socket.AF_UNIX)
@@ -145,12 +140,7 @@ class Endpoint:
     def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket]]:
         """Take new connections; return those that have said so many bytes by now, and what.
 
-        Parameters
-        ----------
-        ready
-            Of `numbers` those at which something has come.
-        wanted
-            How many bytes each has to say.
+        Of `numbers` something has come at those that are ready.
         """
         for listener in self._listeners:
             if listener.fileno() in ready:

@@ -38,36 +38,19 @@ __all__ = ["Section", "Shares", "ValueSpec", "section_arrays", "shape_of"]
 
 
 def section_arrays(
-    prefix: str,
+    prefix: str,  # of the new arrays' names: what Dask calls the tasks
     function: Callable[..., Any],
-    arrays: Sequence[DaskArray],
-    members: Members,
-    outputs: int,
-    dtype: DType,
-    options: Options,
-    per_member: Sequence[ValueSpec] = (),
+    arrays: Sequence[DaskArray],  # the inputs, of the same chunks, in blocks of one kind
+    members: Members,  # which of them has what
+    outputs: int,  # how many arrays there are
+    dtype: DType,  # of these
+    options: Options,  # what travels with the tasks
+    per_member: Sequence[ValueSpec] = (),  # of values that become arrays with a block for each
 ) -> tuple[DaskArray, ...]:
-    """Return the lazy arrays that a gang makes.
+    """Return the lazy arrays that a gang makes, of inputs of a graph or of expressions.
 
-    Parameters
-    ----------
-    prefix : str
-        Of the new arrays' names: what Dask calls the tasks.
-    function : callable
-        Called on each member with a context and its `Shares` of the arrays. Returns as many arrays
-        of the share's shape as there are outputs, and then values, in a tuple.
-    arrays : sequence of dask.array.Array
-        The inputs, of the same chunks, in blocks of one kind; of a graph, or of expressions.
-    members : Members
-        Which of them has what.
-    outputs : int
-        How many arrays there are.
-    dtype : numpy.dtype
-        Of these.
-    options : Options
-        What travels with the tasks.
-    per_member : sequence of ValueSpec
-        Of values of each member, which become arrays with a block for each.
+    The function is called on each member with a context and its `Shares` of the arrays. It returns
+    as many arrays of the share's shape as there are outputs, and then values, in a tuple.
     """
     inputs = tuple(np.dtype(x.dtype) for x in arrays)
     kind, specs = backend_for(arrays[0]._meta).name, tuple(per_member)
@@ -175,27 +158,15 @@ class _ReadsNothing:
 
 
 class Shares:
-    """A member's shares of the arrays, in blocks as yet.
-
-    Parameters
-    ----------
-    members, rank
-        Which member has what, and which of them this is.
-    arrays : sequence of sequences of array
-        Of each array the blocks of this member.
-    dtypes : sequence of numpy.dtype
-        Of each array, as it is declared.
-    device : Host
-        Where they lie.
-    """
+    """A member's shares of the arrays, in blocks as yet."""
 
     def __init__(
         self,
-        members: Members,
-        rank: int,
-        arrays: Sequence[Sequence[Array]],
-        dtypes: Sequence[DType],
-        device: Host = HOST,
+        members: Members,  # which member has what
+        rank: int,  # which of them this is
+        arrays: Sequence[Sequence[Array]],  # of each array the blocks of this member
+        dtypes: Sequence[DType],  # of each array, as it is declared
+        device: Host = HOST,  # where they lie
     ) -> None:
         blocks = list(members.blocks(rank))
         self._device = device

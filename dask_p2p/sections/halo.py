@@ -79,17 +79,13 @@ class Padded:
 
 
 class Exchange:
-    """Fills the rims of shares, again and again.
+    """Fills the rims of shares, again and again."""
 
-    Parameters
-    ----------
-    call : RimCall
-        What all members exchange.
-    device : Host
-        Where shares lie: of a `Gpu` work is put on its stream, and nothing waits for it.
-    """
-
-    def __init__(self, call: RimCall, device: Host = HOST) -> None:
+    def __init__(
+        self,
+        call: RimCall,  # what all members exchange
+        device: Host = HOST,  # where shares lie: of a `Gpu` nothing waits for its stream
+    ) -> None:
         self.rims, self.dtype, self.device = call.rims, call.dtype, device
         self._moved = device.moved_rims(call)
         self._local = [(box_slices(src), box_slices(dst)) for src, dst in self.rims.local]
@@ -111,16 +107,12 @@ class Exchange:
         """Whether the inside of shares should be computed while rims are on their way."""
         return self._moved.is_worth_hiding(box_size(self.rims.inner))
 
-    def begin(self, data: Array, beside: bool = True) -> Pending:
-        """Begin to fill the rims of this member's share, from those of all members.
-
-        Parameters
-        ----------
-        data
-            The share with its rims.
-        beside
-            Whether the caller has something else to do: large rims need a thread then.
-        """
+    def begin(
+        self,
+        data: Array,  # the share with its rims
+        beside: bool = True,  # whether the caller has something else to do: see `RimMessages`
+    ) -> Pending:
+        """Begin to fill the rims of this member's share, from those of all members."""
         if self._pending is not None:
             raise InputError(
                 "expected wait() of the exchange that halo_begin() began, before these rims are "

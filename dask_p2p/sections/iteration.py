@@ -253,18 +253,12 @@ def _check_filled(out: Array, mark: Any, device: Host) -> None:
         )
 
 
-def _replace(out: Array, new: Any, part: Part) -> None:
-    """Copy what a function has returned, with or without rims.
-
-    Parameters
-    ----------
-    out
-        Memory for the new share, or a part of it.
-    new
-        What the function has returned.
-    part
-        Of the newest field, as the function has seen it.
-    """
+def _replace(
+    out: Array,  # memory for the new share, or a part of it
+    new: Any,  # what the function has returned
+    part: Part,  # of the newest field, as the function has seen it
+) -> None:
+    """Copy what a function has returned, with or without rims."""
     shape, seen = shape_of(new, type(out)), part.data
     if shape == seen.shape:
         new = new[part.inner]

@@ -31,15 +31,9 @@ _SPIN_S = 50e-6
 
 
 class Links:
-    """The links of one run of a member.
+    """The links of one run of a member."""
 
-    Parameters
-    ----------
-    reach : Reach
-        How its worker and those of other hosts reach each other.
-    """
-
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
         self._own: Peer | None = None
         self._links: dict[int, Link] = {}  # by rank
         self._number = 0

@@ -31,30 +31,17 @@ _MOST_CHARS = 1000  # of what another one says
 
 
 def run_member(
-    gang: str,
-    rank: int,
-    members: Members,
+    gang: str,  # its name
+    rank: int,  # which member this is
+    members: Members,  # which of them has what
     body: Any,
-    options: Options,
-    *arrays: Sequence[Any],
+    options: Options,  # of the array
+    *arrays: Sequence[Any],  # of each the blocks of this member
 ) -> Any:
     """Do the work of a member's task.
 
-    Parameters
-    ----------
-    gang : str
-        Name of the gang.
-    rank : int
-        Which member this is.
-    members : Members
-        Which of them has what.
-    body : callable
-        Called with a context, and of each array the blocks of this member. Its ``dtype`` is that
-        of the blocks which it returns, its ``kind`` that of both.
-    options : Options
-        Of the array.
-    *arrays : sequence of array
-        These blocks.
+    The body is called with a context and these blocks. Its ``dtype`` is that of the blocks which it
+    returns, its ``kind`` that of both.
     """
     check_readable(members, options)
     _, context = current_worker()

@@ -24,44 +24,28 @@ _T = TypeVar("_T")
 
 
 class Redistribution:
-    """How a gang's members divide arrays, and how they get from one cut to another.
-
-    Parameters
-    ----------
-    members, rank
-        How they divide the arrays of their section, and which member this is.
-    links
-        By which they exchange; None if this is the only one.
-    reads_memory
-        Whether members of one host may read each other's memory.
-    device
-        Where shares lie.
-    """
+    """How a gang's members divide arrays, and how they get from one cut to another."""
 
     def __init__(
         self,
-        members: Members,
-        rank: int,
-        links: Links | None,
-        reads_memory: bool = True,
-        device: Host = HOST,
+        members: Members,  # how they divide the arrays of their section
+        rank: int,  # which of them this is
+        links: Links | None,  # by which they exchange; None if this is the only one
+        reads_memory: bool = True,  # whether members of one host may read each other's memory
+        device: Host = HOST,  # where shares lie
     ) -> None:
         self._members, self._rank, self._device = members, rank, device
         self._regions = device.moved_regions(links, reads_memory)
         self._known: dict[str, Any] = {}
         self.shape = tuple(map(sum, members.chunks))
 
-    def members(self, cut: Any, shape: Any = None, name: str = "cut") -> Members:
+    def members(
+        self,
+        cut: Any,  # the axes that may be divided; None for those that are in the section's arrays
+        shape: Any = None,  # of the array; None if that is the arrays' of the section
+        name: str = "cut",  # under which the caller was given `cut`
+    ) -> Members:
         """Return how an array is divided.
-
-        Parameters
-        ----------
-        cut
-            The axes that may be divided; None for those that are in the section's arrays.
-        shape
-            Of the array; None if that is the arrays' of the section.
-        name
-            Under which the caller was given `cut`.
 
         Raises
         ------
@@ -117,25 +101,13 @@ class Redistribution:
 
     def between(
         self,
-        before: Members,
-        after: Members,
-        axes: tuple[int, ...],
-        name: str = "redistribute()",
-        order: Sequence[int] | None = None,
+        before: Members,  # how members divide the array
+        after: Members,  # and how with its axes permuted
+        axes: tuple[int, ...],  # axis i of `after` is axis axes[i] of `before`
+        name: str = "redistribute()",  # of the call
+        order: Sequence[int] | None = None,  # axis i of what is made is axis order[i] of `after`
     ) -> Recut:
-        """Return what makes shares of these members into those of others, with axes permuted.
-
-        Parameters
-        ----------
-        before, after
-            How members divide the array, and how with its axes permuted.
-        axes
-            Axis ``i`` of `after` is axis ``axes[i]`` of `before`.
-        name
-            Of the call.
-        order
-            Axis ``i`` of what is made is axis ``order[i]`` of `after`; by default its own.
-        """
+        """Return what makes shares of these members into those of others, with axes permuted."""
         whole = tuple(map(sum, before.share_sizes))
         call = f"{name} of {whole}, {before.grid} to {after.grid}, axes {axes}"
         own = moves(before, after, axes, self._rank)

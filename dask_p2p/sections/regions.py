@@ -49,17 +49,13 @@ class Local(NamedTuple):
 
 
 class Regions:
-    """Brings regions again and again.
+    """Brings regions again and again."""
 
-    Parameters
-    ----------
-    links
-        By which members exchange; None if this is the only one.
-    reads_memory
-        Whether members of one host may read each other's memory.
-    """
-
-    def __init__(self, links: Links | None, reads_memory: bool) -> None:
+    def __init__(
+        self,
+        links: Links | None,  # by which members exchange; None if this is the only one
+        reads_memory: bool,  # whether members of one host may read each other's memory
+    ) -> None:
         self._links = links
         self._reads = None if links is None else Reads(*links.place, links, reads_memory)
         # For regions that do not lie in one piece.
@@ -67,27 +63,13 @@ class Regions:
 
     def bring(
         self,
-        call: Call,
-        share: Array,
-        boxes: Mapping[int, Box],
-        targets: Mapping[int, Array],
-        local: Local | None = None,
+        call: Call,  # what this is for
+        share: Array,  # what this member has
+        boxes: Mapping[int, Box],  # what each other member gets of it, by its rank
+        targets: Mapping[int, Array],  # where that belongs which each of them gives
+        local: Local | None = None,  # what stays here
     ) -> None:
-        """Give other members regions of a share, and get those that they give.
-
-        Parameters
-        ----------
-        call
-            What this is for.
-        share
-            What this member has.
-        boxes
-            What each other member gets of it, by its rank.
-        targets
-            Where that belongs which each of them gives.
-        local
-            What stays here.
-        """
+        """Give other members regions of a share, and get those that they give."""
         self.give(call, {rank: share[box_slices(box)] for rank, box in boxes.items()}, targets)
         if local is not None:
             NUMPY.permute_into(local.target, share[box_slices(local.box)], call.axes)

@@ -25,17 +25,13 @@ _LEAST_OVERLAPPED = 1 << 18
 
 
 class Packed:
-    """Regions of an array, one after the other.
+    """Regions of an array, one after the other."""
 
-    Parameters
-    ----------
-    boxes
-        Where they are in the array.
-    whole
-        One-dimensional memory for all of them.
-    """
-
-    def __init__(self, boxes: Sequence[Box], whole: Array) -> None:
+    def __init__(
+        self,
+        boxes: Sequence[Box],  # where they are in the array
+        whole: Array,  # one-dimensional memory for all of them
+    ) -> None:
         self.whole = whole
         self.regions: list[tuple[Any, Array]] = []
         start = 0
@@ -84,16 +80,12 @@ class RimMessages:
         buffers = [*map(_bytes_of, self._outgoing), *map(_bytes_of, self._incoming)]
         self._is_large = any(len(each) > _LARGE_BYTES for each in buffers)
 
-    def begin(self, data: Array, beside: bool) -> Callable[[], Any] | None:
-        """Begin an exchange; return what waits for its end, and puts rims into their places.
-
-        Parameters
-        ----------
-        data
-            The share with its rims.
-        beside
-            Whether the caller has something else to do: large rims need a thread then.
-        """
+    def begin(
+        self,
+        data: Array,  # the share with its rims
+        beside: bool,  # whether the caller has something else to do: large rims need a thread then
+    ) -> Callable[[], Any] | None:
+        """Begin an exchange; return what waits for its end, and puts rims into their places."""
         links, order, text = self._call.links, self._call.order, self._call.text
         if links is None:
             return None

@@ -113,29 +113,15 @@ class States:
 
 
 class Checkpoints:
-    """A member's states in one attempt.
-
-    Parameters
-    ----------
-    rank
-        Which member this is.
-    workers
-        Of all members, by rank.
-    links
-        By which they exchange.
-    states
-        Where they are kept.
-    device
-        Where the arrays lie that are kept.
-    """
+    """A member's states in one attempt."""
 
     def __init__(
         self,
-        rank: int,
-        workers: Sequence[str],
-        links: Links,
-        states: States,
-        device: Host = HOST,
+        rank: int,  # which member this is
+        workers: Sequence[str],  # of all members, by rank
+        links: Links,  # by which they exchange
+        states: States,  # where they are kept
+        device: Host = HOST,  # where the arrays lie that are kept
     ) -> None:
         self._rank, self._links, self._states, self._device = rank, links, states, device
         self._buddies = buddies(workers)
@@ -244,16 +230,12 @@ class Period:
         self._began_s = self._last_s = time.monotonic()
         self._done = self._look = 0  # steps so far, and those after which time is compared again
 
-    def is_due(self, step: int, greatest: Callable[[Array], Array]) -> bool:
-        """Say whether a checkpoint is due after a step.
-
-        Parameters
-        ----------
-        step
-            How many there have been.
-        greatest
-            Returns the greatest of all members' values, element by element.
-        """
+    def is_due(
+        self,
+        step: int,  # how many there have been
+        greatest: Callable[[Array], Array],  # of all members' values, element by element
+    ) -> bool:
+        """Say whether a checkpoint is due after a step."""
         self._done += 1
         if self._every is None:
             return False

@@ -45,22 +45,15 @@ _CAUSE_CHARS = 1000
 
 
 class Member:
-    """One run of a member's task.
-
-    Parameters
-    ----------
-    plugin : SectionsPlugin
-        The worker's.
-    gang : str
-        Its name.
-    rank, size : int
-        Which member this is, of how many.
-    timeout_s : float
-        After how long without an answer a connection to another host is lost.
-    """
+    """One run of a member's task."""
 
     def __init__(
-        self, plugin: SectionsPlugin, gang: str, rank: int, size: int, timeout_s: float
+        self,
+        plugin: SectionsPlugin,  # the worker's
+        gang: str,  # its name
+        rank: int,  # which member this is
+        size: int,  # of how many
+        timeout_s: float,  # without an answer, after which a connection to another host is lost
     ) -> None:
         self.ticket = uuid4().hex
         self.rank, self.size = rank, size
