@@ -142,10 +142,7 @@ def plan_launches(
 ) -> list[Launch]:
     """Return what to launch for ``dst[...] = src``, arrays of one shape.
 
-    Returns
-    -------
-    list of Launch
-        To be run in any order: each writes other items.
+    In any order: each launch writes other items.
     """
     # Of the addresses, only their place within 16 bytes matters to the choice.
     dst_base, src_base = dst - dst % VECTOR_BYTES, src - src % VECTOR_BYTES

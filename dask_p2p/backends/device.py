@@ -110,10 +110,7 @@ def order_after_null_stream(streams: Sequence[Any]) -> None:
 def wait_for_null_stream() -> None:
     """Wait until the null stream may be used: while a blocking stream is captured, it may not.
 
-    Raises
-    ------
-    TransferError
-        If that goes on for long.
+    `TransferError` if that goes on for long.
     """
     import cupy
 
@@ -220,12 +217,8 @@ def _forget_written(number: int, dead: ref[Any]) -> None:
 def device_work() -> Iterator[None]:
     """Return a context for everything that a thread of the package does with a device.
 
-    It may go on while another thread captures a CUDA graph, and it finds out if the device is lost.
-
-    Raises
-    ------
-    DeviceLostError
-        In place of whatever error a lost device has led to.
+    It may go on while another thread captures a CUDA graph, and it finds out if the device is lost:
+    `DeviceLostError` in place of whatever error that has led to.
     """
     before = relax_capture()
     try:

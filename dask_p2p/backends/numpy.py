@@ -141,10 +141,7 @@ def block_shape(
 ) -> tuple[int, ...] | None:
     """Return the shape of the blocks to copy one by one, or None for a copy in one piece.
 
-    Returns
-    -------
-    tuple of int or None
-        Block shape, in the order of the axes of `dst`.
+    It is in the order of the axes of `dst`.
 
     Examples
     --------

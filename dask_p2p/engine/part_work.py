@@ -186,10 +186,7 @@ class Work:
     ) -> Any:
         """Return the block of the output, which comes back from a GPU; see `PartStreams`.
 
-        Raises
-        ------
-        MemoryLimitError
-            If there is too little memory of the GPU even for the smallest parts.
+        `MemoryLimitError` if there is too little memory of the GPU even for the smallest parts.
         """
         out = self._output(context, HostQueue(NUMPY, pinned_output=True))
         if not out.size and not self.is_reduced:
@@ -269,10 +266,7 @@ class Work:
     def call(self, part: Part, inputs: Sequence[Array]) -> Any:
         """Return what the function makes of a part, without rims.
 
-        Raises
-        ------
-        BlockMismatchError
-            If that is of another type, shape or dtype than it should be.
+        `BlockMismatchError` if that is of another type, shape or dtype than it should be.
         """
         with self._named(part):
             result = as_array(self.of.function(*inputs, **self.keywords))

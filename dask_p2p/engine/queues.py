@@ -32,10 +32,7 @@ def queue_for(
 ) -> Queue:
     """Return a new queue for an output block.
 
-    Raises
-    ------
-    NoDeviceError
-        If the options want a GPU for it, and there is none here.
+    `NoDeviceError` if the options want a GPU for it, and there is none here.
     """
     backend, nbytes = backend_named(kind), prod(plan.shape) * dtype.itemsize
     if backend.on_device or not is_for_device(options.permute_numpy, nbytes, dtype):

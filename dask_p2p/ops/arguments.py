@@ -118,10 +118,7 @@ def checked_chunks(
 ) -> Chunks:
     """Return the sizes of all blocks, given as `dask.array.rechunk` takes them.
 
-    Raises
-    ------
-    ChunksError
-        If `chunks` is nothing of the kind, or does not fit the array's shape.
+    `ChunksError` if `chunks` is nothing of the kind, or does not fit the array's shape.
     """
     shape = tuple(map(sum, before))
     try:

@@ -46,31 +46,16 @@ class Context(Collectives, Transforms):
         How many members there are along each axis.
     box : tuple of tuple of int
         Where in the whole array this member's share is: (start, stop) of each axis.
-
-    Parameters
-    ----------
-    members : Members
-        Which member has what of the array.
-    rank : int
-        Which member this is.
-    links : Links or None
-        By which it exchanges; None if it is the only one.
-    checkpoints : Checkpoints or None
-        What keeps its states.
-    reads_memory : bool
-        Whether it may read the memory of others on its host, and they read its own.
-    device : Host
-        Where its shares lie.
     """
 
     def __init__(
         self,
-        members: Members,
-        rank: int = 0,
-        links: Links | None = None,
-        checkpoints: Checkpoints | None = None,
-        reads_memory: bool = True,
-        device: Host = HOST,
+        members: Members,  # which member has what of the array
+        rank: int = 0,  # which member this is
+        links: Links | None = None,  # by which it exchanges; None if it is the only one
+        checkpoints: Checkpoints | None = None,  # what keeps its states
+        reads_memory: bool = True,  # whether members of one host may read each other's memory
+        device: Host = HOST,  # where its shares lie
     ) -> None:
         super().__init__(rank, members.size, links, device)
         self.grid = members.grid

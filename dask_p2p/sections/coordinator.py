@@ -155,18 +155,10 @@ class Coordinator:
         # By rank: the steps whose states that worker has.
         saved: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> list[int]:
-        """Note that a member waits for its gang.
+        """Note that a member waits for its gang; return the ranks whose outputs no longer count.
 
-        Returns
-        -------
-        list of int
-            Ranks whose outputs, if they are there, are of an attempt that no longer counts: an
-            output of a committed attempt was lost, so all members have to run again.
-
-        Raises
-        ------
-        ValueError
-            If other members have joined with another size.
+        Those are of an attempt that was committed: one of them was lost, so all members have to run
+        again. `ValueError` if other members have joined with another size.
         """
         found = self._gangs.setdefault(gang, _Gang(size))
         if found.size != size or not 0 <= rank < size:

@@ -334,12 +334,8 @@ def device_for(kind: Kind, options: Options, links: Links | None = None) -> Host
 def check_kind(device: Host, name: str, array: Any) -> None:
     """Refuse an array that is no plain one of a device.
 
-    Raises
-    ------
-    UnsupportedArrayError
-        If it is of no known kind, or more than its bytes.
-    InputError
-        If it is of another kind.
+    `UnsupportedArrayError` if it is of no known kind, or more than its bytes; `InputError` if it is
+    of another kind.
     """
     kind = backend_for(array).name
     if kind != device.kind:

@@ -71,13 +71,7 @@ class TlsSocket(ssl.SSLSocket):
 
 
 class Endpoint:
-    """What listens for the links of a member, and begins them.
-
-    Attributes
-    ----------
-    text : str
-        What others need to know to begin a link.
-    """
+    """What listens for the links of a member, and begins them."""
 
     def __init__(self, reach: Reach) -> None:  # of its worker
         self._reach = reach
@@ -93,6 +87,7 @@ class Endpoint:
         for listener in self._listeners:
             listener.listen(4096)
             listener.setblocking(False)
+        #: What others need to know to begin a link.
         self.text = " ".join(
             (_kernel_and_network(), name, reach.protocol, reach.host or "-", str(port))
         )
@@ -110,12 +105,7 @@ class Endpoint:
     def connect(self, endpoint: str, worker: str) -> socket.socket:
         """Return a socket to another member's endpoint, on a worker.
 
-        Raises
-        ------
-        OSError
-            If it cannot be reached.
-        SectionError
-            If it must not be.
+        `OSError` if it cannot be reached, `SectionError` if it must not be.
         """
         kernel, name, protocol, host, port = endpoint.split()
         if kernel == _kernel_and_network():

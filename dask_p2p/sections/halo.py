@@ -33,14 +33,9 @@ class Padded:
         The share with its rims.
     inner : numpy.ndarray or cupy.ndarray
         The share: a view of `data`.
-
-    Parameters
-    ----------
-    exchange : Exchange
-        What fills the rims of arrays like this one.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange) -> None:  # what fills the rims of arrays like this one
         self.exchange = exchange
         self.data: Array = exchange.device.zeros(exchange.rims.shape, exchange.dtype)
         self.inner: Array = self.data[box_slices(exchange.rims.inner)]
@@ -145,17 +140,14 @@ class Exchange:
 
 
 class Pending:
-    """Rims that are on their way.
+    """Rims that are on their way."""
 
-    Parameters
-    ----------
-    exchange, data
-        What fills the rims, and of which share.
-    end : callable or None
-        Waits until they are in their places.
-    """
-
-    def __init__(self, exchange: Exchange, data: Array, end: Callable[[], Any] | None) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,  # what fills the rims
+        data: Array,  # of which share
+        end: Callable[[], Any] | None,  # waits until they are in their places
+    ) -> None:
         self._exchange: Exchange | None = exchange
         self._data, self._end = data, end
 

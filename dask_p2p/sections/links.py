@@ -90,29 +90,18 @@ class Links:
     def exchange(
         self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
     ) -> dict[int, memoryview]:
-        """Send bytes to some members, and receive bytes from some, at the same time.
+        """Send bytes to some members, and receive bytes from some; return what has come, by rank.
+
+        All that exchange something must name the same call: `SectionError` if they do not.
+        `AttemptEndedError` if a member is lost, or `wake` was called.
 
         Parameters
         ----------
-        call
-            What this is for. Members that exchange something must name the same.
         sends
             What each member gets, by rank.
         receives
             Where that goes which comes from each member, by rank: as many bytes must come. None if
             the sender says how many.
-
-        Returns
-        -------
-        dict
-            What has come, by rank.
-
-        Raises
-        ------
-        AttemptEndedError
-            If a member is lost, or `wake` was called.
-        SectionError
-            If the members' calls differ.
         """
         return self.begin(call, sends, receives)()
 

@@ -94,13 +94,7 @@ class Reads:
         axes: Sequence[int],  # axis i there is axis axes[i] of the region
         memory_of: Callable[[int], Any],  # for so many bytes that cannot be read to there
     ) -> Array | None:
-        """Read a region to where it belongs.
-
-        Returns
-        -------
-        array or None
-            The region, if it has still to be copied there.
-        """
+        """Read a region to where it belongs; return it if it has still to be copied there."""
         address, *strides = struct.unpack(f"<Q{len(shape)}q", place)
         pid, dtype = self._pids[holder], into.dtype
         try:

@@ -47,12 +47,7 @@ class Redistribution:
     ) -> Members:
         """Return how an array is divided.
 
-        Raises
-        ------
-        AxesError
-            If the array has no such axes.
-        InputError
-            If that is no shape.
+        `AxesError` if the array has no such axes, `InputError` if that is no shape.
         """
         whole = self.shape if shape is None else checked_shape(shape)
         try:
@@ -131,14 +126,8 @@ class Recut:
     def __call__(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
         """Return this member's share of the other cut, of its share of the one before.
 
-        On a GPU that may be `Pieces` of it.
-
-        Raises
-        ------
-        InputError
-            If `share` or `out` is not what is expected.
-        SectionError
-            If the members made different calls.
+        On a GPU that may be `Pieces` of it. `InputError` if `share` or `out` is not what is
+        expected, `SectionError` if the members made different calls.
         """
         if not isinstance(share, Pieces):
             share = self.device.as_array(share)
@@ -192,13 +181,7 @@ class Recut:
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return lengths of axes.
-
-    Raises
-    ------
-    InputError
-        If they are none.
-    """
+    """Return lengths of axes; `InputError` if they are none."""
     try:
         lengths = tuple(map(index, shape))
     except TypeError:

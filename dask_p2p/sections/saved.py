@@ -180,10 +180,7 @@ class Checkpoints:
     def restore(self, arrays: Sequence[Array]) -> int:
         """Fill arrays with the state at which this attempt begins; return its step, or 0.
 
-        Raises
-        ------
-        InputError
-            If the arrays are not as large as those that were kept.
+        `InputError` if the arrays are not as large as those that were kept.
         """
         step, self._resume = self._resume, None
         if step is None:
@@ -213,19 +210,10 @@ class Period:
     """When checkpoints are due: after so many steps, or so much time.
 
     All members say the same: time is compared now and then, the more rarely the longer it lasts.
-
-    Parameters
-    ----------
-    every : int, str or None
-        Steps; or time, like "30 s"; None for never.
-
-    Raises
-    ------
-    InputError
-        If it is nothing of the kind.
+    `InputError` if `every` is neither.
     """
 
-    def __init__(self, every: int | str | None) -> None:
+    def __init__(self, every: int | str | None) -> None:  # steps; time, like "30 s"; None for never
         self._every = checked_period(every)
         self._began_s = self._last_s = time.monotonic()
         self._done = self._look = 0  # steps so far, and those after which time is compared again

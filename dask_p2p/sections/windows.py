@@ -108,10 +108,7 @@ class OwnWindow(OwnEvents):
 class PeerMemory:
     """The memory of another member, as this one reads it, and its events.
 
-    Raises
-    ------
-    TransferError
-        If it cannot be read here.
+    `TransferError` if it cannot be read here.
     """
 
     def __init__(
@@ -203,10 +200,7 @@ def opened(
 ) -> dict[int, _P]:
     """Open what other members have, as these open what this one has.
 
-    Returns
-    -------
-    dict
-        What both could open, by rank.
+    Return what both could open, by rank.
     """
     heard = links.exchange(f"{call}, windows", told, dict.fromkeys(told))
     found: dict[int, _P] = {}
