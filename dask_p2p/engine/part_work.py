@@ -26,12 +26,7 @@ from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.memory import is_out_of_memory
 from dask_p2p.engine.parts import OPERATION, Mapped, is_of_parts, run_name
 from dask_p2p.engine.task import current_worker, go_elsewhere
-from dask_p2p.errors import (
-    BlockMismatchError,
-    DeviceLostError,
-    MemoryLimitError,
-    NoDeviceError,
-)
+from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
 from dask_p2p.monitoring.ranges import Ranges
 from dask_p2p.monitoring.records import REASON_CHARS, Record

@@ -7,11 +7,7 @@ from math import prod
 
 from dask_p2p.backends import Queue, backend_named
 from dask_p2p.backends.device import gpu_obstacle
-from dask_p2p.backends.host_through_device import (
-    HostThroughDeviceQueue,
-    is_for_device,
-    part_bytes,
-)
+from dask_p2p.backends.host_through_device import HostThroughDeviceQueue, is_for_device, part_bytes
 from dask_p2p.backends.pinned import warn_once
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext, where_is

@@ -26,14 +26,7 @@ from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
-from dask_p2p.sections.scheduler import (
-    FORGET,
-    JOIN,
-    LEAVE,
-    ORDER,
-    SAVES,
-    SectionsSchedulerPlugin,
-)
+from dask_p2p.sections.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES, SectionsSchedulerPlugin
 from dask_p2p.transports.replies import answering
 from dask_p2p.transports.requests import checked_text
 from dask_p2p.versioned import versioned
