@@ -42,6 +42,15 @@ def least_bytes(client: Any, x: DaskArray, plan: Plan, y: DaskArray = None) -> i
     return elements * int(x.dtype.itemsize)
 
 
+def link_gbs(run: Run) -> list[float]:
+    """Return GB (1e9 bytes) a second that came to each task that read from other workers."""
+    return [
+        sum(stage.nbytes for stage in record.stages) / (record.stop_s - record.start_s) / 1e9
+        for record in run.made
+        if record.stages and record.stop_s > record.start_s
+    ]
+
+
 def collect(client: Any, name: str, since_s: float = 0.0) -> Run | None:
     """Collect the records of the array with this name, as one run; None if there are none.
 
@@ -64,7 +73,7 @@ def note(row: dict[str, Any], run: Run, since_s: float, until_s: float) -> None:
     }
     for part, time_s in parts_s.items():
         row.setdefault(part, []).append(time_s)
-    row.setdefault("rates_gbs", []).extend(sorted(run.link_gbs)[:1])  # the slowest reader's
+    row.setdefault("rates_gbs", []).extend(sorted(link_gbs(run))[:1])  # the slowest reader's
     row["moved_bytes"] = run.moved_bytes
     row["pairs"] = [
         {"reader": reader, "holder": holder, "transport": transport, "bytes": nbytes}

@@ -131,34 +131,18 @@ class Launch(NamedTuple):
 
 
 def plan_launches(
-    dst: int,
+    dst: int,  # address of its first item
     src: int,
-    shape: Sequence[int],
-    itemsize: int,
-    dst_strides: Sequence[int],
+    shape: Sequence[int],  # of both arrays (`src` is transposed already)
+    itemsize: int,  # bytes of an item, of any size
+    dst_strides: Sequence[int],  # in bytes
     src_strides: Sequence[int],
     *,
-    max_grid: int = MAX_GRID,
+    max_grid: int = MAX_GRID,  # thread blocks of one launch at most
 ) -> list[Launch]:
     """Return what to launch for ``dst[...] = src``, arrays of one shape.
 
-    Parameters
-    ----------
-    dst, src
-        Addresses of the arrays' first items.
-    shape
-        Shape of both arrays (`src` is transposed already).
-    itemsize
-        Bytes of an item, of any size.
-    dst_strides, src_strides
-        Strides in bytes.
-    max_grid
-        Thread blocks of one launch at most.
-
-    Returns
-    -------
-    list of Launch
-        To be run in any order: each writes other items.
+    In any order: each launch writes other items.
     """
     # Of the addresses, only their place within 16 bytes matters to the choice.
     dst_base, src_base = dst - dst % VECTOR_BYTES, src - src % VECTOR_BYTES

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Protocol
 
 from dask_p2p.backends.host_link import HostLink
 from dask_p2p.backends.timing import Timer
+from dask_p2p.errors import AxesError, BlockMismatchError
 from dask_p2p.types import Array, DTypeLike, Kind
 
-__all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue", "Timer"]
+__all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue", "Timer", "transposed"]
 
 SLOTS = 3  # of a queue: one is being filled, one is being emptied, one waits for either
 MOST_UNREAD = 2  # received arrays that are kept for kernels that are queued
@@ -223,3 +224,28 @@ class Queue(Protocol):
 
     def synchronize(self) -> None:
         """Wait until everything queued is done."""
+
+
+def transposed(dst: Array, src: Array, axes: Sequence[int]) -> Any:
+    """Return ``src.transpose(axes)``, once it is sure that `dst` fits it.
+
+    NumPy and CuPy would broadcast or convert where shapes or dtypes differ, silently.
+    """
+    try:
+        view = src.transpose(tuple(axes))
+    except ValueError as error:
+        raise AxesError(
+            f"Expected a permutation of the {src.ndim} axes of the source, got {tuple(axes)}. "
+            "Give each axis once."
+        ) from error
+    if dst.shape != view.shape:
+        raise BlockMismatchError(
+            f"Expected a target of shape {view.shape} for a source of shape {src.shape} and axes "
+            f"{tuple(axes)}, got {dst.shape}. Give the shape of source.transpose(axes)."
+        )
+    if dst.dtype != view.dtype:
+        raise BlockMismatchError(
+            f"Expected a target of the source's dtype {view.dtype}, got {dst.dtype}. Convert with "
+            "astype first; a kernel only moves items."
+        )
+    return view

@@ -6,7 +6,6 @@ CuPy is imported when a method is called, never with this module.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -40,10 +39,6 @@ class CupyBackend(Backend):
     checksum_words = 2**21  # so much that launches do not matter; twice as much is needed beside it
     most_probe_bytes = 256 * 2**20
     fft_modules = ("cupyx.scipy.fft",)
-
-    def __init__(self) -> None:
-        self._checksum_streams: dict[int, Any] = {}  # by device
-        self._lock = threading.Lock()
 
     @property
     def module(self) -> Any:
@@ -139,18 +134,10 @@ class CupyBackend(Backend):
     def checksum_stream(self, array: Array) -> Iterator[None]:
         """Make the array's device current, and a stream of its own.
 
-        On the null stream checksums would wait for whatever tasks run there. It is one for all
-        threads, as a pool keeps memory for each stream that has ever used it.
+        On the null stream checksums would wait for whatever tasks run there.
         """
-        cuda = _cupy().cuda
-        with array.device:
-            device = cuda.runtime.getDevice()
-            with self._lock:
-                if device not in self._checksum_streams:
-                    self._checksum_streams[device] = cuda.Stream(non_blocking=True)
-                stream = self._checksum_streams[device]
-            with stream:
-                yield
+        with array.device, private_stream("checksums"):
+            yield
 
 
 def _cupy() -> Any:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import cupy
 
-from dask_p2p.backends._checks import transposed
 from dask_p2p.backends._launch import ENTRIES, WORD_SIZES_BYTES, plan_launches
+from dask_p2p.backends.base import transposed
 from dask_p2p.types import Array
 
 __all__ = ["permute_into", "warm_up"]

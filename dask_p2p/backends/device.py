@@ -17,7 +17,6 @@ speak of the calling thread's current one.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,8 +50,7 @@ _STREAM_CAPTURE_IMPLICIT = 906  # of CUDA: a blocking stream is captured
 # memory, failed an assertion or ran too long, or the hardware failed.
 _STICKY = frozenset({214, 219, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 
-_private: dict[int, Any] = {}  # device -> stream
-_lock = threading.Lock()
+_private: dict[tuple[int, str], Any] = {}  # streams, by device and use
 _written: dict[int, ref[Any]] = {}  # id -> block
 
 
@@ -84,23 +82,19 @@ def gpu_obstacle() -> str | None:
 # --- streams ---
 
 
-def private_stream() -> Any:
-    """Return the stream of this package on which its own memory is allocated.
+def private_stream(use: str = "memory") -> Any:
+    """Return a stream of this package, by default that on which its own memory is allocated.
 
     It is one for all threads of a process, as a pool keeps memory for each stream that it ever
-    gave some to. Nothing is queued on it. Wait for it before the first use of memory from it,
-    since a pool may have made it wait for the memory's last owner.
+    gave some to. Nothing is queued on that for memory. Wait for it before the first use of memory
+    from it, since a pool may have made it wait for the memory's last owner.
     """
     import cupy
 
-    device = cupy.cuda.runtime.getDevice()
-    stream = _private.get(device)
-    if stream is None:
-        with _lock:
-            if device not in _private:
-                _private[device] = cupy.cuda.Stream(non_blocking=True)
-            stream = _private[device]
-    return stream
+    key = cupy.cuda.runtime.getDevice(), use
+    if key not in _private:  # or another thread makes it just now
+        _private.setdefault(key, cupy.cuda.Stream(non_blocking=True))
+    return _private[key]
 
 
 def order_after_null_stream(streams: Sequence[Any]) -> None:
@@ -116,10 +110,7 @@ def order_after_null_stream(streams: Sequence[Any]) -> None:
 def wait_for_null_stream() -> None:
     """Wait until the null stream may be used: while a blocking stream is captured, it may not.
 
-    Raises
-    ------
-    TransferError
-        If that goes on for long.
+    `TransferError` if that goes on for long.
     """
     import cupy
 
@@ -226,12 +217,8 @@ def _forget_written(number: int, dead: ref[Any]) -> None:
 def device_work() -> Iterator[None]:
     """Return a context for everything that a thread of the package does with a device.
 
-    It may go on while another thread captures a CUDA graph, and it finds out if the device is lost.
-
-    Raises
-    ------
-    DeviceLostError
-        In place of whatever error a lost device has led to.
+    It may go on while another thread captures a CUDA graph, and it finds out if the device is lost:
+    `DeviceLostError` in place of whatever error that has led to.
     """
     before = relax_capture()
     try:

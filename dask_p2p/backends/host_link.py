@@ -28,14 +28,9 @@ class HostLink(NamedTuple):
 
 
 def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
-    """Measure the link of the current GPU; None if no memory can be pinned.
+    """Measure the link of the current GPU; None if no memory can be pinned, and `warn` is told why.
 
     It blocks: call it from a thread, in `device_work`.
-
-    Parameters
-    ----------
-    warn
-        Is told what is missing, and why, where memory cannot be pinned.
     """
     streams = HostStreams(warn)
     slots = streams.device_slots(1, 2 * _BYTES)

@@ -25,12 +25,8 @@ class HostStreams:
     """Three streams of the current GPU, and memory that is kept for parts.
 
     All blocks of a process go through the same streams: one begins while the last parts of another
-    are still under way, and does not delay these.
-
-    Parameters
-    ----------
-    warn
-        Is told what is missing, and why, where memory cannot be pinned: copies are slower then.
+    are still under way, and does not delay these. Where memory cannot be pinned, and copies are
+    slower, `warn` is told what is missing, and why.
     """
 
     _streams: ClassVar[dict[int, dict[str, Any]]] = {}  # by device

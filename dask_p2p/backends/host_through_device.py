@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_p2p.backends._checks import transposed
-from dask_p2p.backends.base import SLOTS, Backend
+from dask_p2p.backends.base import SLOTS, Backend, transposed
 from dask_p2p.backends.hardware import on_gpu
 from dask_p2p.backends.host_copies import copy_on_host
 from dask_p2p.backends.host_queue import HostQueue
@@ -81,17 +80,15 @@ class _UnderWay(NamedTuple):
 class HostThroughDeviceQueue(HostQueue):
     """NumPy blocks, permuted by the current GPU on streams of the calling thread.
 
-    Parameters
-    ----------
-    backend
-        NumPy's.
-    size_bytes
-        Of the largest part, a multiple of 512.
-    warn
-        Is told what is missing, why, and what comes of it: memory of the GPU, or pinned memory.
+    `warn` is told what is missing, why, and what comes of it: memory of the GPU, or pinned memory.
     """
 
-    def __init__(self, backend: Backend, size_bytes: int, warn: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        backend: Backend,  # NumPy's
+        size_bytes: int,  # of the largest part, a multiple of 512
+        warn: Callable[..., None],
+    ) -> None:
         from dask_p2p.backends import cupy_kernels
 
         super().__init__(backend, pinned_output=True)

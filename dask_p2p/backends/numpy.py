@@ -30,8 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends._checks import transposed
-from dask_p2p.backends.base import Backend
+from dask_p2p.backends.base import Backend, transposed
 from dask_p2p.backends.hardware import cpu_name
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.errors import UnsupportedArrayError
@@ -136,21 +135,13 @@ class NumpyBackend(Backend):
 
 @lru_cache(maxsize=1024)  # a call costs as much as copying 10 000 items, and blocks look alike
 def block_shape(
-    shape: tuple[int, ...], src_strides: tuple[int, ...], dst_strides: tuple[int, ...]
+    shape: tuple[int, ...],  # of `dst`, and of the transposed `src`
+    src_strides: tuple[int, ...],  # in bytes, in the order of the axes of `dst`
+    dst_strides: tuple[int, ...],
 ) -> tuple[int, ...] | None:
     """Return the shape of the blocks to copy one by one, or None for a copy in one piece.
 
-    Parameters
-    ----------
-    shape
-        Shape of `dst`, and of the transposed `src`.
-    src_strides, dst_strides
-        Their strides in bytes, both in the order of the axes of `dst`.
-
-    Returns
-    -------
-    tuple of int or None
-        Block shape, in the order of the axes of `dst`.
+    It is in the order of the axes of `dst`.
 
     Examples
     --------

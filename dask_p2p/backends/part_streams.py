@@ -108,10 +108,7 @@ class PartStreams(HostStreams):
     def run(self, work: PartWork, out: np.ndarray[Any, Any]) -> None:
         """Fill an array of host memory; return when that is done.
 
-        Raises
-        ------
-        MemoryError
-            If there is too little memory of the device.
+        `MemoryError` if there is too little memory of the device.
         """
         # The function may use what others have made on the null stream.
         device_module.order_after_null_stream([self.streams["run"]])

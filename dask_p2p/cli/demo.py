@@ -29,9 +29,8 @@ from dask_p2p.cli._options import (
 )
 from dask_p2p.cli._tables import array_text, devices_text, pluralize, shapes_text
 from dask_p2p.geometry import Chunks, split_evenly
-from dask_p2p.monitoring.cells import cells
 from dask_p2p.monitoring.runs import last_runs
-from dask_p2p.monitoring.text_table import text_table
+from dask_p2p.monitoring.tables import cells, text_table
 from dask_p2p.ops.transpose import transpose
 from dask_p2p.plans import slab_chunks
 from dask_p2p.plugins.registration import workers_of

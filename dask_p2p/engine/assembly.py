@@ -69,38 +69,15 @@ class OutputSpec:
 
 
 class Assembly:
-    """The assembly of one output block.
-
-    Parameters
-    ----------
-    plan
-        Its pieces.
-    output
-        What all blocks of the output have in common.
-    blocks
-        For each of the plan's sources an array of this worker, or a reference to a remote one.
-    context
-        The worker's; needed where there are references.
-    start_s
-        When the task started, by the performance counter; by default now.
-
-    Attributes
-    ----------
-    local : dict
-        This worker's own blocks, by their number among the plan's sources.
-    sources : RemoteSources
-        What is read from others, and how that goes.
-    kernels : Timer
-        Of kernels for what this worker holds itself: stage 0.
-    """
+    """The assembly of one output block."""
 
     def __init__(
         self,
-        plan: BlockPlan,
-        output: OutputSpec,
-        blocks: Sequence[Any],
-        context: TaskContext | None = None,
-        start_s: float | None = None,
+        plan: BlockPlan,  # its pieces
+        output: OutputSpec,  # what all blocks of the output have in common
+        blocks: Sequence[Any],  # of each source an array of this worker, or a reference
+        context: TaskContext | None = None,  # the worker's; needed where there are references
+        start_s: float | None = None,  # of the task, by the performance counter; by default now
     ) -> None:
         self.plan = plan
         self.output = output
@@ -109,11 +86,12 @@ class Assembly:
         self.context = context
         self._where = where_is(context)
         self.ranges = Ranges(output.options.nvtx)
+        # By their number among the plan's sources: what others hold, and this worker's own.
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
         self.local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
         start_s = perf_counter() if start_s is None else start_s
         self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
-        self.kernels = Timer()
+        self.kernels = Timer()  # for what this worker holds itself: stage 0
         self._post = Timer()
         self._local_queued = False
         self._out: Any = None

@@ -36,18 +36,12 @@ def pause_s(options: Options, attempt: int) -> float:
     return min(LONGEST_PAUSE_S, options.backoff_s * 2.0 ** (attempt - 1))
 
 
-def worst_case_s(options: Options, holders: int = 1, unmet: int = 0) -> float:
-    """Return the longest time until a task ends in an error, on one worker.
-
-    Parameters
-    ----------
-    options
-        The task's.
-    holders
-        Workers that hold its blocks, and do not answer.
-    unmet
-        Transports by which this worker has not met them, of those that may be used.
-    """
+def worst_case_s(
+    options: Options,  # the task's
+    holders: int = 1,  # workers that hold its blocks, and do not answer
+    unmet: int = 0,  # transports by which this worker has not met them, of those that may be used
+) -> float:
+    """Return the longest time until a task ends in an error, on one worker."""
     waiting_s = holders * (options.request_timeout_s + unmet * PROBE_TIMEOUT_S)
     pauses_s = sum(pause_s(options, attempt) for attempt in range(1, options.attempts))
     return options.attempts * waiting_s + pauses_s
@@ -83,15 +77,9 @@ class Attempts:
 
 
 class AttemptLog:
-    """The failed attempts of one worker at its tasks.
+    """The failed attempts of one worker at its tasks."""
 
-    Parameters
-    ----------
-    address : str
-        The worker's.
-    """
-
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str) -> None:  # the worker's
         self.address = address
         self.failed: OrderedDict[Any, Attempts] = OrderedDict()
         self._lock = threading.Lock()

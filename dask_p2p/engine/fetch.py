@@ -74,56 +74,31 @@ class RemoteSource:
         self.error = None
 
 
+@dataclass(slots=True, eq=False)
 class Fetch:
-    """What comes of one holder by one route.
+    """What comes of one holder by one route."""
 
-    Parameters
-    ----------
-    sources
-        The blocks, in the order of the reading's requests. They have their route in common.
-    reading
-        Of the route's transport.
-    silences
-        Of the worker.
-    options
-        Of the task.
-    start_s
-        When the task started, by the performance counter.
-    begun_s
-        When the transport was asked.
+    sources: Sequence[RemoteSource]  # of this route, in the order of the reading's requests
+    reading: Reading  # of the route's transport
+    silences: SilenceLog  # of the worker
+    options: Options  # of the task
+    start_s: float  # when the task started, by the performance counter
+    begun_s: float  # when the transport was asked
+    kernels: Timer = field(default_factory=Timer)  # of those that put its regions into place
+    copies: Timer = field(default_factory=Timer)  # of copy engines that bring them
+    waited_s: float = 0.0
+    route: Route = field(init=False)
+    last_s: float = field(init=False)  # when the thread last had something of it
+    slot_bytes: int = field(init=False)  # of the largest part, if it comes through local memory
+    itemsize: int = field(init=False)
 
-    Attributes
-    ----------
-    slot_bytes : int
-        Of the largest part, if it is to come through local memory.
-    kernels, copies : Timer
-        Of kernels that put its regions into place, and of copy engines that bring them.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[RemoteSource],
-        reading: Reading,
-        silences: SilenceLog,
-        options: Options,
-        start_s: float,
-        begun_s: float,
-    ) -> None:
-        self.route = sources[0].route
-        self.sources = sources
-        self.reading = reading
-        self.kernels = Timer()
-        self.copies = Timer()
-        self.begun_s = begun_s
-        self.last_s = begun_s  # when the thread last had something of it
-        self.waited_s = 0.0
-        self._silences = silences
-        self._options = options
-        self._start_s = start_s
-        self._itemsize = reading.requests[0].dtype.itemsize
-        largest = max(box_size(box) for request in reading.requests for box in request.boxes)
-        self.slot_bytes = min(reading.part_bytes or 0, largest * self._itemsize)
-        for source in sources:
+    def __post_init__(self) -> None:
+        requests = self.reading.requests
+        self.route, self.last_s = self.sources[0].route, self.begun_s
+        self.itemsize = requests[0].dtype.itemsize
+        largest = max(box_size(box) for request in requests for box in request.boxes)
+        self.slot_bytes = min(self.reading.part_bytes or 0, largest * self.itemsize)
+        for source in self.sources:
             source.missing = source.size
             source.fetch = self
 
@@ -155,15 +130,15 @@ class Fetch:
         """
         holder, transport = self.route.holder, self.route.transport.name
         if not region.is_here():
-            self._silences.check(holder, transport, self._start_s, self._options)
-        limit_s = self._options.request_timeout_s + EVENT_LOOP_GRACE_S
+            self.silences.check(holder, transport, self.start_s, self.options)
+        limit_s = self.options.request_timeout_s + EVENT_LOOP_GRACE_S
         try:
             array = self._timed(region.result, limit_s, place)
         except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
             raise TransferError(
                 f"no answer of {holder} in time, and the worker's event loop did not respond"
             ) from None
-        self._silences.heard(holder, transport)
+        self.silences.heard(holder, transport)
         return array
 
     def _timed(self, wait: Callable[..., _T], *args: Any) -> _T:
@@ -190,7 +165,7 @@ class Fetch:
             if number == region.request or self.sources[number].missing:
                 self.sources[number].give_up(error)
         holder, transport = self.route.holder, self.route.transport.name
-        self._silences.note(holder, transport, error, self._start_s, self._options)
+        self.silences.note(holder, transport, error, self.start_s, self.options)
         # Kernels that are queued may read in place still.
         if not self.in_place and all(source.error is not None for source in self.sources):
             self.reading.close()
@@ -218,9 +193,9 @@ class Fetch:
         return Stage(
             holder=self.route.holder,
             transport=self.route.transport.name,
-            nbytes=sum(source.size - source.missing for source in self.coming) * self._itemsize,
+            nbytes=sum(source.size - source.missing for source in self.coming) * self.itemsize,
             waited_s=self.waited_s,
             wire_s=wire_s,
-            begun_s=self.begun_s - self._start_s,
+            begun_s=self.begun_s - self.start_s,
             kernel_s=self.kernels.seconds,
         )

@@ -26,12 +26,7 @@ from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.memory import is_out_of_memory
 from dask_p2p.engine.parts import OPERATION, Mapped, is_of_parts, run_name
 from dask_p2p.engine.task import current_worker, go_elsewhere
-from dask_p2p.errors import (
-    BlockMismatchError,
-    DeviceLostError,
-    MemoryLimitError,
-    NoDeviceError,
-)
+from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
 from dask_p2p.monitoring.ranges import Ranges
 from dask_p2p.monitoring.records import REASON_CHARS, Record
@@ -50,15 +45,9 @@ _HAND_ON_FROM_BYTES = 2**28
 @versioned()
 @dataclass(frozen=True)
 class PartsFunction:
-    """What tasks call: calls a function on parts of blocks, and puts the results together.
+    """What tasks call: calls a function on parts of blocks, and puts the results together."""
 
-    Parameters
-    ----------
-    mapped : Mapped
-        The function, and what all blocks have in common.
-    """
-
-    mapped: Mapped
+    mapped: Mapped  # the function, and what all blocks have in common
 
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
         """Do the work of a task, which makes the block of this index."""
@@ -192,10 +181,7 @@ class Work:
     ) -> Any:
         """Return the block of the output, which comes back from a GPU; see `PartStreams`.
 
-        Raises
-        ------
-        MemoryLimitError
-            If there is too little memory of the GPU even for the smallest parts.
+        `MemoryLimitError` if there is too little memory of the GPU even for the smallest parts.
         """
         out = self._output(context, HostQueue(NUMPY, pinned_output=True))
         if not out.size and not self.is_reduced:
@@ -261,7 +247,6 @@ class Work:
         )
 
     def views(self, part: Part) -> Iterator[Array]:
-        """Yield what a part reads of each array."""
         for array, each, read in zip(self.arrays, self.plan.inputs, part.reads, strict=True):
             if read is None or each.axis is None:
                 yield array
@@ -269,7 +254,6 @@ class Work:
                 yield array[(slice(None),) * each.axis + (slice(*read),)]
 
     def place(self, part: Part) -> Any:
-        """Return what selects a part's result from the block of the output."""
         if self.is_reduced:
             return ()
         return (slice(None),) * self.of.axis + (slice(*part.own),)
@@ -277,10 +261,7 @@ class Work:
     def call(self, part: Part, inputs: Sequence[Array]) -> Any:
         """Return what the function makes of a part, without rims.
 
-        Raises
-        ------
-        BlockMismatchError
-            If that is of another type, shape or dtype than it should be.
+        `BlockMismatchError` if that is of another type, shape or dtype than it should be.
         """
         with self._named(part):
             result = as_array(self.of.function(*inputs, **self.keywords))

@@ -46,24 +46,12 @@ def is_of_parts(key: Any) -> bool:
 @versioned()
 @dataclass(frozen=True)
 class Argument:
-    """An array that is read. Its axes are the last ones of the output.
+    """An array that is read. Its axes are the last ones of the output."""
 
-    Parameters
-    ----------
-    chunks : tuple of tuple of int
-        Of the array, without rims.
-    dtype : numpy.dtype
-        Of its elements.
-    depth : tuple of (int, int)
-        For each axis the widths before and after that the function wants to see.
-    rims : tuple of tuple of (int, int)
-        For each axis, and each block along it, the widths that the block has.
-    """
-
-    chunks: Chunks
+    chunks: Chunks  # without rims
     dtype: DType
-    depth: tuple[Range, ...]
-    rims: tuple[tuple[Range, ...], ...]
+    depth: tuple[Range, ...]  # by axis, before and after: widths that the function wants to see
+    rims: tuple[tuple[Range, ...], ...]  # by axis, and block along it: widths that the block has
 
     def place(self, index: Index) -> Index:
         """Return which of its blocks goes with a block of the output."""
@@ -87,42 +75,19 @@ class Argument:
 @versioned(shared=True)  # one for all tasks of an array
 @dataclass(frozen=True)
 class Mapped:
-    """A function of parts of blocks: what all blocks of an output have in common.
+    """A function of parts of blocks: what all blocks of an output have in common."""
 
-    Parameters
-    ----------
-    function
-        Takes a part of each array. It may overwrite what it gets.
-    arguments
-        The arrays that are read.
-    axis
-        Of the output, along which blocks are cut.
-    sizes
-        Chunks that the arrays have together, without rims.
-    chunks, dtype
-        Of the output.
-    part_bytes
-        What all inputs of a part take at most.
-    reduce
-        Combines the results of two parts; None if results are put one after another.
-    fallback
-        "numpy": without a GPU the function is called on NumPy arrays.
-    has_block_id
-        Whether the function is told the block's index.
-    options
-        The package's.
-    """
-
-    function: Callable[..., Any]
-    arguments: tuple[Argument, ...]
-    axis: int
-    sizes: Chunks
-    chunks: Chunks
-    dtype: DType
-    part_bytes: int
+    function: Callable[..., Any]  # takes a part of each array; it may overwrite what it gets
+    arguments: tuple[Argument, ...]  # the arrays that are read
+    axis: int  # of the output, along which blocks are cut
+    sizes: Chunks  # that the arrays have together, without rims
+    chunks: Chunks  # of the output
+    dtype: DType  # of the output
+    part_bytes: int  # that all inputs of a part take at most
+    #: Combines the results of two parts; None if results are put one after another.
     reduce: Callable[[Any, Any], Any] | None = None
-    fallback: Kind | None = None
-    has_block_id: bool = False
+    fallback: Kind | None = None  # "numpy": without a GPU the function gets NumPy arrays
+    has_block_id: bool = False  # whether the function is told the block's index
     options: Options = field(default_factory=options)
 
     def rims(self, axis: int, index: Index) -> Range:

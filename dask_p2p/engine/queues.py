@@ -7,11 +7,7 @@ from math import prod
 
 from dask_p2p.backends import Queue, backend_named
 from dask_p2p.backends.device import gpu_obstacle
-from dask_p2p.backends.host_through_device import (
-    HostThroughDeviceQueue,
-    is_for_device,
-    part_bytes,
-)
+from dask_p2p.backends.host_through_device import HostThroughDeviceQueue, is_for_device, part_bytes
 from dask_p2p.backends.pinned import warn_once
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext, where_is
@@ -23,30 +19,16 @@ __all__ = ["queue_for"]
 
 
 def queue_for(
-    plan: BlockPlan,
-    dtype: DType,
-    kind: Kind,
-    options: Options,
-    context: TaskContext | None,
-    leave_bandwidth: bool,
+    plan: BlockPlan,  # of the block
+    dtype: DType,  # of its items
+    kind: Kind,  # of the library of its array
+    options: Options,  # the task's
+    context: TaskContext | None,  # its worker's, if that has the plugin
+    leave_bandwidth: bool,  # see `Backend.queue`
 ) -> Queue:
     """Return a new queue for an output block.
 
-    Parameters
-    ----------
-    plan
-        Of the block.
-    dtype, kind
-        Of its items, and of the library of its array.
-    options, context
-        The task's, and its worker's, if that has the plugin.
-    leave_bandwidth
-        See `Backend.queue`.
-
-    Raises
-    ------
-    NoDeviceError
-        If the options want a GPU for it, and there is none here.
+    `NoDeviceError` if the options want a GPU for it, and there is none here.
     """
     backend, nbytes = backend_named(kind), prod(plan.shape) * dtype.itemsize
     if backend.on_device or not is_for_device(options.permute_numpy, nbytes, dtype):

@@ -55,12 +55,8 @@ _unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers 
 class Blocks(GraphNode):  # type: ignore[misc]
     """The input blocks of a task, in its plan's order. All tasks that read the same share one.
 
-    So an edge of the graph takes no memory of its own on the client, and does not travel.
-
-    Parameters
-    ----------
-    *items
-        Of each block its Dask key, or a `BlockRef`.
+    So an edge of the graph takes no memory of its own on the client, and does not travel. Items are
+    Dask's key of each block, or a `BlockRef`.
     """
 
     __slots__ = ("_token", "items")
@@ -93,22 +89,7 @@ class Blocks(GraphNode):  # type: ignore[misc]
 
 
 class AssembleTask(Task):  # type: ignore[misc]
-    """Assembles one output block.
-
-    Parameters
-    ----------
-    key
-        Dask key of the output block.
-    plan : Plan
-        Of the whole output. A worker makes the pieces of its own block from it: there are as many
-        pieces as blocks squared, too many for one client to make and to send.
-    index : tuple of int
-        Of the output block.
-    output : OutputSpec
-        What all blocks of the output have in common.
-    blocks : Blocks
-        The input blocks, in the plan's order.
-    """
+    """Assembles one output block. The method `of` makes one."""
 
     __slots__ = ()
 
@@ -125,7 +106,10 @@ class AssembleTask(Task):  # type: ignore[misc]
 
     @property
     def plan(self) -> Plan:
-        """Of the whole output."""
+        """Of the whole output. A worker makes the pieces of its own block from it.
+
+        There are as many pieces as blocks squared, too many for one client to make and to send.
+        """
         plan: Plan = self.args[1]
         return plan
 
@@ -143,7 +127,7 @@ class AssembleTask(Task):  # type: ignore[misc]
 
     @property
     def blocks(self) -> Blocks:
-        """The input blocks."""
+        """The input blocks, in the plan's order."""
         blocks: Blocks = self.args[4]
         return blocks
 

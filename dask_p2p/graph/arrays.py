@@ -17,24 +17,13 @@ __all__ = ["Post", "planned_array"]
 
 
 def planned_array(
-    prefix: str, arrays: Any, plan: Plan, options: Options, post: Post | None = None
+    prefix: str,  # of the new array's name: what Dask calls its tasks
+    arrays: Any,  # the input or several, of one dtype and one type of blocks
+    plan: Plan,  # how the output's blocks are assembled from those of the inputs
+    options: Options,  # what travels with the tasks
+    post: Post | None = None,  # what is done to each assembled block
 ) -> Any:
-    """Return the lazy Dask array of a plan's output.
-
-    Parameters
-    ----------
-    prefix : str
-        Of the new array's name: what Dask calls its tasks.
-    arrays : dask.array.Array or sequence of them
-        The inputs, of one dtype and one type of blocks. The output is an array-expr array if they
-        are.
-    plan : Plan
-        How the output's blocks are assembled from those of the inputs.
-    options : Options
-        What travels with the tasks.
-    post : Post, optional
-        What is done to each assembled block.
-    """
+    """Return the lazy Dask array of a plan's output: an array-expr one if the inputs are."""
     inputs = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
     first = inputs[0]
     if hasattr(first, "expr"):

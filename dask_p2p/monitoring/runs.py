@@ -13,9 +13,8 @@ from typing import Any, overload
 
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.inputs import checked_client, checked_count
-from dask_p2p.monitoring.cells import OF_SOME, cells
 from dask_p2p.monitoring.records import RECORDS_OP, Record, overlap, unpacked
-from dask_p2p.monitoring.text_table import html_table, text_table
+from dask_p2p.monitoring.tables import OF_SOME, cells, html_table, text_table
 from dask_p2p.monitoring.trace import trace
 from dask_p2p.types import AsynchronousClient, Client
 
@@ -142,15 +141,6 @@ class Run:
     def gbs(self) -> float:
         """GB (1e9 bytes) that moved a second, from the first start to the last end."""
         return self.moved_bytes / self.wall_s / 1e9 if self.wall_s > 0 else 0.0
-
-    @property
-    def link_gbs(self) -> list[float]:
-        """GB (1e9 bytes) a second that came to each task that read from other workers."""
-        return [
-            sum(stage.nbytes for stage in record.stages) / (record.stop_s - record.start_s) / 1e9
-            for record in self.made
-            if record.stages and record.stop_s > record.start_s
-        ]
 
     @property
     def attempts(self) -> int:

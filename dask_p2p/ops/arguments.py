@@ -110,29 +110,15 @@ def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def checked_chunks(
-    chunks: ChunksLike,
-    before: Chunks,
-    dtype: DType,
-    balance: bool = False,
+    chunks: ChunksLike,  # as the user gave it
+    before: Chunks,  # chunks of the array before
+    dtype: DType,  # of its elements
+    balance: bool = False,  # see `dask.array.rechunk`
     block_size_limit: int | None = None,
 ) -> Chunks:
     """Return the sizes of all blocks, given as `dask.array.rechunk` takes them.
 
-    Parameters
-    ----------
-    chunks : int, str, tuple or dict
-        As the user gave it.
-    before : tuple of tuple of int
-        Chunks of the array before.
-    dtype : numpy.dtype
-        Of its elements.
-    balance, block_size_limit
-        See `dask.array.rechunk`.
-
-    Raises
-    ------
-    ChunksError
-        If `chunks` is nothing of the kind, or does not fit the array's shape.
+    `ChunksError` if `chunks` is nothing of the kind, or does not fit the array's shape.
     """
     shape = tuple(map(sum, before))
     try:

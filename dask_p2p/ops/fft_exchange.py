@@ -9,8 +9,7 @@ from dask_p2p.engine.task import AssembleTask
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.graph.layer import Post
-from dask_p2p.ops.rechunk import planned
-from dask_p2p.ops.unknown_chunks import rechunk_by_tasks
+from dask_p2p.ops.rechunk import planned, rechunk_by_tasks
 from dask_p2p.plans.reordered import ReorderedPlan
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import DaskArray

@@ -1,4 +1,4 @@
-"""A transform of a Dask array, stage by stage: what `dask_p2p.ops.fft` calls by many names."""
+"""A transform of a Dask array, stage by stage: what `dask_p2p.fft` calls by many names."""
 
 from __future__ import annotations
 

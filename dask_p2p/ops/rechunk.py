@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 
+import dask.array as da
+
 from dask_p2p.config import Options, checked_options
-from dask_p2p.errors import InputError
+from dask_p2p.errors import ChunksError, InputError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, has_unknown_chunks
-from dask_p2p.ops.unknown_chunks import rechunk_by_tasks, rechunk_unknown
 from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
 from dask_p2p.plugins.registration import cluster_size, register_if_possible
 from dask_p2p.types import ChunksLike, DaskArray
 
-__all__ = ["planned", "rechunk", "redistributed"]
+__all__ = ["planned", "rechunk", "rechunk_by_tasks", "redistributed"]
+
+# Bound here: others may put this package's functions in the place of Dask's.
+_transpose_by_tasks, rechunk_by_tasks = da.transpose, partial(da.rechunk, method="tasks")
 
 
 def rechunk(
@@ -93,11 +98,33 @@ def rechunk(
         )
     order = tuple(range(x.ndim)) if axes is None else checked_axes(axes, x.ndim)
     if has_unknown_chunks(x):
-        return rechunk_unknown(x, order, chunks, balance, block_size_limit)
+        return _rechunk_unknown(x, order, chunks, balance, block_size_limit)
     before = tuple(x.chunks[axis] for axis in order)
     return redistributed(
         x, order, checked_chunks(chunks, before, x.dtype, balance, block_size_limit)
     )
+
+
+def _rechunk_unknown(
+    x: DaskArray,
+    axes: tuple[int, ...],
+    chunks: ChunksLike,
+    balance: bool,
+    block_size_limit: int | None,
+) -> DaskArray:
+    """Cut an array anew by Dask's tasks, which is possible along axes of known chunk sizes.
+
+    `ChunksError` if an axis of unknown chunk sizes is to be cut anew, or the chunks do not fit.
+    """
+    if axes != tuple(range(x.ndim)):
+        x = _transpose_by_tasks(x, axes)
+    try:
+        return rechunk_by_tasks(x, chunks, balance=balance, block_size_limit=block_size_limit)
+    except (TypeError, ValueError) as exc:
+        raise ChunksError(
+            f"expected known chunk sizes along the axes that are cut anew, got {x.chunks} and "
+            f"chunks={chunks!r}: {exc}. Call x.compute_chunk_sizes() first, or leave these axes."
+        ) from exc
 
 
 def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskArray:

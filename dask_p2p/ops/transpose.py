@@ -7,12 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from dask_p2p.geometry import Chunks
-from dask_p2p.ops.arguments import (
-    check_array,
-    check_chunks_are_known,
-    checked_axes,
-    checked_chunks,
-)
+from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_axes, checked_chunks
 from dask_p2p.ops.rechunk import redistributed
 from dask_p2p.plans import slab_chunks
 from dask_p2p.types import ChunksLike, DaskArray

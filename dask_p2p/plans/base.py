@@ -30,19 +30,8 @@ holder serves one reader; stage 0 is what the reader holds itself::
     reader 3   <-  3    0    1    2
 
 A rank is a place among the sorted addresses of the holders: it follows from where the data is,
-not from the index of the block that a reader happens to compute.
-
-With several hosts that order is right only as long as all go on in step. A reader is through with
-the holders of its own host ten times as fast, so all readers of a host would come to the first
-holder of the next one at the same time, and go on together: one network interface of a host would
-work, and the others rest. There a reader's place on its host says where it starts on the others.
-Two hosts of two::
-
-    stage          0    1    2    3
-    reader a0  <-  a0   a1   b0   b1
-    reader a1  <-  a1   a0   b1   b0
-    reader b0  <-  b0   b1   a0   a1
-    reader b1  <-  b1   b0   a1   a0
+not from the index of the block that a reader happens to compute. Of several hosts `stage_order`
+tells, and `docs/design.md` why.
 """
 
 from __future__ import annotations
@@ -135,7 +124,7 @@ class Plan(Protocol):
 
     @property
     def largest_piece(self) -> int:
-        """Elements of the largest piece of any block."""
+        """Elements of the largest piece of any block, or a bound of it."""
 
     def sources(self, index: Index) -> tuple[Source, ...]:
         """Return the blocks that an output block reads from, in the order of its block plan.

@@ -34,21 +34,16 @@ def cut_of(members: Members) -> tuple[int, ...]:
     return tuple(axis for axis, count in enumerate(members.grid) if count > 1)
 
 
-def recut(members: Members, shape: Sequence[int], cut: Sequence[int]) -> Members:
+def recut(
+    members: Members,  # how they divide theirs
+    shape: Sequence[int],  # of the array that is divided
+    cut: Sequence[int],  # axes that may be divided; where there is none, the first member has all
+) -> Members:
     """Return how the same members divide an array along other axes.
 
     An array of the same shape keeps its shares if their axes are among those of the cut. Where as
     many members come along an axis as before, it is divided in the same places; otherwise evenly.
     Shares are empty where an axis is shorter than that.
-
-    Parameters
-    ----------
-    members
-        How they divide theirs.
-    shape
-        Of the array that is divided.
-    cut
-        Axes that may be divided. Where there is none, the first member has all.
 
     Examples
     --------
@@ -141,15 +136,12 @@ class TransformStage(NamedTuple):
     after: Members  # the same, with the lengths that they have then
 
 
-def transform_stages(before: Members, after: Members, transform: Transform) -> list[TransformStage]:
+def transform_stages(
+    before: Members,  # how they divide it at first
+    after: Members,  # how they are to divide the result
+    transform: Transform,  # of which axes
+) -> list[TransformStage]:
     """Return how members divide an array, one stage after the other, to transform its axes.
-
-    Parameters
-    ----------
-    before, after
-        How they divide it at first, and how they are to divide the result.
-    transform
-        Of which axes.
 
     Examples
     --------

@@ -57,20 +57,15 @@ class Transform:
         )
 
 
-def stages(chunks: Chunks, transform: Transform, final: Chunks | None = None) -> list[Stage]:
+def stages(
+    chunks: Chunks,  # of the input: the first grid
+    transform: Transform,  # of which axes
+    final: Chunks | None = None,  # of the result; by default those that come of it
+) -> list[Stage]:
     """Return the grids through which an array goes, and what is transformed in each.
 
     Between any two is one exchange. Of all ways it is that which keeps most blocks, then that of
     fewest exchanges, then that which moves the fewest bytes.
-
-    Parameters
-    ----------
-    chunks
-        Of the input: the first grid.
-    transform
-        Of which axes.
-    final
-        Chunks of the result; by default those that come of it.
 
     Examples
     --------

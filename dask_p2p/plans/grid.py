@@ -69,11 +69,6 @@ class AxisMapping(Protocol):
 class Cut:
     """An axis that is cut in another way.
 
-    Parameters
-    ----------
-    src_sizes, sizes : tuple of int
-        Of the blocks before and after. Both cut the same length.
-
     Examples
     --------
     >>> Cut((4, 4), (3, 5)).segments(1)
@@ -81,8 +76,8 @@ class Cut:
 Segment(block=1, src=(0, 4), dst=(1, 5), is_rim=False, value=None)]
     """
 
-    src_sizes: tuple[int, ...]
-    sizes: tuple[int, ...]
+    src_sizes: tuple[int, ...]  # of the blocks before
+    sizes: tuple[int, ...]  # of those after, which cut the same length
 
     @cached_property
     def _src_bounds(self) -> tuple[int, ...]:
@@ -142,21 +137,11 @@ def blocks_read(segments: Iterable[Segment]) -> tuple[int, ...]:
 @versioned(shared=True)  # without what is cached
 @dataclass(frozen=True)
 class GridPlan:
-    """How the blocks of one grid are assembled from those of another, axis by axis.
+    """How the blocks of one grid are assembled from those of another, axis by axis."""
 
-    Parameters
-    ----------
-    axes : tuple of int
-        Output axis ``i`` is input axis ``axes[i]``.
-    mappings : tuple of AxisMapping
-        Of each output axis.
-    has_corners : bool
-        Whether pieces that lie in the rim along several axes are read. If not, they are zero.
-    """
-
-    axes: tuple[int, ...]
-    mappings: tuple[AxisMapping, ...]
-    has_corners: bool = True
+    axes: tuple[int, ...]  # output axis i is input axis axes[i]
+    mappings: tuple[AxisMapping, ...]  # of each output axis
+    has_corners: bool = True  # whether what lies in the rim along several axes is read; else zero
 
     @cached_property
     def _place(self) -> tuple[int, ...]:
@@ -175,7 +160,6 @@ class GridPlan:
 
     @cached_property
     def largest_piece(self) -> int:
-        """Elements of the largest piece of any block, or a bound of it."""
         return prod(mapping.largest_segment for mapping in self.mappings)
 
     @cached_property
@@ -191,7 +175,6 @@ class GridPlan:
         return {}
 
     def sources(self, index: Index) -> tuple[Source, ...]:
-        """Return the blocks that an output block reads from, in the order of its block plan."""
         return self._all_sources(index) if self.has_corners else self.block(index).sources
 
     def _all_sources(self, index: Index) -> tuple[Source, ...]:
@@ -204,7 +187,6 @@ class GridPlan:
         return sources
 
     def source_elements(self, index: Index) -> tuple[int, ...]:
-        """Return how many elements the output block reads of each of its sources."""
         if not self.has_corners:
             block = self.block(index)
             read = [0] * len(block.sources)
@@ -221,7 +203,6 @@ class GridPlan:
         return tuple(map(prod, product(*(along.values() for along in lengths))))
 
     def block(self, index: Index) -> BlockPlan:
-        """Return how the output block at `index` is assembled."""
         rows = [m.segments(i) for m, i in zip(self.mappings, index, strict=True)]
         if any(part.is_rim for row in rows for part in row):
             return self._block_with_rims(index, rows)

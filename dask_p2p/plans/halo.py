@@ -30,16 +30,7 @@ BOUNDARIES = ("none", "periodic", "reflect", "nearest")
 @versioned()
 @dataclass(frozen=True)
 class Halo:
-    """An axis along which each block gets rims.
-
-    Parameters
-    ----------
-    src_sizes : tuple of int
-        Of the blocks.
-    before, after : int
-        Width of the rims. No rim is wider than the axis is long.
-    boundary : str or scalar
-        One of `BOUNDARIES`, or the constant that lies beyond both ends.
+    """An axis along which each block gets rims. No rim is wider than the axis is long.
 
     Examples
     --------
@@ -49,10 +40,10 @@ class Halo:
     (6, 5)
     """
 
-    src_sizes: tuple[int, ...]
-    before: int
+    src_sizes: tuple[int, ...]  # of the blocks
+    before: int  # width of the rims
     after: int
-    boundary: Any
+    boundary: Any  # one of `BOUNDARIES`, or the constant that lies beyond both ends
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
@@ -128,24 +119,12 @@ class Halo:
 
 
 def halo_plan(
-    chunks: Chunks,
-    depth: Sequence[tuple[int, int]],
-    boundary: Sequence[Any],
-    has_corners: bool = True,
+    chunks: Chunks,  # of the array
+    depth: Sequence[tuple[int, int]],  # by axis: width of the rims before and after a block
+    boundary: Sequence[Any],  # by axis: one of `BOUNDARIES`, or a constant
+    has_corners: bool = True,  # see `GridPlan`
 ) -> GridPlan:
-    """Return the plan of blocks with rims.
-
-    Parameters
-    ----------
-    chunks
-        Of the array.
-    depth
-        For each axis the width of the rims before and after a block.
-    boundary
-        For each axis one of `BOUNDARIES`, or a constant.
-    has_corners
-        See `GridPlan`.
-    """
+    """Return the plan of blocks with rims."""
     mappings: list[AxisMapping] = []
     for sizes, (before, after), beyond in zip(chunks, depth, boundary, strict=True):
         own = tuple(map(int, sizes))

@@ -19,13 +19,6 @@ __all__ = ["Members", "grids", "surface"]
 class Members:
     """A grid of members. Each has a box of whole blocks, its *share*: as many as the others.
 
-    Parameters
-    ----------
-    chunks : tuple of tuple of int
-        Of the array.
-    grid : tuple of int
-        How many members there are along each axis: at most as many as blocks.
-
     Examples
     --------
     >>> members = Members.at_most(((3, 3), (1, 2, 3, 4)), 3)
@@ -33,8 +26,8 @@ class Members:
     ((1, 3), ((6,), (1, 2, 7)))
     """
 
-    chunks: Chunks
-    grid: tuple[int, ...]
+    chunks: Chunks  # of the array
+    grid: tuple[int, ...]  # members along each axis: at most as many as blocks
 
     @classmethod
     def at_most(cls, chunks: Chunks, members: int, cut: Sequence[int] | None = None) -> Members:

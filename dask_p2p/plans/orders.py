@@ -27,15 +27,12 @@ class Partners(NamedTuple):
     source: int | None  # the member from which it receives
 
 
-def partners(order: str, rank: int, size: int) -> list[Partners]:
+def partners(
+    order: str,  # one of `ORDERS`, but "auto"
+    rank: int,  # which member it is
+    size: int,  # of how many
+) -> list[Partners]:
     """Return the partners of a member, stage by stage: each other member once, either way.
-
-    Parameters
-    ----------
-    order
-        One of `ORDERS`, but "auto".
-    rank, size
-        Which member it is, of how many.
 
     Examples
     --------

@@ -65,24 +65,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class PartPlan:
-    """How one block goes through a GPU.
+    """How one block goes through a GPU."""
 
-    Parameters
-    ----------
-    inputs : tuple of Input
-        The blocks that are read.
-    parts : tuple of Part
-        At least one.
-    result_bytes : int
-        Of what the function makes of one part, at most.
-    has_rims : bool
-        Whether rims are cut off that: what is left is copied.
-    """
-
-    inputs: tuple[Input, ...]
-    parts: tuple[Part, ...]
-    result_bytes: int
-    has_rims: bool = False
+    inputs: tuple[Input, ...]  # the blocks that are read
+    parts: tuple[Part, ...]  # at least one
+    result_bytes: int  # of what the function makes of one part, at most
+    has_rims: bool = False  # whether rims are cut off that: what is left is copied
 
     def places(self, part: Part) -> list[int]:
         """Return where in a slot each input of a part lies, and where the last one ends: bytes."""

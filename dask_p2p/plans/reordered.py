@@ -28,20 +28,16 @@ class ReorderedPlan:
 
     @property
     def largest_piece(self) -> int:
-        """Elements of the largest piece of any block, or a bound of it."""
         return self.plan.largest_piece
 
     def _place(self, index: Index) -> Index:
         return tuple(index[axis] for axis in self.order)
 
     def sources(self, index: Index) -> tuple[Source, ...]:
-        """Return the blocks that an output block reads from, in the order of its block plan."""
         return self.plan.sources(self._place(index))
 
     def source_elements(self, index: Index) -> tuple[int, ...]:
-        """Return how many elements the output block reads of each of its sources."""
         return self.plan.source_elements(self._place(index))
 
     def block(self, index: Index) -> BlockPlan:
-        """Return how the output block at `index` is assembled."""
         return self.plan.block(self._place(index))

@@ -16,20 +16,13 @@ __all__ = ["Rolled"]
 class Rolled(Cut):
     """An axis whose elements move on; those that leave at its end come in at its start.
 
-    Parameters
-    ----------
-    src_sizes, sizes : tuple of int
-        Of the blocks before and after. Both cut the same length.
-    shift : int
-        By how many elements.
-
     Examples
     --------
     >>> [(part.block, part.src, part.dst) for part in Rolled((3, 2), (3, 2), 1).segments(0)]
     [(1, (1, 2), (0, 1)), (0, (0, 2), (1, 3))]
     """
 
-    shift: int
+    shift: int  # by how many elements
 
     @cached_property
     def largest_segment(self) -> int:

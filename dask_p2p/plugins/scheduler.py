@@ -26,14 +26,7 @@ from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
 from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import Feed, Tasks
-from dask_p2p.monitoring.records import (
-    RECORDS_OP,
-    Record,
-    RecordStore,
-    RunStarts,
-    packed,
-    unpacked,
-)
+from dask_p2p.monitoring.records import RECORDS_OP, Record, RecordStore, RunStarts, packed, unpacked
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.plugins.low_latency import shorten_scheduler
 from dask_p2p.plugins.placement import overlay_memory_check, overlay_placement

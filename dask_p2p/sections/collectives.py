@@ -17,19 +17,15 @@ _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.
 
 
 class Collectives:
-    """One member among all, and what they do together with single values.
+    """One member among all, and what they do together with single values."""
 
-    Parameters
-    ----------
-    rank, size : int
-        Which member this is, of how many.
-    links : Links or None
-        By which it exchanges; None if it is the only one.
-    device : Host
-        Where arrays lie. Values go through host memory.
-    """
-
-    def __init__(self, rank: int, size: int, links: Links | None, device: Host) -> None:
+    def __init__(
+        self,
+        rank: int,  # which member this is
+        size: int,  # of how many
+        links: Links | None,  # by which it exchanges; None if it is the only one
+        device: Host,  # where arrays lie; values go through host memory
+    ) -> None:
         self.rank, self.size, self._links, self.device = rank, size, links, device
 
     def barrier(self) -> None:

@@ -19,6 +19,7 @@ from dask_p2p.sections.halo import Exchange, Padded, Pending
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.progress import Progress
 from dask_p2p.sections.recut import Redistribution
+from dask_p2p.sections.rim_messages import RimCall
 from dask_p2p.sections.saved import Checkpoints, Period
 from dask_p2p.sections.staged import checked_order
 from dask_p2p.sections.state_memory import check_state
@@ -45,31 +46,16 @@ class Context(Collectives, Transforms):
         How many members there are along each axis.
     box : tuple of tuple of int
         Where in the whole array this member's share is: (start, stop) of each axis.
-
-    Parameters
-    ----------
-    members : Members
-        Which member has what of the array.
-    rank : int
-        Which member this is.
-    links : Links or None
-        By which it exchanges; None if it is the only one.
-    checkpoints : Checkpoints or None
-        What keeps its states.
-    reads_memory : bool
-        Whether it may read the memory of others on its host, and they read its own.
-    device : Host
-        Where its shares lie.
     """
 
     def __init__(
         self,
-        members: Members,
-        rank: int = 0,
-        links: Links | None = None,
-        checkpoints: Checkpoints | None = None,
-        reads_memory: bool = True,
-        device: Host = HOST,
+        members: Members,  # which member has what of the array
+        rank: int = 0,  # which member this is
+        links: Links | None = None,  # by which it exchanges; None if it is the only one
+        checkpoints: Checkpoints | None = None,  # what keeps its states
+        reads_memory: bool = True,  # whether members of one host may read each other's memory
+        device: Host = HOST,  # where its shares lie
     ) -> None:
         super().__init__(rank, members.size, links, device)
         self.grid = members.grid
@@ -123,8 +109,8 @@ class Context(Collectives, Transforms):
         (beyond,) = checked_boundaries(boundary, whole, kind)
         call = f"halo() of {kind.str}, depth {widths}, boundary {beyond}, corners {bool(corners)}"
         own = rims(self._members, self.rank, widths, beyond, bool(corners))
-        order = checked_order(exchange)
-        padded = Padded(Exchange(own, kind, call, self._links, order, self.device))
+        rim_call = RimCall(own, kind, call, self._links, checked_order(exchange))
+        padded = Padded(Exchange(rim_call, self.device))
         if share is not None:
             if np.shape(share) != padded.inner.shape:
                 raise InputError(

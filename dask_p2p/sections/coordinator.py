@@ -29,56 +29,30 @@ State = Literal["waiting", "running", "returned", "committed", "stopped"]
 class Order:
     """What one run of a member is to do.
 
-    Parameters
-    ----------
-    state
-        Where it stands. "waiting" and "returned" are to be waited out; "running" starts the user's
-        function; "committed" hands the output on; "stopped" ends the run.
-    attempt
-        Number of the attempt, from 1; 0 before the first.
-    failures
-        Attempts that have ended early since the last one that committed.
-    peers
-        Of a member that runs: worker, ticket and endpoint of each member, by rank.
-    resume
-        Of a member that runs: the step at which the attempt begins; None if that is the first.
-    holders
-        By rank the member on whose worker the state of that step is.
-    error
-        Of a member that is stopped: the pickled exception that all members raise.
-    reason
-        Of a member that is stopped, and cannot come again: why, in words. A member without error
-        and reason comes again.
+    "waiting" and "returned" are to be waited out; "running" starts the user's function; "committed"
+    hands the output on; "stopped" ends the run. Without error and reason the member comes again.
     """
 
     state: State
-    attempt: int = 0
-    failures: int = 0
-    peers: tuple[tuple[str, str, str], ...] = ()
-    resume: int | None = None
-    holders: tuple[int, ...] = ()
-    error: bytes | None = None
-    reason: str = ""
+    attempt: int = 0  # from 1; 0 before the first
+    failures: int = 0  # attempts that have ended early since the last one that committed
+    # Of a member that runs:
+    peers: tuple[tuple[str, str, str], ...] = ()  # by rank: worker, ticket and endpoint
+    resume: int | None = None  # the step at which the attempt begins; None if that is the first
+    holders: tuple[int, ...] = ()  # by rank: the member on whose worker that step's state is
+    # Of a member that is stopped:
+    error: bytes | None = None  # the pickled exception that all members raise
+    reason: str = ""  # why it cannot come again, in words
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a gang waits for: its own members, or if they are all there other gangs.
-
-    Parameters
-    ----------
-    size, attempt
-        How many members it has, and how often they have begun.
-    missing
-        Ranks of those that do not wait for it.
-    gangs
-        Those that have, or come before it to, workers which it needs.
-    """
+    """What a gang waits for: its own members, or if they are all there other gangs."""
 
     size: int
-    attempt: int
-    missing: list[int]
-    gangs: list[str]
+    attempt: int  # how often its members have begun
+    missing: list[int]  # ranks of those that do not wait for it
+    gangs: list[str]  # that have, or come before it to, workers which it needs
 
 
 @dataclass
@@ -143,11 +117,7 @@ class _Gang:
 class Coordinator:
     """Starts, ends and commits the attempts of gangs.
 
-    Parameters
-    ----------
-    most_attempts : int
-        After so many attempts of a gang that ended without an error of the user's, all its members
-        fail.
+    After `most_attempts` of a gang that ended without an error of the user's all its members fail.
     """
 
     def __init__(self, most_attempts: int) -> None:
@@ -176,37 +146,19 @@ class Coordinator:
 
     def join(
         self,
-        gang: str,
-        size: int,
-        rank: int,
-        ticket: str,
-        worker: str,
-        endpoint: str = "",
+        gang: str,  # its name
+        size: int,  # how many members it has
+        rank: int,  # which of them this is
+        ticket: str,  # of this run of the member's task, as no other has it
+        worker: str,  # address of the worker that runs it
+        endpoint: str = "",  # where the others reach it
+        # By rank: the steps whose states that worker has.
         saved: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> list[int]:
-        """Note that a member waits for its gang.
+        """Note that a member waits for its gang; return the ranks whose outputs no longer count.
 
-        Parameters
-        ----------
-        gang, size, rank
-            Name of the gang, how many members it has, and which of them this is.
-        ticket
-            Of this run of the member's task, as no other has it.
-        worker, endpoint
-            Address of the worker that runs it, and where the others reach it.
-        saved
-            By rank: the steps whose states that worker has.
-
-        Returns
-        -------
-        list of int
-            Ranks whose outputs, if they are there, are of an attempt that no longer counts: an
-            output of a committed attempt was lost, so all members have to run again.
-
-        Raises
-        ------
-        ValueError
-            If other members have joined with another size.
+        Those are of an attempt that was committed: one of them was lost, so all members have to run
+        again. `ValueError` if other members have joined with another size.
         """
         found = self._gangs.setdefault(gang, _Gang(size))
         if found.size != size or not 0 <= rank < size:
@@ -224,19 +176,14 @@ class Coordinator:
         return again
 
     def leave(
-        self, gang: str, rank: int, ticket: str, cause: str = "", error: bytes | None = None
+        self,
+        gang: str,
+        rank: int,
+        ticket: str,  # as it joined
+        cause: str = "",  # why the attempt cannot go on; empty if the function has returned
+        error: bytes | None = None,  # pickled, that all are to raise; None if all come again
     ) -> None:
-        """Note that a member's function has ended.
-
-        Parameters
-        ----------
-        gang, rank, ticket
-            As they joined.
-        cause
-            Why the attempt cannot go on; empty if the function has returned.
-        error
-            The pickled exception that all members are to raise; None if all come again.
-        """
+        """Note that a member's function has ended."""
         member = self._member(gang, rank, ticket)
         if member is None or member.state != "running":
             return

@@ -25,12 +25,10 @@ from dask_p2p.backends.device import device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, InputError
-from dask_p2p.plans.rims import Rims
 from dask_p2p.sections.gpu_regions import GpuRegions
-from dask_p2p.sections.links import Links
-from dask_p2p.sections.peers import AttemptEndedError
+from dask_p2p.sections.links import AttemptEndedError, Links
 from dask_p2p.sections.regions import Regions
-from dask_p2p.sections.rim_messages import RimMessages
+from dask_p2p.sections.rim_messages import RimCall, RimMessages
 from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
@@ -100,11 +98,9 @@ class Host:
         made: Array = np.array(array, dtype)
         return made
 
-    def moved_rims(
-        self, rims: Rims, dtype: DType, call: str, links: Links | None, order: str
-    ) -> RimMessages | RimWindows:
+    def moved_rims(self, call: RimCall) -> RimMessages | RimWindows:
         """Return what brings packed rims to other members, and theirs here."""
-        return RimMessages(rims, dtype, call, links, order)
+        return RimMessages(call)
 
     def moved_regions(self, links: Links | None, reads_memory: bool) -> Regions | GpuRegions:
         """Return what brings regions of shares to other members, and theirs here."""
@@ -125,17 +121,7 @@ HOST = Host()
 
 
 class Gpu(Host):
-    """A GPU: what is called has been put on the member's stream when it returns.
-
-    Parameters
-    ----------
-    links : Links or None
-        To other members; None if there are none.
-    has_windows : bool
-        Whether members of one host may read each other's memory.
-    part_bytes : int
-        What copy engines bring at a time of regions that are read; 0: kernels read them.
-    """
+    """A GPU: what is called has been put on the member's stream when it returns."""
 
     kind: ClassVar[Kind] = "cupy"
     stream: Any  # what computes
@@ -144,7 +130,12 @@ class Gpu(Host):
     _idle: ClassVar[defaultdict[int, list[_Streams]]] = defaultdict(list)
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, links: Links | None, has_windows: bool = True, part_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        links: Links | None,  # to other members; None if there are none
+        has_windows: bool = True,  # whether members of one host may read each other's memory
+        part_bytes: int = 0,  # that copy engines bring at a time of regions; 0: kernels read them
+    ) -> None:
         self._links, self.has_windows, self.part_bytes = links, has_windows, part_bytes
         #: Called when all is done: closes what is others'.
         self.closing: list[Callable[[], None]] = []
@@ -302,10 +293,8 @@ class Gpu(Host):
         queue.synchronize()
         return made
 
-    def moved_rims(
-        self, rims: Rims, dtype: DType, call: str, links: Links | None, order: str
-    ) -> RimMessages | RimWindows:
-        return RimWindows(self, rims, dtype, call, links, order)
+    def moved_rims(self, call: RimCall) -> RimMessages | RimWindows:
+        return RimWindows(self, call)
 
     def moved_regions(self, links: Links | None, reads_memory: bool) -> Regions | GpuRegions:
         return GpuRegions(self, links, reads_memory)
@@ -321,15 +310,9 @@ class Gpu(Host):
 
 
 class _Streams:
-    """What one member after the other has: a pool keeps the memory of a stream for that one.
+    """What one member after the other has: a pool keeps the memory of a stream for that one."""
 
-    Parameters
-    ----------
-    make : callable
-        Makes a stream of the current device.
-    """
-
-    def __init__(self, make: Callable[..., Any]) -> None:
+    def __init__(self, make: Callable[..., Any]) -> None:  # makes a stream of the current device
         self.stream, self.copies = make(non_blocking=True), make(non_blocking=True)
         self.queue = DeviceQueue("cupy", leave_bandwidth=True, has_own_streams=True)
 
@@ -351,12 +334,8 @@ def device_for(kind: Kind, options: Options, links: Links | None = None) -> Host
 def check_kind(device: Host, name: str, array: Any) -> None:
     """Refuse an array that is no plain one of a device.
 
-    Raises
-    ------
-    UnsupportedArrayError
-        If it is of no known kind, or more than its bytes.
-    InputError
-        If it is of another kind.
+    `UnsupportedArrayError` if it is of no known kind, or more than its bytes; `InputError` if it is
+    of another kind.
     """
     kind = backend_for(array).name
     if kind != device.kind:

@@ -32,22 +32,12 @@ _TCP_INFO_BYTES = 60
 
 @dataclass(frozen=True)
 class Reach:
-    """How members of a worker and those on other hosts reach each other.
+    """How members of a worker and those on other hosts reach each other."""
 
-    Parameters
-    ----------
-    host
-        Name or number of this one; empty if no connection may leave it.
-    listening, connecting
-        TLS contexts, where connections between hosts are encrypted.
-    timeout_s
-        After how long without an answer a connection between hosts is lost.
-    """
-
-    host: str = ""
-    listening: ssl.SSLContext | None = None
+    host: str = ""  # name or number of this one; empty if no connection may leave it
+    listening: ssl.SSLContext | None = None  # where connections between hosts are encrypted
     connecting: ssl.SSLContext | None = None
-    timeout_s: float = 30.0
+    timeout_s: float = 30.0  # without an answer, after which such a connection is lost
 
     @property
     def protocol(self) -> str:
@@ -81,20 +71,9 @@ class TlsSocket(ssl.SSLSocket):
 
 
 class Endpoint:
-    """What listens for the links of a member, and begins them.
+    """What listens for the links of a member, and begins them."""
 
-    Parameters
-    ----------
-    reach : Reach
-        Of its worker.
-
-    Attributes
-    ----------
-    text : str
-        What others need to know to begin a link.
-    """
-
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach) -> None:  # of its worker
         self._reach = reach
         self._strangers: dict[int, tuple[socket.socket, bytearray]] = {}  # by file descriptor
         unix = socket.socket(socket.AF_UNIX)
@@ -108,6 +87,7 @@ class Endpoint:
         for listener in self._listeners:
             listener.listen(4096)
             listener.setblocking(False)
+        #: What others need to know to begin a link.
         self.text = " ".join(
             (_kernel_and_network(), name, reach.protocol, reach.host or "-", str(port))
         )
@@ -125,12 +105,7 @@ class Endpoint:
     def connect(self, endpoint: str, worker: str) -> socket.socket:
         """Return a socket to another member's endpoint, on a worker.
 
-        Raises
-        ------
-        OSError
-            If it cannot be reached.
-        SectionError
-            If it must not be.
+        `OSError` if it cannot be reached, `SectionError` if it must not be.
         """
         kernel, name, protocol, host, port = endpoint.split()
         if kernel == _kernel_and_network():
@@ -155,12 +130,7 @@ class Endpoint:
     def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket]]:
         """Take new connections; return those that have said so many bytes by now, and what.
 
-        Parameters
-        ----------
-        ready
-            Of `numbers` those at which something has come.
-        wanted
-            How many bytes each has to say.
+        Of `numbers` something has come at those that are ready.
         """
         for listener in self._listeners:
             if listener.fileno() in ready:

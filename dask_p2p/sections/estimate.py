@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from dask.utils import format_bytes
 
@@ -13,14 +12,9 @@ from dask_p2p.engine.context import where_is
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.ops.estimate import MemoryEstimate
-from dask_p2p.plans.members import Members
-from dask_p2p.plans.rims import Rims
-from dask_p2p.sections.windows import SLOTS
-from dask_p2p.types import DType, Kind
+from dask_p2p.types import Kind
 
-__all__ = ["SectionEstimate", "check_memory", "iterated", "section_estimate"]
-
-_GENERATIONS = 2  # of states, while one of them is made: see `dask_p2p.sections.saved`
+__all__ = ["SectionEstimate", "check_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +52,9 @@ class SectionEstimate(MemoryEstimate):
 
     work_bytes: int
     returned_bytes: int
-    state_bytes: int
-    step_bytes: int
-    checkpoint_bytes: int
+    state_bytes: int = 0
+    step_bytes: int = 0
+    checkpoint_bytes: int = 0
     kind: Kind = "numpy"
 
     @property
@@ -93,89 +87,6 @@ class SectionEstimate(MemoryEstimate):
             f"{format_bytes(self.total_bytes)} each ({parts}); each sends {step} a step, and "
             f"{checkpoint} a checkpoint"
         )
-
-
-def section_estimate(
-    members: Members,
-    rank: int,
-    inputs: Sequence[DType],
-    outputs: int,
-    dtype: DType,
-    kind: Kind = "numpy",
-) -> SectionEstimate:
-    """Return what is known of any function's member: blocks, and shares of all inputs.
-
-    Parameters
-    ----------
-    members, rank
-        Which member has what, and which of them this is.
-    inputs
-        The dtype of each array.
-    outputs, dtype
-        How many arrays the function makes, and of which dtype.
-    kind
-        Of the blocks.
-    """
-    count = prod(members.shape(rank))
-    given_bytes = sum(count * each.itemsize for each in inputs)
-    made_bytes = outputs * count * dtype.itemsize
-    return SectionEstimate(
-        workers=members.size,
-        input_bytes=given_bytes,
-        output_bytes=made_bytes,
-        staging_bytes=0,
-        packed_bytes=0,
-        work_bytes=given_bytes,
-        returned_bytes=made_bytes,
-        state_bytes=0,
-        step_bytes=0,
-        checkpoint_bytes=0,
-        kind=kind,
-    )
-
-
-def iterated(
-    found: SectionEstimate,
-    rims: Rims,
-    fields: int,
-    constants: Sequence[DType],
-    dtype: DType,
-    has_checkpoints: bool,
-) -> SectionEstimate:
-    """Return the same for a member of `iterate`.
-
-    Parameters
-    ----------
-    found
-        What `section_estimate` says of it.
-    rims
-        Around its share.
-    fields, constants
-        How many fields there are, and the dtypes of constants that are arrays.
-    dtype
-        Of the fields.
-    has_checkpoints
-        Whether there may be some.
-    """
-    count, item_bytes = prod(stop - start for start, stop in rims.inner), dtype.itemsize
-    state_bytes = fields * count * item_bytes if has_checkpoints and found.workers > 1 else 0
-    packed_bytes, staging_bytes = (
-        sum(prod(hi - lo for lo, hi in box) for boxes in each.values() for box in boxes)
-        * item_bytes
-        for each in (rims.sends, rims.receives)
-    )
-    padded_bytes = prod(rims.shape) * item_bytes
-    constants_bytes = sum(count * each.itemsize for each in constants)
-    return replace(
-        found,
-        work_bytes=(fields + 1) * padded_bytes + constants_bytes,
-        returned_bytes=fields * padded_bytes,
-        staging_bytes=staging_bytes,
-        packed_bytes=packed_bytes * (1 if found.kind == "numpy" else SLOTS),
-        state_bytes=2 * _GENERATIONS * state_bytes,
-        step_bytes=packed_bytes,
-        checkpoint_bytes=state_bytes,
-    )
 
 
 def check_memory(estimate: Callable[[], SectionEstimate]) -> None:

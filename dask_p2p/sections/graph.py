@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from dask_p2p.geometry import Chunks, box_slices
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.coordinator import COMMIT
 from dask_p2p.sections.devices import HOST, Host, check_kind
-from dask_p2p.sections.estimate import SectionEstimate, check_memory, section_estimate
+from dask_p2p.sections.estimate import SectionEstimate, check_memory
 from dask_p2p.sections.member import run_member
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, DaskArray, DType, Kind
@@ -37,36 +38,19 @@ __all__ = ["Section", "Shares", "ValueSpec", "section_arrays", "shape_of"]
 
 
 def section_arrays(
-    prefix: str,
+    prefix: str,  # of the new arrays' names: what Dask calls the tasks
     function: Callable[..., Any],
-    arrays: Sequence[DaskArray],
-    members: Members,
-    outputs: int,
-    dtype: DType,
-    options: Options,
-    per_member: Sequence[ValueSpec] = (),
+    arrays: Sequence[DaskArray],  # the inputs, of the same chunks, in blocks of one kind
+    members: Members,  # which of them has what
+    outputs: int,  # how many arrays there are
+    dtype: DType,  # of these
+    options: Options,  # what travels with the tasks
+    per_member: Sequence[ValueSpec] = (),  # of values that become arrays with a block for each
 ) -> tuple[DaskArray, ...]:
-    """Return the lazy arrays that a gang makes.
+    """Return the lazy arrays that a gang makes, of inputs of a graph or of expressions.
 
-    Parameters
-    ----------
-    prefix : str
-        Of the new arrays' names: what Dask calls the tasks.
-    function : callable
-        Called on each member with a context and its `Shares` of the arrays. Returns as many arrays
-        of the share's shape as there are outputs, and then values, in a tuple.
-    arrays : sequence of dask.array.Array
-        The inputs, of the same chunks, in blocks of one kind; of a graph, or of expressions.
-    members : Members
-        Which of them has what.
-    outputs : int
-        How many arrays there are.
-    dtype : numpy.dtype
-        Of these.
-    options : Options
-        What travels with the tasks.
-    per_member : sequence of ValueSpec
-        Of values of each member, which become arrays with a block for each.
+    The function is called on each member with a context and its `Shares` of the arrays. It returns
+    as many arrays of the share's shape as there are outputs, and then values, in a tuple.
     """
     inputs = tuple(np.dtype(x.dtype) for x in arrays)
     kind, specs = backend_for(arrays[0]._meta).name, tuple(per_member)
@@ -101,21 +85,11 @@ class ValueSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """What a gang does, whatever its inputs are called.
+    """What a gang does, whatever its inputs are called."""
 
-    Parameters
-    ----------
-    prefix
-        Of the names of what it makes.
-    body
-        What each member calls.
-    options
-        What travels with the tasks.
-    """
-
-    prefix: str
-    body: _Body
-    options: Options
+    prefix: str  # of the names of what it makes
+    body: _Body  # what each member calls
+    options: Options  # what travels with the tasks
 
     def token(self, names: Sequence[str]) -> str:
         """Return what tells the gang from others, by the names of its inputs."""
@@ -184,27 +158,15 @@ class _ReadsNothing:
 
 
 class Shares:
-    """A member's shares of the arrays, in blocks as yet.
-
-    Parameters
-    ----------
-    members, rank
-        Which member has what, and which of them this is.
-    arrays : sequence of sequences of array
-        Of each array the blocks of this member.
-    dtypes : sequence of numpy.dtype
-        Of each array, as it is declared.
-    device : Host
-        Where they lie.
-    """
+    """A member's shares of the arrays, in blocks as yet."""
 
     def __init__(
         self,
-        members: Members,
-        rank: int,
-        arrays: Sequence[Sequence[Array]],
-        dtypes: Sequence[DType],
-        device: Host = HOST,
+        members: Members,  # which member has what
+        rank: int,  # which of them this is
+        arrays: Sequence[Sequence[Array]],  # of each array the blocks of this member
+        dtypes: Sequence[DType],  # of each array, as it is declared
+        device: Host = HOST,  # where they lie
     ) -> None:
         blocks = list(members.blocks(rank))
         self._device = device
@@ -290,10 +252,13 @@ class _Body:
         return max(each, key=lambda found: found.total_bytes)
 
     def _estimate(self, rank: int) -> SectionEstimate:
-        given = self.members, rank, self.inputs
-        found = section_estimate(*given, self.outputs, self.dtype, self.kind)
+        count = prod(self.members.shape(rank))
+        given = sum(count * each.itemsize for each in self.inputs)
+        made = self.outputs * count * self.dtype.itemsize
+        size = self.members.size
+        found = SectionEstimate(size, given, made, 0, 0, given, made, kind=self.kind)
         more: Any = getattr(self.function, "estimate", None)
-        return found if more is None else more(found, *given)
+        return found if more is None else more(found, self.members, rank, self.inputs)
 
     def _check(self, ctx: Any, shape: tuple[int, ...], returned: Any) -> None:
         rank, kind = ctx.rank, ctx.device.module.ndarray

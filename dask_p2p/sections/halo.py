@@ -6,16 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
-from dask_p2p.plans.frames import interior_and_frames
-from dask_p2p.plans.rims import Rims
+from dask_p2p.plans.rims import interior_and_frames
 from dask_p2p.sections.devices import HOST, Host
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.rim_messages import RimCall
 from dask_p2p.sections.rim_windows import RimWindows
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 __all__ = ["Exchange", "Padded", "Part", "Pending"]
 
@@ -37,14 +34,9 @@ class Padded:
         The share with its rims.
     inner : numpy.ndarray or cupy.ndarray
         The share: a view of `data`.
-
-    Parameters
-    ----------
-    exchange : Exchange
-        What fills the rims of arrays like this one.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange) -> None:  # what fills the rims of arrays like this one
         self.exchange = exchange
         self.data: Array = exchange.device.zeros(exchange.rims.shape, exchange.dtype)
         self.inner: Array = self.data[box_slices(exchange.rims.inner)]
@@ -83,36 +75,17 @@ class Padded:
 
 
 class Exchange:
-    """Fills the rims of shares, again and again.
-
-    Parameters
-    ----------
-    rims : Rims
-        Of this member's share.
-    dtype : numpy.dtype
-    call : str
-        What is exchanged. All members must name the same.
-    links : Links or None
-        By which members exchange; None if this is the only one.
-    order : str
-        Of messages: one of `dask_p2p.plans.orders.ORDERS`.
-    device : Host
-        Where shares lie: of a `Gpu` work is put on its stream, and nothing waits for it.
-    """
+    """Fills the rims of shares, again and again."""
 
     def __init__(
         self,
-        rims: Rims,
-        dtype: DType,
-        call: str,
-        links: Links | None,
-        order: str = "auto",
-        device: Host = HOST,
+        call: RimCall,  # what all members exchange
+        device: Host = HOST,  # where shares lie: of a `Gpu` nothing waits for its stream
     ) -> None:
-        self.rims, self.dtype, self.device = rims, np.dtype(dtype), device
-        self._moved = device.moved_rims(rims, self.dtype, call, links, order)
-        self._local = [(box_slices(src), box_slices(dst)) for src, dst in rims.local]
-        self._fills = [(box_slices(fill.dst), fill.value) for fill in rims.fills]
+        self.rims, self.dtype, self.device = call.rims, call.dtype, device
+        self._moved = device.moved_rims(call)
+        self._local = [(box_slices(src), box_slices(dst)) for src, dst in self.rims.local]
+        self._fills = [(box_slices(fill.dst), fill.value) for fill in self.rims.fills]
         self._pending: Pending | None = None
 
     @cached_property
@@ -130,16 +103,12 @@ class Exchange:
         """Whether the inside of shares should be computed while rims are on their way."""
         return self._moved.is_worth_hiding(box_size(self.rims.inner))
 
-    def begin(self, data: Array, beside: bool = True) -> Pending:
-        """Begin to fill the rims of this member's share, from those of all members.
-
-        Parameters
-        ----------
-        data
-            The share with its rims.
-        beside
-            Whether the caller has something else to do: large rims need a thread then.
-        """
+    def begin(
+        self,
+        data: Array,  # the share with its rims
+        beside: bool = True,  # whether the caller has something else to do: see `RimMessages`
+    ) -> Pending:
+        """Begin to fill the rims of this member's share, from those of all members."""
         if self._pending is not None:
             raise InputError(
                 "expected wait() of the exchange that halo_begin() began, before these rims are "
@@ -173,17 +142,14 @@ class Exchange:
 
 
 class Pending:
-    """Rims that are on their way.
+    """Rims that are on their way."""
 
-    Parameters
-    ----------
-    exchange, data
-        What fills the rims, and of which share.
-    end : callable or None
-        Waits until they are in their places.
-    """
-
-    def __init__(self, exchange: Exchange, data: Array, end: Callable[[], Any] | None) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,  # what fills the rims
+        data: Array,  # of which share
+        end: Callable[[], Any] | None,  # waits until they are in their places
+    ) -> None:
         self._exchange: Exchange | None = exchange
         self._data, self._end = data, end
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ from dask_p2p.plans.rims import rims
 from dask_p2p.sections.captured import Captured
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import Host
-from dask_p2p.sections.estimate import SectionEstimate, iterated
+from dask_p2p.sections.estimate import SectionEstimate
 from dask_p2p.sections.graph import Shares, shape_of
 from dask_p2p.sections.halo import Padded, Part, Pending
-from dask_p2p.sections.saved import Period
+from dask_p2p.sections.rim_messages import elements_of
+from dask_p2p.sections.saved import GENERATIONS, Period
 from dask_p2p.sections.windows import SLOTS
 from dask_p2p.types import Array, DType
 
@@ -186,8 +187,24 @@ class Iteration:
     ) -> SectionEstimate:
         """Return what one member has in memory, and sends; `found` is what any function's has."""
         own = rims(members, rank, self._widest, self.boundary, self.corners)
-        fields = len(self.depths)
-        return iterated(found, own, fields, inputs[fields:], self.dtype, self.period is not None)
+        fields, count, item_bytes = len(self.depths), box_size(own.inner), self.dtype.itemsize
+        has_states = self.period is not None and members.size > 1
+        state_bytes = fields * count * item_bytes if has_states else 0
+        packed_bytes, staging_bytes = (
+            sum(map(elements_of, each.values())) * item_bytes for each in (own.sends, own.receives)
+        )
+        padded_bytes = prod(own.shape) * item_bytes
+        constants_bytes = sum(count * each.itemsize for each in inputs[fields:])
+        return replace(
+            found,
+            work_bytes=(fields + 1) * padded_bytes + constants_bytes,
+            returned_bytes=fields * padded_bytes,
+            staging_bytes=staging_bytes,
+            packed_bytes=packed_bytes * (1 if found.kind == "numpy" else SLOTS),
+            state_bytes=2 * GENERATIONS * state_bytes,
+            step_bytes=packed_bytes,
+            checkpoint_bytes=state_bytes,
+        )
 
     def _constants(self, ctx: Context, shares: Shares) -> list[Any]:
         numbers, kinds = iter(range(len(self.depths), len(shares))), ctx.device.module.ndarray
@@ -240,18 +257,12 @@ def _check_filled(out: Array, mark: Any, device: Host) -> None:
         )
 
 
-def _replace(out: Array, new: Any, part: Part) -> None:
-    """Copy what a function has returned, with or without rims.
-
-    Parameters
-    ----------
-    out
-        Memory for the new share, or a part of it.
-    new
-        What the function has returned.
-    part
-        Of the newest field, as the function has seen it.
-    """
+def _replace(
+    out: Array,  # memory for the new share, or a part of it
+    new: Any,  # what the function has returned
+    part: Part,  # of the newest field, as the function has seen it
+) -> None:
+    """Copy what a function has returned, with or without rims."""
     shape, seen = shape_of(new, type(out)), part.data
     if shape == seen.shape:
         new = new[part.inner]

@@ -1,4 +1,4 @@
-"""One socket between two members, and what is on its way through it."""
+"""One socket between two members, what is on its way through it, and who is at the other end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,27 @@ import struct
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["HEADER", "TEXT_BYTES", "Buffer", "Link"]
+from dask_p2p.errors import P2PError
+
+__all__ = ["HEADER", "TEXT_BYTES", "AttemptEndedError", "Buffer", "Link", "Peer"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 TEXT_BYTES = 240
 HEADER = struct.Struct(f"<QQ{TEXT_BYTES}s")  # number of the call, bytes that follow, its text
+
+
+class AttemptEndedError(P2PError):
+    """The attempt that a member takes part in cannot go on, or has ended."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another member, or this one."""
+
+    worker: str  # address of its worker
+    ticket: str  # of its run: nobody else knows it
+    endpoint: str  # where its links begin: `Links.endpoint`
 
 
 @dataclass

@@ -20,8 +20,7 @@ from math import inf
 
 from dask_p2p.errors import P2PError, SectionError
 from dask_p2p.sections.endpoint import Endpoint, Reach, is_lost
-from dask_p2p.sections.link import HEADER, TEXT_BYTES, Buffer, Link
-from dask_p2p.sections.peers import AttemptEndedError, Peer
+from dask_p2p.sections.link import HEADER, TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
 
 __all__ = ["AttemptEndedError", "Buffer", "Links", "Peer"]
 
@@ -32,15 +31,9 @@ _SPIN_S = 50e-6
 
 
 class Links:
-    """The links of one run of a member.
+    """The links of one run of a member."""
 
-    Parameters
-    ----------
-    reach : Reach
-        How its worker and those of other hosts reach each other.
-    """
-
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
         self._own: Peer | None = None
         self._links: dict[int, Link] = {}  # by rank
         self._number = 0
@@ -97,29 +90,18 @@ class Links:
     def exchange(
         self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
     ) -> dict[int, memoryview]:
-        """Send bytes to some members, and receive bytes from some, at the same time.
+        """Send bytes to some members, and receive bytes from some; return what has come, by rank.
+
+        All that exchange something must name the same call: `SectionError` if they do not.
+        `AttemptEndedError` if a member is lost, or `wake` was called.
 
         Parameters
         ----------
-        call
-            What this is for. Members that exchange something must name the same.
         sends
             What each member gets, by rank.
         receives
             Where that goes which comes from each member, by rank: as many bytes must come. None if
             the sender says how many.
-
-        Returns
-        -------
-        dict
-            What has come, by rank.
-
-        Raises
-        ------
-        AttemptEndedError
-            If a member is lost, or `wake` was called.
-        SectionError
-            If the members' calls differ.
         """
         return self.begin(call, sends, receives)()
 

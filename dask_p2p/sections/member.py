@@ -31,30 +31,17 @@ _MOST_CHARS = 1000  # of what another one says
 
 
 def run_member(
-    gang: str,
-    rank: int,
-    members: Members,
+    gang: str,  # its name
+    rank: int,  # which member this is
+    members: Members,  # which of them has what
     body: Any,
-    options: Options,
-    *arrays: Sequence[Any],
+    options: Options,  # of the array
+    *arrays: Sequence[Any],  # of each the blocks of this member
 ) -> Any:
     """Do the work of a member's task.
 
-    Parameters
-    ----------
-    gang : str
-        Name of the gang.
-    rank : int
-        Which member this is.
-    members : Members
-        Which of them has what.
-    body : callable
-        Called with a context, and of each array the blocks of this member. Its ``dtype`` is that
-        of the blocks which it returns, its ``kind`` that of both.
-    options : Options
-        Of the array.
-    *arrays : sequence of array
-        These blocks.
+    The body is called with a context and these blocks. Its ``dtype`` is that of the blocks which it
+    returns, its ``kind`` that of both.
     """
     check_readable(members, options)
     _, context = current_worker()
@@ -62,7 +49,8 @@ def run_member(
     try:
         if members.size == 1:
             ctx = Context(members, device=device_for(body.kind, options))
-            with Watch(key, members, rank, body.dtype, ctx.progress, context) as watch:
+            watch = Watch(key, members, rank, body.dtype, ctx.progress, context)
+            with watch.running():
                 watch.made(result := _called(body, ctx, arrays))
             return result
         return _run_in_gang(gang, rank, members, body, options, arrays)
@@ -101,9 +89,10 @@ def _run_in_gang(
             device = device_for(body.kind, options, member.links)
             checkpoints = member.checkpoints(order, device)
             ctx = Context(members, rank, member.links, checkpoints, reads_memory, device)
-            watch = Watch((gang, rank), members, rank, body.dtype, ctx.progress, context)
-            workers = [worker for worker, *_ in order.peers]
-            with watch.of_gang(member.links, workers, order.attempt):
+            of_gang = member.links, [worker for worker, *_ in order.peers], order.attempt
+            key, progress = (gang, rank), ctx.progress
+            watch = Watch(key, members, rank, body.dtype, progress, context, *of_gang)
+            with watch.running():
                 result, order = _attempt(member, ctx, body, arrays, watch)
                 if order.state == "committed":
                     watch.made(result)

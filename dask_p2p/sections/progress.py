@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from dask_p2p.engine.context import TaskContext
@@ -29,97 +29,72 @@ class Progress:
     first: int = 0  # where this attempt began
 
 
+@dataclass
 class Watch:
-    """Has a worker know of a member's function while that runs, and keep a record of it.
+    """Has a worker know of a member's function while that runs, and keep a record of it."""
 
-    Parameters
-    ----------
-    key
-        Of the member's task.
-    members, rank
-        Which member has what, and which of them this is.
-    dtype
-        Of what it makes.
-    progress
-        How far it is.
-    context
-        Of the worker; None where nobody asks.
-    """
-
-    def __init__(
-        self,
-        key: Key,
-        members: Members,
-        rank: int,
-        dtype: DType,
-        progress: Progress,
-        context: TaskContext | None,
-    ) -> None:
-        self._key, self._members, self._rank, self._dtype = key, members, rank, dtype
-        self._progress, self._context = progress, context
-        self._links: Links | None = None
-        self._workers: Sequence[str] = ()
-        self._attempt = 1
-        self._nbytes = 0
-        #: Why the function, or the attempt, has ended early.
-        self.error = ""
-
-    def of_gang(self, links: Links, workers: Sequence[str], attempt: int) -> Watch:
-        """Take the links to other members, and their workers, by rank."""
-        self._links, self._workers, self._attempt = links, workers, attempt
-        return self
-
-    def __enter__(self) -> Watch:
-        self._start_s = time.time()
-        if self._context is not None:
-            self._context.running[self._key] = self._running
-        return self
+    key: Key  # of the member's task
+    members: Members  # which member has what
+    rank: int  # which of them this is
+    dtype: DType  # of what it makes
+    progress: Progress  # how far it is
+    context: TaskContext | None  # of the worker; None where nobody asks
+    links: Links | None = None  # to other members
+    workers: Sequence[str] = ()  # of all members, by rank
+    attempt: int = 1
+    error: str = ""  # why the function, or the attempt, has ended early
+    start_s: float = field(default_factory=time.time)
+    nbytes: int = 0  # of what the member has made
 
     def made(self, blocks: Sequence[Sequence[Any]]) -> None:
         """Note what the member has made."""
-        self._nbytes = sum(block.nbytes for each in blocks for block in each)
+        self.nbytes = sum(block.nbytes for each in blocks for block in each)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._context is None:
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Return the context in which the function runs."""
+        if self.context is None:
+            yield
             return
+        self.context.running[self.key] = self._running
         try:
-            error = repr(exc) if exc is not None else self.error
-            self._context.record(self._record(error=error[:REASON_CHARS]))
+            yield
+        except BaseException as exc:
+            self.error = repr(exc)
+            raise
         finally:
-            self._context.running.pop(self._key, None)
+            try:
+                self.context.record(self._record(error=self.error[:REASON_CHARS]))
+            finally:
+                self.context.running.pop(self.key, None)
 
     def _running(self) -> Record:
         return self._record(wanted_bytes=0)
 
     def _record(self, **more: Any) -> Record:
         """Return what is known now. Any thread may ask."""
-        members, progress = self._members, self._progress
+        members, progress = self.members, self.progress
         is_made = not more.get("error")
-        assert self._context is not None
+        assert self.context is not None
         return Record(
-            key=self._key,
-            start_s=self._start_s,
+            key=self.key,
+            start_s=self.start_s,
             stop_s=time.time(),
             stages=self._stages(),
-            worker=self._context.address,
-            shape=members.shape(self._rank) if is_made else (),
-            dtype=str(self._dtype) if is_made else "",
-            nbytes=self._nbytes if is_made else 0,
+            worker=self.context.address,
+            shape=members.shape(self.rank) if is_made else (),
+            dtype=str(self.dtype) if is_made else "",
+            nbytes=self.nbytes if is_made else 0,
             array_shape=tuple(map(sum, members.chunks)),
             blocks=members.grid,
             axes=tuple(range(len(members.grid))),
             step=progress.step,
             steps=progress.steps,
             first_step=progress.first,
-            attempt=self._attempt,
+            attempt=self.attempt,
             **more,
         )
 
     def _stages(self) -> tuple[Stage, ...]:
-        received = sorted(self._links.received) if self._links is not None else []
-        return tuple(Stage(self._workers[r], LINK, n, waited_s) for r, n, waited_s in received)
+        received = sorted(self.links.received) if self.links is not None else []
+        return tuple(Stage(self.workers[r], LINK, n, waited_s) for r, n, waited_s in received)

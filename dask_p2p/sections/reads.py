@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.sections.links import Links
-from dask_p2p.sections.peers import AttemptEndedError
+from dask_p2p.sections.links import AttemptEndedError, Links
 from dask_p2p.transports.in_place import process_memory
 from dask_p2p.types import Array
 
@@ -34,19 +33,15 @@ def place_bytes(ndim: int) -> int:
 
 
 class Reads:
-    """Which members read whose memory.
+    """Which members read whose memory."""
 
-    Parameters
-    ----------
-    rank, size
-        Which member this is, of how many.
-    links
-        Between them.
-    is_allowed
-        Whether this one's memory may be read, and this one reads.
-    """
-
-    def __init__(self, rank: int, size: int, links: Links, is_allowed: bool) -> None:
+    def __init__(
+        self,
+        rank: int,  # which member this is
+        size: int,  # of how many
+        links: Links,  # between them
+        is_allowed: bool,  # whether this one's memory may be read, and this one reads
+    ) -> None:
         self._rank, self._size, self._links = rank, size, links
         self._is_allowed = is_allowed and process_memory.is_supported()
         self._token = process_memory.new_token()
@@ -92,29 +87,14 @@ class Reads:
 
     def read(
         self,
-        holder: int,
-        place: Any,
+        holder: int,  # whose it is
+        place: Any,  # where it lies there
         shape: Sequence[int],
-        into: Array,
-        axes: Sequence[int],
-        memory_of: Callable[[int], Any],
+        into: Array,  # where it belongs
+        axes: Sequence[int],  # axis i there is axis axes[i] of the region
+        memory_of: Callable[[int], Any],  # for so many bytes that cannot be read to there
     ) -> Array | None:
-        """Read a region to where it belongs.
-
-        Parameters
-        ----------
-        holder, place, shape
-            Whose it is, where it lies there, and its shape.
-        into, axes
-            Where it belongs: axis ``i`` there is axis ``axes[i]`` of the region.
-        memory_of
-            Returns memory of so many bytes, for a region that cannot be read to there.
-
-        Returns
-        -------
-        array or None
-            The region, if it has still to be copied there.
-        """
+        """Read a region to where it belongs; return it if it has still to be copied there."""
         address, *strides = struct.unpack(f"<Q{len(shape)}q", place)
         pid, dtype = self._pids[holder], into.dtype
         try:

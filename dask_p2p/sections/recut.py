@@ -24,51 +24,30 @@ _T = TypeVar("_T")
 
 
 class Redistribution:
-    """How a gang's members divide arrays, and how they get from one cut to another.
-
-    Parameters
-    ----------
-    members, rank
-        How they divide the arrays of their section, and which member this is.
-    links
-        By which they exchange; None if this is the only one.
-    reads_memory
-        Whether members of one host may read each other's memory.
-    device
-        Where shares lie.
-    """
+    """How a gang's members divide arrays, and how they get from one cut to another."""
 
     def __init__(
         self,
-        members: Members,
-        rank: int,
-        links: Links | None,
-        reads_memory: bool = True,
-        device: Host = HOST,
+        members: Members,  # how they divide the arrays of their section
+        rank: int,  # which of them this is
+        links: Links | None,  # by which they exchange; None if this is the only one
+        reads_memory: bool = True,  # whether members of one host may read each other's memory
+        device: Host = HOST,  # where shares lie
     ) -> None:
         self._members, self._rank, self._device = members, rank, device
         self._regions = device.moved_regions(links, reads_memory)
         self._known: dict[str, Any] = {}
         self.shape = tuple(map(sum, members.chunks))
 
-    def members(self, cut: Any, shape: Any = None, name: str = "cut") -> Members:
+    def members(
+        self,
+        cut: Any,  # the axes that may be divided; None for those that are in the section's arrays
+        shape: Any = None,  # of the array; None if that is the arrays' of the section
+        name: str = "cut",  # under which the caller was given `cut`
+    ) -> Members:
         """Return how an array is divided.
 
-        Parameters
-        ----------
-        cut
-            The axes that may be divided; None for those that are in the section's arrays.
-        shape
-            Of the array; None if that is the arrays' of the section.
-        name
-            Under which the caller was given `cut`.
-
-        Raises
-        ------
-        AxesError
-            If the array has no such axes.
-        InputError
-            If that is no shape.
+        `AxesError` if the array has no such axes, `InputError` if that is no shape.
         """
         whole = self.shape if shape is None else checked_shape(shape)
         try:
@@ -117,25 +96,13 @@ class Redistribution:
 
     def between(
         self,
-        before: Members,
-        after: Members,
-        axes: tuple[int, ...],
-        name: str = "redistribute()",
-        order: Sequence[int] | None = None,
+        before: Members,  # how members divide the array
+        after: Members,  # and how with its axes permuted
+        axes: tuple[int, ...],  # axis i of `after` is axis axes[i] of `before`
+        name: str = "redistribute()",  # of the call
+        order: Sequence[int] | None = None,  # axis i of what is made is axis order[i] of `after`
     ) -> Recut:
-        """Return what makes shares of these members into those of others, with axes permuted.
-
-        Parameters
-        ----------
-        before, after
-            How members divide the array, and how with its axes permuted.
-        axes
-            Axis ``i`` of `after` is axis ``axes[i]`` of `before`.
-        name
-            Of the call.
-        order
-            Axis ``i`` of what is made is axis ``order[i]`` of `after`; by default its own.
-        """
+        """Return what makes shares of these members into those of others, with axes permuted."""
         whole = tuple(map(sum, before.share_sizes))
         call = f"{name} of {whole}, {before.grid} to {after.grid}, axes {axes}"
         own = moves(before, after, axes, self._rank)
@@ -147,42 +114,20 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Recut:
-    """Makes shares of one cut into those of another, again and again.
+    """Makes shares of one cut into those of another, again and again."""
 
-    Parameters
-    ----------
-    moves
-        What this member does.
-    axes
-        Axis ``i`` afterwards is axis ``axes[i]`` before.
-    call
-        What is done. All members must name the same.
-    mean_elements
-        What one member gives another.
-    regions
-        What brings it there.
-    device
-        Where shares lie.
-    """
-
-    moves: Moves
-    axes: tuple[int, ...]
-    call: str
-    mean_elements: int
-    regions: Regions | GpuRegions
-    device: Host = HOST
+    moves: Moves  # what this member does
+    axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
+    call: str  # what is done: all members must name the same
+    mean_elements: int  # that one member gives another
+    regions: Regions | GpuRegions  # what brings these there
+    device: Host = HOST  # where shares lie
 
     def __call__(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
         """Return this member's share of the other cut, of its share of the one before.
 
-        On a GPU that may be `Pieces` of it.
-
-        Raises
-        ------
-        InputError
-            If `share` or `out` is not what is expected.
-        SectionError
-            If the members made different calls.
+        On a GPU that may be `Pieces` of it. `InputError` if `share` or `out` is not what is
+        expected, `SectionError` if the members made different calls.
         """
         if not isinstance(share, Pieces):
             share = self.device.as_array(share)
@@ -236,13 +181,7 @@ class Recut:
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return lengths of axes.
-
-    Raises
-    ------
-    InputError
-        If they are none.
-    """
+    """Return lengths of axes; `InputError` if they are none."""
     try:
         lengths = tuple(map(index, shape))
     except TypeError:

@@ -22,27 +22,13 @@ __all__ = ["Call", "Local", "Regions"]
 
 @dataclass(frozen=True)
 class Call:
-    """What all members do at the same time.
+    """What all members do at the same time."""
 
-    Parameters
-    ----------
-    text
-        By which they find out whether they do.
-    dtype
-        Of what they exchange.
-    order
-        In which they do: one of `dask_p2p.plans.orders.ORDERS`.
-    axes
-        Axis ``i`` afterwards is axis ``axes[i]`` before.
-    mean_elements
-        What one member gives another.
-    """
-
-    text: str
-    dtype: DType
-    order: str
-    axes: tuple[int, ...]
-    mean_elements: int
+    text: str  # by which they find out whether they do
+    dtype: DType  # of what they exchange
+    order: str  # in which they do: one of `dask_p2p.plans.orders.ORDERS`
+    axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
+    mean_elements: int  # that one member gives another
 
     def shape_before(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape, before the axes are permuted, of what has this one afterwards."""
@@ -63,17 +49,13 @@ class Local(NamedTuple):
 
 
 class Regions:
-    """Brings regions again and again.
+    """Brings regions again and again."""
 
-    Parameters
-    ----------
-    links
-        By which members exchange; None if this is the only one.
-    reads_memory
-        Whether members of one host may read each other's memory.
-    """
-
-    def __init__(self, links: Links | None, reads_memory: bool) -> None:
+    def __init__(
+        self,
+        links: Links | None,  # by which members exchange; None if this is the only one
+        reads_memory: bool,  # whether members of one host may read each other's memory
+    ) -> None:
         self._links = links
         self._reads = None if links is None else Reads(*links.place, links, reads_memory)
         # For regions that do not lie in one piece.
@@ -81,27 +63,13 @@ class Regions:
 
     def bring(
         self,
-        call: Call,
-        share: Array,
-        boxes: Mapping[int, Box],
-        targets: Mapping[int, Array],
-        local: Local | None = None,
+        call: Call,  # what this is for
+        share: Array,  # what this member has
+        boxes: Mapping[int, Box],  # what each other member gets of it, by its rank
+        targets: Mapping[int, Array],  # where that belongs which each of them gives
+        local: Local | None = None,  # what stays here
     ) -> None:
-        """Give other members regions of a share, and get those that they give.
-
-        Parameters
-        ----------
-        call
-            What this is for.
-        share
-            What this member has.
-        boxes
-            What each other member gets of it, by its rank.
-        targets
-            Where that belongs which each of them gives.
-        local
-            What stays here.
-        """
+        """Give other members regions of a share, and get those that they give."""
         self.give(call, {rank: share[box_slices(box)] for rank, box in boxes.items()}, targets)
         if local is not None:
             NUMPY.permute_into(local.target, share[box_slices(local.box)], call.axes)

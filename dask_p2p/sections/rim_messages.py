@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,7 +15,7 @@ from dask_p2p.sections.links import Buffer, Links
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array, DType
 
-__all__ = ["Packed", "RimMessages", "elements_of"]
+__all__ = ["Packed", "RimCall", "RimMessages", "elements_of"]
 
 _LARGE_BYTES = 1 << 16  # of rims for one member: between hosts sockets may take less at once
 # Elements of a share. The function is called for three parts or more, which took 0.02 ms a step
@@ -24,17 +25,13 @@ _LEAST_OVERLAPPED = 1 << 18
 
 
 class Packed:
-    """Regions of an array, one after the other.
+    """Regions of an array, one after the other."""
 
-    Parameters
-    ----------
-    boxes
-        Where they are in the array.
-    whole
-        One-dimensional memory for all of them.
-    """
-
-    def __init__(self, boxes: Sequence[Box], whole: Array) -> None:
+    def __init__(
+        self,
+        boxes: Sequence[Box],  # where they are in the array
+        whole: Array,  # one-dimensional memory for all of them
+    ) -> None:
         self.whole = whole
         self.regions: list[tuple[Any, Array]] = []
         start = 0
@@ -55,27 +52,25 @@ class Packed:
             array[place] = region
 
 
+@dataclass(frozen=True)
+class RimCall:
+    """What all members exchange at the same time."""
+
+    rims: Rims  # of this member's share
+    dtype: DType
+    text: str  # what is exchanged: all members must name the same
+    links: Links | None  # by which members exchange; None if this is the only one
+    order: str = "auto"  # of messages: one of `dask_p2p.plans.orders.ORDERS`
+
+
 class RimMessages:
-    """Brings rims in host memory: they are sent as they are packed.
+    """Brings rims in host memory: they are sent as they are packed."""
 
-    Parameters
-    ----------
-    rims : Rims
-        Of this member's share.
-    dtype : numpy.dtype
-    call : str
-        What is exchanged. All members must name the same.
-    links : Links or None
-        By which members exchange; None if this is the only one.
-    order : str
-        Of messages: one of `dask_p2p.plans.orders.ORDERS`.
-    """
-
-    def __init__(self, rims: Rims, dtype: DType, call: str, links: Links | None, order: str):
-        self._call, self._links, self._order = call, links, order
+    def __init__(self, call: RimCall) -> None:
+        self._call = call
         receives, sends = (
-            {rank: Packed(boxes, np.empty(elements_of(boxes), dtype)) for rank, boxes in of.items()}
-            for of in (rims.receives, rims.sends)
+            {r: Packed(boxes, np.empty(elements_of(boxes), call.dtype)) for r, boxes in of.items()}
+            for of in (call.rims.receives, call.rims.sends)
         )
         self._receives: dict[int, Buffer | None] = {
             rank: _bytes_of(packed) for rank, packed in receives.items()
@@ -85,23 +80,19 @@ class RimMessages:
         buffers = [*map(_bytes_of, self._outgoing), *map(_bytes_of, self._incoming)]
         self._is_large = any(len(each) > _LARGE_BYTES for each in buffers)
 
-    def begin(self, data: Array, beside: bool) -> Callable[[], Any] | None:
-        """Begin an exchange; return what waits for its end, and puts rims into their places.
-
-        Parameters
-        ----------
-        data
-            The share with its rims.
-        beside
-            Whether the caller has something else to do: large rims need a thread then.
-        """
-        if self._links is None:
+    def begin(
+        self,
+        data: Array,  # the share with its rims
+        beside: bool,  # whether the caller has something else to do: large rims need a thread then
+    ) -> Callable[[], Any] | None:
+        """Begin an exchange; return what waits for its end, and puts rims into their places."""
+        links, order, text = self._call.links, self._call.order, self._call.text
+        if links is None:
             return None
         for packed in self._outgoing:
             packed.pack(data)
-        buffers = self._sends, self._receives
         beside = beside and self._is_large
-        end = begin_in_order(self._links, self._order, self._call, *buffers, beside)
+        end = begin_in_order(links, order, text, self._sends, self._receives, beside)
 
         def unpacked() -> None:
             end()
@@ -112,7 +103,7 @@ class RimMessages:
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a member that has so many should compute meanwhile, part by part."""
-        links = self._links
+        links = self._call.links
         if links is None or elements < _LEAST_OVERLAPPED:
             return False
         return any(map(links.is_on_other_host, self._receives))

@@ -37,13 +37,12 @@ import numpy as np
 from dask_p2p.backends.pinned import Pinned
 from dask_p2p.backends.pitch import pitched
 from dask_p2p.geometry import Box, box_shape
-from dask_p2p.plans.rims import Rims
 from dask_p2p.sections.links import Buffer, Links
 from dask_p2p.sections.meeting import Meeting
-from dask_p2p.sections.rim_messages import Packed, elements_of
+from dask_p2p.sections.rim_messages import Packed, RimCall, elements_of
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.sections.windows import SLOTS, OwnWindow, PeerWindow, if_possible, opened
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
@@ -64,21 +63,11 @@ class _Run(NamedTuple):
 
 
 class RimWindows:
-    """Brings rims in memory of a GPU. It is what `RimMessages` is for those in host memory.
+    """Brings rims in memory of a GPU. It is what `RimMessages` is for those in host memory."""
 
-    Parameters
-    ----------
-    gpu : Gpu
-        Of this member.
-    rims, dtype, call, links, order
-        As of `RimMessages`.
-    """
-
-    def __init__(
-        self, gpu: Gpu, rims: Rims, dtype: DType, call: str, links: Links | None, order: str
-    ) -> None:
-        self._gpu, self._rims, self._dtype = gpu, rims, dtype
-        self._call, self._links, self._order = call, links, order
+    def __init__(self, gpu: Gpu, call: RimCall) -> None:
+        self._gpu, self._rims, self._dtype, self._links = gpu, call.rims, call.dtype, call.links
+        self._call, rims = call, call.rims
         self._exchanges = 0  # so far
         self._sent, self._placed = (
             {rank: _runs(boxes, rims.shape, self._dtype.itemsize) for rank, boxes in of.items()}
@@ -116,7 +105,8 @@ class RimWindows:
         sends |= {rank: memoryview(place) for rank, (_, place) in self._down.items()}
         receives |= {rank: memoryview(place) for rank, (_, place) in self._up.items()}
         beside = beside and bool(self._down or self._up)  # empty messages need no thread
-        end = begin_in_order(self._links, self._order, self._call, sends, receives, beside)
+        order, text = self._call.order, self._call.text
+        end = begin_in_order(self._links, order, text, sends, receives, beside)
         return partial(self._end, self._links, data, end, slot)
 
     def put(self, data: Array) -> None:
@@ -223,7 +213,7 @@ class RimWindows:
         self._windows = opened(
             gpu,
             links,
-            self._call,
+            self._call.text,
             told,
             lambda rank, said: PeerWindow(gpu, said, self._received[rank].whole.nbytes),
         )

@@ -23,10 +23,17 @@ from dask_p2p.sections.links import AttemptEndedError, Buffer, Links
 from dask_p2p.sections.state_memory import StateMemory, copied_from, copied_into, size_of
 from dask_p2p.types import Array
 
-__all__ = ["Checkpoints", "Period", "SavedStates", "States", "buddies", "checked_period"]
+__all__ = [
+    "GENERATIONS",
+    "Checkpoints",
+    "Period",
+    "SavedStates",
+    "States",
+    "buddies",
+    "checked_period",
+]
 
-_GENERATIONS = 2  # of which the newer one may be there in parts only
-
+GENERATIONS = 2  # of states, of which the newer one may be there in parts only
 
 #: States of one gang, by rank and step.
 GangStates: TypeAlias = defaultdict[int, dict[int, memoryview]]
@@ -48,7 +55,7 @@ class SavedStates:
         """Keep a state; of older ones only the newest."""
         with self._lock:
             to[rank][step] = state
-            for old in sorted(to[rank])[:-_GENERATIONS]:
+            for old in sorted(to[rank])[:-GENERATIONS]:
                 del to[rank][old]
 
     def trim(self, to: GangStates, is_kept: Callable[[int], bool]) -> None:
@@ -96,60 +103,32 @@ def buddies(workers: Sequence[str]) -> list[int | None]:
 
 @dataclass(frozen=True)
 class States:
-    """The states of one gang, and where its attempt begins.
+    """The states of one gang, and where its attempt begins."""
 
-    Parameters
-    ----------
-    saved
-        What this worker keeps.
-    gang
-        Its name.
-    resume
-        The step at which the attempt begins; None if that is the first.
-    holders
-        By rank: the member on whose worker the state of that step is.
-    tell
-        Called before the first state is kept.
-    """
-
-    saved: SavedStates
+    saved: SavedStates  # what this worker keeps
     gang: str
-    resume: int | None
-    holders: Sequence[int]
-    tell: Callable[[], None]
+    resume: int | None  # the step at which the attempt begins; None if that is the first
+    holders: Sequence[int]  # by rank: the member on whose worker the state of that step is
+    tell: Callable[[], None]  # called before the first state is kept
 
 
 class Checkpoints:
-    """A member's states in one attempt.
-
-    Parameters
-    ----------
-    rank
-        Which member this is.
-    workers
-        Of all members, by rank.
-    links
-        By which they exchange.
-    states
-        Where they are kept.
-    device
-        Where the arrays lie that are kept.
-    """
+    """A member's states in one attempt."""
 
     def __init__(
         self,
-        rank: int,
-        workers: Sequence[str],
-        links: Links,
-        states: States,
-        device: Host = HOST,
+        rank: int,  # which member this is
+        workers: Sequence[str],  # of all members, by rank
+        links: Links,  # by which they exchange
+        states: States,  # where they are kept
+        device: Host = HOST,  # where the arrays lie that are kept
     ) -> None:
         self._rank, self._links, self._states, self._device = rank, links, states, device
         self._buddies = buddies(workers)
         self._resume = states.resume
         self._last = states.resume or 0  # step of the newest state of this attempt
         self._kept: GangStates | None = None
-        self._memories = [StateMemory() for _ in range(_GENERATIONS)]  # of the oldest state first
+        self._memories = [StateMemory() for _ in range(GENERATIONS)]  # of the oldest state first
 
     def save(self, step: int, arrays: Sequence[Array]) -> None:
         """Keep a state here, and on the buddy's worker."""
@@ -201,10 +180,7 @@ class Checkpoints:
     def restore(self, arrays: Sequence[Array]) -> int:
         """Fill arrays with the state at which this attempt begins; return its step, or 0.
 
-        Raises
-        ------
-        InputError
-            If the arrays are not as large as those that were kept.
+        `InputError` if the arrays are not as large as those that were kept.
         """
         step, self._resume = self._resume, None
         if step is None:
@@ -234,33 +210,20 @@ class Period:
     """When checkpoints are due: after so many steps, or so much time.
 
     All members say the same: time is compared now and then, the more rarely the longer it lasts.
-
-    Parameters
-    ----------
-    every : int, str or None
-        Steps; or time, like "30 s"; None for never.
-
-    Raises
-    ------
-    InputError
-        If it is nothing of the kind.
+    `InputError` if `every` is neither.
     """
 
-    def __init__(self, every: int | str | None) -> None:
+    def __init__(self, every: int | str | None) -> None:  # steps; time, like "30 s"; None for never
         self._every = checked_period(every)
         self._began_s = self._last_s = time.monotonic()
         self._done = self._look = 0  # steps so far, and those after which time is compared again
 
-    def is_due(self, step: int, greatest: Callable[[Array], Array]) -> bool:
-        """Say whether a checkpoint is due after a step.
-
-        Parameters
-        ----------
-        step
-            How many there have been.
-        greatest
-            Returns the greatest of all members' values, element by element.
-        """
+    def is_due(
+        self,
+        step: int,  # how many there have been
+        greatest: Callable[[Array], Array],  # of all members' values, element by element
+    ) -> bool:
+        """Say whether a checkpoint is due after a step."""
         self._done += 1
         if self._every is None:
             return False

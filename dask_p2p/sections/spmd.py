@@ -13,11 +13,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function, is_dask_array
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.sections.arguments import (
-    check_computed,
-    check_shares,
-    chosen_members,
-)
+from dask_p2p.sections.arguments import check_computed, check_shares, chosen_members
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.graph import Shares, ValueSpec, section_arrays
 from dask_p2p.types import DaskArray, DTypeLike

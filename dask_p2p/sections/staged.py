@@ -20,24 +20,14 @@ def checked_order(exchange: Any) -> str:
 
 
 def begin_in_order(
-    links: Links,
-    order: str,
-    call: str,
+    links: Links,  # of this member
+    order: str,  # one of `ORDERS`
+    call: str,  # see `Links.begin`
     sends: Mapping[int, Buffer],
     receives: Mapping[int, Buffer | None],
     beside: bool = False,
 ) -> Callable[[], Any]:
-    """Begin an exchange, as `Links.begin` does; all stages but the last end before this returns.
-
-    Parameters
-    ----------
-    links
-        Of this member.
-    order
-        One of `ORDERS`.
-    call, sends, receives, beside
-        See `Links.begin`.
-    """
+    """Begin an exchange, as `Links.begin` does; all stages but the last end before this returns."""
     if order == "auto":
         return links.begin(call, sends, receives, beside)
     end: Callable[[], Any] = dict

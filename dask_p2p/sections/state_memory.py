@@ -24,22 +24,12 @@ _IS_SEEN, _IS_SENT = b"\1", b"\0"
 
 
 class StateMemory:
-    """Memory for one state of a member, and for one of each member whose buddy it is.
-
-    Attributes
-    ----------
-    own : memoryview or None
-        For the member's state; None before it is made.
-    theirs : dict of int to memoryview
-        By rank, for those of the others.
-    is_seen : bool
-        Whether the buddy sees what is written into `own`.
-    """
+    """Memory for one state of a member, and for one of each member whose buddy it is."""
 
     def __init__(self) -> None:
-        self.own: memoryview | None = None
-        self.theirs: dict[int, memoryview] = {}
-        self.is_seen = False
+        self.own: memoryview | None = None  # for the member's state, once it is made
+        self.theirs: dict[int, memoryview] = {}  # for those of the others, by rank
+        self.is_seen = False  # whether the buddy sees what is written into `own`
         self._seen: set[int] = set()  # others whose memory this is
         self._segment: Segment | None = None  # until the buddy has looked for it
 
@@ -82,10 +72,7 @@ class StateMemory:
 def check_state(arrays: Sequence[Any], device: Host = HOST) -> None:
     """Refuse what no state can be copied from, and back into.
 
-    Raises
-    ------
-    InputError
-        If it is no array of the device, holds Python objects, or cannot be written.
+    `InputError` if it is no array of the device, holds Python objects, or cannot be written.
     """
     for array in arrays:
         if not isinstance(array, device.module.ndarray):

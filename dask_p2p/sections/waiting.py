@@ -19,18 +19,14 @@ _MOST_NAMED = 4
 
 
 class Waiting:
-    """Looks now and then whether gangs still wait.
+    """Looks now and then whether gangs still wait."""
 
-    Parameters
-    ----------
-    scheduler : distributed.Scheduler
-    coordinator : Coordinator
-        Of all gangs.
-    after_s : float
-        How long a gang waits before anyone is told.
-    """
-
-    def __init__(self, scheduler: Any, coordinator: Coordinator, after_s: float) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        coordinator: Coordinator,  # of all gangs
+        after_s: float,  # how long a gang waits before anyone is told
+    ) -> None:
         self._scheduler, self._coordinator, self._after_s = scheduler, coordinator, after_s
         self._timers: dict[str, asyncio.TimerHandle] = {}
 

@@ -50,17 +50,13 @@ _P = TypeVar("_P", bound="PeerMemory")
 
 
 class OwnEvents:
-    """Events that other members wait for.
+    """Events that other members wait for."""
 
-    Parameters
-    ----------
-    gpu
-        Whose streams record them.
-    count
-        How many.
-    """
-
-    def __init__(self, gpu: Gpu, count: int) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,  # whose streams record them
+        count: int,  # how many
+    ) -> None:
         make = gpu.module.cuda.Event
         self.events = [make(disable_timing=True, interprocess=True) for _ in range(count)]
         # They stay until the readers have closed them, whatever becomes of this object.
@@ -77,17 +73,13 @@ class OwnEvents:
 
 
 class OwnWindow(OwnEvents):
-    """What other members read.
+    """What other members read."""
 
-    Parameters
-    ----------
-    gpu
-        Whose memory it is.
-    sizes_bytes
-        Of a slot, by the rank of its reader.
-    """
-
-    def __init__(self, gpu: Gpu, sizes_bytes: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,  # whose memory it is
+        sizes_bytes: Mapping[int, int],  # of a slot, by the rank of its reader
+    ) -> None:
         super().__init__(gpu, SLOTS)
         self._places: dict[int, list[int]] = {}
         self._sizes_bytes, end = sizes_bytes, _ALIGNMENT_BYTES
@@ -116,20 +108,14 @@ class OwnWindow(OwnEvents):
 class PeerMemory:
     """The memory of another member, as this one reads it, and its events.
 
-    Parameters
-    ----------
-    gpu
-        Of this member.
-    told
-        What the other one said: `OwnEvents.told`.
-
-    Raises
-    ------
-    TransferError
-        If it cannot be read here.
+    `TransferError` if it cannot be read here.
     """
 
-    def __init__(self, gpu: Gpu, told: bytes) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,  # of this member
+        told: bytes,  # what the other one said: `OwnEvents.told`
+    ) -> None:
         said = json.loads(told)
         peer = Peer.parse(said["peer"])
         obstacle = separation(_own_peer(), peer) or cuda_ipc.peer_obstacle(peer.memory_proof)
@@ -172,17 +158,14 @@ class PeerMemory:
 
 
 class PeerWindow(PeerMemory):
-    """The window of another member, as this one reads it: it waits for the events of slots.
+    """The window of another member, as this one reads it: it waits for the events of slots."""
 
-    Parameters
-    ----------
-    gpu, told
-        As of `PeerMemory`: what `OwnWindow.told` returns.
-    size_bytes
-        Of a slot.
-    """
-
-    def __init__(self, gpu: Gpu, told: bytes, size_bytes: int) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,  # of this member
+        told: bytes,  # what the other one said: `OwnWindow.told`
+        size_bytes: int,  # of a slot
+    ) -> None:
         super().__init__(gpu, told)
         said = json.loads(told)
         try:
@@ -208,29 +191,16 @@ def if_possible(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
 
 
 def opened(
-    gpu: Gpu,
+    gpu: Gpu,  # of this member: what is opened is closed with its attempt
     links: Links,
-    call: str,
+    call: str,  # what this is for
+    # What others are told, by rank; nothing if this member has nothing for them.
     told: Mapping[int, bytes],
-    make: Callable[[int, bytes], _P],
+    make: Callable[[int, bytes], _P],  # opens that of a member of this rank, by what it told
 ) -> dict[int, _P]:
     """Open what other members have, as these open what this one has.
 
-    Parameters
-    ----------
-    gpu, links
-        Of this member. What is opened is closed with its attempt.
-    call
-        What this is for.
-    told
-        What others are told, by rank; nothing if this member has nothing for them.
-    make
-        Opens that of a member of this rank, by what it told.
-
-    Returns
-    -------
-    dict
-        What both could open, by rank.
+    Return what both could open, by rank.
     """
     heard = links.exchange(f"{call}, windows", told, dict.fromkeys(told))
     found: dict[int, _P] = {}

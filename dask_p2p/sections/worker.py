@@ -26,14 +26,7 @@ from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
-from dask_p2p.sections.scheduler import (
-    FORGET,
-    JOIN,
-    LEAVE,
-    ORDER,
-    SAVES,
-    SectionsSchedulerPlugin,
-)
+from dask_p2p.sections.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES, SectionsSchedulerPlugin
 from dask_p2p.transports.replies import answering
 from dask_p2p.transports.requests import checked_text
 from dask_p2p.versioned import versioned
@@ -45,22 +38,15 @@ _CAUSE_CHARS = 1000
 
 
 class Member:
-    """One run of a member's task.
-
-    Parameters
-    ----------
-    plugin : SectionsPlugin
-        The worker's.
-    gang : str
-        Its name.
-    rank, size : int
-        Which member this is, of how many.
-    timeout_s : float
-        After how long without an answer a connection to another host is lost.
-    """
+    """One run of a member's task."""
 
     def __init__(
-        self, plugin: SectionsPlugin, gang: str, rank: int, size: int, timeout_s: float
+        self,
+        plugin: SectionsPlugin,  # the worker's
+        gang: str,  # its name
+        rank: int,  # which member this is
+        size: int,  # of how many
+        timeout_s: float,  # without an answer, after which a connection to another host is lost
     ) -> None:
         self.ticket = uuid4().hex
         self.rank, self.size = rank, size

@@ -108,17 +108,11 @@ async def _check(client: Any) -> Report:
 
 
 def find_problems(
-    workers: Iterable[Status], links: Iterable[Link], client_versions: Mapping[str, str | None]
+    workers: Iterable[Status],
+    links: Iterable[Link],
+    client_versions: Mapping[str, str | None],  # that the client has
 ) -> list[Problem]:
-    """Name the known causes of slow or unwanted transfers.
-
-    Parameters
-    ----------
-    workers, links
-        What was found.
-    client_versions
-        Versions that the client has.
-    """
+    """Name the known causes of slow or unwanted transfers in what was found."""
     causes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for worker in workers:
         for cause in _problems_of(worker, client_versions):

@@ -24,8 +24,8 @@ from weakref import WeakSet
 import dask.array as da
 import numpy as np
 
+from dask_p2p import fft
 from dask_p2p.errors import InputError, P2PWarning, RegistrationError
-from dask_p2p.ops import fft
 from dask_p2p.ops.arguments import has_unknown_chunks, is_dask_array
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
@@ -124,6 +124,8 @@ def install() -> Installation:
             _replace("map_overlap", owner, "map_overlap", map_overlap)
         transforms = import_module("dask.array.fft")
         for name in fft.__all__:
+            if not name.endswith(("fft", "fft2", "fftn")):
+                continue  # frequencies, and their order: the same whatever is cut
             _replace("fft", transforms, name, partial(_transformed, getattr(fft, name)))
         if is_expression:
             from dask.array._array_expr._rechunk import Rechunk

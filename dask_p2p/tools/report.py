@@ -10,7 +10,7 @@ from statistics import median
 
 from dask_p2p.backends.host_link import HostLink
 from dask_p2p.errors import Obstacle
-from dask_p2p.monitoring.text_table import html_table, text_table
+from dask_p2p.monitoring.tables import html_table, text_table
 from dask_p2p.types import Kind
 
 __all__ = ["EXPECTED", "HostPair", "Link", "Problem", "Report", "Status"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks import moved
 from benchmarks.measure import (
     Case,
     Way,
@@ -16,7 +17,6 @@ from benchmarks.measure import (
     place_blocks,
 )
 from benchmarks.moved import collect, least_bytes
-from dask_p2p.monitoring.runs import Run
 from dask_p2p.plugins.registration import workers_of
 from tests.support import given_up
 
@@ -211,6 +211,6 @@ def test_nothing_is_collected_of_strangers(client):
 
 def test_the_slowest_reader_counts(client, monkeypatch):
     rates_gbs = iter([[3.0, 1.0], [5.0, 2.0], [], [9.0, 4.0]])
-    monkeypatch.setattr(Run, "link_gbs", property(lambda run: next(rates_gbs)))
+    monkeypatch.setattr(moved, "link_gbs", lambda run: next(rates_gbs))
     (row,) = compare(client, {"ours": OURS}, CASE, 4)
     assert row["link_gbs"] == 2.0  # the median of the slowest readers

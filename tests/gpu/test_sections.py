@@ -635,7 +635,7 @@ def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
     """An attempt that another member ends; the next one goes on where all were saved."""
 
     def tries(ctx, x, path):
-        from dask_p2p.sections.peers import AttemptEndedError
+        from dask_p2p.sections.link import AttemptEndedError
 
         p = ctx.padded(x)
         first = None

@@ -12,8 +12,8 @@ from dask_p2p.backends.numpy import NumpyBackend
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.ops.long_axes import Long, long_axis
 from dask_p2p.plans.fft import Transform, stages
-from tests.ops.test_fft import assert_close, numbers
 from tests.support import persisted, run_of
+from tests.test_fft import assert_close, numbers
 
 LIMIT_BYTES = 16_000
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from dask.utils import format_bytes
 
-from dask_p2p.monitoring.cells import cells
 from dask_p2p.monitoring.page.charts import Chart, Columns, as_columns, bars, links
 from dask_p2p.monitoring.records import Record, RecordStore
 from dask_p2p.monitoring.runs import Run, runs_of
+from dask_p2p.monitoring.tables import cells
 
 __all__ = ["INTERVAL_S", "TABLE", "Feed", "Picture", "Tasks", "picture"]
 

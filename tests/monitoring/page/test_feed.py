@@ -7,11 +7,11 @@ import gc
 
 import pytest
 
-from dask_p2p.monitoring.cells import cells
 from dask_p2p.monitoring.page import feed as module
 from dask_p2p.monitoring.page.feed import Feed, Tasks, picture
 from dask_p2p.monitoring.records import RecordStore, Stage, packed, unpacked
 from dask_p2p.monitoring.runs import runs_of
+from dask_p2p.monitoring.tables import cells
 from tests.monitoring.support import NAME, record
 
 FROM_B = (Stage("b", "cma", 100),)

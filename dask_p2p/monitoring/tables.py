@@ -1,7 +1,9 @@
-"""A run as a row of a table: what `last_runs` prints, and the page shows."""
+"""A run as a row of a table; and rows as text, for a terminal, and as HTML, for a notebook."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING
 
 from dask.utils import format_bytes, format_time
@@ -9,7 +11,7 @@ from dask.utils import format_bytes, format_time
 if TYPE_CHECKING:
     from dask_p2p.monitoring.runs import Run
 
-__all__ = ["OF_SOME", "cells"]
+__all__ = ["OF_SOME", "cells", "html_table", "text_table"]
 
 #: Columns that only runs of `iterate`, `spmd` and `map_on_gpu` have something for.
 OF_SOME = ("steps", "waited", "overlap")
@@ -44,3 +46,27 @@ def _steps(run: Run) -> str:
     attempt = max((record.attempt for record in run.latest), default=0)
     text = f"{run.steps} of {steps}, {run.steps_per_s:.3g}/s" if steps else ""
     return ", ".join(filter(None, [text, f"attempt {attempt}" if attempt > 1 else ""]))
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows with their columns aligned: the first one to the left, the others to the right.
+
+    Examples
+    --------
+    >>> print(text_table([("name", "count"), ("a", "10")]))
+    name  count
+    a        10
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    )
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as a table in HTML, whose first row is the head."""
+    head, *body = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
+    lines = "".join(f"<tr>{line}</tr>" for line in body)
+    head = head.replace("td>", "th>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from dask_p2p.monitoring.cells import OF_SOME, cells
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.monitoring.runs import Run, Runs
+from dask_p2p.monitoring.tables import OF_SOME, cells
 from tests.monitoring.support import record
 
 
