@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.devices import Host
+from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.halo import Padded
 from dask_p2p.types import Array
 
 __all__ = ["Captured"]
+
+# Pools of memory for graphs, by device. They are never dropped: what a function that raised has
+# allocated goes later, and CuPy crashes where the garbage collector finds a pool and its memory
+# together.
+_pools: defaultdict[int, list[Any]] = defaultdict(list)
+_lock = threading.Lock()
 
 
 class Captured:
@@ -23,7 +34,7 @@ class Captured:
 
     Parameters
     ----------
-    device : Host
+    device : Gpu
         Where the fields lie.
     fields : sequence of Padded
         The fields now, which the steps are for.
@@ -36,9 +47,9 @@ class Captured:
         If a graph cannot have these steps.
     """
 
-    def __init__(self, device: Host, fields: Sequence[Padded], steps: Callable[[], None]) -> None:
+    def __init__(self, device: Gpu, fields: Sequence[Padded], steps: Callable[[], None]) -> None:
         self._device = device
-        self._replay = device.captured(steps)
+        self._replay = _graph(device, steps)
         before = [field.data.copy() for field in fields]
         self._replay()
         self._tried = [field.inner.copy() for field in fields]
@@ -70,3 +81,36 @@ class Captured:
 
     def _count(self, array: Array) -> int:
         return int(self._device.module.count_nonzero(array))
+
+
+def _graph(gpu: Gpu, work: Callable[[], None]) -> Callable[[], None]:
+    """Return what puts on the stream, in one call, all that `work` puts there: a graph.
+
+    Nothing of it is done now. It has the addresses of arrays that there are now; what `work`
+    allocates stays until the section ends. `InputError` if a graph cannot have it.
+    """
+    cuda, stream = gpu.module.cuda, gpu.stream
+    pools = _pools[cuda.runtime.getDevice()]
+    with _lock:
+        pool = pools.pop() if pools else cuda.MemoryPool()
+    gpu.closing.append(partial(pools.append, pool))
+    gpu.closing.append(pool.free_all_blocks)  # which is called before
+    try:
+        with cuda.using_allocator(pool.malloc):
+            stream.begin_capture()
+            try:
+                work()
+            except BaseException:
+                with suppress(cuda.runtime.CUDARuntimeError):
+                    stream.end_capture()
+                raise
+            graph = stream.end_capture()
+    except RuntimeError as exc:  # of CUDA; or of CuPy, which refuses some calls itself
+        if not isinstance(exc, cuda.runtime.CUDARuntimeError) and "captur" not in str(exc):
+            raise
+        raise InputError(
+            f"capture: expected a function that puts work on the current stream and does nothing "
+            f"else, got one that ends a capture by {exc}. Leave out what waits for the GPU or "
+            f"reads from it, or capture=True."
+        ) from exc
+    return partial(graph.launch, stream)

@@ -13,8 +13,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cached_property, partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from math import inf
 from typing import Any, ClassVar
 
@@ -105,10 +105,6 @@ class Host:
     def moved_regions(self, links: Links | None, reads_memory: bool) -> Regions | GpuRegions:
         """Return what brings regions of shares to other members, and theirs here."""
         return Regions(links, reads_memory)
-
-    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return what does again what `work` does: see `Gpu`."""
-        raise NotImplementedError
 
     def keep_up(self, step: int) -> None:
         """Have the device do what it was given, now and then; `step` counts what was given."""
@@ -207,40 +203,6 @@ class Gpu(Host):
         if step - self._step >= STEPS_AHEAD or step < self._step:
             self._step = step
             self.wait()
-
-    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return what puts on the stream, in one call, all that `work` puts there: a graph.
-
-        Nothing of it is done now. It has the addresses of arrays that there are now; what `work`
-        allocates stays until the section ends.
-
-        Raises
-        ------
-        InputError
-            If `work` does what a graph cannot have.
-        """
-        cuda = self.module.cuda
-        pool = cuda.MemoryPool()
-        self.closing.append(pool.free_all_blocks)
-        try:
-            with cuda.using_allocator(pool.malloc):
-                self.stream.begin_capture()
-                try:
-                    work()
-                except BaseException:
-                    with suppress(cuda.runtime.CUDARuntimeError):
-                        self.stream.end_capture()
-                    raise
-                graph = self.stream.end_capture()
-        except RuntimeError as exc:  # of CUDA; or of CuPy, which refuses some calls itself
-            if not isinstance(exc, cuda.runtime.CUDARuntimeError) and "captur" not in str(exc):
-                raise
-            raise InputError(
-                f"capture: expected a function that puts work on the current stream and does "
-                f"nothing else, got one that ends a capture by {exc}. Leave out what waits for the "
-                f"GPU or reads from it, or capture=True."
-            ) from exc
-        return partial(graph.launch, self.stream)
 
     # --- memory
 

@@ -17,7 +17,7 @@ from dask_p2p.plans.members import Members
 from dask_p2p.plans.rims import rims
 from dask_p2p.sections.captured import Captured
 from dask_p2p.sections.context import Context
-from dask_p2p.sections.devices import Host
+from dask_p2p.sections.devices import Gpu, Host
 from dask_p2p.sections.estimate import SectionEstimate
 from dask_p2p.sections.graph import Shares, shape_of
 from dask_p2p.sections.halo import Padded, Part, Pending
@@ -103,7 +103,8 @@ class Iteration:
     ) -> Captured | None:
         """Return what does a cycle of steps again and again; None if members need messages."""
         exchange = levels.newest.exchange
-        if not ctx.allreduce(np.array(exchange.can_put()), "min"):
+        device = ctx.device
+        if not ctx.allreduce(np.array(exchange.can_put()), "min") or not isinstance(device, Gpu):
             return None
 
         def steps() -> None:
@@ -112,7 +113,7 @@ class Iteration:
                 levels.turn()
                 exchange.put(levels.newest.data)
 
-        return Captured(ctx.device, levels.fields, steps)
+        return Captured(device, levels.fields, steps)
 
     def _is_free(self, step: int, first: int, cycle: int) -> bool:
         """Return whether a cycle can begin after a step, in which the host has nothing to do."""

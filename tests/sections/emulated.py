@@ -13,7 +13,7 @@ from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.slots import KeptSlots
 from dask_p2p.engine.task import MemberTask
 from dask_p2p.geometry import box_slices
-from dask_p2p.sections import rim_windows, windows
+from dask_p2p.sections import captured, rim_windows, windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.transports.in_place import cuda_ipc
 from tests.sections.gangs import run_gang
@@ -51,6 +51,7 @@ def emulated_gpu(monkeypatch):
         (DeviceQueue, "_per_thread", threading.local()),
         (DeviceQueue, "_kept_slots", KeptSlots()),
         (Gpu, "_idle", type(Gpu._idle)(list)),
+        (captured, "_pools", type(captured._pools)(list)),
         (windows, "_mappings", mappings),
         (windows, "separation", lambda own, peer: None),
         (cuda_ipc, "export", export),

@@ -13,7 +13,7 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import InputError
-from dask_p2p.sections import rim_windows, windows
+from dask_p2p.sections import captured, rim_windows, windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.links import AttemptEndedError, Links
 from dask_p2p.sections.meeting import Meeting
@@ -34,13 +34,13 @@ def gpu(monkeypatch):
 @pytest.fixture
 def replayed(monkeypatch):
     """How often graphs were, by members."""
-    found, original = [], Gpu.captured
+    found, original = [], captured._graph
 
-    def captured(device, work):
+    def noted(device, work):
         graph = original(device, work)
         return lambda: (found.append(device), graph())
 
-    monkeypatch.setattr(Gpu, "captured", captured)
+    monkeypatch.setattr(captured, "_graph", noted)
     return found
 
 
@@ -56,8 +56,8 @@ def check(gpu, function, x, depth, steps, boundary="periodic", members=4, device
     gpu.check()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 7, 10])
-@pytest.mark.parametrize("members", [1, 2, 4, 6])
+@pytest.mark.parametrize("steps", [1, 3, 6, 7, 10])
+@pytest.mark.parametrize("members", [1, 4])
 def test_steps(gpu, replayed, members, steps):
     check(gpu, star, X, 1, steps, members=members)
     # The first four are done one by one, and the last one has no exchange behind it. A graph is
