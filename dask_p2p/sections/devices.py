@@ -124,6 +124,7 @@ class Gpu(Host):
     copies: Any  # what reads the windows of others
 
     _idle: ClassVar[defaultdict[int, list[_Streams]]] = defaultdict(list)
+    _lost: ClassVar[list[_Streams]] = []  # which wait for what does not come
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
@@ -151,16 +152,22 @@ class Gpu(Host):
                 idle = self._idle[device]
                 self._streams = streams = idle.pop() if idle else _Streams(self.module.cuda.Stream)
             self.stream, self.copies = streams.stream, streams.copies
+            # Streams stay: what a function that raised has allocated goes later, and RMM gives
+            # memory back on the stream that it was taken on.
+            kept = self._lost
             with self.stream:
                 try:
                     yield
                 finally:
-                    self._drain()  # also for all others, since the stream waits for these
-                    streams.queue.synchronize()
+                    try:
+                        self._drain()  # also for all others, since the stream waits for these
+                        streams.queue.synchronize()
+                        kept = self._idle[device]
+                    finally:
+                        with self._lock:
+                            kept.append(streams)
                     while self.closing:
                         self.closing.pop()()
-            with self._lock:
-                self._idle[device].append(streams)
 
     @property
     def queue(self) -> DeviceQueue:

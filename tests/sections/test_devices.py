@@ -383,3 +383,18 @@ def test_what_is_on_the_gpu_and_what_on_the_host(gpu):
     beside = found.packed_bytes - host.packed_bytes + found.checkpoint_bytes - host.state_bytes
     assert found.total_bytes == host.total_bytes + beside
     assert "checkpoints on the host" in str(found)
+
+
+def test_streams_outlive_what_a_function_that_raised_has_allocated(monkeypatch):
+    """RMM gives memory back on its stream: a garbage collector could drop that one before."""
+    emulated_gpu(monkeypatch)
+    device = Gpu(None)
+    with pytest.raises(ValueError, match="no more"), device.running([]):
+        raise ValueError("no more")
+    assert Gpu._idle[0] == [device._streams]
+    device = Gpu(None)
+    monkeypatch.setattr(device, "_drain", lambda: pytest.fail("the GPU is lost"))
+    with pytest.raises(pytest.fail.Exception), device.running([]):
+        pass
+    assert not Gpu._idle[0]
+    assert Gpu._lost.pop() is device._streams
