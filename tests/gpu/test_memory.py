@@ -80,7 +80,8 @@ def test_spilled_blocks_are_read_out_of_host_memory(transport):
         wait(y)
         assert client.run(lambda dask_worker: dask_worker.restored)[holder] == 0
         assert client.run(on_host, workers=[holder])[holder] == before
-        assert used(client, y) <= {"ipc", "comm", transport}
+        transports = used(client, y)  # by ipc what is on the GPU yet
+        assert transports <= {"ipc", "comm"} if transport == "ipc" else transports == {transport}
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
 
 

@@ -87,6 +87,10 @@ class Target:
         self.asked = asked
         self.reserved = dict(enumerate(reserved))
 
+    def takes(self, block: Array) -> bool:
+        """Return whether regions of this block can be packed beside those that are."""
+        return True
+
     @abstractmethod
     def pack(self, number: int, queue: Queue, region: Array) -> Array:
         """Queue a copy of a region, the n-th of the request; return what the reader will get."""
@@ -238,6 +242,8 @@ class PackedTransport(Transport):
                 except Exception as exc:
                     answers += [refuse(exc) for _ in boxes]
                     continue
+                if not target.takes(block):
+                    break  # the reader asks again for what has no answer
                 with device_of(block):
                     answers += self._pack(target, asked.blocks[number][0], block, boxes)
                 del block

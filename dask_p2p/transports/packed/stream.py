@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from dask_p2p.backends import Backend, device_of
+from dask_p2p.backends import Backend, backend_for, device_of
 from dask_p2p.errors import SilentError, TransferError
 from dask_p2p.transports.packed.base import MemoryTarget
 from dask_p2p.transports.packed.messenger import NAP_S, Message, Messenger
@@ -205,6 +205,11 @@ class Outgoing(MemoryTarget):
         self._messenger, self._address = messenger, address
         self._memory: Array | None = None
         self._message: Message | None = None
+
+    def takes(self, block: Array) -> bool:
+        """Return whether its regions fit into the message: spilled blocks' into no GPU's memory."""
+        there = self._memory
+        return there is None or backend_for(block).on_device or not backend_for(there).on_device
 
     def memory(self, backend: Backend) -> Array:
         if self._memory is None:

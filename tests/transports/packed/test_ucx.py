@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_p2p.backends import backend_named
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, SilentError, TransferError
+from dask_p2p.transports.packed import stream
 from dask_p2p.transports.packed import ucx as ucx_module
 from dask_p2p.transports.packed.messenger import Message
+from dask_p2p.transports.packed.stream import Outgoing
 from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
 from tests.support import with_section
 from tests.transports.loopback import linked, wait_until
@@ -31,6 +34,22 @@ def resting(loop):
     """Tasks of an event loop that have UCX rest now and then."""
     tasks = asyncio.all_tasks(loop.loop)
     return [task for task in tasks if task.get_coro().__qualname__ == "UcxTransport._rest"]
+
+
+@pytest.mark.parametrize(
+    ("there", "more", "is_taken"),
+    [
+        (None, "numpy", True),
+        ("numpy", "cupy", True),
+        ("cupy", "cupy", True),
+        ("cupy", "numpy", False),
+    ],
+)
+def test_a_spilled_block_does_not_go_into_memory_of_a_gpu(monkeypatch, there, more, is_taken):
+    monkeypatch.setattr(stream, "backend_for", backend_named)
+    message = Outgoing(None, None, None, b"")
+    message._memory = there
+    assert message.takes(more) == is_taken
 
 
 class TestUcx(PackedConformance):
@@ -266,6 +285,16 @@ class TestUcx(PackedConformance):
         rows = [((i, i + 1), (0, array.shape[1])) for i in range(array.shape[0])]
         sections = with_section(self.options, UcxOptions, **parts).sections
         return self.open(setup, key, array, *rows, sections=sections)
+
+    def test_blocks_that_do_not_go_into_one_message_come_in_several(
+        self, setup, blocks, monkeypatch
+    ):
+        monkeypatch.setattr(Outgoing, "takes", lambda message, block: message._memory is None)
+        came = self.read_blocks(setup, blocks)
+        for key, array in blocks.items():
+            np.testing.assert_array_equal(came[key][0], array[1:3, :4])
+        assert setup.host.calls.count("p2p_ucx_read") == len(blocks)
+        assert setup.serving.packed.reserved_bytes == 0
 
     def test_nothing_is_waited_for_where_a_row_ends_in_an_empty_region(self, setup):
         array = np.arange(400, dtype="u1").reshape(2, 200)
