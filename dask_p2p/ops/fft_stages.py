@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from operator import index
 from typing import Any, Literal, TypeAlias
 
@@ -17,7 +19,7 @@ from dask_p2p.graph.layer import Post
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_chunks
 from dask_p2p.ops.fft_exchange import assembled, chunks_before
-from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, Step
+from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, Step, scale_of
 from dask_p2p.ops.long_axes import Long, along_long_axis, long_axis
 from dask_p2p.ops.rechunk import redistributed
 from dask_p2p.plans.fft import Stage, Transform, stages
@@ -31,7 +33,7 @@ __all__ = [
     "check_norm",
     "checked_numbered_axes",
     "complex_dtype",
-    "steps_along",
+    "local_transforms",
     "transform_of",
     "transformed",
 ]
@@ -75,9 +77,11 @@ def transformed(
     if final not in (None, natural):
         longer = stages(before, transform, final)
         way = way if chunks is None and len(longer) > len(way) else longer
-    for number, stage in enumerate(way):
-        steps = steps_along(kind, special, stage.axes, lengths)
-        x = _staged(x, stage, transform, steps, norm or "backward", is_first=number == 0)
+    on_device = backend_for(x._meta).on_device
+    done = [stage.axes for stage in way]
+    each = local_transforms(kind, special, lengths, norm, done, on_device)
+    for number, (stage, local) in enumerate(zip(way, each, strict=True)):
+        x = _staged(x, stage, transform, local, is_first=number == 0)
     return x
 
 
@@ -207,7 +211,31 @@ def complex_dtype(dtype: DType) -> DType:
     return np.result_type(np.float64 if dtype.kind in "biu" else dtype, np.complex64)
 
 
-def steps_along(
+def local_transforms(
+    kind: str,
+    special: int | None,
+    lengths: dict[int, int],
+    norm: Norm,
+    stages: Sequence[tuple[int, ...]],
+    on_device: bool,
+) -> list[LocalTransform | None]:
+    """Return what is done with blocks at each stage, by its axes; None where that is nothing."""
+    norm = norm or "backward"
+    whole = scale_of(kind, norm, prod(lengths.values()))
+    last = max((number for number, axes in enumerate(stages) if axes), default=0)
+    return [
+        LocalTransform(
+            _steps_along(kind, special, axes, lengths),
+            norm,
+            scale=(whole if number == last else 1.0) if on_device else None,
+        )
+        if axes
+        else None
+        for number, axes in enumerate(stages)
+    ]
+
+
+def _steps_along(
     kind: str, special: int | None, axes: tuple[int, ...], lengths: dict[int, int]
 ) -> tuple[Step, ...]:
     """Return what is done along axes that are whole."""
@@ -234,12 +262,11 @@ def _staged(
     x: DaskArray,
     stage: Stage,
     transform: Transform,
-    steps: tuple[Step, ...],
-    norm: str,
+    local: LocalTransform | None,
     is_first: bool,
 ) -> DaskArray:
     """Bring an array into a stage's grid, and transform it there."""
-    if not steps:
+    if local is None:
         return x if is_first else redistributed(x, tuple(range(x.ndim)), stage.chunks)
     done = frozenset(stage.axes)
     dtype = complex_dtype(x.dtype)
@@ -248,6 +275,6 @@ def _staged(
     meta = meta_from_array(x._meta.real if transform.last in done else x._meta, x.ndim, dtype)
     after = transform.after(stage.chunks, done)
     if is_first:
-        return da.map_blocks(LocalTransform(steps, norm), x, chunks=after, dtype=dtype, meta=meta)
+        return da.map_blocks(local, x, chunks=after, dtype=dtype, meta=meta)
     order = order_in_memory(x.ndim, stage.axes, transform, backend_for(x._meta).on_device)
-    return assembled(x, stage.chunks, order, Post(LocalTransform(steps, norm, order), after, meta))
+    return assembled(x, stage.chunks, order, Post(replace(local, order=order), after, meta))

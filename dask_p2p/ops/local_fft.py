@@ -17,7 +17,7 @@ from dask_p2p.geometry import Index
 from dask_p2p.types import Array, DType
 from dask_p2p.versioned import versioned
 
-__all__ = ["INVERSE", "TO_COMPLEX", "TO_REAL", "LocalTransform", "Step", "order_of"]
+__all__ = ["INVERSE", "TO_COMPLEX", "TO_REAL", "LocalTransform", "Step", "order_of", "scale_of"]
 
 TO_COMPLEX = ("rfft", "ihfft")  # of real numbers, along the axis that comes first
 TO_REAL = ("irfft", "hfft")  # along the axis that comes last
@@ -39,6 +39,9 @@ class LocalTransform:
     #: Axis ``i`` of the block is axis ``order[i]`` of the result; the block is its own then, to be
     #: overwritten. By default the axes have their order, and the block is another's.
     order: tuple[int, ...] | None = None
+    #: By which the result is multiplied at the end, in place of what `norm` says of each step: on a
+    #: GPU, where CuPy multiplies after each of them, which takes as long as to copy the block.
+    scale: float | None = None
 
     @property
     def __name__(self) -> str:
@@ -129,7 +132,7 @@ class LocalTransform:
             order, is_own = best, is_own or not block.flags.c_contiguous
             block = _without_gaps(block)
         for name, axes, lengths in steps:
-            options: dict[str, Any] = {"norm": self.norm}
+            options: dict[str, Any] = {"norm": self._norm_of(name)}
             if is_own and library.__name__ != "numpy.fft":
                 options["overwrite_x"] = True
             places = tuple(map(order.index, axes))
@@ -138,7 +141,15 @@ class LocalTransform:
             else:
                 block = getattr(library, name)(block, *lengths, *places, **options)
             is_own = True
+        if self.scale not in (None, 1.0):
+            block *= self.scale
         return block.transpose(tuple(map(order.index, range(block.ndim))))
+
+    def _norm_of(self, name: str) -> str:
+        """Return what a function is told of scaling; those of one direction scale by each."""
+        if self.scale is None:
+            return self.norm
+        return "forward" if name.removesuffix("n") in INVERSE else "backward"
 
     def _best(self, order: tuple[int, ...]) -> tuple[int, ...]:
         """Return an order of axes that has those last that are transformed."""
@@ -167,6 +178,17 @@ def _together(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         return steps
     others, special = sorted(steps, key=lambda step: not step[0].endswith("n"))
     return ((name, others[1] + special[1], others[2] + special[2]),)
+
+
+def scale_of(kind: str, norm: str, elements: int) -> float:
+    """Return by what a transform is multiplied that takes so many elements, along all of its axes.
+
+    >>> scale_of("ifft", "backward", 8), scale_of("fft", "ortho", 4), scale_of("fft", "backward", 8)
+    (0.125, 0.5, 1.0)
+    """
+    if norm == "ortho":
+        return float(elements**-0.5)
+    return 1 / elements if (norm == "forward") != (kind in INVERSE) else 1.0
 
 
 def order_of(array: Any) -> tuple[int, ...]:

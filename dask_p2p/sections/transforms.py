@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from dask_p2p.ops.fft_stages import (
     check_norm,
     checked_numbered_axes,
     complex_dtype,
+    local_transforms,
     order_in_memory,
-    steps_along,
     transform_of,
 )
 from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, order_of
@@ -237,28 +237,22 @@ class Transforms:
         first, last = self._divisions(kind, whole, along, call.cut, call.from_cut)
         axes, current = tuple(range(len(whole))), first
         made: list[_Step] = []
-        for stage in transform_stages(first, last, transform):
+        way = transform_stages(first, last, transform)
+        on_device, done = self.device.kind == "cupy", [stage.axes for stage in way]
+        each = local_transforms(kind, special, lengths, call.norm, done, on_device)
+        for stage, local in zip(way, each, strict=True):
             is_there = stage.before.share_sizes == current.share_sizes
             order = axes
             if stage.axes and not is_there:
-                order = order_in_memory(
-                    len(whole), stage.axes, transform, self.device.kind == "cupy"
-                )
+                order = order_in_memory(len(whole), stage.axes, transform, on_device)
             recut = self._redistribution.between(current, stage.before, axes, f"{kind}n()", order)
             if made and isinstance(last_made := made[-1], _Local) and not is_there:
                 made[-1] = last_made.in_pieces  # which this exchange brings one by one
             made.append(partial(_exchanged, recut, is_there))
-            if stage.axes:
-                steps = steps_along(kind, special, stage.axes, lengths)
-                own_order = None if is_there else order
-                made.append(
-                    _Local(
-                        LocalTransform(steps, call.norm or "backward", own_order),
-                        stage.after.shape(self.rank),
-                        special in stage.axes and kind in TO_REAL,
-                        self.device,
-                    )
-                )
+            if local is not None:
+                local = replace(local, order=None if is_there else order)
+                to_real = special in stage.axes and kind in TO_REAL
+                made.append(_Local(local, stage.after.shape(self.rank), to_real, self.device))
             current = stage.after
         return made
 

@@ -11,7 +11,8 @@ import pytest
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.ops import local_fft
-from dask_p2p.ops.local_fft import LocalTransform, order_of
+from dask_p2p.ops.fft_stages import local_transforms
+from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, order_of
 
 FFT, PADDED = ("fftn", (0, 1), (600, 80)), ("ifftn", (1,), (200,))
 RFFT, IRFFT = ("rfft", (1,), (80,)), ("irfft", (1,), (158,))
@@ -108,3 +109,26 @@ def test_what_cannot_fit_is_named_and_copies_are_made_in_memory_of_before(monkey
         assert caught.value.missing_bytes == 1
         monkeypatch.undo()
         monkeypatch.setattr(local_fft, "current_worker", lambda: (Namespace(), context))
+
+
+@pytest.mark.parametrize("norm", [None, "backward", "ortho", "forward"])
+@pytest.mark.parametrize("kind", ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_transform_of_several_stages_is_scaled_as_a_whole(kind, norm, on_device):
+    x = np.random.default_rng(0).random((3, 4, 5))
+    x = x if kind in TO_COMPLEX else x + 1j * np.random.default_rng(1).random(x.shape)
+    special = None if kind in ("fft", "ifft") else 2
+    lengths = {0: 3, 1: 4, 2: 8 if kind in TO_REAL else 5}
+    stages = [(1, 2), (), (0,)] if kind in TO_COMPLEX else [(0,), (1, 2), ()]
+    each = local_transforms(kind, special, lengths, norm, stages, on_device)
+    assert [local is None for local in each] == [not axes for axes in stages]
+    found = x
+    for local in each:
+        found = found if local is None else local(found)
+    others = np.fft.ifft if kind in INVERSE else np.fft.fft
+    run = getattr(np.fft, kind)
+    if kind in TO_REAL:
+        wanted = run(others(others(x, 3, 0, norm), 4, 1, norm), 8, 2, norm)
+    else:
+        wanted = others(others(run(x, 5, 2, norm), 4, 1, norm), 3, 0, norm)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)

@@ -102,29 +102,31 @@ def cuffts_place():
     return library
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     cases(),
     st.sampled_from([(0, "f8"), (0, "c16"), (0, "c8"), (64, "c8")]),  # copies: of a word each
     st.sampled_from([1, 2**30]),
     st.booleans(),
+    st.sampled_from([None, "ortho", "forward"]),
 )
-def test_members_on_gpus(case, how, piece_bytes, is_reversed):
+def test_members_on_gpus(case, how, piece_bytes, is_reversed, norm):
     """Shares may be made piece by piece, and are read as soon as an event allows it, or later."""
     members, axes, cut, from_cut = case
     part_bytes, dtype = how
     shape = tuple(map(sum, members.chunks))
     x = np.random.default_rng(0).normal(size=shape).astype(dtype)
     transform = np.fft.rfftn if x.dtype.kind == "f" else np.fft.fftn
-    wanted = transform(x, axes=range(len(shape)) if axes is None else axes)
+    along = range(len(shape)) if axes is None else axes
+    wanted = transform(x, axes=along, norm=norm)
 
     def function(gpu, ctx):
         there, back = (ctx.rfftn, ctx.irfftn) if x.dtype.kind == "f" else (ctx.fftn, ctx.ifftn)
         with ctx.device.running([]):
             own = x[box_slices(ctx.box_of(from_cut))]
             a = filled(gpu, own.T).transpose() if is_reversed else filled(gpu, own)
-            y = there(a, axes, cut=cut, from_cut=from_cut)
-            z = back(y, axes, cut=from_cut, from_cut=cut)
+            y = there(a, axes, cut=cut, from_cut=from_cut, norm=norm)
+            z = back(y, axes, cut=from_cut, from_cut=cut, norm=norm)
             assert np.array_equal(a.get(), own)
             overwritten(gpu, a, -1)
             box = box_slices(ctx.box_of(cut, wanted.shape))

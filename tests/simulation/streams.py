@@ -312,6 +312,15 @@ class Array:
     def astype(self, dtype):
         return self.made(lambda values: values.astype(dtype))
 
+    def __imul__(self, factor):
+        values = self.values
+
+        def multiply():
+            values[...] *= factor
+
+        self.recorder.run(self._stream, "a kernel", multiply, reads=[self], writes=[self])
+        return self
+
     def __eq__(self, other):
         return self.made(np.equal, other)
 
