@@ -70,7 +70,11 @@ class IpcTransport(SameHostTransport):
 
     def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
         if not local.memory_proof or not remote.memory_proof:
-            return Obstacle("no-gpu", "one of the two has no GPU", "Run one worker a GPU")
+            return Obstacle(
+                "no-gpu",
+                "one of the two has no GPU, or no cuda-bindings that tell which it is",
+                "Run one worker a GPU, and install dask-p2p[cuda13] or [cuda12] for all",
+            )
         return cuda_ipc.peer_obstacle(remote.memory_proof)
 
     def place_of(self, block: Array) -> dict[str, Any]:
