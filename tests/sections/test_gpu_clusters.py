@@ -20,6 +20,7 @@ from tests.sections.emulated import emulated_gpu, kernel
 from tests.sections.support import nothing_is_left
 from tests.sections.test_iterate import reference, star
 from tests.support import own_client
+from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 STAGING = "p2p.transports.ipc.staging-bytes"
@@ -104,6 +105,10 @@ def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
     nothing_is_left(client)
 
 
+def blocks_here(dask_worker):
+    return len(dask_worker.data)
+
+
 def turns(ctx, x):
     """There and back, until one has failed once; what went through the host."""
     downs, original = [], ctx.device.to_host
@@ -123,7 +128,7 @@ def turns(ctx, x):
 def test_redistributions(gpu, client, monkeypatch, order, fails):
     monkeypatch.setattr(devices, "_LINGER_S", 0.05)
     left_bytes = []
-    for _ in range(3):
+    for _ in range(2):
         here["to fail"] = fails
         with dask.config.set({"p2p.transports.order": order, STAGING: "384 KiB"}):
             y, downs = spmd(turns, array(), per_member=[0], cut=(0,))
@@ -135,6 +140,8 @@ def test_redistributions(gpu, client, monkeypatch, order, fails):
         nothing_is_left(client)
         time.sleep(0.1 * fails)
         DeviceQueue._kept_slots.clear()
+        # Workers drop blocks later than the client does.
+        wait_until(lambda: not any(client.run(blocks_here).values()))
         gc.collect()
         left_bytes.append(gpu.live_bytes)
     assert len(set(left_bytes)) == 1

@@ -58,9 +58,11 @@ def check(gpu, y, steps=5, boundary="periodic", x=X, **kwargs):
     gpu.check()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("boundary", ["periodic", "nearest", 0.5])
-@pytest.mark.parametrize("members", [1, 2, 4, 6])
+@pytest.mark.parametrize(
+    ("boundary", "overlap"),
+    [("periodic", True), ("periodic", False), ("nearest", True), (0.5, False)],
+)
+@pytest.mark.parametrize("members", [1, 2, 6])
 @pytest.mark.parametrize("has_windows", [True, False])
 def test_values(gpu, opened, has_windows, members, boundary, overlap):
     y = heat(gpu, members=members, boundary=boundary, overlap=overlap)

@@ -44,6 +44,7 @@ class Recorder:
 
     def __init__(self):
         self.clocks = defaultdict(lambda: defaultdict(int))  # by timeline
+        self.meeting_timeout_s = 10.0
         self.memory = np.zeros(_MEMORY_BYTES, "u1")
         self.base = address_of(self.memory)
         self.used_bytes = 0
@@ -441,7 +442,7 @@ class Meet:
             number = own.values[0] + np.uint64(1)
             recorder.meetings[address_of(own.values), number] = dict(recorder.clocks[timeline])
             own.values[0] = number
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + recorder.meeting_timeout_s
         for address in map(int, theirs.values):
             their = recorder.at(address, (1, 8), (8, 1)).view(np.uint64).reshape(())
             while their < number and not own.values[1]:
