@@ -119,7 +119,7 @@ def test_where_memory_cannot_be_shared_another_way_is_taken(trouble):
         assert used(client, y) <= {"ucx", "comm"}
         time.sleep(0.5)  # for warnings on their way
     ours = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
-    # Without the bindings nobody knows which GPU it is: an obstacle, as that of a worker without one.
+    # Without the bindings nobody knows which GPU it is: an obstacle, as of a worker that has none.
     assert len(ours) == (trouble is refuse_handles)
     assert all("CUDA IPC does not share memory here" in said for said in ours)
 
