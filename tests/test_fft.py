@@ -291,6 +291,13 @@ def test_frequencies(n, d, name):
     np.testing.assert_array_equal(got.compute(scheduler="sync"), getattr(np.fft, name)(n, d))
 
 
+@pytest.mark.parametrize("chunks", [(1, 4), [2, 3], (1, 0, 4), ((2, 3),), (5,), {0: (1, 4)}])
+def test_chunks_of_frequencies_are_those_of_arange(chunks):
+    expected = da.arange(5, chunks=chunks).chunks if not isinstance(chunks, dict) else ((1, 4),)
+    for got in (fft.fftfreq(5, chunks=chunks), fft.rfftfreq(8, chunks=chunks)):
+        assert got.chunks == expected
+
+
 @given(cut_shapes(1, 3, 0), st.data())
 def test_shifts(case, data):
     shape, chunks = case

@@ -87,6 +87,9 @@ def rfftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any =
 
 
 def _numbers(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
+    # Several sizes are those of its blocks, as `da.arange` takes them; `rechunk` does not.
+    if isinstance(chunks, (tuple, list)) and len(chunks) > 1:
+        chunks = (tuple(chunks),)
     (sizes,) = checked_chunks(chunks, ((count,),), np.dtype(float))
     return da.arange(count, chunks=(sizes,), like=_meta_of(like))
 
