@@ -38,6 +38,7 @@ class Reach:
     listening: ssl.SSLContext | None = None  # where connections between hosts are encrypted
     connecting: ssl.SSLContext | None = None
     timeout_s: float = 30.0  # without an answer, after which such a connection is lost
+    uses_ucx: bool = False  # for large messages, to members that do
 
     @property
     def protocol(self) -> str:
@@ -89,7 +90,14 @@ class Endpoint:
             listener.setblocking(False)
         #: What others need to know to begin a link.
         self.text = " ".join(
-            (_kernel_and_network(), name, reach.protocol, reach.host or "-", str(port))
+            (
+                _kernel_and_network(),
+                "ucx" if reach.uses_ucx else "-",
+                name,
+                reach.protocol,
+                reach.host or "-",
+                str(port),
+            )
         )
 
     @property
@@ -107,7 +115,7 @@ class Endpoint:
 
         `OSError` if it cannot be reached, `SectionError` if it must not be.
         """
-        kernel, name, protocol, host, port = endpoint.split()
+        kernel, _, name, protocol, host, port = endpoint.split()
         if kernel == _kernel_and_network():
             made = socket.socket(socket.AF_UNIX)
             try:

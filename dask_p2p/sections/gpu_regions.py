@@ -17,24 +17,26 @@ has waited for what was written.
 A share may be made in `Pieces`, one after the other, with an event behind each: others read the
 first while the next is made.
 
-What cannot be read goes through host memory: to other hosts, between members of one process, and
-where the allocator's memory cannot be shared.
+What cannot be read is sent. Between hosts it goes by UCX, in one piece of memory of the GPU, where
+a link carries so many bytes. The rest goes through host memory: to other hosts without UCX, between
+members of one process, and where the allocator's memory cannot be shared.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dask_p2p.geometry import Box, box_slices, split_box, taper_last
 from dask_p2p.sections.links import Buffer, Links
+from dask_p2p.sections.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.regions import Call, Local, Regions
+from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.sections.windows import OwnEvents, PeerMemory, if_possible, opened
 from dask_p2p.transports.in_place import cuda_ipc
 from dask_p2p.transports.reading import LAST_PART_BYTES
@@ -43,59 +45,9 @@ from dask_p2p.types import Array, DType
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
 
-__all__ = ["MOST_PIECES", "GpuRegions", "Pieces"]
+__all__ = ["GpuRegions"]
 
-MOST_PIECES = 8
 _READ, _WRITTEN = range(2)  # events of a member; from the second on one for each piece
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """A share that is made piece by piece along one of its axes.
-
-    Parameters
-    ----------
-    dtype
-        Of the share.
-    axis
-        Along which.
-    bounds
-        Where pieces begin, and where the last one ends: `MOST_PIECES` at most.
-    make
-        Returns a piece, by its number. It is called once for each, in turn, and puts what makes it
-        on the member's stream.
-    """
-
-    dtype: DType
-    axis: int
-    bounds: tuple[int, ...]
-    make: Callable[[int], Array]
-
-    @classmethod
-    def one(cls, share: Array) -> Pieces:
-        """Return a share that is there."""
-        ends = (0, share.shape[0] if share.ndim else 1)
-        return cls(share.dtype, 0, ends, lambda _: share)
-
-    def of(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
-        """Yield of which pieces a box is: the number, the part in the piece, and in the box."""
-        if not box:
-            yield 0, box, box
-            return
-        start, stop = box[self.axis]
-        for number, (low, high) in enumerate(pairwise(self.bounds)):
-            first, end = max(start, low), min(stop, high)
-            if first < end:
-                inside = tuple((0, hi - lo) for lo, hi in box)
-                yield (
-                    number,
-                    _along(self.axis, box, (first - low, end - low)),
-                    _along(self.axis, inside, (first - start, end - start)),
-                )
-
-
-def _along(axis: int, box: Box, bounds: tuple[int, int]) -> Box:
-    return (*box[:axis], bounds, *box[axis + 1 :])
 
 
 class GpuRegions:
@@ -138,7 +90,53 @@ class GpuRegions:
                 if rank not in readers
             }
             targets = {rank: each for rank, each in targets.items() if rank not in read}
+            if self._links.use_ucx:
+                self._bring_by_ucx(self._links, call, pieces.axis, regions, targets)
             self._bring_through_host(call, pieces.axis, regions, targets)
+
+    def _bring_by_ucx(
+        self,
+        links: Links,
+        call: Call,
+        axis: int,
+        regions: dict[int, list[Array]],
+        targets: dict[int, Array],
+    ) -> None:
+        """Send regions from memory of the GPU; take those out that were brought so."""
+        gpu, sends, receives = self._gpu, {}, {}
+        with gpu.queue.within(gpu.stream):
+            for rank, pieces in [*regions.items()]:
+                if links.carries(rank, sum(piece.nbytes for piece in pieces)):
+                    sends[rank] = self._in_one_piece(regions.pop(rank), axis)
+            for rank, target in targets.items():
+                if links.carries(rank, target.nbytes):
+                    receives[rank] = gpu.empty(call.shape_before(target.shape), call.dtype)
+        gpu.wait()  # for those pieces, and for what used this memory before
+        end = begin_in_order(
+            links,
+            call.order,
+            f"{call.text}, by UCX",
+            {rank: _bytes_of(each) for rank, each in sends.items()},
+            {rank: _bytes_of(each) for rank, each in receives.items()},
+        )
+        end()
+        with gpu.queue.within(gpu.stream):
+            for rank, arrived in receives.items():
+                gpu.queue.permute(targets.pop(rank), arrived, call.axes)
+
+    def _in_one_piece(self, pieces: Sequence[Array], axis: int) -> Array:
+        """Put on the queue what copies pieces of a region, along an axis, to where they lie so."""
+        shape = list(pieces[0].shape)
+        if shape:
+            shape[axis] = sum(piece.shape[axis] for piece in pieces)
+        whole, start = self._gpu.empty(shape, pieces[0].dtype), 0
+        for piece in pieces:
+            place = tuple((0, length) for length in piece.shape)
+            if place:
+                place = along(axis, place, (start, start + piece.shape[axis]))
+                start += piece.shape[axis]
+            self._gpu.queue.permute(whole[box_slices(place)], piece, range(piece.ndim))
+        return whole
 
     def _bring_directly(
         self,
@@ -213,7 +211,7 @@ class GpuRegions:
             moved = part
             if part:
                 low, high = part[axis]
-                moved = _along(axis, part, (start + low, start + high))
+                moved = along(axis, part, (start + low, start + high))
             place = box_slices(tuple(moved[each] for each in call.axes))
             queue.permute_prefetched(target[place], copy, call.axes)
 
@@ -307,6 +305,11 @@ def _mapped(
     along = zip(shape, strides, strict=True)
     spread_bytes = sum((length - 1) * abs(stride) for length, stride in along) + dtype.itemsize
     return cuda_ipc.array_at(of.mapped(place, spread_bytes), shape, strides, dtype)
+
+
+def _bytes_of(whole: Array) -> Array:
+    flat: Array = whole.reshape(-1).view(np.uint8)
+    return flat
 
 
 def _joined(pieces: Sequence[Any], axis: int) -> Any:

@@ -6,12 +6,14 @@ import select
 import socket
 import struct
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from dask_p2p.errors import P2PError
+from dask_p2p.sections.channel import LEAST_BYTES, Channel
 
 __all__ = ["HEADER", "TEXT_BYTES", "AttemptEndedError", "Buffer", "Link", "Peer"]
 
+#: Bytes; those of a GPU too, where a link `carries` so many.
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 TEXT_BYTES = 240
@@ -33,15 +35,19 @@ class Peer:
 
 @dataclass
 class Link:
-    """One socket, and what is on its way through it in the current exchange."""
+    """One socket, and what is on its way through it in the current exchange.
+
+    Of a message by UCX the header alone goes through the socket.
+    """
 
     socket: socket.socket
     sending: list[memoryview] = field(default_factory=list)
     header: memoryview = field(default_factory=lambda: memoryview(bytearray(HEADER.size)))
     receiving: memoryview | None = None  # the part of the header, or the payload, still to come
-    payload: memoryview | None = None  # where it goes; None if the sender says how long it is
+    payload: Any = None  # where it goes; None if the sender says how long it is
     is_header: bool = True
     has_received: bool = True
+    channel: Channel | None = None  # to another host, if there is UCX at both ends
     received_bytes: int = 0  # in all
     waited_s: float = 0.0  # for this member, after all from whom something came before it
 
@@ -49,7 +55,48 @@ class Link:
     def events(self) -> int:
         """What to wait for before it can go on."""
         sends: int = getattr(self.socket, "send_event", select.POLLOUT) if self.sending else 0
-        return sends | (0 if self.has_received else select.POLLIN)
+        hears = select.POLLRDHUP if self.uses_channel else 0
+        return sends | hears | (0 if self.has_received else select.POLLIN)
+
+    @property
+    def uses_channel(self) -> bool:
+        """Whether something is on its way by UCX."""
+        return self.channel is not None and self.channel.is_busy
+
+    def carries(self, size_bytes: int) -> bool:
+        """Return whether a message goes by UCX."""
+        return self.channel is not None and size_bytes >= LEAST_BYTES
+
+    def channel_for(self, payload: Any) -> Channel | None:
+        """Return what carries a message beside the socket; None if that does."""
+        return self.channel if payload is not None and self.carries(len(payload)) else None
+
+    def begin_to_send(self, header: bytes, payload: Any) -> None:
+        """Begin to send a message."""
+        self.sending.append(memoryview(header))
+        if channel := self.channel_for(payload):
+            channel.send(payload)
+        elif len(payload):
+            self.sending.append(payload)
+
+    def begin_to_receive(self, payload: Any) -> None:
+        """Begin to receive a message where it belongs, if that is known."""
+        self.receiving, self.is_header, self.has_received = self.header, True, False
+        self.payload = payload
+        if channel := self.channel_for(payload):
+            channel.receive(payload)
+
+    def begin_payload(self, size_bytes: int) -> None:
+        """Go on behind the header, which says how long the message is."""
+        is_begun = self.payload is not None
+        if not is_begun:
+            self.payload = memoryview(bytearray(size_bytes))
+        self.receiving, self.is_header = self.payload, False
+        if channel := self.channel_for(self.payload):
+            if not is_begun:
+                channel.receive(self.payload)
+            channel.expect()
+            self.receiving = None
 
     def send(self) -> bool:
         """Send what the socket takes; return whether that was all."""
@@ -62,10 +109,10 @@ class Link:
                 sent -= len(self.sending.pop(0))
             if self.sending:
                 self.sending[0] = self.sending[0][sent:]
-        return True
+        return self.channel is None or self.channel.has_sent()
 
     def fill(self) -> bool:
-        """Receive what has come; return whether `receiving` is full."""
+        """Receive what has come; return whether all of `receiving` has."""
         while self.receiving:
             try:
                 count = self.socket.recv_into(self.receiving)
@@ -74,4 +121,10 @@ class Link:
             if not count:
                 raise ConnectionResetError("it has ended")
             self.receiving = self.receiving[count:]
-        return True
+        return self.is_header or self.channel is None or self.channel.has_received()
+
+    def close(self) -> None:
+        """End it, and give up what is on its way."""
+        self.socket.close()
+        if self.channel is not None:
+            self.channel.close()

@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
+from typing import Any
 
-from dask_p2p.errors import P2PError, SectionError
+from dask_p2p.errors import P2PError, SectionError, TransferError
+from dask_p2p.sections.channel import Channel
 from dask_p2p.sections.endpoint import Endpoint, Reach, is_lost
 from dask_p2p.sections.link import HEADER, TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
+from dask_p2p.transports.packed.messenger import NAP_S, Messenger
 
 __all__ = ["AttemptEndedError", "Buffer", "Links", "Peer"]
 
@@ -47,12 +50,14 @@ class Links:
         self.endpoint = self._endpoint.text
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_woken = False
+        #: Whether members use UCX for large messages between hosts: the same for all of them.
+        self.use_ucx = False
 
     def start(self, rank: int, peers: Sequence[Peer]) -> None:
         """Begin an attempt: all members know each other by now."""
         self._rank, self._peers, self._own = rank, peers, peers[rank]
         self._ranks = {peer.ticket: rank for rank, peer in enumerate(peers)}
-        kernels = [peer.endpoint.split()[0] for peer in peers]
+        kernels = [_host_of(peer.endpoint) for peer in peers]
         has_cores = kernels.count(kernels[rank]) <= len(os.sched_getaffinity(0))
         self._spin_s = _SPIN_S if has_cores else 0.0
 
@@ -63,7 +68,12 @@ class Links:
 
     def is_on_other_host(self, rank: int) -> bool:
         """Return whether a member is on another host than this one."""
-        return self._peers[rank].endpoint.split()[0] != self.endpoint.split()[0]
+        return _host_of(self._peers[rank].endpoint) != _host_of(self.endpoint)
+
+    def carries(self, rank: int, size_bytes: int) -> bool:
+        """Return whether messages of so many bytes go by UCX, from and to memory of any kind."""
+        link = self._links.get(rank)
+        return link is not None and link.carries(size_bytes)
 
     def wake(self) -> None:
         """End the exchange that waits, and all later ones, with an `AttemptEndedError`.
@@ -84,7 +94,7 @@ class Links:
         self._join()
         self._endpoint.close()
         for link in self._links.values():
-            link.socket.close()
+            link.close()
         os.close(self._woken)
 
     def exchange(
@@ -162,7 +172,7 @@ class Links:
         self._advance_all()
         for rank in self._receives:
             link = self._links[rank]
-            found[rank] = link.payload or memoryview(b"")
+            found[rank] = link.payload
             link.received_bytes += len(found[rank])
         self._receives = {}  # it is over: whoever asks again gets the same
         return found
@@ -196,14 +206,11 @@ class Links:
     def _begin(self, rank: int, link: Link) -> None:
         """Have a link carry what the current exchange has for it."""
         if rank in self._sends:
-            payload = memoryview(self._sends[rank]).cast("B")
-            header = HEADER.pack(self._number, len(payload), self._text)
-            link.sending += [memoryview(header)] + ([payload] if len(payload) else [])
-        link.has_received = rank not in self._receives
+            payload = _bytes_of(self._sends[rank])
+            link.begin_to_send(HEADER.pack(self._number, len(payload), self._text), payload)
         if rank in self._receives:
             into = self._receives[rank]
-            link.payload = None if into is None else memoryview(into).cast("B")
-            link.receiving, link.is_header = link.header, True
+            link.begin_to_receive(None if into is None else _bytes_of(into))
 
     def _advance(self, rank: int, link: Link) -> None:
         """Send and receive what is possible now."""
@@ -211,22 +218,21 @@ class Links:
             has_sent = link.send()
             while not link.has_received and link.fill():
                 if link.is_header:
-                    link.payload = self._checked_payload(rank, link)
-                    link.receiving, link.is_header = link.payload, False
+                    link.begin_payload(self._checked_length(rank, link))
                 else:
                     link.has_received = True
-        except OSError as exc:
+        except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
         if has_sent and link.has_received:
             self._waiting.discard(rank)
 
-    def _checked_payload(self, rank: int, link: Link) -> memoryview:
-        """Return where the payload goes; raise `SectionError` if the peer's call is another."""
+    def _checked_length(self, rank: int, link: Link) -> int:
+        """Return how long the payload is; raise `SectionError` if the peer's call is another."""
         number, count, peers_text = HEADER.unpack(link.header)
         peers_text = peers_text.rstrip(b"\0")
         wanted = count if link.payload is None else len(link.payload)
         if (number, count, peers_text) == (self._number, wanted, self._text):
-            return memoryview(bytearray(count)) if link.payload is None else link.payload
+            return int(count)
         calls = sorted([(self._rank, self._number, self._text), (rank, number, peers_text)])
         named = " and ".join(
             f"member {each} called {what.decode(errors='replace')} as number {at}"
@@ -238,23 +244,32 @@ class Links:
         )
 
     def _wait(self) -> list[int]:
-        """Wait until something can go on; return the ranks with which it can."""
+        """Wait until something can go on; return the ranks with which it may."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
-        ranks = {}
+        ranks, by_channel = {}, list[int]()
         for rank in self._waiting:
             if (link := self._links.get(rank)) is not None:
                 ranks[link.socket.fileno()] = rank
                 poll.register(link.socket, link.events)
+                if link.uses_channel:
+                    by_channel.append(rank)
         if len(ranks) < len(self._waiting):
             for number in self._endpoint.numbers:
                 poll.register(number, select.POLLIN)
-        ready = [number for number, _ in poll.poll(self._timeout_s / _LOOKS * 1000)]
-        if not ready:
+        polled = poll.poll(0 if by_channel else self._timeout_s / _LOOKS * 1000)
+        for number, event in polled:
+            if event & select.POLLRDHUP:  # of a link that waits for UCX: it reads nothing itself
+                raise self._broken(ranks[number], "it has ended")
+        ready = [number for number, _ in polled]
+        if not ready and by_channel:
+            time.sleep(NAP_S)
+        elif not ready:
             self._check_links(ranks.values())
         if self._woken in ready:
             raise AttemptEndedError("the attempt has ended")
         found = [ranks[number] for number in ready if number in ranks]
+        found += [rank for rank in by_channel if rank not in found]
         for rank in self._accepted(set(ready)):
             if rank in self._waiting:
                 self._begin(rank, self._links[rank])
@@ -297,3 +312,42 @@ class Links:
             self._links[rank] = Link(made)
             found.append(rank)
         return found
+
+    def open_channels(self, started: Callable[[], Messenger | None]) -> None:
+        """Have UCX carry large messages between hosts, where both ends use it and it starts.
+
+        All members must call this at the same time.
+        """
+        ends = {n: peer.endpoint for n, peer in enumerate(self._peers) if _uses_ucx(peer.endpoint)}
+        self.use_ucx = len({*map(_host_of, ends.values())}) > 1
+        if not self.use_ucx:
+            return
+        far = [rank for rank in ends if self._rank in ends and self.is_on_other_host(rank)]
+        messenger = started() if far else None
+        address = b"" if messenger is None else messenger.address
+        found = self.exchange("UCX addresses", dict.fromkeys(far, address), dict.fromkeys(far))
+        made = {
+            rank: Channel(messenger, bytes(address), self._timeout_s)
+            for rank, address in found.items()
+            if messenger is not None and len(address)
+        }
+        offers = {rank: channel.offer for rank, channel in made.items()}
+        said = self.exchange("UCX tags", offers, dict.fromkeys(made))
+        for rank, channel in made.items():
+            channel.open(said[rank])
+            self._links[rank].channel = channel
+        self._number = 0  # which users are told: of the calls that are theirs
+
+
+def _host_of(endpoint: str) -> str:
+    return endpoint.split()[0]
+
+
+def _uses_ucx(endpoint: str) -> bool:
+    return endpoint.split()[1] == "ucx"
+
+
+def _bytes_of(buffer: Any) -> Any:
+    """Return a buffer as bytes; an array on a GPU is one of bytes."""
+    is_on_host = isinstance(buffer, (bytes, bytearray, memoryview))
+    return memoryview(buffer).cast("B") if is_on_host else buffer

@@ -6,22 +6,26 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dask_p2p.config import Options
 from dask_p2p.engine.attempts import pause_s
 from dask_p2p.engine.task import current_worker, go_elsewhere
-from dask_p2p.errors import DeviceLostError, InputError, SectionError
+from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import device_for
 from dask_p2p.sections.links import AttemptEndedError, Peer
 from dask_p2p.sections.progress import Watch
+from dask_p2p.types import Kind
 from dask_p2p.versioned import check_readable
 
 if TYPE_CHECKING:
     from dask_p2p.sections.coordinator import Order
     from dask_p2p.sections.worker import Member
+    from dask_p2p.transports.packed.messenger import Messenger
+    from dask_p2p.transports.packed.ucx import UcxTransport
 
 __all__ = ["run_member"]
 
@@ -78,8 +82,9 @@ def _run_in_gang(
 
     from dask_p2p.sections.worker import plugin_on
 
-    plugin, timeout_s = sync(worker.loop, plugin_on, worker), options.request_timeout_s
-    with plugin.member(gang, rank, members.size, timeout_s) as member:
+    plugin, ucx = sync(worker.loop, plugin_on, worker), _ucx(context, options, body.kind)
+    reach = {"timeout_s": options.request_timeout_s, "uses_ucx": ucx is not None}
+    with plugin.member(gang, rank, members.size, **reach) as member:
         if member.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
             secede()  # any number of members may wait on a worker with one thread
         order, result = member.order_after("waiting"), None
@@ -93,7 +98,7 @@ def _run_in_gang(
             key, progress = (gang, rank), ctx.progress
             watch = Watch(key, members, rank, body.dtype, progress, context, *of_gang)
             with watch.running():
-                result, order = _attempt(member, ctx, body, arrays, watch)
+                result, order = _attempt(member, ctx, body, arrays, watch, ucx)
                 if order.state == "committed":
                     watch.made(result)
                 else:
@@ -103,16 +108,33 @@ def _run_in_gang(
     return result
 
 
+def _ucx(context: Any, options: Options, kind: Kind) -> UcxTransport | None:
+    """Return what has UCX for large messages to other hosts, if tasks would use it; else None."""
+    if "ucx" not in options.order(kind) or options.checksum:
+        return None
+    transport: UcxTransport | None = context.router.transports.get("ucx")
+    return None if transport is None or transport.holder_obstacle("") else transport
+
+
+def _started(ucx: UcxTransport | None) -> Messenger | None:
+    """Return what sends by UCX; None if it does not start here, which costs nothing but speed."""
+    with suppress(TransferError):
+        return None if ucx is None else ucx.messenger()
+    return None
+
+
 def _attempt(
     member: Member,
     ctx: Context,
     body: Callable[..., Any],
     arrays: Sequence[Any],
     watch: Watch,
+    ucx: UcxTransport | None,
 ) -> tuple[Any, Order]:
     """Call the function; return its result and, when all members have come so far, the order."""
     result = None
     try:
+        member.links.open_channels(partial(_started, ucx))
         result = _called(body, ctx, arrays)
         # One that returns early would leave others waiting for it.
         member.links.gather("nothing more: its function has returned", b"")

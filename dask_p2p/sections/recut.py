@@ -13,8 +13,9 @@ from dask_p2p.geometry import box_slices, normal_axes
 from dask_p2p.plans.cuts import Moves, cut_of, moves, recut
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.devices import HOST, Host, check_kind
-from dask_p2p.sections.gpu_regions import GpuRegions, Pieces
+from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.links import Links
+from dask_p2p.sections.pieces import Pieces
 from dask_p2p.sections.regions import Call, Local, Regions
 from dask_p2p.types import Array
 

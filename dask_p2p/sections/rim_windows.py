@@ -1,4 +1,4 @@
-"""Rims between GPUs: read from windows of members of the host, or sent through host memory.
+"""Rims between GPUs: read from windows of members of the host, or sent in messages.
 
 An exchange packs rims into a slot of this member's window, records that slot's event, and tells the
 readers by an empty message: so calls that differ are found, and the end of an attempt ends waits.
@@ -15,7 +15,8 @@ exchanges before, and has been read since::
     own pull(t+1)  follows  peer's pack(t+1)  by the peer's event
     peer's pack(t+1)  follows  peer's pull(t)  on the peer's streams
 
-That holds for peers that read this member's window and whose window it reads. Others get messages.
+That holds for peers that read this member's window and whose window it reads. Others get messages:
+by UCX from memory of the GPU, where a link carries so many bytes, else through host memory.
 
 The same holds where members meet on their GPUs in place of events and messages: the stream of t+1
 goes on when the peer has packed for t+1, which it does after its pull of t.
@@ -77,7 +78,8 @@ class RimWindows:
         self._slots: list[dict[int, Packed]] = []  # made with the first exchange
         self._own: OwnWindow | None = None
         self._windows: dict[int, PeerWindow] = {}  # by rank
-        self._down: dict[int, tuple[Packed, Array]] = {}  # what is sent, and where on the host
+        # What is sent in messages and received, and from and to which memory: it, or the host's.
+        self._down: dict[int, tuple[Packed, Array]] = {}
         self._up: dict[int, tuple[Packed, Array]] = {}
         self._pulled: Any = None  # event: of all copies out of windows
         self._meeting: Meeting | None = None
@@ -97,13 +99,14 @@ class RimWindows:
         if self._own is not None:
             self._own.events[slot].record(self._gpu.stream)
         for packed, place in self._down.values():
-            self._copy(place, packed.whole)
+            if isinstance(place, np.ndarray):
+                self._copy(place, packed.whole)
         if self._down or self._up:
             self._gpu.wait()  # for that, and for the last copies out of where messages go
         sends: dict[int, Buffer] = dict.fromkeys(self._windows, b"")
         receives: dict[int, Buffer | None] = {rank: bytearray() for rank in self._windows}
-        sends |= {rank: memoryview(place) for rank, (_, place) in self._down.items()}
-        receives |= {rank: memoryview(place) for rank, (_, place) in self._up.items()}
+        sends |= {rank: _buffer(place) for rank, (_, place) in self._down.items()}
+        receives |= {rank: _buffer(place) for rank, (_, place) in self._up.items()}
         beside = beside and bool(self._down or self._up)  # empty messages need no thread
         order, text = self._call.order, self._call.text
         end = begin_in_order(self._links, order, text, sends, receives, beside)
@@ -153,7 +156,8 @@ class RimWindows:
             self._pulled.record(copies)
             stream.wait_event(self._pulled)
         for packed, place in self._up.values():
-            self._copy(packed.whole, place)
+            if isinstance(place, np.ndarray):
+                self._copy(packed.whole, place)
         for rank, packed in self._received.items():
             if rank in self._up or self._placed[rank] is None:
                 packed.unpack(data)
@@ -188,12 +192,18 @@ class RimWindows:
         for rank, boxes in sends.items():
             if rank not in self._windows:
                 packed = self._packed(boxes)
-                self._down[rank] = packed, _host_memory(packed.whole.nbytes)
+                self._down[rank] = packed, self._message_memory(rank, packed.whole)
         for rank in receives.keys() - self._windows.keys():
             packed = self._received[rank]
-            self._up[rank] = packed, _host_memory(packed.whole.nbytes)
+            self._up[rank] = packed, self._message_memory(rank, packed.whole)
         down = {rank: packed for rank, (packed, _) in self._down.items()}
         self._slots = [slot | down for slot in slots]
+
+    def _message_memory(self, rank: int, whole: Array) -> Array:
+        """Return memory from or to which messages of another member go."""
+        if self._links is not None and self._links.carries(rank, whole.nbytes):
+            return whole.view(np.uint8)
+        return _host_memory(whole.nbytes)
 
     def _in_window(self, own: OwnWindow, slot: int) -> dict[int, Packed]:
         return {
@@ -234,6 +244,10 @@ def _runs(boxes: Sequence[Box], shape: Sequence[int], item_bytes: int) -> list[_
         found.append(_Run(start_bytes, packed_bytes, pitch.run_bytes))
         packed_bytes += pitch.run_bytes
     return found
+
+
+def _buffer(place: Array) -> Any:
+    return place.data if isinstance(place, np.ndarray) else place
 
 
 def _host_memory(size_bytes: int) -> Array:

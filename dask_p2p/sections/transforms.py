@@ -25,7 +25,7 @@ from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform,
 from dask_p2p.plans.cuts import transform_stages
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.devices import Host, check_kind
-from dask_p2p.sections.gpu_regions import MOST_PIECES, Pieces
+from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.recut import Redistribution, checked_shape
 from dask_p2p.types import Array, DType
 

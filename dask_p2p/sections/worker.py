@@ -46,11 +46,11 @@ class Member:
         gang: str,  # its name
         rank: int,  # which member this is
         size: int,  # of how many
-        timeout_s: float,  # without an answer, after which a connection to another host is lost
+        **reach: Any,  # what differs from the worker's
     ) -> None:
         self.ticket = uuid4().hex
         self.rank, self.size = rank, size
-        self.links = Links(replace(plugin.reach, timeout_s=timeout_s))
+        self.links = Links(replace(plugin.reach, **reach))
         self._plugin, self._worker, self._gang = plugin, plugin.worker, gang
         self._changed = threading.Condition()
         self._order = Order("waiting")
@@ -210,9 +210,9 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
             self._is_registered = True
 
     @contextmanager
-    def member(self, gang: str, rank: int, size: int, timeout_s: float = 30.0) -> Iterator[Member]:
-        """Have a member of a gang for as long as its task runs."""
-        member = Member(self, gang, rank, size, timeout_s)
+    def member(self, gang: str, rank: int, size: int, **reach: Any) -> Iterator[Member]:
+        """Have a member of a gang for as long as its task runs; for parameters see there."""
+        member = Member(self, gang, rank, size, **reach)
         self._members[member.ticket] = member
         try:
             member.start()

@@ -16,6 +16,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.sections import transforms
 from tests.gpu.support import POOL, on_gpu
@@ -376,6 +377,15 @@ def there_and_back(ctx, x, real, piece_bytes, axes, is_reversed):
     return x, np.array([*map(float, errors), float(abs(x - own).max())])
 
 
+def by_transforms(char, axes, is_reversed, piece_bytes):
+    """What `there_and_back` says on two members, the worse of both."""
+    x = on_gpu(CUBE.astype(char), (CUBE_CHUNKS[0], -1, -1))
+    given = {"real": char in "fd", "piece_bytes": piece_bytes, "axes": axes}
+    given |= {"is_reversed": is_reversed, "members": 2}
+    _, found = spmd(there_and_back, x, per_member=[np.zeros(3)], **given)
+    return found.compute().max(axis=0)
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
 @pytest.mark.parametrize("axes", [(0, 1, 2), (0, 2), (0,), (1, 0)])
@@ -383,11 +393,7 @@ def there_and_back(ctx, x, real, piece_bytes, axes, is_reversed):
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_transforms(client, way, is_reversed, char, axes, piece_bytes):
     """Others read the first piece of a share while the next one is transformed."""
-    x = on_gpu(CUBE.astype(char), (CUBE_CHUNKS[0], -1, -1))
-    given = {"real": char in "fd", "piece_bytes": piece_bytes, "axes": axes}
-    given |= {"is_reversed": is_reversed, "members": 2}
-    _, found = spmd(there_and_back, x, per_member=[np.zeros(3)], **given)
-    there, back, changed = found.compute().max(axis=0)
+    there, back, changed = by_transforms(char, axes, is_reversed, piece_bytes)
     assert changed == 0
     assert max(there, back) < (1e-6 if char in "fF" else 1e-14)
 
@@ -403,6 +409,54 @@ def test_redistribute(client, way, char, axes, to, staging):
     """Parts are read by kernels, or by copy engines, or sent by way of the host."""
     with dask.config.set({"p2p.transports.ipc.staging-bytes": staging}):
         assert by_turned(char, axes, to) == [[True, way == "messages"]] * 2
+
+
+def pretend(is_far):
+    """Have members here think that nobody else is on their host, and that all is large."""
+    from dask_p2p.sections import endpoint, link
+
+    here = endpoint.kernel_and_namespace()[0]
+    endpoint._kernel_and_network = lambda: f"{here}-{os.getpid()}" if is_far else here
+    link.LEAST_BYTES = 64 if is_far else 1 << 16
+
+
+@pytest.fixture
+def far(client):
+    """Members of different hosts, as far as they know, with UCX between them."""
+    client.run(pretend, True)
+    with dask.config.set({"p2p.transports.order": ["ipc", "ucx", "comm"]}):
+        yield
+    client.run(pretend, False)
+
+
+def endpoints_of_ucx(dask_worker):
+    messenger = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]._messenger
+    return messenger is not None and len(messenger.endpoints)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("char", "fd")
+def test_rims_by_ucx(client, far, char, overlap):
+    y = iterate(heat, on_gpu(X.astype(char), UNEVEN), 1, 30, overlap=overlap)
+    check(y, reference(heat, [X], 1, 30, "periodic")[0], char)
+    assert all(client.run(endpoints_of_ucx).values())
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("axes", "to"), [((0, 1, 2), (1,)), ((1, 0, 2), (0,)), ((2, 0, 1), (0,))])
+@pytest.mark.parametrize("char", ["f", "D", "b", "e"])
+def test_redistribute_by_ucx(client, far, char, axes, to):
+    assert by_turned(char, axes, to) == [[True, False]] * 2
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
+@pytest.mark.parametrize("char", "fFdD")
+def test_transforms_by_ucx(client, far, char, piece_bytes):
+    there, back, changed = by_transforms(char, (0, 1, 2), False, piece_bytes)
+    assert changed == 0
+    assert max(there, back) < (1e-6 if char in "fF" else 1e-14)
 
 
 def free_all_blocks():

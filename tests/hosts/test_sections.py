@@ -15,6 +15,7 @@ from distributed import Security, wait
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
+from dask_p2p.plugins.worker import PLUGIN_NAME
 from dask_p2p.sections.worker import SectionsPlugin
 from tests.faults.support import addresses, one_block_each
 from tests.hosts.cluster import BOUND_S, HostsCluster
@@ -27,6 +28,7 @@ WORKERS = 4
 ATTEMPTS = 3
 REQUEST_S = 1.0
 X = np.arange(4000.0).reshape(4, 1000)
+WIDE = np.arange(200_000.0) + np.arange(4.0)[:, None]
 
 pytestmark = [
     pytest.mark.programs,
@@ -68,6 +70,14 @@ def client(both):
 def laid_out(client):
     """An array with a row on each worker, so that members are there, too."""
     x = one_block_each(client, da.from_array(X, chunks=(1, 1000)), addresses(client))
+    wait(x)
+    return x
+
+
+def wide_laid_out(client):
+    """The same with rows that are long: messages are large."""
+    row = da.arange(WIDE.shape[1], chunks=-1, dtype=float)
+    x = one_block_each(client, row + da.arange(4.0, chunks=1)[:, None], addresses(client))
     wait(x)
     return x
 
@@ -156,6 +166,63 @@ def test_hosts_that_cannot_reach_each_other(client, cluster, tmp_path, is_mended
         assert np.array_equal(result_of(client, future), stepped())
     future.release()
     del x, y
+
+
+def turned_and_back(ctx, x, times):
+    """Exchange all with all, as a solver that alternates does."""
+    for _ in range(times):
+        columns = ctx.redistribute(x, [1])
+        x = ctx.redistribute(columns + 1, [0], from_cut=[1])
+    return x
+
+
+async def endpoints_of_ucx(dask_worker):
+    messenger = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]._messenger
+    return 0 if messenger is None else len(messenger.endpoints)
+
+
+def sent_by_both_networks(host):
+    """UCX uses both at a time."""
+    return sum(map(host.sent_bytes, (0, 1)))
+
+
+@pytest.mark.parametrize("transport", ["comm", "ucx"])
+def test_large_messages_by_ucx_where_that_is_asked_for(client, cluster, transport):
+    client.restart()
+    wide = wide_laid_out(client)
+    before = [sent_by_both_networks(host) for host in cluster.others]
+    with dask.config.set({"p2p.transports.order": [transport]}):
+        smoothed_wide = iterate(smooth, wide, {0: 1}, 5)
+        turned = spmd(turned_and_back, wide, times=3)
+    np.testing.assert_array_equal(smoothed_wide.compute(), smoothed(5, WIDE))
+    np.testing.assert_array_equal(turned.compute(), WIDE + 3)
+    for host, sent in zip(cluster.others, before, strict=True):
+        assert sent_by_both_networks(host) - sent > (2 * 5 + 6) * WIDE[0].nbytes
+    # To both workers of the other host, and none of the own one.
+    expected = 2 if transport == "ucx" else 0
+    assert [*client.run(endpoints_of_ucx).values()] == [expected] * WORKERS
+    del wide, smoothed_wide, turned
+
+
+@pytest.mark.parametrize("transport", ["comm", "ucx"])
+def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
+    wide = wide_laid_out(client)
+
+    def function(ctx, x, path):
+        if ctx.rank == 0:
+            with open(path, "a") as file:
+                file.write("attempt\n")
+        return turned_and_back(ctx, x, 100)
+
+    with dask.config.set({"p2p.transports.order": [transport]}):
+        future = client.compute(spmd(function, wide, path=tmp_path / "runs"))
+    wait_until(lambda: attempts(tmp_path / "runs") == 1)
+    time.sleep(0.2)
+    client.run(os._exit, 1, workers=addresses(client)[-1:], on_error="ignore")
+    np.testing.assert_array_equal(result_of(client, future), WIDE + 100)
+    assert attempts(tmp_path / "runs") > 1
+    future.release()
+    del wide
 
 
 def test_encrypted_links(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from functools import partial
 
@@ -13,9 +14,10 @@ from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.slots import KeptSlots
 from dask_p2p.engine.task import MemberTask
 from dask_p2p.geometry import box_slices
-from dask_p2p.sections import captured, rim_windows, windows
+from dask_p2p.sections import captured, endpoint, link, rim_windows, windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.transports.in_place import cuda_ipc
+from tests.sections import gangs
 from tests.sections.gangs import run_gang
 from tests.simulation.streams import HOST, Array, emulated, kernels
 
@@ -38,7 +40,8 @@ def emulated_gpu(monkeypatch):
     def noted(links, order, call, sends, receives, beside):
         """Sockets read and write from now on."""
         for buffers, access in ((sends, "reads"), (receives, "writes")):
-            arrays = [np.frombuffer(each, "u1") for each in buffers.values() if len(each)]
+            on_host = [each for each in buffers.values() if not isinstance(each, Array)]
+            arrays = [np.frombuffer(each, "u1") for each in on_host if len(each)]
             recorder.do(HOST, "a socket", **{access: arrays})
         return begin(links, order, call, sends, receives, beside)
 
@@ -60,6 +63,66 @@ def emulated_gpu(monkeypatch):
     ):
         monkeypatch.setattr(where, name, value, raising=False)
     return recorder
+
+
+class Message:
+    """A message of UCX; whoever has it may read or write its array until it is done."""
+
+    def __init__(self, array):
+        self.array, self.done = array, False
+
+    def result(self, timeout_s):
+        assert self.done
+
+
+class Messenger:
+    """Sends arrays by UCX between members of this process."""
+
+    def __init__(self, gpu):
+        self.gpu, self.address = gpu, b"here"
+        self.waiting = {}  # what was sent or is received, by tag
+        self.sent = []
+        self.lock = threading.Lock()
+
+    def closed(self, address):
+        return 0
+
+    def renew(self, address, closed):
+        assert (address, closed) == (self.address, 0)
+
+    def send(self, address, array, tag, other_host):
+        assert other_host
+        self.sent.append(array.nbytes)
+        self.gpu.do(HOST, "UCX", reads=[array.values])
+        return self.met(tag, Message(array), lambda mine, other: (other, mine))
+
+    def receive(self, array, tag):
+        self.gpu.do(HOST, "UCX", writes=[array.values])
+        return self.met(tag, Message(array), lambda mine, other: (mine, other))
+
+    def met(self, tag, message, ends):
+        with self.lock:
+            other = self.waiting.pop(tag, None)
+            if other is None:
+                self.waiting[tag] = message
+                return message
+        to, of = ends(message, other)
+        to.array.values[...] = of.array.values
+        to.done = of.done = True
+        return message
+
+
+def with_ucx(gpu, monkeypatch):
+    """Have two members each on a host, and UCX between them; return what sends."""
+    messenger, kernels = Messenger(gpu), itertools.count()
+    for where, name, value in (
+        (endpoint, "_kernel_and_network", lambda: f"host-{next(kernels) // 2}"),
+        (gangs, "Reach", partial(gangs.Reach, "127.0.0.1", uses_ucx=True)),
+        (gangs, "messenger", lambda: messenger),
+        (link, "LEAST_BYTES", 64),
+    ):
+        monkeypatch.setattr(where, name, value)
+    return messenger
 
 
 def on_gpu(gpu, x):

@@ -12,6 +12,10 @@ from dask_p2p.sections.links import Links, Peer
 BOUND_S = 20
 
 
+def messenger():
+    """Return what a member sends by UCX with; nothing here."""
+
+
 def run_gang(members, function, device=lambda links: HOST, **kwargs):
     """Call a function of a context on each member; return the results, or raise what one raised.
 
@@ -26,6 +30,7 @@ def run_gang(members, function, device=lambda links: HOST, **kwargs):
         contexts.append(Context(members, rank, own, device=device(own), **kwargs))
 
     def run(ctx):
+        links[ctx.rank].open_channels(messenger)
         result = function(ctx)
         ctx._gather("nothing more", b"")  # as members do
         ctx.device.let_go(is_orderly=True)

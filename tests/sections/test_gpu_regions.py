@@ -18,14 +18,15 @@ from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
-from dask_p2p.sections import gpu_regions, windows
+from dask_p2p.sections import gpu_regions, link, windows
 from dask_p2p.sections.devices import Gpu
-from dask_p2p.sections.gpu_regions import MOST_PIECES, GpuRegions, Pieces
+from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.links import AttemptEndedError, Links
+from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.regions import Call
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
 from dask_p2p.transports.in_place import cuda_ipc
-from tests.sections.emulated import emulated_gpu
+from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.gangs import run_gang
 from tests.sections.test_recut import cases
 from tests.simulation.streams import Event, RaceError
@@ -283,6 +284,35 @@ def test_members_of_other_hosts(gpu, through_host, monkeypatch):
     others = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
     assert len(through_host) == 8
     assert all(sends == receives == others[rank] for rank, sends, receives in through_host)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_members_of_other_hosts_by_ucx(gpu, through_host, monkeypatch, order):
+    """From memory of the GPU: nothing is left that goes through the host's."""
+    messenger = with_ucx(gpu, monkeypatch)
+    run(gpu, SLABS, partial(there_and_back, gpu, times=2, exchange=order))
+    assert len(through_host) == 4 * 4
+    assert not any(sends or receives for _, sends, receives in through_host)
+    assert len(messenger.sent) == 4 * 4 * 2
+    assert not messenger.waiting
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_pieces_for_other_hosts_by_ucx(gpu, through_host, monkeypatch, axis):
+    messenger = with_ucx(gpu, monkeypatch)
+    run(gpu, SLABS, partial(in_pieces, gpu, axis=axis))
+    assert not any(sends or receives for _, sends, receives in through_host)
+    assert len(messenger.sent) == 4 * 2
+
+
+def test_small_regions_for_other_hosts(gpu, through_host, monkeypatch):
+    """Of 12 x 14 or 10 x 12 elements, and less: some go by UCX, and the rest through the host."""
+    messenger = with_ucx(gpu, monkeypatch)
+    monkeypatch.setattr(link, "LEAST_BYTES", 110 * 8)
+    run(gpu, SLABS, partial(there_and_back, gpu, times=1))
+    sent = sum(len(sends) for _, sends, _ in through_host)
+    assert 0 < sent < 2 * 4 * 2
+    assert len(messenger.sent) + sent == 2 * 4 * 2
 
 
 def of_one(monkeypatch, what, name, rank):

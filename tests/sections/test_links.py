@@ -8,7 +8,8 @@ import socket
 import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from contextlib import closing as closed_at_end
 from dataclasses import replace
 from functools import cache
 
@@ -23,6 +24,7 @@ from dask_p2p.sections import links as module
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.link import HEADER
 from dask_p2p.sections.links import AttemptEndedError, Links, Peer
+from dask_p2p.transports.packed.messenger import Messenger
 
 BOUND_S = 20
 LARGE = 5_000_000  # bytes: more than sockets take at once
@@ -43,14 +45,21 @@ def tls():
 class Gang:
     """Members that have started, each with a thread."""
 
-    def __init__(self, size, reach=TCP):
-        self.links = [Links(reach) for _ in range(size)]
+    def __init__(self, size, reach=TCP, messengers=None):
+        of_all = (
+            [reach] * size
+            if messengers is None
+            else [replace(reach, uses_ucx=each is not None) for each in messengers]
+        )
+        self.links = [Links(each) for each in of_all]
         self.peers = [
             Peer("worker", f"{rank:032}", links.endpoint) for rank, links in enumerate(self.links)
         ]
         for rank, links in enumerate(self.links):
             links.start(rank, self.peers)
         self.threads = ThreadPoolExecutor(size)
+        if messengers is not None:
+            self.run(lambda rank, links: links.open_channels(lambda: messengers[rank]))
 
     def __enter__(self):
         return self
@@ -80,12 +89,24 @@ def hosts(monkeypatch):
     monkeypatch.setattr(endpoint, "_kernel_and_network", lambda: f"kernel-{next(kernels)}")
 
 
-@pytest.fixture(params=["one host", "tcp", "tls"])
+@pytest.fixture
+def messengers():
+    """What three members send by UCX with."""
+    with ExitStack() as closing:
+        yield [closing.enter_context(closed_at_end(Messenger(None))) for _ in range(3)]
+
+
+@pytest.fixture(params=["one host", "tcp", "tls", "ucx"])
 def gang(request):
     if request.param != "one host":
         request.getfixturevalue("hosts")
-    with Gang(3, tls() if request.param == "tls" else TCP) as gang:
+    messengers = request.getfixturevalue("messengers") if request.param == "ucx" else None
+    with Gang(3, tls() if request.param == "tls" else TCP, messengers) as gang:
         yield gang
+
+
+#: Members of whom none has exchanged anything yet.
+UNLINKED = pytest.mark.parametrize("gang", ["one host", "tcp", "tls"], indirect=True)
 
 
 @pytest.mark.parametrize("count", [0, 3, LARGE])
@@ -251,6 +272,7 @@ def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
     assert "the link to member 1 on worker broke" in str(error)
 
 
+@UNLINKED
 def test_a_peer_that_has_gone_cannot_be_reached(gang):
     for listener in gang.links[1]._endpoint._listeners:
         listener.close()
@@ -273,6 +295,7 @@ def test_a_member_that_takes_nothing_for_long_is_not_lost(hosts, reach):
         assert gang.run(exchange)[1] == LARGE
 
 
+@UNLINKED
 def test_a_failure_that_a_function_catches_is_raised_again(gang):
     for listener in gang.links[1]._endpoint._listeners:
         listener.close()
@@ -289,7 +312,7 @@ def test_a_failure_that_a_function_catches_is_raised_again(gang):
 @given(said=st.binary(max_size=100))
 def test_what_strangers_say_ends_nothing(said):
     with Gang(2) as gang:
-        _, name, _, host, port = gang.links[1].endpoint.split()
+        *_, name, _, host, port = gang.links[1].endpoint.split()
         for family, address in (
             (socket.AF_UNIX, bytes.fromhex(name)),
             (socket.AF_INET, (host, int(port))),
@@ -332,10 +355,11 @@ def test_headers_that_no_member_sends_are_refused(said):
             pass
 
 
+@UNLINKED
 def test_strangers_are_sent_away(gang):
     """Those of other attempts, others that know no tickets, and those that say nothing."""
     links, own = gang.links[1], gang.peers[1]
-    _, name, _, host, port = links.endpoint.split()
+    *_, name, _, host, port = links.endpoint.split()
     addresses = [
         (socket.AF_UNIX, bytes.fromhex(name)),
         (socket.AF_INET, (host, int(port))),

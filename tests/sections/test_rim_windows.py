@@ -19,7 +19,7 @@ from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.transports.in_place import cuda_ipc
-from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
+from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section, with_ucx
 from tests.sections.gangs import run_gang
 from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import RaceError, Stream
@@ -90,6 +90,16 @@ def test_members_of_other_hosts_get_messages(gpu, opened, monkeypatch):
     )
     check(gpu, heat(gpu))
     assert sorted(opened) == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("exchange", ORDERS)
+def test_members_of_other_hosts_get_messages_by_ucx(gpu, opened, monkeypatch, exchange):
+    """Of the GPU's memory: nothing is copied to the host. Small rims go through it."""
+    messenger = with_ucx(gpu, monkeypatch)
+    check(gpu, heat(gpu, exchange=exchange))
+    assert sorted(opened) == [[0], [1], [2], [3]]
+    assert len(messenger.sent) == 5 * 4
+    assert not messenger.waiting
 
 
 def test_windows_that_one_side_cannot_read_are_not_used(gpu, opened, monkeypatch):

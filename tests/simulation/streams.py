@@ -283,6 +283,9 @@ class Array:
 
         self.recorder.run(self._stream, "a kernel", fill, reads=reads, writes=[self[item]])
 
+    def __len__(self):
+        return len(self.values)
+
     @property
     def _stream(self):
         return self.recorder.current[-1].name

@@ -63,6 +63,10 @@ class Message:
         """Whether UCX is done with the array, well or not."""
         return bool(self._request.completed)
 
+    def give_up(self, timeout_s: float) -> None:
+        """Wait no more for a message, after one has waited for so long."""
+        self._give_up(self, timeout_s)
+
     def result(self, timeout_s: float) -> None:
         """Wait until the message has arrived; `TransferError` if it does not, or not whole."""
         deadline_s = time.monotonic() + timeout_s
@@ -74,7 +78,7 @@ class Message:
                     raise SilentError(f"no message within {timeout_s:g} s")
                 time.sleep(NAP_S)
         except BaseException:
-            self._give_up(self, timeout_s)
+            self.give_up(timeout_s)
             raise
         try:
             self._request.check_error()

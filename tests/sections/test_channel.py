@@ -1,0 +1,168 @@
+"""Large messages between members by UCX; each member is on a host of its own here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack, closing
+
+import pytest
+
+from dask_p2p.errors import SectionError
+from dask_p2p.sections import channel as module
+from dask_p2p.sections.channel import LEAST_BYTES
+from dask_p2p.sections.endpoint import Reach
+from dask_p2p.sections.links import AttemptEndedError
+from dask_p2p.transports.packed.messenger import Messenger
+from tests.sections.test_links import BOUND_S, Gang, hosts  # noqa: F401
+from tests.transports.loopback import wait_until
+
+SILENCE_S = 0.5
+LARGE = bytes(range(256)) * (2**22 // 256)
+
+
+class Counted(Messenger):
+    """Notes how long the messages are that it sends."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.sent = []
+
+    def send(self, address, array, tag, **kwargs):
+        self.sent.append(len(array))
+        return super().send(address, array, tag, **kwargs)
+
+
+@pytest.fixture
+def messengers():
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(Counted())) for _ in range(2)]
+
+
+@pytest.fixture
+def pair(hosts, messengers):  # noqa: F811
+    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
+        yield gang
+
+
+def swap(payload, into=None):
+    """Have two members give each other bytes."""
+
+    def exchange(rank, links):
+        other = 1 - rank
+        return links.exchange("swap", {other: payload}, {other: into and into[rank]})[other]
+
+    return exchange
+
+
+def received_bytes(links):
+    return sum(size_bytes for _, size_bytes, _ in links.received)
+
+
+def under_way(messengers):
+    return sum(each.under_way for each in messengers)
+
+
+@pytest.mark.parametrize("part_bytes", [2**25, 100_000])
+@pytest.mark.parametrize("knows_length", [False, True])
+def test_large_messages_go_by_ucx(pair, messengers, monkeypatch, part_bytes, knows_length):
+    monkeypatch.setattr(module, "_PART_BYTES", part_bytes)
+    before = [received_bytes(links) for links in pair.links]
+    for _ in range(3):
+        into = [bytearray(len(LARGE)), bytearray(len(LARGE))] if knows_length else None
+        assert [bytes(each) for each in pair.run(swap(LARGE, into))] == [LARGE, LARGE]
+    for each in messengers:
+        assert sum(each.sent) == 3 * len(LARGE)
+        assert max(each.sent) == min(part_bytes, len(LARGE))
+    for links, before_bytes in zip(pair.links, before, strict=True):
+        assert received_bytes(links) == before_bytes + 3 * len(LARGE)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, LEAST_BYTES - 1, LEAST_BYTES])
+def test_small_ones_go_by_the_socket(pair, messengers, size_bytes):
+    payload = LARGE[:size_bytes]
+    assert [bytes(each) for each in pair.run(swap(payload))] == [payload, payload]
+    assert messengers[0].sent == [size_bytes][: size_bytes >= LEAST_BYTES]
+    assert [links.carries(1 - n, size_bytes) for n, links in enumerate(pair.links)] == [
+        size_bytes >= LEAST_BYTES
+    ] * 2
+
+
+def test_members_without_ucx_have_sockets(hosts, messengers):  # noqa: F811
+    with Gang(3, messengers=[*messengers, None]) as gang:
+
+        def exchange(rank, links):
+            others = {0, 1, 2} - {rank}
+            found = links.exchange("all", dict.fromkeys(others, LARGE), dict.fromkeys(others))
+            return {each: bytes(data) for each, data in found.items()}
+
+        for rank, found in enumerate(gang.run(exchange)):
+            assert found == dict.fromkeys({0, 1, 2} - {rank}, LARGE)
+        carried = [[links.carries(r, LEAST_BYTES) for r in range(3)] for links in gang.links]
+    assert carried == [[False, True, False], [True, False, False], [False, False, False]]
+    assert [len(each.sent) for each in messengers] == [1, 1]
+
+
+def test_members_of_one_host_open_none(messengers):
+    with Gang(2, messengers=messengers) as gang:
+        assert not any(links.carries(1 - n, LEAST_BYTES) for n, links in enumerate(gang.links))
+        assert gang.run(swap(LARGE)) == [LARGE, LARGE]
+        assert not any(each.sent for each in messengers)
+
+
+def test_a_member_that_sends_late_is_waited_for(pair):
+    def exchange(rank, links):
+        if rank:
+            time.sleep(3 * SILENCE_S)
+        return swap(LARGE)(rank, links)
+
+    assert pair.run(exchange) == [LARGE, LARGE]
+
+
+def test_parts_that_do_not_come_end_the_attempt(pair, monkeypatch):
+    """As over a connection that is cut, of which UCX does not tell."""
+    monkeypatch.setattr(module.Channel, "send", lambda *_: None)
+    errors = [
+        future.exception(BOUND_S) for future in pair.begin(swap(LARGE, [bytearray(2**22)] * 2))
+    ]
+    for each in errors:
+        assert isinstance(each, AttemptEndedError)
+    assert any(f"no bytes within {SILENCE_S:g} s" in str(each) for each in errors)
+
+
+@pytest.mark.parametrize("what", ["is woken", "has a peer that closes"])
+def test_what_ends_a_member_that_waits_for_bytes(pair, monkeypatch, what):
+    """Long before the time is up in which they have to come."""
+    monkeypatch.setattr(module.Channel, "send", lambda *_: None)
+    monkeypatch.setattr(module.Channel, "expect", lambda _: None)
+    is_waiting = threading.Event()
+
+    def exchange(rank, links):
+        if rank == 0:
+            return links.exchange("large", {}, {1: bytearray(len(LARGE))})
+        links.exchange("large", {0: LARGE}, {})
+        wait_until(lambda: pair.links[0]._links[1].receiving is None)
+        is_waiting.set()
+        links._links[1 - rank].close() if "peer" in what else pair.links[0].wake()
+        return None
+
+    waiting, _ = pair.begin(exchange)
+    assert is_waiting.wait(BOUND_S)
+    assert isinstance(waiting.exception(BOUND_S), AttemptEndedError)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_what_is_given_up_is_taken_back(hosts, messengers, monkeypatch, sends):  # noqa: F811
+    """A member's call differs: no peer sends what it waits for, or takes what it sends."""
+    monkeypatch.setattr("dask_p2p.transports.packed.messenger._PATIENCE", 1)
+
+    def exchange(rank, links):
+        if rank:
+            return links.exchange("another", {0: b""}, {})
+        return links.exchange("one", {1: LARGE} if sends else {}, {1: bytearray(len(LARGE))})
+
+    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
+        waiting, _ = gang.begin(exchange)
+        assert isinstance(waiting.exception(BOUND_S), SectionError)
+        assert under_way(messengers) == 1 + sends
+    wait_until(lambda: under_way(messengers) == 0)
