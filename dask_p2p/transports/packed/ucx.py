@@ -189,13 +189,14 @@ class UcxTransport(PackedTransport):
     def _stream_all(
         self, asked: Asked, targets: Sequence[Outgoing], wait_s: float
     ) -> list[dict[str, Any]]:
-        """Pack and send messages in turn, two at a time; stop at the first one that fails."""
+        """Pack and send messages in turn, a few at a time; stop at the first one that fails."""
         answers: list[dict[str, Any]] = []
         sending: deque[Outgoing] = deque()
+        most = UcxOptions.of(self.options).parts_in_flight  # while another one is packed
         try:
             for part, target in zip(asked.parts, targets, strict=True):
                 one = asked._replace(parts=[part], deadline_s=time.monotonic() + wait_s)
-                target.begin(one, self._reserved(one))
+                target.begin(one, self._reserved(one, sending))
                 sending.append(target)
                 number, box = part
                 block = self._find(one, *one.blocks[number])
@@ -203,12 +204,10 @@ class UcxTransport(PackedTransport):
                     answers += self._pack(target, one.blocks[number][0], block, [(0, box)])
                 del block
                 target.start()
-                if len(sending) > 1:
-                    with closing(sending.popleft()) as first:
-                        first.wait()
+                while len(sending) > most:
+                    _finish(sending)
             while sending:
-                with closing(sending.popleft()) as first:
-                    first.wait()
+                _finish(sending)
         except Exception as exc:
             answers.append(refuse(exc))
         finally:
@@ -216,12 +215,15 @@ class UcxTransport(PackedTransport):
                 sending.popleft().close()
         return answers
 
-    def _reserved(self, asked: Asked) -> list[Release]:
-        """Reserve memory for one message; it may block."""
+    def _reserved(self, asked: Asked, sending: deque[Outgoing]) -> list[Release]:
+        """Reserve memory for one message, when those before it have arrived if need be."""
         while (reserved := self.packed.reserve(*self.own_bytes(asked))) is None:
-            if not asked.left_s:
+            if sending:
+                _finish(sending)
+            elif not asked.left_s:
                 raise TransferError(NO_ROOM)
-            time.sleep(PAUSE_S)
+            else:
+                time.sleep(PAUSE_S)
         return reserved
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -250,3 +252,9 @@ class UcxTransport(PackedTransport):
                 raise TransferError(f"{reader} did not send its UCX address: {reply!r}")
             self.addresses[reader] = address
         return address
+
+
+def _finish(sending: deque[Outgoing]) -> None:
+    """Wait until the first of some messages has arrived."""
+    with closing(sending.popleft()) as first:
+        first.wait()

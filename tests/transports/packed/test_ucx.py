@@ -14,6 +14,7 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, SilentError, TransferError
+from dask_p2p.transports.budget import ByteBudget
 from dask_p2p.transports.packed import stream
 from dask_p2p.transports.packed import ucx as ucx_module
 from dask_p2p.transports.packed.messenger import Message
@@ -306,7 +307,7 @@ class TestUcx(PackedConformance):
             np.testing.assert_array_equal(region.result(20), array[slice(*rows)])
         remote.close()
 
-    def test_the_next_message_is_packed_while_the_one_before_is_sent(self, setup, monkeypatch):
+    def test_a_message_is_packed_while_those_before_are_sent(self, setup, monkeypatch):
         array = np.arange(4 * 2**14).reshape(4, 2**14)  # rows that UCX does not send at once
         setup.put("block", array)
         packed, packing, result = [], setup.serving._pack, Message.result
@@ -316,7 +317,7 @@ class TestUcx(PackedConformance):
             return packing(*args)
 
         def wait(message, timeout_s):
-            wait_until(lambda: len(packed) >= 2)
+            wait_until(lambda: len(packed) >= 3)
             result(message, timeout_s)
 
         setup.serving._pack = pack
@@ -326,6 +327,18 @@ class TestUcx(PackedConformance):
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.result(20), array[i : i + 1])
         remote.close()
+
+    def test_messages_come_where_there_is_room_for_one_alone(self, setup):
+        array = np.arange(4 * 2**14).reshape(4, 2**14)
+        setup.put("block", array)
+        setup.serving.packed = ByteBudget(2**17)
+        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        requests = [remote.request() for _ in range(4)]
+        for i, request in enumerate(requests):
+            np.testing.assert_array_equal(request.result(20), array[i : i + 1])
+        remote.close()
+        assert setup.serving.packed.reserved_bytes == 0
+        assert setup.host.calls.count("p2p_ucx_read") == 1
 
     def test_no_more_messages_are_waited_for_than_are_asked_for(self, setup):
         array = np.arange(20 * 2**14).reshape(20, 2**14)
