@@ -52,7 +52,7 @@ class TlsSocket(ssl.SSLSocket):
     Its first messages take a handshake, for which it waits as for anything else.
     """
 
-    send_event = select.POLLOUT  # for which the last `sendmsg` waits
+    send_event = select.POLLOUT  # for which the next `sendmsg` waits
 
     def sendmsg(self, buffers, *args):  # type: ignore[no-untyped-def, override]
         try:
@@ -68,6 +68,8 @@ class TlsSocket(ssl.SSLSocket):
         try:
             return super().recv_into(buffer, nbytes, flags)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if self.version() is not None:  # reading may have ended the handshake
+                self.send_event = select.POLLOUT
             raise BlockingIOError from None
 
 

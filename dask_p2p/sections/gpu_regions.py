@@ -39,7 +39,6 @@ from dask_p2p.sections.regions import Call, Local, Regions
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.sections.windows import OwnEvents, PeerMemory, if_possible, opened
 from dask_p2p.transports.in_place import cuda_ipc
-from dask_p2p.transports.reading import LAST_PART_BYTES
 from dask_p2p.types import Array, DType
 
 if TYPE_CHECKING:
@@ -47,6 +46,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GpuRegions"]
 
+#: What is read last is no larger. A kernel puts it into place in 50 µs: the host needs as long for
+#: one more part.
+_LAST_PART_BYTES = 2**26
 _READ, _WRITTEN = range(2)  # events of a member; from the second on one for each piece
 
 
@@ -221,7 +223,7 @@ class GpuRegions:
         if not self._gpu.part_bytes:
             return iter([whole])
         parts = split_box(whole, max(1, self._gpu.part_bytes // region.itemsize))
-        return taper_last(parts, max(1, LAST_PART_BYTES // region.itemsize)) if is_last else parts
+        return taper_last(parts, max(1, _LAST_PART_BYTES // region.itemsize)) if is_last else parts
 
     def _places(self, axis: int, region: Sequence[tuple[int, Array]]) -> bytes:
         """Return where a region lies, for the member that reads it; nothing if that cannot.
@@ -256,6 +258,8 @@ class GpuRegions:
         regions: Mapping[int, Sequence[Array]],
         targets: Mapping[int, Array],
     ) -> None:
+        if not regions and not targets:
+            return
         gpu = self._gpu
         straight = replace(call, axes=tuple(range(len(call.axes))))
         down = {rank: _joined([*map(gpu.to_host, each)], axis) for rank, each in regions.items()}
@@ -283,6 +287,7 @@ class GpuRegions:
                 gpu, links, call.text, told, lambda rank, said: PeerMemory(gpu, said)
             )
             self._own = own
+            self._through_host.prepare()
         return self._near
 
 

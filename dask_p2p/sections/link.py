@@ -17,7 +17,7 @@ __all__ = ["HEADER", "TEXT_BYTES", "AttemptEndedError", "Buffer", "Link", "Peer"
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 TEXT_BYTES = 240
-HEADER = struct.Struct(f"<QQ{TEXT_BYTES}s")  # number of the call, bytes that follow, its text
+HEADER = struct.Struct(f"<QQ{TEXT_BYTES}s")  # number, bytes that follow, text of the call
 
 
 class AttemptEndedError(P2PError):
@@ -47,6 +47,7 @@ class Link:
     payload: Any = None  # where it goes; None if the sender says how long it is
     is_header: bool = True
     has_received: bool = True
+    number: int = 0  # of exchanges so far, which is the same at both ends
     channel: Channel | None = None  # to another host, if there is UCX at both ends
     received_bytes: int = 0  # in all
     waited_s: float = 0.0  # for this member, after all from whom something came before it

@@ -4,8 +4,9 @@ Two members share one stream socket: a Unix socket on one host, TCP between host
 they first need it. A socket blocks without spinning, and ends at once when the process at its other
 end dies. Nothing of Dask is in the way: a message is written and read in the members' own threads.
 
-Each message begins with the number and the text of the call that sends it. So members whose calls
-differ find that out with the first message, instead of waiting for each other.
+Each message begins with the text of the call that sends it, and with its number: of the exchanges
+between these two members. So those whose calls differ find that out with the first message, instead
+of waiting for each other; and those that have nothing for each other need not say so.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ class Links:
     def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
         self._own: Peer | None = None
         self._links: dict[int, Link] = {}  # by rank
-        self._number = 0
         self._waiting = set[int]()  # ranks with which something of the exchange is on its way
         self._found = dict[int, memoryview]()  # what has come of it
         self._receives: Mapping[int, Buffer | None] = {}
@@ -137,7 +137,6 @@ class Links:
         if self._failure is not None:
             raise self._failure  # a function may have caught it when it was raised first
         self._end(self._found)
-        self._number += 1
         self._text, self._sends, self._receives = call.encode()[:TEXT_BYTES], sends, receives
         found = self._found = dict[int, memoryview]()
         self._awaited_s = inf  # not counted as waiting: what is done beside
@@ -205,9 +204,10 @@ class Links:
 
     def _begin(self, rank: int, link: Link) -> None:
         """Have a link carry what the current exchange has for it."""
+        link.number += 1
         if rank in self._sends:
             payload = _bytes_of(self._sends[rank])
-            link.begin_to_send(HEADER.pack(self._number, len(payload), self._text), payload)
+            link.begin_to_send(HEADER.pack(link.number, len(payload), self._text), payload)
         if rank in self._receives:
             into = self._receives[rank]
             link.begin_to_receive(None if into is None else _bytes_of(into))
@@ -231,9 +231,9 @@ class Links:
         number, count, peers_text = HEADER.unpack(link.header)
         peers_text = peers_text.rstrip(b"\0")
         wanted = count if link.payload is None else len(link.payload)
-        if (number, count, peers_text) == (self._number, wanted, self._text):
+        if (number, count, peers_text) == (link.number, wanted, self._text):
             return int(count)
-        calls = sorted([(self._rank, self._number, self._text), (rank, number, peers_text)])
+        calls = sorted([(self._rank, link.number, self._text), (rank, number, peers_text)])
         named = " and ".join(
             f"member {each} called {what.decode(errors='replace')} as number {at}"
             for each, at, what in calls
@@ -336,7 +336,8 @@ class Links:
         for rank, channel in made.items():
             channel.open(said[rank])
             self._links[rank].channel = channel
-        self._number = 0  # which users are told: of the calls that are theirs
+        for link in self._links.values():
+            link.number = 0  # which users are told: of the calls that are theirs
 
 
 def _host_of(endpoint: str) -> str:

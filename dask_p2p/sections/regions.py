@@ -74,6 +74,14 @@ class Regions:
         if local is not None:
             NUMPY.permute_into(local.target, share[box_slices(local.box)], call.axes)
 
+    def prepare(self) -> None:
+        """Find out, once, who reads whose memory. All members must call this at the same time.
+
+        From then on only those take part in an exchange that have something for each other.
+        """
+        if self._reads is not None:
+            self._reads.try_all()
+
     def give(self, call: Call, regions: Mapping[int, Array], targets: Mapping[int, Array]) -> None:
         """Do the same with regions that lie anywhere."""
         links = self._links

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -151,6 +152,26 @@ def test_orders(gpu, through_host, exchange):
     assert not any(sends or receives for _, sends, receives in through_host)
 
 
+def test_what_is_read_takes_two_messages(gpu, monkeypatch):
+    """Where it is, and that it has been read."""
+    said, begin = defaultdict(list), Links.begin
+
+    def noted(links, call, *args):
+        said[links.place[0]].append(call.rpartition(" ")[2])
+        return begin(links, call, *args)
+
+    monkeypatch.setattr(Links, "begin", noted)
+
+    def twice(ctx, own):
+        a = filled(gpu, own)
+        b = ctx.redistribute(a, (1,))
+        said[ctx.rank].clear()
+        ctx.redistribute(a, (1,), out=b)
+
+    run(gpu, PAIR, twice)
+    assert [each[:2] for each in said.values()] == [["places", "read"]] * 2
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     case=cases(),
@@ -241,7 +262,7 @@ def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
 @pytest.mark.parametrize(("part_bytes", "rows"), [(0, [10, 10]), (640, [4, 4, 2, 4, 4, 1, 1])])
 def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, part_bytes, rows):
     """Those of two others, ten rows each: nothing comes beside the very last part."""
-    monkeypatch.setattr(gpu_regions, "LAST_PART_BYTES", 160)
+    monkeypatch.setattr(gpu_regions, "_LAST_PART_BYTES", 160)
     found, original = {}, DeviceQueue.prefetch
 
     def noted(queue, src, slot_bytes):

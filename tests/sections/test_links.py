@@ -137,6 +137,17 @@ def test_one_way_and_in_place(gang):
     assert into == b"abcd"
 
 
+def test_members_that_have_nothing_for_each_other_need_not_say_so(gang):
+    def talk(rank, links):
+        if rank < 2:
+            links.exchange("two of them", {1 - rank: b"a"}, {1 - rank: None})
+        others = dict.fromkeys({0, 1, 2} - {rank})
+        return links.exchange("all", dict.fromkeys(others, bytes([rank])), others)
+
+    for rank, found in enumerate(gang.run(talk)):
+        assert found == {other: bytes([other]) for other in {0, 1, 2} - {rank}}
+
+
 def test_a_member_that_is_ahead_does_not_wait(gang):
     """What it sends waits in the socket, in order."""
     ahead = threading.Event()
