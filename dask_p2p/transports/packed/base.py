@@ -122,7 +122,7 @@ class MemoryTarget(Target):
     def pack(self, number: int, queue: Queue, region: Array) -> Array:
         memory, place = self.memory(backend_for(region)), self._places[number]
         packed = region_at(memory, place, region.shape, region.dtype)
-        queue.pack(packed, region)
+        self.wait_until_packed = queue.pack(packed, region)
         return packed
 
 
@@ -263,12 +263,17 @@ class PackedTransport(Transport):
             raise mismatch(about, asked.dtype, found)
         return block
 
+    def _queue_for(self, block: Array) -> Queue:
+        """Return what packs regions of a block, once that is written."""
+        queue = backend_for(block).queue(leave_bandwidth=True)
+        queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
+        return queue
+
     def _pack(
         self, target: Target, key: Key, block: Array, boxes: Sequence[tuple[int, Box]]
     ) -> list[dict[str, Any]]:
         """Pack regions of one block; return the answers about them."""
-        queue = backend_for(block).queue(leave_bandwidth=True)
-        queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
+        queue = self._queue_for(block)
         try:
             packed = [target.pack(number, queue, block[box_slices(box)]) for number, box in boxes]
         finally:

@@ -205,6 +205,7 @@ class Outgoing(MemoryTarget):
         self._messenger, self._address = messenger, address
         self._memory: Array | None = None
         self._message: Message | None = None
+        self.block: Array | None = None  # that is read until it is packed
 
     def takes(self, block: Array) -> bool:
         """Return whether its regions fit into the message: spilled blocks' into no GPU's memory."""
@@ -222,8 +223,9 @@ class Outgoing(MemoryTarget):
         self.wait()
 
     def start(self) -> None:
-        """Begin to send what is packed."""
-        if not self.size_bytes:
+        """Begin to send it, as soon as it is packed."""
+        self._end_packing()
+        if not self.size_bytes or self._message is not None:
             return
         here = self._transport.worker.address
         other_host = urlsplit(self._to.reader).hostname != urlsplit(here).hostname
@@ -239,6 +241,13 @@ class Outgoing(MemoryTarget):
             with device_of(self._memory):
                 self._message.result(self.asked.left_s)
 
+    def _end_packing(self) -> None:
+        if self.block is not None:
+            with device_of(self.block):
+                self.wait_until_packed()
+            self.block = None
+
     def close(self) -> None:
+        self._end_packing()  # which writes into its memory
         self._memory = None  # before others may have its room
         super().close()

@@ -37,6 +37,7 @@ from dask_p2p.config import (
     yes_or_no,
 )
 from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.geometry import box_slices
 from dask_p2p.transports.base import Handler, answers
 from dask_p2p.transports.budget import Release
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
@@ -189,23 +190,34 @@ class UcxTransport(PackedTransport):
     def _stream_all(
         self, asked: Asked, targets: Sequence[Outgoing], wait_s: float
     ) -> list[dict[str, Any]]:
-        """Pack and send messages in turn, a few at a time; stop at the first one that fails."""
+        """Pack and send messages in turn; stop at the first one that fails.
+
+        While one is packed the one before begins to be sent, and a few more are on their way.
+        """
         answers: list[dict[str, Any]] = []
         sending: deque[Outgoing] = deque()
-        most = UcxOptions.of(self.options).parts_in_flight  # while another one is packed
+        packing: deque[Outgoing] = deque()
+        most = UcxOptions.of(self.options).parts_in_flight
+
+        def send_first() -> None:
+            packing.popleft().start()
+            answers.append({"status": "ok"})
+
         try:
-            for part, target in zip(asked.parts, targets, strict=True):
-                one = asked._replace(parts=[part], deadline_s=time.monotonic() + wait_s)
-                target.begin(one, self._reserved(one, sending))
-                sending.append(target)
-                number, box = part
-                block = self._find(one, *one.blocks[number])
-                with device_of(block):
-                    answers += self._pack(target, one.blocks[number][0], block, [(0, box)])
-                del block
-                target.start()
-                while len(sending) > most:
-                    _finish(sending)
+            try:
+                for part, target in zip(asked.parts, targets, strict=True):
+                    one = asked._replace(parts=[part], deadline_s=time.monotonic() + wait_s)
+                    while len(sending) > most:
+                        _finish(sending)
+                    target.begin(one, self._reserved(one, sending))
+                    sending.append(target)
+                    self._begin_to_pack(target)
+                    packing.append(target)
+                    if len(packing) > 1:
+                        send_first()
+            finally:
+                while packing:  # as their reader is told that they come
+                    send_first()
             while sending:
                 _finish(sending)
         except Exception as exc:
@@ -214,6 +226,14 @@ class UcxTransport(PackedTransport):
             while sending:
                 sending.popleft().close()
         return answers
+
+    def _begin_to_pack(self, target: Outgoing) -> None:
+        """Queue what packs a message of one region."""
+        asked, (number, box) = target.asked, target.asked.parts[0]
+        block = self._find(asked, *asked.blocks[number])
+        with device_of(block):
+            target.pack(0, self._queue_for(block), block[box_slices(box)])
+        target.block = block
 
     def _reserved(self, asked: Asked, sending: deque[Outgoing]) -> list[Release]:
         """Reserve memory for one message, when those before it have arrived if need be."""
@@ -255,6 +275,6 @@ class UcxTransport(PackedTransport):
 
 
 def _finish(sending: deque[Outgoing]) -> None:
-    """Wait until the first of some messages has arrived."""
+    """Send the first of some messages, if it is not on its way yet, and wait until it is there."""
     with closing(sending.popleft()) as first:
-        first.wait()
+        first.send()

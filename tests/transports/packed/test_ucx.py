@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -310,23 +312,62 @@ class TestUcx(PackedConformance):
     def test_a_message_is_packed_while_those_before_are_sent(self, setup, monkeypatch):
         array = np.arange(4 * 2**14).reshape(4, 2**14)  # rows that UCX does not send at once
         setup.put("block", array)
-        packed, packing, result = [], setup.serving._pack, Message.result
+        packed, packing, result = [], setup.serving._begin_to_pack, Message.result
 
-        def pack(*args):
-            packed.append(args)
-            return packing(*args)
+        def pack(target):
+            packing(target)
+            packed.append(target)
 
         def wait(message, timeout_s):
             wait_until(lambda: len(packed) >= 3)
             result(message, timeout_s)
 
-        setup.serving._pack = pack
+        setup.serving._begin_to_pack = pack
         monkeypatch.setattr(Message, "result", wait)
         remote = self.rows(setup, "block", array, host_part_bytes=2**17)
         requests = [remote.request(), remote.request()]
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.result(20), array[i : i + 1])
         remote.close()
+
+    def test_a_message_is_packed_before_it_is_sent(self, setup, monkeypatch):
+        """Copies of a GPU are queued; so that they take long here each is made when waited for."""
+        array = np.arange(4 * 2**14).reshape(4, 2**14)
+        setup.put("block", array)
+        queued = []
+
+        def pack(queue, dst, src):
+            queued.append(dst)
+            return partial(np.copyto, dst, src.copy())
+
+        monkeypatch.setattr(HostQueue, "pack", pack)
+        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        requests = [remote.request() for _ in range(4)]
+        for i, request in enumerate(requests):
+            np.testing.assert_array_equal(request.result(20), array[i : i + 1])
+        remote.close()
+        assert len(queued) == 4
+
+    def test_a_message_goes_whose_next_one_cannot_be_packed(self, setup, monkeypatch):
+        """Its reader is told that it comes."""
+        array = np.arange(4 * 2**14).reshape(4, 2**14)
+        setup.put("block", array)
+        begin, count = setup.serving._begin_to_pack, itertools.count()
+
+        def pack(target):
+            if next(count) == 2:
+                raise TransferError("no more")
+            begin(target)
+
+        setup.serving._begin_to_pack = pack
+        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        requests = [remote.request() for _ in range(4)]
+        for i, request in enumerate(requests[:2]):
+            np.testing.assert_array_equal(request.result(20), array[i : i + 1])
+        with pytest.raises(TransferError, match="no more"):
+            requests[2].result(20)
+        remote.close()
+        wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_messages_come_where_there_is_room_for_one_alone(self, setup):
         array = np.arange(4 * 2**14).reshape(4, 2**14)
