@@ -47,23 +47,30 @@ class Collectives:
         Returns
         -------
         number or array
-            A NumPy scalar if `value` has no dimensions, also of CuPy; else an array of its kind.
+            A NumPy scalar if `value` has no dimensions, also of CuPy; else an array of its kind. Its
+            dtype is that of NumPy's reductions: sums of truth values, and of small integers, are
+            64 bits long.
 
         Raises
         ------
         InputError
-            If there is no such operation, or `value` holds no numbers.
+            If there is no such operation, or `value` holds nothing that it combines.
         SectionError
             If the members made different calls, or gave values of different shapes or dtypes.
         """
         if op not in _REDUCTIONS:
             raise InputError(f"op: expected one of {', '.join(_REDUCTIONS)}, got {op!r}.")
-        own = self._numbers(value)
+        own, combine = self._numbers(value), _REDUCTIONS[op]
+        try:
+            dtype = combine.reduce(np.ones(1, own.dtype)).dtype
+        except TypeError:
+            raise InputError(f"value: expected what {op!r} combines, got {own.dtype}.") from None
+        own = own.astype(dtype, copy=False)
         given = self._gather(f"allreduce({op!r}) of {own.dtype.str} {own.shape}", own.tobytes())
         total, *others = (np.frombuffer(data, own.dtype).reshape(own.shape) for data in given)
         total = total.copy()
         for other in others:
-            _REDUCTIONS[op](total, other, out=total)
+            combine(total, other, out=total)
         return self.device.from_host(total[()], value)
 
     def allgather(self, value: Any) -> Any:

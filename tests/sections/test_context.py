@@ -32,6 +32,8 @@ def test_what_cannot_be_exchanged_is_refused(alone):
         alone.allgather("text")
     with pytest.raises(InputError, match="root: expected a rank below 1, got 1"):
         alone.broadcast(3, root=1)
+    with pytest.raises(InputError, match=r"value: expected what 'sum' combines, got datetime64\[s"):
+        alone.allreduce(np.datetime64(1, "s"))
 
 
 READ_ONLY = np.broadcast_to(0.0, 3)

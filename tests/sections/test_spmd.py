@@ -145,6 +145,26 @@ def test_sums_have_the_same_bits_everywhere(client):
     assert (runs[0] == runs[1]).all()
 
 
+@pytest.mark.parametrize(
+    ("value", "op", "expected"),
+    [
+        (True, "sum", 4),
+        (np.uint8(100), "sum", 400),
+        (np.array([100, -100], np.int8), "prod", [100**4] * 2),
+        (np.float32(0.5), "sum", np.float32(2)),
+        (True, "min", np.True_),
+    ],
+)
+def test_values_are_combined_as_numpy_reduces_them(client, value, op, expected):
+    """A function counts members, or elements of `uint8`: sums have room for that."""
+
+    def combined(ctx, x):
+        return ctx.allreduce(value, op)
+
+    found = spmd(combined, array(), members=4, outputs=0, per_member=[expected]).compute()
+    assert found.tolist() == [np.asarray(expected).tolist()] * 4
+
+
 def test_an_exception_of_one_is_raised_by_all(client):
     def failing(ctx, x):
         if ctx.rank == 1:
