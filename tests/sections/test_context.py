@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.plans.members import Members
 from dask_p2p.sections import Context
 
@@ -34,6 +34,24 @@ def test_what_cannot_be_exchanged_is_refused(alone):
         alone.broadcast(3, root=1)
     with pytest.raises(InputError, match=r"value: expected what 'sum' combines, got datetime64\[s"):
         alone.allreduce(np.datetime64(1, "s"))
+
+
+MASKED = np.ma.masked_array([1.0, 2.0], [False, True])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("value", lambda ctx: ctx.allreduce(MASKED)),
+        ("value", lambda ctx: ctx.allreduce(np.ma.masked_all(2).max(), "max")),
+        ("value", lambda ctx: ctx.allgather(MASKED)),
+        ("value", lambda ctx: ctx.broadcast(MASKED)),
+        ("the state to save", lambda ctx: ctx.checkpoint(1, MASKED)),
+    ],
+)
+def test_masks_are_not_lost(alone, name, call):
+    with pytest.raises(UnsupportedArrayError, match=f"{name}: expected a plain .* got Masked"):
+        call(alone)
 
 
 READ_ONLY = np.broadcast_to(0.0, 3)

@@ -111,6 +111,15 @@ def test_each_member_returns_values_of_its_own(client):
         spmd(described, array(), members=2, per_member=(0, np.zeros(2, int)))[1].compute()
 
 
+def test_masks_of_values_are_not_lost(client):
+    def largest(ctx, x):
+        return np.ma.masked_array(x, True).max()
+
+    y = spmd(largest, array(), members=2, outputs=0, per_member=[0.0])
+    with pytest.raises(UnsupportedArrayError, match=r"per_member: .* got MaskedConstant, whose"):
+        y.compute()
+
+
 def test_members_may_return_values_of_their_own_alone(client):
     def described(ctx, x):
         return ctx.rank, [x.sum(), x.size]
