@@ -54,6 +54,26 @@ def test_masks_are_not_lost(alone, name, call):
         call(alone)
 
 
+@pytest.mark.parametrize("step", ["a", 2.5, None, -1])
+def test_checkpoints_are_made_after_steps(alone, step):
+    with pytest.raises(InputError, match=f"step: expected how many steps .* got {step!r}"):
+        alone.checkpoint(step, np.zeros(3))
+
+
+def test_checkpoints_are_made_one_after_the_other(alone):
+    for step in (0, np.int64(3)):
+        alone.checkpoint(step, np.zeros(3))
+    with pytest.raises(InputError, match="more than 3 at the last checkpoint, got 3"):
+        alone.checkpoint(3, np.zeros(3))
+
+
+def test_there_is_one_loop_of_steps(alone):
+    """The state of one loop would be brought back into the other."""
+    assert list(alone.steps(3)) == [0, 1, 2]
+    with pytest.raises(InputError, match=r"expected one loop of ctx\.steps, got a second one"):
+        list(alone.steps(3))
+
+
 READ_ONLY = np.broadcast_to(0.0, 3)
 
 
