@@ -18,6 +18,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from tests.sections.support import nothing_is_left
+from tests.support import result_of
 
 BOUND_S = 5.0
 X = np.arange(240.0).reshape(24, 10)
@@ -306,6 +307,31 @@ def test_without_a_cluster_there_is_one_member(scheduler):
         np.testing.assert_allclose(spmd(normalized, array(), members=1).compute(), expected())
         with pytest.raises(InputError, match="expected a cluster for 4 members"):
             spmd(normalized, array(), members=4).compute()
+
+
+def inner_section(share, **kwargs):
+    return spmd(lambda ctx, x: x + ctx.size, da.from_array(share, chunks=(1, 12)), **kwargs)
+
+
+def test_a_section_within_a_member_has_one(client):
+    """Others would wait for the workers that this one's section has, and that for them."""
+
+    def function(ctx, x):
+        return inner_section(x).compute()
+
+    y = spmd(function, array(), members=2)
+    assert np.array_equal(result_of(client, client.compute(y)), X + 1)
+
+
+def test_more_members_within_a_member_are_refused(client):
+    def function(ctx, x):
+        return inner_section(x, members=2).compute()
+
+    y = spmd(function, array(), members=2)
+    with pytest.raises(InputError, match="members: expected 1 in the function of another section"):
+        result_of(client, client.compute(y))
+    alone = spmd(function, array(), members=1)
+    assert np.array_equal(result_of(client, client.compute(alone)), X + 2), "which holds no worker"
 
 
 def test_wrong_arguments_are_refused():
