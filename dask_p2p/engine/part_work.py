@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
 from dask.utils import funcname
 
 from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
@@ -286,6 +287,7 @@ class Work:
         module = backend_named(self.kind).module
         if (
             isinstance(result, module.ndarray)
+            and not np.ma.isMaskedArray(result)
             and result.shape == shape
             and result.dtype == self.of.dtype
         ):

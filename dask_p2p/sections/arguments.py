@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import index as as_int
 from typing import Any
 
@@ -22,7 +24,10 @@ __all__ = [
     "check_same_kind",
     "check_shares",
     "chosen_members",
+    "within_gang",
 ]
+
+_thread = threading.local()
 
 
 def check_computed(*given: Any) -> None:
@@ -71,13 +76,29 @@ def check_same_kind(backend: Backend, value: Any, name: str) -> None:
         )
 
 
+@contextmanager
+def within_gang() -> Iterator[None]:
+    """Note that this thread runs the function of a member that has others."""
+    _thread.is_in_gang = True
+    try:
+        yield
+    finally:
+        _thread.is_in_gang = False
+
+
 def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None) -> Members:
     """Return how an array is divided between members.
 
     `InputError` if the number of members is none, `AxesError` if there is no such axis.
     """
+    is_in_gang = getattr(_thread, "is_in_gang", False)
     if members is None:
-        members, _ = cluster_size() or (1, 1)
+        members, _ = (not is_in_gang and cluster_size()) or (1, 1)
+    if checked_count("members", members=members) > 1 and is_in_gang:
+        raise InputError(
+            f"members: expected 1 in the function of another section, got {members}: they would "
+            f"wait for workers that this section has, and it for them. Leave members= out."
+        )
     try:
         axes = list(range(x.ndim) if cut is None else map(as_int, cut))
     except TypeError:
@@ -87,4 +108,4 @@ def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None)
             f"cut: expected a tuple of axes of an array of {x.ndim} dimensions, got {cut!r}."
         )
     divided = [axis % x.ndim for axis in axes]
-    return Members.at_most(x.chunks, checked_count("members", members=members), divided)
+    return Members.at_most(x.chunks, members, divided)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.devices import Host
+from dask_p2p.sections.devices import Host, check_not_masked
 from dask_p2p.sections.links import Buffer, Links
 
 __all__ = ["Collectives"]
@@ -48,22 +48,29 @@ class Collectives:
         -------
         number or array
             A NumPy scalar if `value` has no dimensions, also of CuPy; else an array of its kind.
+            The dtype is that of NumPy's reductions: sums of truth values, and of small integers,
+            are 64 bits long.
 
         Raises
         ------
         InputError
-            If there is no such operation, or `value` holds no numbers.
+            If there is no such operation, `value` holds nothing that it combines, or is masked.
         SectionError
             If the members made different calls, or gave values of different shapes or dtypes.
         """
         if op not in _REDUCTIONS:
             raise InputError(f"op: expected one of {', '.join(_REDUCTIONS)}, got {op!r}.")
-        own = self._numbers(value)
+        own, combine = self._numbers(value), _REDUCTIONS[op]
+        try:
+            dtype = combine.reduce(np.ones(1, own.dtype)).dtype
+        except TypeError:
+            raise InputError(f"value: expected what {op!r} combines, got {own.dtype}.") from None
+        own = own.astype(dtype, copy=False)
         given = self._gather(f"allreduce({op!r}) of {own.dtype.str} {own.shape}", own.tobytes())
         total, *others = (np.frombuffer(data, own.dtype).reshape(own.shape) for data in given)
         total = total.copy()
         for other in others:
-            _REDUCTIONS[op](total, other, out=total)
+            combine(total, other, out=total)
         return self.device.from_host(total[()], value)
 
     def allgather(self, value: Any) -> Any:
@@ -82,7 +89,7 @@ class Collectives:
         Raises
         ------
         InputError
-            If `value` holds no numbers.
+            If `value` holds no numbers, or is masked.
         SectionError
             As `allreduce` raises it.
         """
@@ -109,7 +116,7 @@ class Collectives:
         Raises
         ------
         InputError
-            If there is no such member, or `value` holds no numbers.
+            If there is no such member, `value` holds no numbers, or is masked.
         SectionError
             As `allreduce` raises it.
         """
@@ -127,6 +134,7 @@ class Collectives:
         return self.device.from_host(own[()], value)
 
     def _numbers(self, value: Any) -> Any:
+        check_not_masked("value", value)
         own = np.asarray(self.device.to_host(value))
         if own.dtype.kind not in "biufcmM":
             raise InputError(f"value: expected numbers, got {type(value).__name__}.")

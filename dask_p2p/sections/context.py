@@ -62,6 +62,8 @@ class Context(Collectives, Transforms):
         self.box: Box = members.box(rank)
         self._members, self._checkpoints = members, checkpoints
         self.progress = Progress()
+        self._saved_step = -1  # of the last checkpoint
+        self._has_steps = False  # whether there was a loop of `steps`
         self._redistribution = Redistribution(members, rank, links, reads_memory, device)
 
     def padded(
@@ -241,7 +243,7 @@ class Context(Collectives, Transforms):
         ------
         InputError
             If `count` is no number of steps, `every` nothing of the kind, or `save` no sequence
-            of arrays that can be written.
+            of arrays that can be written; or if it is the second loop.
         SectionError
             If the members made different calls.
         """
@@ -251,6 +253,12 @@ class Context(Collectives, Transforms):
             raise InputError(
                 f"expected a number of steps, and a list of arrays, got {count=}, {save=}."
             ) from None
+        if self._has_steps:
+            raise InputError(
+                "expected one loop of ctx.steps, got a second one: members that go on would take "
+                "the state of one for that of the other. Count steps of both in one loop."
+            )
+        self._has_steps = True
         period, self.progress.steps = Period(every), count
         for step in range(self.restore(*save), count):
             yield step
@@ -278,13 +286,24 @@ class Context(Collectives, Transforms):
         Raises
         ------
         InputError
-            If one is no array that can be written.
+            If `step` is no such number, or an array cannot be written.
         SectionError
             If the members made different calls.
         """
+        try:
+            number = index(step)
+        except TypeError:
+            number = -1
+        if number <= self._saved_step:
+            more = f", more than {self._saved_step} at the last checkpoint"
+            raise InputError(
+                f"step: expected how many steps there have been"
+                f"{more if self._saved_step >= 0 else ''}, got {step!r}."
+            )
         check_state(arrays, self.device)
         if self._checkpoints is not None:
-            self._checkpoints.save(step, arrays)
+            self._checkpoints.save(number, arrays)
+        self._saved_step = number
 
     def restore(self, *arrays: Array) -> int:
         """Fill arrays with what was kept by the last checkpoint of all members, if there is one.
@@ -304,6 +323,7 @@ class Context(Collectives, Transforms):
         check_state(arrays, self.device)
         step = 0 if self._checkpoints is None else self._checkpoints.restore(arrays)
         self.progress.step = self.progress.first = step
+        self._saved_step = max(self._saved_step, step or -1)
         return step
 
 

@@ -24,7 +24,7 @@ from dask_p2p.backends import Backend, backend_for, backend_named, device_of
 from dask_p2p.backends.device import device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.config import Options
-from dask_p2p.errors import DeviceLostError, InputError
+from dask_p2p.errors import DeviceLostError, InputError, UnsupportedArrayError
 from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.links import AttemptEndedError, Links
 from dask_p2p.sections.regions import Regions
@@ -33,7 +33,15 @@ from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
-__all__ = ["HOST", "STEPS_AHEAD", "Gpu", "Host", "check_kind", "device_for"]
+__all__ = [
+    "HOST",
+    "STEPS_AHEAD",
+    "Gpu",
+    "Host",
+    "check_kind",
+    "check_not_masked",
+    "device_for",
+]
 
 STEPS_AHEAD = 64  # that the host is ahead of a GPU at most
 _SPIN_S = 2e-4  # that a GPU is asked without a pause
@@ -312,4 +320,13 @@ def check_kind(device: Host, name: str, array: Any) -> None:
         raise InputError(
             f"{name}: expected an array of {module}, as the section's are, got one of {kind}. "
             f"Convert it: {'cupy.asarray' if module == 'cupy' else 'cupy.asnumpy'}({name})."
+        )
+
+
+def check_not_masked(name: str, value: Any) -> None:
+    """Refuse an array whose mask would be lost: `UnsupportedArrayError`."""
+    if np.ma.isMaskedArray(value):
+        raise UnsupportedArrayError(
+            f"{name}: expected a plain array or a number, got {type(value).__name__}, whose mask "
+            f"would be lost. Fill it first, np.ma.filled(...)."
         )

@@ -27,7 +27,7 @@ from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Chunks, box_slices
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.coordinator import COMMIT
-from dask_p2p.sections.devices import HOST, Host, check_kind
+from dask_p2p.sections.devices import HOST, Host, check_kind, check_not_masked
 from dask_p2p.sections.estimate import SectionEstimate, check_memory
 from dask_p2p.sections.member import run_member
 from dask_p2p.transports.replies import checked_block
@@ -237,6 +237,7 @@ class _Body:
                 f"{count} in all. Return a tuple of as many."
             )
         for value, spec in zip(returned[self.outputs :], self.per_member, strict=True):
+            check_not_masked("per_member", value)
             own = _as_numbers(ctx.device.to_host(value))
             if own.shape != spec.shape or not np.can_cast(own.dtype, spec.dtype, "same_kind"):
                 raise BlockMismatchError(

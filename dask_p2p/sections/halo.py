@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
 from dask_p2p.plans.rims import interior_and_frames
@@ -85,7 +87,13 @@ class Exchange:
         self.rims, self.dtype, self.device = call.rims, call.dtype, device
         self._moved = device.moved_rims(call)
         self._local = [(box_slices(src), box_slices(dst)) for src, dst in self.rims.local]
-        self._fills = [(box_slices(fill.dst), fill.value) for fill in self.rims.fills]
+        # NumPy takes no number for an item that is nothing but bytes.
+        is_bytes = call.dtype.kind == "V" and call.dtype.names is None
+        nothing = np.zeros((), call.dtype) if is_bytes else None
+        self._fills = [
+            (box_slices(fill.dst), fill.value if nothing is None else nothing)
+            for fill in self.rims.fills
+        ]
         self._pending: Pending | None = None
 
     @cached_property

@@ -98,7 +98,8 @@ def iterate(
         on another worker. When a worker is lost, all go on from there; without, from the start.
     members : int, optional
         At most so many, and at most the blocks of the array. By default the workers of the current
-        cluster; 1 without a cluster, or with an asynchronous client.
+        cluster; 1 without a cluster, with an asynchronous client, or in the function of another
+        section, where there can be no more.
     dtype : dtype, optional
         Of the fields and the result, by default that of the first field.
     capture : bool, optional

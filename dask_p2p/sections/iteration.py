@@ -29,6 +29,9 @@ from dask_p2p.types import Array, DType
 __all__ = ["Iteration"]
 
 _MARK = b"\xa5"  # bytes of what is not filled
+_SEED = 0xA5A5A5A5  # of a corner with zeros and ones, as long as it is not filled
+_CORNER = 64  # elements along each axis
+_LEAST_MARKED = 64  # zeros and ones: others than by chance
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Iteration:
         if overlaps == "auto":
             overlaps = levels.newest.exchange.is_worth_hiding and not self.capture
         pending: Pending | None = None
-        mark = self._marked(levels.spare.inner)
+        mark = self._marked(levels.spare.inner, ctx.device)
         graph: Captured | None = None
         cycle = lcm(len(levels.fields) + 1, SLOTS)  # of steps, that bring all memory round
         while step < self.steps:
@@ -145,16 +148,24 @@ class Iteration:
     def _fills_out(self) -> bool:
         return bool(has_keyword(self.function, "out"))
 
-    def _marked(self, out: Array) -> Any:
+    def _marked(self, out: Array, device: Host) -> Any:
         """Fill what the function has to fill with what no function makes, and return that.
 
-        None for small elements, of which each pattern of bits may be meant.
+        Of small elements each pattern of bits may be meant, but hardly many by chance: these are
+        put in a corner. None where that is too short.
         """
-        if not self._fills_out or self.dtype.kind not in "iufcmM" or self.dtype.itemsize < 4:
+        if not self._fills_out or self.dtype.kind not in "biufcmM":
             return None
-        mark = np.frombuffer(_MARK * self.dtype.itemsize, self.dtype)[0]
-        out[...] = mark
-        return mark
+        if self.dtype.itemsize >= 4:
+            mark = np.frombuffer(_MARK * self.dtype.itemsize, self.dtype)[0]
+            out[...] = mark
+            return mark
+        corner = _corner(out)
+        if corner.size < _LEAST_MARKED:
+            return None
+        marks = np.random.default_rng(_SEED).integers(0, 2, corner.shape).astype(self.dtype)
+        device.copy_from_host(corner, marks)
+        return marks
 
     def _is_asked(self, step: int) -> bool:
         """Return whether `until` is asked after a step."""
@@ -249,9 +260,18 @@ def _boxes(field: Padded, pending: Pending | None) -> Iterator[Box]:
     yield from frames
 
 
+def _corner(out: Array) -> Array:
+    return out[(slice(_CORNER),) * out.ndim]
+
+
 def _check_filled(out: Array, mark: Any, device: Host) -> None:
     """Refuse what a function has not filled: it would be what was there some steps ago."""
-    if left := int(device.module.count_nonzero(out == mark)):
+    if np.ndim(mark):
+        corner = _corner(out)
+        left = corner.size if np.array_equal(device.to_host(corner), mark) else 0
+    else:
+        left = int(device.module.count_nonzero(out == mark))
+    if left:
         raise BlockMismatchError(
             f"expected the function to fill its parameter out, of shape {out.shape}, but it left "
             f"{left} of {out.size} elements as they were. Write to all of them, out[...] = ..."

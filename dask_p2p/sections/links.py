@@ -45,7 +45,7 @@ class Links:
         self._receives: Mapping[int, Buffer | None] = {}
         self._beside: threading.Thread | None = None
         self._failure: P2PError | None = None
-        self._timeout_s = reach.timeout_s
+        self._timeout_s, self._look_s = reach.timeout_s, 0.0  # when connections are looked at
         self._endpoint = Endpoint(reach)
         self.endpoint = self._endpoint.text
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -264,7 +264,7 @@ class Links:
         ready = [number for number, _ in polled]
         if not ready and by_channel:
             time.sleep(NAP_S)
-        elif not ready:
+        if not ready and (not by_channel or time.monotonic() >= self._look_s):
             self._check_links(ranks.values())
         if self._woken in ready:
             raise AttemptEndedError("the attempt has ended")
@@ -278,6 +278,7 @@ class Links:
 
     def _check_links(self, ranks: Iterable[int]) -> None:
         """Raise if a connection to another host is cut."""
+        self._look_s = time.monotonic() + self._timeout_s / _LOOKS
         for rank in ranks:
             if is_lost(self._links[rank].socket, self._timeout_s):
                 raise self._broken(rank, f"no answer for {self._timeout_s:g} s")

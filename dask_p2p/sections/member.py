@@ -14,6 +14,7 @@ from dask_p2p.engine.attempts import pause_s
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.members import Members
+from dask_p2p.sections.arguments import within_gang
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import device_for
 from dask_p2p.sections.links import AttemptEndedError, Peer
@@ -135,7 +136,8 @@ def _attempt(
     result = None
     try:
         member.links.open_channels(partial(_started, ucx))
-        result = _called(body, ctx, arrays)
+        with within_gang():
+            result = _called(body, ctx, arrays)
         # One that returns early would leave others waiting for it.
         member.links.gather("nothing more: its function has returned", b"")
         ctx.device.let_go(is_orderly=True)

@@ -126,9 +126,11 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     @answering
     async def saves(self, gang: Any, rank: Any, ticket: Any, worker: Any) -> Any:
         """Note that a worker is about to keep states of a gang."""
-        gang, *_ = _checked(gang, rank, ticket)
+        gang, rank, _ = _checked(gang, rank, ticket)
         self._keepers[gang].add(checked_text("worker", worker))
-        if self._coordinator.size(gang) is None:  # it has been cancelled meanwhile
+        task = self._scheduler.tasks.get((gang, rank))
+        has_failed = task is not None and task.state == "erred"
+        if has_failed or self._coordinator.size(gang) is None:  # cancelled meanwhile
             self._drop_states(gang)
         return {}
 
@@ -163,6 +165,8 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if finish == "memory" and not self._coordinator.is_committed(gang):
             # It was committed, and another output was lost before the scheduler heard of this one.
             self._release_soon([key])
+        elif finish == "erred":  # without retries: nobody goes on from them
+            self._drop_states(gang)
         elif finish == "forgotten":
             others = ((gang, other) for other in range(size) if other != rank)
             if not any(other in self._scheduler.tasks for other in others):

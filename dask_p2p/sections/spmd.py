@@ -53,7 +53,8 @@ def spmd(
         Axes that may be divided between members. By default all.
     members : int, optional
         At most so many, and at most the blocks of the array. By default the workers of the current
-        cluster; 1 without a cluster, or with an asynchronous client.
+        cluster; 1 without a cluster, with an asynchronous client, or in the function of another
+        section, where there can be no more.
     dtype : dtype, optional
         Of the output, by default that of the first array.
     per_member : sequence, optional

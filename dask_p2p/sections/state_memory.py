@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError, UnsuitableError
-from dask_p2p.sections.devices import HOST, Host
+from dask_p2p.sections.devices import HOST, Host, check_not_masked
 from dask_p2p.transports.packed.segments import Segment, SegmentName
 from dask_p2p.types import Array
 
@@ -72,9 +72,11 @@ class StateMemory:
 def check_state(arrays: Sequence[Any], device: Host = HOST) -> None:
     """Refuse what no state can be copied from, and back into.
 
-    `InputError` if it is no array of the device, holds Python objects, or cannot be written.
+    `InputError` if it is no array of the device, holds Python objects, or cannot be written;
+    `UnsupportedArrayError` if it is masked.
     """
     for array in arrays:
+        check_not_masked("the state to save", array)
         if not isinstance(array, device.module.ndarray):
             found = type(array).__name__
         elif array.dtype.hasobject:

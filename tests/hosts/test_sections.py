@@ -225,6 +225,29 @@ def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
     del wide
 
 
+def test_hosts_are_cut_while_members_compute_between_large_messages(client, cluster, tmp_path):
+    """No header of the next ones gets through, and what UCX waits for never comes."""
+    wide, path = wide_laid_out(client), tmp_path / "exchanged"
+
+    def function(ctx, x):
+        columns = ctx.redistribute(x, [1])
+        path.touch()
+        time.sleep(1)
+        return ctx.redistribute(columns, [0], from_cut=[1])
+
+    options = {"p2p.timeouts.request": f"{REQUEST_S} s", "p2p.transports.order": ["ucx"]}
+    with dask.config.set(options):
+        future = client.compute(spmd(function, wide))
+    wait_until(path.exists)
+    began_s = time.monotonic()
+    with cluster.network.parted(cluster.others):
+        with pytest.raises(SectionError, match=rf"{ATTEMPTS} attempts .* the link to member"):
+            result_of(client, future)
+        assert time.monotonic() - began_s < 10 * ATTEMPTS * REQUEST_S
+    future.release()
+    del wide
+
+
 def test_encrypted_links(tmp_path):
     def protocol(dask_worker):
         return dask_worker.plugins[SectionsPlugin.name].reach.protocol

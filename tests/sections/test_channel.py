@@ -10,6 +10,7 @@ import pytest
 
 from dask_p2p.errors import SectionError
 from dask_p2p.sections import channel as module
+from dask_p2p.sections import links as links_module
 from dask_p2p.sections.channel import LEAST_BYTES
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import AttemptEndedError
@@ -128,6 +129,15 @@ def test_parts_that_do_not_come_end_the_attempt(pair, monkeypatch):
     for each in errors:
         assert isinstance(each, AttemptEndedError)
     assert any(f"no bytes within {SILENCE_S:g} s" in str(each) for each in errors)
+
+
+def test_a_cut_connection_is_noticed_before_a_header_has_come(pair, monkeypatch):
+    """No part is due yet, so the socket has to tell."""
+    monkeypatch.setattr(module.Channel, "send", lambda *_: None)
+    monkeypatch.setattr(module.Channel, "expect", lambda _: None)
+    monkeypatch.setattr(links_module, "is_lost", lambda *_: True)
+    for future in pair.begin(swap(LARGE, [bytearray(2**22)] * 2)):
+        assert isinstance(future.exception(BOUND_S), AttemptEndedError)
 
 
 @pytest.mark.parametrize("what", ["is woken", "has a peer that closes"])

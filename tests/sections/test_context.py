@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.plans.members import Members
 from dask_p2p.sections import Context
 
@@ -32,6 +32,46 @@ def test_what_cannot_be_exchanged_is_refused(alone):
         alone.allgather("text")
     with pytest.raises(InputError, match="root: expected a rank below 1, got 1"):
         alone.broadcast(3, root=1)
+    with pytest.raises(InputError, match=r"value: expected what 'sum' combines, got datetime64\[s"):
+        alone.allreduce(np.datetime64(1, "s"))
+
+
+MASKED = np.ma.masked_array([1.0, 2.0], [False, True])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("value", lambda ctx: ctx.allreduce(MASKED)),
+        ("value", lambda ctx: ctx.allreduce(np.ma.masked_all(2).max(), "max")),
+        ("value", lambda ctx: ctx.allgather(MASKED)),
+        ("value", lambda ctx: ctx.broadcast(MASKED)),
+        ("the state to save", lambda ctx: ctx.checkpoint(1, MASKED)),
+    ],
+)
+def test_masks_are_not_lost(alone, name, call):
+    with pytest.raises(UnsupportedArrayError, match=f"{name}: expected a plain .* got Masked"):
+        call(alone)
+
+
+@pytest.mark.parametrize("step", ["a", 2.5, None, -1])
+def test_checkpoints_are_made_after_steps(alone, step):
+    with pytest.raises(InputError, match=f"step: expected how many steps .* got {step!r}"):
+        alone.checkpoint(step, np.zeros(3))
+
+
+def test_checkpoints_are_made_one_after_the_other(alone):
+    for step in (0, np.int64(3)):
+        alone.checkpoint(step, np.zeros(3))
+    with pytest.raises(InputError, match="more than 3 at the last checkpoint, got 3"):
+        alone.checkpoint(3, np.zeros(3))
+
+
+def test_there_is_one_loop_of_steps(alone):
+    """The state of one loop would be brought back into the other."""
+    assert list(alone.steps(3)) == [0, 1, 2]
+    with pytest.raises(InputError, match=r"expected one loop of ctx\.steps, got a second one"):
+        list(alone.steps(3))
 
 
 READ_ONLY = np.broadcast_to(0.0, 3)

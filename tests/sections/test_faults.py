@@ -201,6 +201,25 @@ def test_a_cancel_during_a_checkpoint(client, tmp_path):
     nothing_is_left(client)
 
 
+def states(dask_worker):
+    plugin = dask_worker.plugins.get(SectionsPlugin.name)
+    return plugin.saved.gangs if plugin else []
+
+
+def test_an_error_that_somebody_keeps_keeps_no_states(client):
+    """In a notebook it lasts for hours, and states are as large as shares."""
+
+    def failing(ctx, x):
+        ctx.checkpoint(1, x)
+        raise ValueError("too large")
+
+    y = spmd(failing, array(), members=4).persist()
+    with pytest.raises(ValueError, match="too large"):
+        y.compute()
+    wait_until(lambda: not any(client.run(states).values()), timeout_s=10)
+    del y
+
+
 class Slow(np.ndarray):
     """Is copied for a checkpoint after others have their copies, and after the cancel."""
 

@@ -72,6 +72,13 @@ def test_rims_that_are_on_their_way_are_not_exchanged_again():
     assert ctx.halo(p).tolist() == [1] * 6
 
 
+def test_elements_that_are_nothing_but_bytes():
+    ctx = Context(Members(((2,), (2,)), (1, 1)))
+    p = ctx.padded(np.full((2, 2), b"seven").view("V5"), 1, "nearest")
+    filled = [[b"", b"seven", b"seven", b""], [b"seven"] * 4]
+    assert ctx.halo(p).view("S5").tolist() == [*filled, *filled[::-1]], "corners are zero"
+
+
 @pytest.mark.parametrize("call", [Context.halo, Context.halo_begin])
 def test_a_share_that_has_no_rims_is_refused(call):
     ctx = Context(Members(((4,),), (1,)))

@@ -48,6 +48,14 @@ def test_small_elements_are_not_looked_at(dtype):
     assert np.array_equal(computed(y), every)
 
 
+@pytest.mark.parametrize("dtype", ["u1", "?", "f2", "i2"])
+def test_small_elements_that_are_not_filled_are_named(dtype):
+    """Cells of an automaton would be zeros, without a word."""
+    x = np.zeros((20, 20), dtype)
+    with pytest.raises(BlockMismatchError, match="but it left 400 of 400 elements as they"):
+        computed(iterate(forgets, da.from_array(x, chunks=5), 0, 3, members=1))
+
+
 def test_ufuncs_fill_and_return_out():
     y = iterate(lambda u, out: np.negative(u, out=out), array(), 0, 3, members=1)
     assert np.array_equal(computed(y), -X)

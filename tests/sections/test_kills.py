@@ -170,6 +170,25 @@ def test_members_go_on_from_the_last_checkpoint(client, tmp_path, kill, where, r
     nothing_is_left(client)
 
 
+def counting(ctx, x, path):
+    """Counts by NumPy's integers, and kills a worker once."""
+    for step in np.arange(ctx.restore(x), 8):
+        x += ctx.allreduce(1.0)
+        if step == 4:
+            ctx.checkpoint(step + 1, x)
+        if step == 6 and ctx.rank == 0 and not path.exists():
+            path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def test_members_go_on_whatever_integers_count_their_steps(client, tmp_path):
+    three_workers(client)
+    y = spmd(counting, da.zeros(12, chunks=3), members=3, path=tmp_path / "killed")
+    assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 24.0))
+    nothing_is_left(client)
+
+
 def decaying(u, before, place, out, folder):
     """A stencil in the real part, that counts its steps in the imaginary one."""
     step = int(u.imag[1])

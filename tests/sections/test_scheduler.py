@@ -130,12 +130,14 @@ def test_an_output_that_comes_after_another_was_lost_is_released():
     assert set(running(main)) == {("x", 1)}
 
 
-@pytest.mark.parametrize("end", ["commit", "cancel", "cancelled before"])
+@pytest.mark.parametrize("end", ["commit", "error", "error before", "cancel", "cancelled before"])
 def test_workers_forget_states_with_the_gang(end):
     async def main(scheduler, plugin):
         saving = [{**GOOD, "worker": "a"}, {**GOOD, "worker": "b"}, {**GOOD, "worker": "gone"}]
         if end != "cancelled before":
             await whole(plugin)
+        if end == "error before":
+            scheduler.tasks["x", 0].state = "erred"
         for request in saving:
             assert await plugin.saves(**request) == {"status": "ok"}
         await plugin.leave(**GOOD)
@@ -143,6 +145,8 @@ def test_workers_forget_states_with_the_gang(end):
         if end == "commit":
             assert scheduler.forgotten == []
             await plugin.leave(gang="x", rank=1, ticket="t1")
+        elif end == "error":  # whose task stays as long as someone has its future
+            plugin.transition(("x", 0), "processing", "erred")
         elif end == "cancel":
             for rank in range(2):
                 plugin.transition(("x", rank), "released", "forgotten")

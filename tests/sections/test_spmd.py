@@ -18,6 +18,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from tests.sections.support import nothing_is_left
+from tests.support import result_of
 
 BOUND_S = 5.0
 X = np.arange(240.0).reshape(24, 10)
@@ -111,6 +112,15 @@ def test_each_member_returns_values_of_its_own(client):
         spmd(described, array(), members=2, per_member=(0, np.zeros(2, int)))[1].compute()
 
 
+def test_masks_of_values_are_not_lost(client):
+    def largest(ctx, x):
+        return np.ma.masked_array(x, True).max()
+
+    y = spmd(largest, array(), members=2, outputs=0, per_member=[0.0])
+    with pytest.raises(UnsupportedArrayError, match=r"per_member: .* got MaskedConstant, whose"):
+        y.compute()
+
+
 def test_members_may_return_values_of_their_own_alone(client):
     def described(ctx, x):
         return ctx.rank, [x.sum(), x.size]
@@ -143,6 +153,26 @@ def test_sums_have_the_same_bits_everywhere(client):
     runs = [y.compute(), y.compute()]
     assert (runs[0] == ((0.1 + 1e17) - 1e17) + 0.1).all()
     assert (runs[0] == runs[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "op", "expected"),
+    [
+        (True, "sum", 4),
+        (np.uint8(100), "sum", 400),
+        (np.array([100, -100], np.int8), "prod", [100**4] * 2),
+        (np.float32(0.5), "sum", np.float32(2)),
+        (True, "min", np.True_),
+    ],
+)
+def test_values_are_combined_as_numpy_reduces_them(client, value, op, expected):
+    """A function counts members, or elements of `uint8`: sums have room for that."""
+
+    def combined(ctx, x):
+        return ctx.allreduce(value, op)
+
+    found = spmd(combined, array(), members=4, outputs=0, per_member=[expected]).compute()
+    assert found.tolist() == [np.asarray(expected).tolist()] * 4
 
 
 def test_an_exception_of_one_is_raised_by_all(client):
@@ -277,6 +307,31 @@ def test_without_a_cluster_there_is_one_member(scheduler):
         np.testing.assert_allclose(spmd(normalized, array(), members=1).compute(), expected())
         with pytest.raises(InputError, match="expected a cluster for 4 members"):
             spmd(normalized, array(), members=4).compute()
+
+
+def inner_section(share, **kwargs):
+    return spmd(lambda ctx, x: x + ctx.size, da.from_array(share, chunks=(1, 12)), **kwargs)
+
+
+def test_a_section_within_a_member_has_one(client):
+    """Others would wait for the workers that this one's section has, and that for them."""
+
+    def function(ctx, x):
+        return inner_section(x).compute()
+
+    y = spmd(function, array(), members=2)
+    assert np.array_equal(result_of(client, client.compute(y)), X + 1)
+
+
+def test_more_members_within_a_member_are_refused(client):
+    def function(ctx, x):
+        return inner_section(x, members=2).compute()
+
+    y = spmd(function, array(), members=2)
+    with pytest.raises(InputError, match="members: expected 1 in the function of another section"):
+        result_of(client, client.compute(y))
+    alone = spmd(function, array(), members=1)
+    assert np.array_equal(result_of(client, client.compute(alone)), X + 2), "which holds no worker"
 
 
 def test_wrong_arguments_are_refused():
