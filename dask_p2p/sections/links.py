@@ -20,10 +20,10 @@ from math import inf
 from typing import Any
 
 from dask_p2p.errors import P2PError, SectionError, TransferError
+from dask_p2p.interprocess.messenger import NAP_S, Messenger
 from dask_p2p.sections.channel import Channel
 from dask_p2p.sections.endpoint import Endpoint, Reach, is_lost
 from dask_p2p.sections.link import HEADER, TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
-from dask_p2p.transports.packed.messenger import NAP_S, Messenger
 
 __all__ = ["AttemptEndedError", "Buffer", "Links", "Peer"]
 

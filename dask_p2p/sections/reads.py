@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.interprocess import process_memory
 from dask_p2p.sections.links import AttemptEndedError, Links
-from dask_p2p.transports.in_place import process_memory
 from dask_p2p.types import Array
 
 __all__ = ["LEAST_BYTES", "Reads", "place_bytes"]

@@ -20,9 +20,9 @@ import numpy as np
 
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.errors import TransferError
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.peer import Peer, separation
 from dask_p2p.sections.links import Links
-from dask_p2p.transports.in_place import cuda_ipc
-from dask_p2p.transports.in_place.descriptor import Peer, separation
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:

@@ -28,12 +28,12 @@ from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import Obstacle, P2PError
 from dask_p2p.inputs import checked_client
+from dask_p2p.interprocess.cuda_ipc import POOL_REMEDY
 from dask_p2p.plans import BlockPlan, Piece, Source
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import register
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
 from dask_p2p.tools.report import EXPECTED, HostPair, Link, Problem, Report, Status
-from dask_p2p.transports.in_place.cuda_ipc import POOL_REMEDY
 from dask_p2p.transports.probe import PROBE_DTYPE, check_probe, most_probe_bytes, probe_key
 from dask_p2p.types import AsynchronousClient, Client, Kind
 

@@ -40,8 +40,8 @@ from typing import Any, ClassVar
 from dask_p2p.backends import backend_named
 from dask_p2p.config import Options, Section
 from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.transports.budget import ByteBudget
-from dask_p2p.transports.buffers import Buffers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.probe import PROBE_BYTES, PROBE_DTYPE, check_probe, probe_key

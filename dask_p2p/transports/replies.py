@@ -26,9 +26,9 @@ from dask_p2p.errors import (
     UnsuitableError,
     UnsupportedArrayError,
 )
+from dask_p2p.interprocess.requests import reject_unknown
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.reading import Request
-from dask_p2p.transports.requests import reject_unknown
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
 from dask_p2p.types import Array, Key
 

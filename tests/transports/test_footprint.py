@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dask_p2p.backends import MOST_UNREAD, SLOTS, host_through_device
 from dask_p2p.backends.host_through_device import slots_bytes
 from dask_p2p.config import options
+from dask_p2p.interprocess.buffers import buffer_bytes
 from dask_p2p.transports import OWN, CmaTransport, CommTransport, IpcTransport, UcxTransport
-from dask_p2p.transports.buffers import buffer_bytes
 from dask_p2p.transports.footprint import idle_bytes, packed_bytes, staging_bytes
 from dask_p2p.transports.in_place.cma import CmaOptions
 from dask_p2p.transports.in_place.ipc import IpcOptions

@@ -12,7 +12,8 @@ from dask_p2p.backends import backend_named
 from dask_p2p.config import Options, Section, duration_s, option, section
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.geometry import Box, box_slices
-from dask_p2p.transports.in_place.descriptor import Descriptor, Peer
+from dask_p2p.interprocess.peer import Peer
+from dask_p2p.transports.in_place.descriptor import Descriptor
 from dask_p2p.transports.in_place.leases import Leases
 from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.replies import ask_and_wait, check_reply

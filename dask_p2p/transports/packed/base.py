@@ -29,6 +29,14 @@ from dask_p2p.backends import Backend, Queue, backend_for, device_of
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError, UnsuitableError
 from dask_p2p.geometry import Box, box_slices
+from dask_p2p.interprocess.requests import (
+    checked_blocks,
+    checked_bool,
+    checked_integer,
+    checked_parts,
+    checked_seconds,
+    checked_text,
+)
 from dask_p2p.transports.base import Handler, Transport, answers
 from dask_p2p.transports.budget import Release
 from dask_p2p.transports.context import WorkerContext
@@ -41,14 +49,6 @@ from dask_p2p.transports.replies import (
     find_block,
     mismatch,
     refuse,
-)
-from dask_p2p.transports.requests import (
-    checked_blocks,
-    checked_bool,
-    checked_integer,
-    checked_parts,
-    checked_seconds,
-    checked_text,
 )
 from dask_p2p.types import Array, Key
 

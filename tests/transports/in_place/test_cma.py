@@ -18,7 +18,8 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
-from dask_p2p.transports.in_place import leases, process_memory, same_host
+from dask_p2p.interprocess import process_memory
+from dask_p2p.transports.in_place import leases, same_host
 from dask_p2p.transports.in_place.cma import CmaTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
 from dask_p2p.transports.in_place.reading import DirectoryOptions

@@ -24,15 +24,16 @@ from dask_p2p.errors import (
     TransferError,
     UnsuitableError,
 )
-from dask_p2p.transports.in_place import cuda_ipc, ipc, same_host
+from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.transports.in_place import descriptor as description
+from dask_p2p.transports.in_place import ipc, same_host
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
 from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.replies import ask_and_wait
+from tests.interprocess.test_cuda_ipc import FakeRuntime
 from tests.support import with_section
 from tests.transports.conformance import Conformance
-from tests.transports.in_place.test_cuda_ipc import FakeRuntime
 from tests.transports.loopback import linked, wait_until
 from tests.transports.reading import open_block
 

@@ -14,9 +14,9 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, SilentError, TransferError
+from dask_p2p.interprocess.messenger import Message
 from dask_p2p.transports.packed import stream
 from dask_p2p.transports.packed import ucx as ucx_module
-from dask_p2p.transports.packed.messenger import Message
 from dask_p2p.transports.packed.stream import Outgoing
 from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
 from tests.support import with_section

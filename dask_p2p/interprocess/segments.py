@@ -25,8 +25,8 @@ from dask_p2p.backends.device import current_device, device_work
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.backends.pinned import register
 from dask_p2p.errors import UnsuitableError
-from dask_p2p.transports.buffers import Buffers
-from dask_p2p.transports.requests import checked_integer, checked_text
+from dask_p2p.interprocess.buffers import Buffers
+from dask_p2p.interprocess.requests import checked_integer, checked_text
 
 __all__ = ["FILE_NAME", "Segment", "SegmentName", "Segments", "to_device"]
 
