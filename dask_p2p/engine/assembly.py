@@ -37,8 +37,8 @@ from dask_p2p.errors import BlockMismatchError, P2PError, TransferError
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices
 from dask_p2p.monitoring.ranges import Ranges
 from dask_p2p.plans import BlockPlan, Source
+from dask_p2p.transports.base import Region
 from dask_p2p.transports.footprint import staging_bytes
-from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned

@@ -13,7 +13,7 @@ from dask_p2p.errors import TransferError
 from dask_p2p.geometry import box_size
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
-from dask_p2p.transports.reading import Reading, Region
+from dask_p2p.transports.base import Reading, Region
 from dask_p2p.transports.router import Route
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, SilenceLog
 from dask_p2p.types import Array, Key

@@ -39,7 +39,7 @@ from dask_p2p.sections.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.regions import Call, Local, Regions
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.sections.windows import OwnEvents, PeerMemory, if_possible, opened
-from dask_p2p.transports.reading import LAST_PART_BYTES
+from dask_p2p.transports.base import LAST_PART_BYTES
 from dask_p2p.types import Array, DType
 
 if TYPE_CHECKING:

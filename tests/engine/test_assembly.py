@@ -27,9 +27,8 @@ from dask_p2p.errors import (
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports import silence
-from dask_p2p.transports.base import Transport
+from dask_p2p.transports.base import Reading, Transport
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.reading import Reading
 from dask_p2p.transports.router import Router
 from tests.simulation.gpu import DeviceArray
 

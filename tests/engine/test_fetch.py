@@ -17,8 +17,8 @@ from dask_p2p.errors import (
 )
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
+from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.router import Route
 from dask_p2p.transports.silence import SilenceLog
 

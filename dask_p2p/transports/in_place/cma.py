@@ -18,12 +18,16 @@ from dask_p2p.geometry import Box, box_shape, box_size
 from dask_p2p.interprocess import process_memory
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.interprocess.peer import Peer
+from dask_p2p.transports.base import Request
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, part_that_fits
-from dask_p2p.transports.in_place.descriptor import Descriptor
-from dask_p2p.transports.in_place.reading import DirectoryOptions, Regions, SameHostReading
+from dask_p2p.transports.in_place.reading import (
+    Descriptor,
+    DirectoryOptions,
+    Regions,
+    SameHostReading,
+)
 from dask_p2p.transports.in_place.same_host import SameHostTransport
-from dask_p2p.transports.reading import Request
 from dask_p2p.types import Array, Kind
 
 __all__ = ["CmaOptions", "CmaTransport"]

@@ -22,8 +22,8 @@ from dask_p2p.interprocess.peer import Peer
 from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.in_place.descriptor import Descriptor
 from dask_p2p.transports.in_place.reading import (
+    Descriptor,
     DirectoryOptions,
     Regions,
     SameHostReading,

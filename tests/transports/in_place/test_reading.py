@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.transports.in_place.descriptor import Descriptor
-from dask_p2p.transports.reading import Request
+from dask_p2p.transports.base import Request
+from dask_p2p.transports.in_place.reading import Descriptor
 from dask_p2p.transports.replies import dtype_text
 
 
