@@ -205,7 +205,8 @@ class Transport(ABC):
     kinds: ClassVar[tuple[str, ...]] = ("numpy", "cupy")
     #: Whether it moves Python objects: all others move bytes.
     moves_objects: ClassVar[bool] = False
-    #: Whether arrays lie in the holder's memory rather than in a copy of the reader's own.
+    #: Whether arrays lie in the holder's memory rather than in a copy of the reader's own. Then
+    #: none has to be waited for.
     in_place: ClassVar[bool] = False
     #: Whether the reader's own thread, or its GPU, reads memory of this host.
     within_host: ClassVar[bool] = False
