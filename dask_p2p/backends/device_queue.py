@@ -80,7 +80,6 @@ class DeviceQueue:
             )
             known[device] = (first, second, third, last)
         self._all = self._stream, self._copies, self._concurrent, self._emptying = known[device]
-        self._is_busy = False
         self._slots: deque[Slot] = deque()  # the one that has waited longest first
         self._in_place = False  # because there is no memory for slots
         self._unread = BeingRead(MOST_UNREAD)
@@ -131,7 +130,6 @@ class DeviceQueue:
             self._permute_on(self._concurrent if concurrent else self._stream, dst, src, axes)
 
     def _permute_on(self, stream: Any, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        self._is_busy = True
         self._timings.begin(stream)
         self._kernels.permute_into(dst, src, axes, stream=stream, low_occupancy=self._low_occupancy)
 
@@ -244,7 +242,6 @@ class DeviceQueue:
         return wait
 
     def _copy(self, dst: Array, src: Array, pitch: Pitch) -> None:
-        self._is_busy = True
         self._timings.begin(self._copies)
         self._cupy.cuda.runtime.memcpy2DAsync(
             dst.data.ptr, pitch.run_bytes, src.data.ptr, pitch.stride_bytes,
@@ -258,10 +255,10 @@ class DeviceQueue:
         return self._timings.group(timer)
 
     def synchronize(self) -> None:
-        if self._is_busy:
+        if self._timings.has_begun:
             for stream in self._all:
                 stream.synchronize()
-            self._is_busy = self._in_place = False
+            self._in_place = False
             self._timings.read()
             if self._slots:
                 for slot in self._slots:
