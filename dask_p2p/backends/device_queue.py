@@ -13,7 +13,7 @@ import numpy as np
 
 from dask_p2p.backends import device as device_module
 from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer
-from dask_p2p.backends.driver import is_managed
+from dask_p2p.backends.driver import MEMCPY_DEFAULT, is_managed
 from dask_p2p.backends.pitch import Pitch, engine_pitch
 from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
 from dask_p2p.backends.timing import StreamTimings
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 256  # of allocations on a GPU
 _FIRST = -1  # a stream's priority: lower numbers go first
-_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 
 class _Prefetched(NamedTuple):
@@ -245,7 +244,7 @@ class DeviceQueue:
         self._timings.begin(self._copies)
         self._cupy.cuda.runtime.memcpy2DAsync(
             dst.data.ptr, pitch.run_bytes, src.data.ptr, pitch.stride_bytes,
-            pitch.run_bytes, pitch.rows, _MEMCPY_DEFAULT, self._copies.ptr,
+            pitch.run_bytes, pitch.rows, MEMCPY_DEFAULT, self._copies.ptr,
         )  # fmt: skip
 
     def to_host(self, array: Array) -> Any:

@@ -102,7 +102,7 @@ async def _check(client: Any) -> Report:
             # Tasks bring the client's options with them.
             links += (await client.run(_measure_from, holders, kind, options())).values()
     finally:
-        await client.run(_clear_probes)
+        await client.run(lambda dask_worker: dask_worker.plugins[name].clear_probes())
     links.sort(key=lambda link: (link.reader, link.holder))
     return Report(workers, links, find_problems(workers, links, versions()))
 
@@ -192,11 +192,6 @@ async def _host_link(dask_worker: Any) -> dict[str, Any]:
 
     found = await asyncio.to_thread(measured)
     return {"host_link": found, "cannot_pin": next(iter(causes), None)}
-
-
-def _clear_probes(dask_worker: Any) -> None:
-    """Drop the blocks that were measured."""
-    dask_worker.plugins[PLUGIN_NAME].clear_probes()
 
 
 async def _measure_from(

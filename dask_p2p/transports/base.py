@@ -42,9 +42,8 @@ from dask_p2p.config import Options, Section
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.geometry import Box, box_size, split_box, taper_last
 from dask_p2p.interprocess.buffers import Buffers
-from dask_p2p.transports.budget import ByteBudget
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports.footprint import ByteBudget, Footprint
 from dask_p2p.transports.probe import PROBE_BYTES, PROBE_DTYPE, check_probe, probe_key
 from dask_p2p.transports.replies import Handler, answering
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, PROBE_TIMEOUT_S

@@ -38,8 +38,8 @@ from dask_p2p.interprocess.requests import (
     checked_text,
 )
 from dask_p2p.transports.base import Handler, Request, Transport, answers
-from dask_p2p.transports.budget import Release
 from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.footprint import Release
 from dask_p2p.transports.packed.checksums import region_sum
 from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, places_of, region_at
 from dask_p2p.transports.replies import (
