@@ -97,6 +97,16 @@ def test_what_has_come_so_far():
     assert fetch.progress().nbytes == 32
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_has_come_ends_a_silence(in_place):
+    fetch = begun(in_place)
+    transport = fetch.route.transport.name
+    fetch.silences.note("b", transport, SilentError("no answer"), 0.0, options())
+    assert fetch.silences.known
+    place(fetch, 0)
+    assert not fetch.silences.known
+
+
 def test_waiting_is_timed_also_where_it_fails():
     fetch = begun(begun_s=time.perf_counter())
 
