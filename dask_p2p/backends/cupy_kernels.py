@@ -19,6 +19,7 @@ import cupy
 
 from dask_p2p.backends._launch import ENTRIES, WORD_SIZES_BYTES, plan_launches
 from dask_p2p.backends.base import transposed
+from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.types import Array
 
 __all__ = ["permute_into", "warm_up"]
@@ -29,7 +30,6 @@ COMPILER_OPTIONS = ("--std=c++17",)
 # without it four or more. Measured between four H200s: 328 GB/s a GPU with two, 313 with four, 319
 # with one.
 LOW_OCCUPANCY_BYTES = 60 * 1024
-MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 
 def permute_into(

@@ -13,7 +13,7 @@ import numpy as np
 
 from dask_p2p.backends import device as device_module
 from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer
-from dask_p2p.backends.driver import is_managed
+from dask_p2p.backends.driver import MEMCPY_DEFAULT, is_managed
 from dask_p2p.backends.pitch import Pitch, engine_pitch
 from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
 from dask_p2p.backends.timing import StreamTimings
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 256  # of allocations on a GPU
 _FIRST = -1  # a stream's priority: lower numbers go first
-_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 
 class _Prefetched(NamedTuple):
@@ -80,7 +79,6 @@ class DeviceQueue:
             )
             known[device] = (first, second, third, last)
         self._all = self._stream, self._copies, self._concurrent, self._emptying = known[device]
-        self._is_busy = False
         self._slots: deque[Slot] = deque()  # the one that has waited longest first
         self._in_place = False  # because there is no memory for slots
         self._unread = BeingRead(MOST_UNREAD)
@@ -131,7 +129,6 @@ class DeviceQueue:
             self._permute_on(self._concurrent if concurrent else self._stream, dst, src, axes)
 
     def _permute_on(self, stream: Any, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        self._is_busy = True
         self._timings.begin(stream)
         self._kernels.permute_into(dst, src, axes, stream=stream, low_occupancy=self._low_occupancy)
 
@@ -244,11 +241,10 @@ class DeviceQueue:
         return wait
 
     def _copy(self, dst: Array, src: Array, pitch: Pitch) -> None:
-        self._is_busy = True
         self._timings.begin(self._copies)
         self._cupy.cuda.runtime.memcpy2DAsync(
             dst.data.ptr, pitch.run_bytes, src.data.ptr, pitch.stride_bytes,
-            pitch.run_bytes, pitch.rows, _MEMCPY_DEFAULT, self._copies.ptr,
+            pitch.run_bytes, pitch.rows, MEMCPY_DEFAULT, self._copies.ptr,
         )  # fmt: skip
 
     def to_host(self, array: Array) -> Any:
@@ -258,10 +254,10 @@ class DeviceQueue:
         return self._timings.group(timer)
 
     def synchronize(self) -> None:
-        if self._is_busy:
+        if self._timings.has_begun:
             for stream in self._all:
                 stream.synchronize()
-            self._is_busy = self._in_place = False
+            self._in_place = False
             self._timings.read()
             if self._slots:
                 for slot in self._slots:

@@ -11,7 +11,9 @@ from typing import Any
 
 from dask_p2p.errors import TransferError
 
-__all__ = ["allocation", "driver", "is_managed", "is_shareable", "uuid"]
+__all__ = ["MEMCPY_DEFAULT", "allocation", "driver", "is_managed", "is_shareable", "uuid"]
+
+MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 
 @cache

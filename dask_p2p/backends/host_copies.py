@@ -40,7 +40,7 @@ def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[
 
     if of.nbytes < _LEAST_BYTES:
         copy(...)
-        return _nothing
+        return lambda: None
     box, count = tuple((0, n) for n in of.shape), min(thread_count(), -(-of.nbytes // _BYTES_EACH))
     parts = map(box_slices, split_box(box, -(-of.size // count)))
     copies = [pool().submit(copy, part) for part in parts]
@@ -50,10 +50,6 @@ def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[
             each.result()
 
     return wait
-
-
-def _nothing() -> None:
-    """Wait for nothing."""
 
 
 def register_from_bytes() -> float:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.backends.pinned import CANNOT_PIN, Pinned
 from dask_p2p.backends.pitch import Pitch, engine_pitch
 from dask_p2p.backends.slots import KeptSlots, Slot
@@ -17,8 +18,6 @@ from dask_p2p.backends.timing import StreamTimings
 from dask_p2p.types import Array
 
 __all__ = ["HostStreams", "array_in", "pitch_of"]
-
-_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 
 class HostStreams:
@@ -93,10 +92,10 @@ class HostStreams:
         size_bytes, rows = pitch.run_bytes, pitch.rows
         if rows > 1:
             runtime.memcpy2DAsync(
-                to, to_stride, of, of_stride, size_bytes, rows, _MEMCPY_DEFAULT, stream
+                to, to_stride, of, of_stride, size_bytes, rows, MEMCPY_DEFAULT, stream
             )
         elif size_bytes:
-            runtime.memcpyAsync(to, of, size_bytes, _MEMCPY_DEFAULT, stream)
+            runtime.memcpyAsync(to, of, size_bytes, MEMCPY_DEFAULT, stream)
 
     def synchronize(self) -> None:
         """Wait for all three: nothing reads or writes any more what blocks have used so far."""

@@ -63,6 +63,7 @@ class StreamTimings:
         self._pairs: list[_Pair] = []
         self._timer: Timer | None = None  # of the group that is being queued, if it is timed
         self._pair: _Pair | None = None  # of that group
+        self.has_begun = False  # anything since the last `read`
 
     @contextmanager
     def group(self, timer: Timer) -> Iterator[None]:
@@ -82,6 +83,7 @@ class StreamTimings:
 
     def begin(self, stream: Any) -> None:
         """Note that work of the group follows on a stream."""
+        self.has_begun = True
         if self._timer is not None and self._pair is None:
             self._pair = _Pair(self._timer, stream, self._event(), self._event())
             self._pair.start.record(stream)
@@ -91,3 +93,4 @@ class StreamTimings:
         for timer, _, start, stop in self._pairs:
             timer.add(self._elapsed_ms(start, stop) / 1e3)
         self._pairs.clear()
+        self.has_begun = False

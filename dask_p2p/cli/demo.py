@@ -124,16 +124,13 @@ def demo(size: int | None, dtype: Any, workers: int | None, cpu: bool) -> None:
         click.echo("Starting a cluster ...")
         tried: list[Tried] = []
         for options, named in ways(bool(spec.gpus)):
-            with _started(spec, **options) as client, client.as_current():
+            own = own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
+            with own as client, client.as_current():
                 if not tried:
                     _introduce(matrix, client)
                 for way in named.items():
                     tried += _tried(client, matrix, *way)
         _show(matrix, tried)
-
-
-def _started(spec: ClusterSpec, **options: Any) -> Any:
-    return own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
 
 
 def ways(on_gpus: bool) -> list[tuple[dict[str, str], dict[str, Transpose]]]:

@@ -18,6 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from math import prod
 from time import perf_counter
@@ -25,25 +26,26 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.backends import Queue, Timer, as_array, backend_for, device_of
-from dask_p2p.backends.device import device_work
+from dask_p2p.backends import Queue, Timer, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends.device import device_work, gpu_obstacle
+from dask_p2p.backends.host_through_device import HostThroughDeviceQueue, is_for_device, part_bytes
+from dask_p2p.backends.pinned import warn_once
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
 from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
-from dask_p2p.engine.queues import queue_for
 from dask_p2p.engine.sources import RemoteSources
-from dask_p2p.errors import BlockMismatchError, P2PError, TransferError
+from dask_p2p.errors import BlockMismatchError, NoDeviceError, P2PError, TransferError
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices
 from dask_p2p.monitoring.ranges import Ranges
 from dask_p2p.plans import BlockPlan, Source
+from dask_p2p.transports.base import Region
 from dask_p2p.transports.footprint import staging_bytes
-from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned
 
-__all__ = ["Assembly", "OutputSpec"]
+__all__ = ["Assembly", "OutputSpec", "queue_for"]
 
 _Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # that are on their way, in their order
 
@@ -121,7 +123,23 @@ class Assembly:
         """
         try:
             with device_work(), device_of(*self.local.values()):
-                return self._run()
+                for number, block in self.local.items():
+                    shape = self.plan.source_shapes[number]
+                    checked = checked_block(block, self.key(number), shape, self.output.dtype)
+                    self.local[number] = checked
+                kind = self._kind()
+                if self.context is not None:
+                    need = self._need(kind)
+                    limit_bytes = self.context.memory_below(need.total_bytes, kind)
+                    if limit_bytes is not None:
+                        raise need.too_large(limit_bytes, self._where)
+                if self.plan.is_copy and self.local and self.output.post is None:
+                    return self.local[0]
+                if self._remote and self.context is not None:
+                    # As these need blocks of others, the others need blocks from here.
+                    local = {self.key(number): block for number, block in self.local.items()}
+                    self.context.publish(local, kind, self.options)
+                return self._read(kind)
         except Exception as exc:
             if not is_out_of_memory(exc) or isinstance(exc, P2PError):
                 raise
@@ -140,24 +158,17 @@ class Assembly:
             # a function overwrites on a stream, and returns.
             return self.output.post(block[...], index)
 
-    def _run(self) -> Any:
-        for number, block in self.local.items():
-            shape = self.plan.source_shapes[number]
-            self.local[number] = checked_block(block, self.key(number), shape, self.output.dtype)
-        kind = self._kind()
-        if self.context is not None:
-            need = self._need(kind)
-            if (limit_bytes := self.context.memory_below(need.total_bytes, kind)) is not None:
-                raise need.too_large(limit_bytes, self._where)
-        if self.plan.is_copy and self.local and self.output.post is None:
-            return self.local[0]
-        if self._remote and self.context is not None:
-            # As these need blocks of others, the others need blocks from here.
-            local = {self.key(number): block for number, block in self.local.items()}
-            self.context.publish(local, kind, self.options)
-        queue = queue_for(
-            self.plan, self.output.dtype, kind, self.options, self.context, bool(self._remote)
-        )
+    def _read(self, kind: Kind) -> Any:
+        """Put all that is read into place, and return the output. What fails is read again whole.
+
+        There are two lanes. While a region of other hosts is waited for, the lane of this host,
+        whose memory this thread or its GPU reads itself, goes on step by step::
+
+            remote lane       ask ~~~~~~~~~~~~~~~~~~ place  ask ~~~~~~~~~~~ place
+            same-host lane        read place  read place        read place        read place ...
+        """
+        dtype, is_shared = self.output.dtype, bool(self._remote)
+        queue = queue_for(self.plan, dtype, kind, self.options, self.context, is_shared)
         try:
             if self._in_sync:
                 self._queue_local(queue)
@@ -165,15 +176,20 @@ class Assembly:
             wanted = self.sources.in_stage_order(self._remote, kind, has_local=bool(self.local))
             while True:
                 while wanted:  # each by the best route that works
-                    self._read_once(wanted, queue)
+                    local, remote = list[RemoteSource](), list[RemoteSource]()
+                    for source in wanted:
+                        is_local = self._in_sync or source.route.transport.within_host
+                        (local if is_local else remote).append(source)
+                    same_host_lane = self._lane(local, queue, iter(()))
+                    for _ in chain(self._lane(remote, queue, same_host_lane), same_host_lane):
+                        pass
                     wanted = self.sources.given_up(wanted)
                 self._queue_local(queue)
                 queue.synchronize()
                 if not (wanted := self.sources.unconfirmed()):
-                    break
+                    return self._out
         finally:
             self._finish(queue)
-        return self._out
 
     def _kind(self) -> Kind:
         """Return the kind of the local blocks, which may differ from what their array declares."""
@@ -232,23 +248,6 @@ class Assembly:
             for fill in self.plan.fills:
                 queue.fill(out[box_slices(fill.dst)], np.full((), fill.value, self.output.dtype))
 
-    def _read_once(self, sources: list[RemoteSource], queue: Queue) -> None:
-        """Try one route for each source. What fails is read again whole.
-
-        There are two lanes. While a region of other hosts is waited for, the lane of this host,
-        whose memory this thread or its GPU reads itself, goes on step by step::
-
-            remote lane       ask ~~~~~~~~~~~~~~~~~~ place  ask ~~~~~~~~~~~ place
-            same-host lane        read place  read place        read place        read place ...
-        """
-        local, remote = list[RemoteSource](), list[RemoteSource]()
-        for source in sources:
-            is_local = self._in_sync or source.route.transport.within_host
-            (local if is_local else remote).append(source)
-        same_host_lane = self._lane(local, queue, iter(()))
-        for _ in chain(self._lane(remote, queue, same_host_lane), same_host_lane):
-            pass
-
     def _lane(
         self, sources: list[RemoteSource], queue: Queue, same_host_lane: Iterator[bool]
     ) -> Iterator[bool]:
@@ -266,7 +265,12 @@ class Assembly:
                 # Each may fill all that there is for staging.
                 yield self._place_first(ahead, queue, same_host_lane)
             for region in fetch.regions():
-                if fetch.in_place and not self._prefetch(fetch, region, queue):
+                try:
+                    if fetch.in_place:  # a copy engine brings it
+                        with self.ranges("copy", route), queue.timing(fetch.copies):
+                            region.prefetched = queue.prefetch(region.result(), fetch.slot_bytes)
+                except TransferError as exc:
+                    fetch.give_up(region, exc)
                     continue
                 ahead.append((fetch, region))
                 del region  # which may be placed already: the next one takes its room
@@ -275,29 +279,14 @@ class Assembly:
         while ahead:
             yield self._place_first(ahead, queue, same_host_lane)
 
-    def _prefetch(self, fetch: Fetch, region: Region, queue: Queue) -> bool:
-        """Have a copy engine bring a region; return whether that goes well."""
-        try:
-            array = fetch.wait_for(region)
-            with self.ranges("copy", fetch.route), queue.timing(fetch.copies):
-                region.prefetched = queue.prefetch(array, fetch.slot_bytes)
-        except TransferError as exc:
-            fetch.give_up(region, exc)
-            return False
-        return True
-
     def _place_first(self, ahead: _Ahead, queue: Queue, same_host_lane: Iterator[bool]) -> bool:
         """Put the first region into place when it is here; until then take steps in the lane."""
         while not ahead[0][1].is_here() and next(same_host_lane, False):
             pass
-        self.place_region(*ahead.popleft(), queue)
-        return True
-
-    def place_region(self, fetch: Fetch, region: Region, queue: Queue) -> None:
-        """Wait for a region and put it where it belongs."""
+        fetch, region = ahead.popleft()
         source = fetch.sources[region.request]
         if source.error is not None:
-            return
+            return True
         place = box_slices(self.plan.destination(source.pieces[region.piece], region.box))
         if region.prefetched is not None:
             out = self._target(queue)[place]
@@ -313,10 +302,40 @@ class Assembly:
                     array = fetch.wait_for(region, out if is_straight else None)
             except TransferError as exc:
                 fetch.give_up(region, exc)
-                return
+                return True
             with self.ranges("place", fetch.route), queue.timing(fetch.kernels):
                 if array is not out:
                     queue.permute_and_drop(out, array, self.plan.axes)
         fetch.note_placed(region)
         if self._in_sync:
             queue.synchronize()
+        return True
+
+
+def queue_for(
+    plan: BlockPlan,  # of the block
+    dtype: DType,  # of its items
+    kind: Kind,  # of the library of its array
+    options: Options,  # the task's
+    context: TaskContext | None,  # its worker's, if that has the plugin
+    leave_bandwidth: bool,  # see `Backend.queue`
+) -> Queue:
+    """Return a new queue for an output block.
+
+    `NoDeviceError` if the options want a GPU for it, and there is none here.
+    """
+    backend, nbytes = backend_named(kind), prod(plan.shape) * dtype.itemsize
+    if backend.on_device or not is_for_device(options.permute_numpy, nbytes, dtype):
+        return backend.queue(leave_bandwidth=leave_bandwidth)
+    where = where_is(context)
+    obstacle = gpu_obstacle()
+    if obstacle is not None and options.permute_numpy == "auto":
+        return backend.queue(leave_bandwidth=leave_bandwidth)
+    if obstacle is not None:
+        raise NoDeviceError(
+            f"expected a GPU to permute NumPy blocks, got none: on {where} {obstacle}. Compute on "
+            f"workers with GPUs, such as those of dask_p2p.local_cluster(gpus=True), or set "
+            f"p2p.permute-numpy to cpu."
+        )
+    tell = partial(warn_once, None if context is None else context.warn, where)
+    return HostThroughDeviceQueue(backend, part_bytes(options.staging_limit_bytes), tell)

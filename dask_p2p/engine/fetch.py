@@ -13,7 +13,7 @@ from dask_p2p.errors import TransferError
 from dask_p2p.geometry import box_size
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
-from dask_p2p.transports.reading import Reading, Region
+from dask_p2p.transports.base import Reading, Region
 from dask_p2p.transports.router import Route
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, SilenceLog
 from dask_p2p.types import Array, Key
@@ -133,13 +133,11 @@ class Fetch:
             self.silences.check(holder, transport, self.start_s, self.options)
         limit_s = self.options.request_timeout_s + EVENT_LOOP_GRACE_S
         try:
-            array = self._timed(region.result, limit_s, place)
+            return self._timed(region.result, limit_s, place)
         except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
             raise TransferError(
                 f"no answer of {holder} in time, and the worker's event loop did not respond"
             ) from None
-        self.silences.heard(holder, transport)
-        return array
 
     def _timed(self, wait: Callable[..., _T], *args: Any) -> _T:
         """Call a function that waits for the holder."""
@@ -153,6 +151,7 @@ class Fetch:
     def note_placed(self, region: Region) -> None:
         """Note that a region is in the output, or will be when all kernels are synchronised."""
         self.sources[region.request].missing -= box_size(region.box)
+        self.silences.heard(self.route.holder, self.route.transport.name)
 
     def give_up(self, region: Region, error: TransferError) -> None:
         """Give up the source of a region that does not come, to be read again by its next route.

@@ -14,7 +14,7 @@ from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
 from dask_p2p.errors import TransferError
 from dask_p2p.monitoring.records import REASON_CHARS, Fallback, Stage
 from dask_p2p.plans import BlockPlan, Piece, stage_order
-from dask_p2p.transports.reading import Request
+from dask_p2p.transports.base import Request
 from dask_p2p.transports.router import Route
 from dask_p2p.types import DType, Kind
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 from dask.base import tokenize
@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 #: Name under which the worker plugin is registered.
 PLUGIN_NAME = "dask-p2p"
+
+#: Told of a worker without the plugin, and of the keys of the blocks that a task has there.
+OnMissing: TypeAlias = Callable[[Any, Sequence[Key]], None]
 
 _TAKEN_OFF = "the worker's plugin was taken off while the task waited"
 _name_of = lru_cache(maxsize=256)(str)  # of a dtype, which NumPy takes 20 µs to tell
@@ -95,9 +98,9 @@ class AssembleTask(Task):  # type: ignore[misc]
 
     def __init__(self, key: Key, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         super().__init__(key, func, *args, **kwargs)
-        if args and isinstance(args[-1], Blocks):
+        if len(args) > 4 and isinstance(args[4], Blocks):
             # The same object for all tasks that read the same, and so pickled once.
-            self._dependencies = args[-1].dependencies  # type: ignore[misc]
+            self._dependencies = self.blocks.dependencies  # type: ignore[misc]
 
     @property
     def is_readable(self) -> bool:
@@ -145,9 +148,11 @@ class AssembleTask(Task):  # type: ignore[misc]
         output: OutputSpec,
         blocks: Blocks,
         function: Callable[..., Any] | None = None,
+        on_missing: OnMissing | None = None,
     ) -> AssembleTask:
         """Make the task; by default `assemble_block` does its work."""
-        return cls(key, function or assemble_block, key, plan, index, output, blocks)
+        others = () if on_missing is None else (on_missing,)
+        return cls(key, function or assemble_block, key, plan, index, output, blocks, *others)
 
 
 class MemberTask(Task):  # type: ignore[misc]
@@ -167,7 +172,12 @@ class MemberTask(Task):  # type: ignore[misc]
 
 
 def assemble_block(
-    key: Key, plan: Plan, index: Index, output: OutputSpec, blocks: Sequence[Any]
+    key: Key,
+    plan: Plan,
+    index: Index,
+    output: OutputSpec,
+    blocks: Sequence[Any],
+    on_missing: OnMissing | None = None,
 ) -> Any:
     """Do a task's work, on any scheduler."""
     check_readable(plan, output)
@@ -175,6 +185,8 @@ def assemble_block(
     worker, context = current_worker()
     assembly = Assembly(plan.block(index), output, blocks, context, counted_s)
     if context is None:
+        if worker is not None and on_missing is not None:
+            on_missing(worker, list(map(output.key, plan.sources(index))))
         if any(isinstance(block, BlockRef) for block in blocks):
             log = _unplugged.setdefault(worker, AttemptLog(worker.address))
             try_again(key, TransferError(_TAKEN_OFF), log, output.options)

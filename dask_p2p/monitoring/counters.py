@@ -91,7 +91,9 @@ class Totals:
 
     def note(self, worker: str, values: Values) -> None:
         """Take what a worker has counted so far, in the place of what it had."""
-        if _has_fallen(self._latest.get(worker, {}), values):  # it restarted
+        before = self._latest.get(worker, {})
+        if any(Counter(before.get(f.name)) - Counter(values.get(f.name)) for f in COUNTERS):
+            # One has fallen: the worker restarted.
             self.end(worker)
         self._latest[worker] = values
 
@@ -136,7 +138,3 @@ def sum_into(sums: Values, values: Values) -> None:
     """Add values to sums, which are Counters, of the families that these have."""
     for name in sums.keys() & values.keys():
         sums[name].update(values[name])
-
-
-def _has_fallen(before: Values, after: Values) -> bool:
-    return any(Counter(before.get(f.name)) - Counter(after.get(f.name)) for f in COUNTERS)

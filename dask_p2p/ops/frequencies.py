@@ -91,7 +91,8 @@ def _numbers(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
     if isinstance(chunks, (tuple, list)) and len(chunks) > 1:
         chunks = (tuple(chunks),)
     (sizes,) = checked_chunks(chunks, ((count,),), np.dtype(float))
-    return da.arange(count, chunks=(sizes,), like=_meta_of(like))
+    meta = None if like is None else meta_from_array(like, 1)
+    return da.arange(count, chunks=(sizes,), like=meta)
 
 
 def _checked_samples(n: int, d: Any) -> int:
@@ -102,10 +103,6 @@ def _checked_samples(n: int, d: Any) -> int:
 
 def _frequencies(numbers: Any, n: int, step: float) -> Any:
     return ((numbers + n // 2) % n - n // 2) * step
-
-
-def _meta_of(like: Any) -> Any:
-    return None if like is None else meta_from_array(like, 1)
 
 
 def _rolled(x: DaskArray, axes: int | Axes, sign: int, chunks: ChunksLike) -> DaskArray:

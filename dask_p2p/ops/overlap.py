@@ -20,8 +20,7 @@ from dask.utils import has_keyword
 
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
-from dask_p2p.graph.arrays import planned_array
-from dask_p2p.graph.layer import Post
+from dask_p2p.graph.arrays import Post, planned_array
 from dask_p2p.ops.arguments import (
     check_array,
     check_chunks_are_known,

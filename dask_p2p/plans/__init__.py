@@ -1,14 +1,13 @@
 """Plans: each output block assembled from regions of input blocks. Pure, no arrays, no I/O.
 
-`base` says what a plan is, `grid` has those whose axes are independent of each other, `halo` the
-rims of blocks, `groups` what large graphs need, `slabs` the default chunks of a transpose.
+`base` says what a plan is; `grid` has those whose axes are independent of each other, and the
+default chunks of a transpose; `halo` the rims of blocks, `groups` what large graphs need.
 """
 
 from __future__ import annotations
 
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Plan, Source, block_plans, stage_order
-from dask_p2p.plans.default_chunks import slab_chunks
-from dask_p2p.plans.grid import GridPlan, redistribution
+from dask_p2p.plans.grid import GridPlan, redistribution, slab_chunks
 from dask_p2p.plans.groups import grid_between, grouped
 from dask_p2p.plans.halo import halo_plan
 

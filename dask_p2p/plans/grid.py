@@ -17,7 +17,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
-from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size
+from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size, split_evenly
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Source
 from dask_p2p.versioned import versioned
 
@@ -29,6 +29,7 @@ __all__ = [
     "blocks_read",
     "redistribution",
     "segments_of_range",
+    "slab_chunks",
 ]
 
 
@@ -274,3 +275,44 @@ def redistribution(src_chunks: Chunks, axes: Sequence[int], chunks: Chunks) -> G
 def _plain(sizes: Sequence[int]) -> tuple[int, ...]:
     """Sizes as Python's integers: Dask lets NumPy's through, which do not travel as well."""
     return tuple(map(int, sizes))
+
+
+def slab_chunks(src_chunks: Chunks, axes: Sequence[int]) -> Chunks:
+    """Slabs along the first axis of the output, as even as possible, the other axes whole.
+
+    There are as many slabs as the input has blocks along its most divided axis. Where the first
+    axis has fewer rows than that, the other axes are cut too, into that many blocks or the nearest
+    smaller number. No block is empty, unless the whole output is: that is one block.
+
+    >>> slab_chunks(((4, 4, 4), (5, 5)), (1, 0))
+    ((4, 3, 3), (12,))
+    >>> slab_chunks(((2,) * 6, (3,)), (1, 0))
+    ((1, 1, 1), (6, 6))
+    """
+    lengths = [sum(src_chunks[axis]) for axis in axes]
+    blocks = max(map(len, src_chunks), default=1) if all(lengths) else 1
+    if lengths and lengths[0] >= blocks:
+        parts = (blocks, *(1 for _ in lengths[1:]))
+    else:
+        parts = _parts_by_axis(lengths, blocks)
+    return tuple(map(split_evenly, lengths, parts))
+
+
+def _parts_by_axis(lengths: Sequence[int], most: int) -> tuple[int, ...]:
+    """Return into how many parts to cut each axis, for `most` blocks or the nearest smaller number.
+
+    Where there is a choice the largest block is as small as possible, and then the first axes have
+    as many parts as possible.
+    """
+    if not lengths:
+        return ()
+
+    def rank(cut: Sequence[int]) -> tuple[int, int]:
+        return prod(cut), -prod(-(-length // n) for length, n in zip(lengths, cut, strict=True))
+
+    first, *rest = lengths
+    best = (1,) * len(lengths)
+    for parts in range(min(first, most), 0, -1):
+        if parts * min(prod(rest), most // parts) >= prod(best):
+            best = max(best, (parts, *_parts_by_axis(rest, most // parts)), key=rank)
+    return best

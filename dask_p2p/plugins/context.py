@@ -27,6 +27,7 @@ from dask_p2p.errors import (
     TransferError,
     UnsupportedArrayError,
 )
+from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.monitoring.counters import Counters
 from dask_p2p.monitoring.fine import meter, note_transfer
 from dask_p2p.monitoring.records import Record, RecordLog, packed
@@ -37,7 +38,6 @@ from dask_p2p.plugins.spilling import find_in_memory, is_spilled, read_spilled
 from dask_p2p.plugins.threads import only_waiting
 from dask_p2p.transports.probe import PROBE_DTYPE, Probes, is_probe
 from dask_p2p.transports.replies import answering, ask_and_wait
-from dask_p2p.transports.requests import checked_integer
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 

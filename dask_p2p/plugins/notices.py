@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -15,7 +16,7 @@ __all__ = ["warn_client", "warn_of_whole_blocks"]
 warned: WeakSet[Any] = WeakSet()  # workers that have said that they lack the plugin
 
 
-def warn_of_whole_blocks(worker: Any, keys: list[Any]) -> None:
+def warn_of_whole_blocks(worker: Any, keys: Sequence[Any]) -> None:
     """Warn the user, once for each worker, what a task has moved because the plugin is missing."""
     if worker in warned:
         return

@@ -16,21 +16,18 @@ from typing import Any, overload
 from weakref import WeakSet, proxy
 
 from dask_p2p.config import options
-from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.task import assemble_block, current_worker
+from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
-from dask_p2p.geometry import Index
 from dask_p2p.inputs import checked_client
-from dask_p2p.plans import Plan
 from dask_p2p.plugins.notices import warn_of_whole_blocks
 from dask_p2p.types import AsynchronousClient, Client, Key
 from dask_p2p.versioned import check_dask, this_version
 
 __all__ = [
     "ask_later",
-    "assemble",
     "cluster_size",
     "current_client",
+    "on_missing_plugin",
     "register",
     "register_if_possible",
     "workers_of",
@@ -121,17 +118,15 @@ def register_if_possible() -> None:
         register(client)
 
 
-def assemble(key: Key, plan: Plan, index: Index, output: OutputSpec, blocks: Sequence[Any]) -> Any:
-    """Do a task's work; where the plugin is missing, ask for it, so that later tasks have it."""
-    worker, context = current_worker()
-    is_missing = worker is not None and context is None
-    if is_missing and worker not in askers:
+def on_missing_plugin(worker: Any, keys: Sequence[Key]) -> None:
+    """Note that a task, which has blocks of these keys, runs on a worker without the plugin.
+
+    It is asked for, so that later tasks have it.
+    """
+    if worker not in askers:
         askers.add(worker)
         worker.loop.add_callback(ask_later, worker)
-    result = assemble_block(key, plan, index, output, blocks)
-    if is_missing:
-        warn_of_whole_blocks(worker, list(map(output.key, plan.sources(index))))
-    return result
+    warn_of_whole_blocks(worker, keys)
 
 
 async def ask_later(worker: Any) -> None:

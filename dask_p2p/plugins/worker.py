@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -36,7 +36,7 @@ from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Key
 from dask_p2p.versioned import check_dask, versioned
 
-__all__ = ["P2PPlugin", "by_reference", "probe_peers", "set_up"]
+__all__ = ["P2PPlugin", "probe_peers", "set_up"]
 
 logger = logging.getLogger(__name__)
 
@@ -189,9 +189,16 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def _on_compute_task(self, **message: Any) -> None:
         task = message.get("run_spec")
         if isinstance(task, AssembleTask) and task.is_readable:
-            for holders in message["who_has"].values():
+            held, address = self._worker.data, self._worker.address  # in memory or spilled
+            references = {}
+            for key, holders in message["who_has"].items():
                 self._context.on_workers_named(holders)
-            message = by_reference(message, self._worker.data.__contains__, self._worker.address)
+                if key not in held and (others := {*holders} - {address}):
+                    references[key] = BlockRef(key, tuple(sorted(others)))
+            if references:
+                message["run_spec"] = task.substitute(references)
+                for part in ("who_has", "nbytes"):
+                    message[part] = {k: v for k, v in message[part].items() if k not in references}
         self._originals["compute-task"](**message)
 
     def _on_remove_worker(self, **message: Any) -> None:
@@ -200,28 +207,6 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             self._context.router.on_worker_left(message["worker"])
         finally:
             self._originals["remove-worker"](**message)
-
-
-def by_reference(
-    message: dict[str, Any], is_here: Callable[[Any], bool], address: str
-) -> dict[str, Any]:
-    """Return a ``compute-task`` message with remote dependencies replaced by references.
-
-    `is_here` tells whether the worker, whose address is given, holds a key in memory or spilled.
-    """
-    references = {
-        key: BlockRef(key, tuple(sorted(others)))
-        for key, holders in message["who_has"].items()
-        if not is_here(key) and (others := {*holders} - {address})
-    }
-    if not references:
-        return message
-    return {
-        **message,
-        "who_has": {k: v for k, v in message["who_has"].items() if k not in references},
-        "nbytes": {k: v for k, v in message["nbytes"].items() if k not in references},
-        "run_spec": message["run_spec"].substitute(references),
-    }
 
 
 async def set_up(plugin: P2PPlugin, dask_worker: Worker) -> None:

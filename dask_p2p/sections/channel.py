@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any
 
 from dask_p2p.errors import SilentError
-from dask_p2p.transports.packed.messenger import Message, Messenger
+from dask_p2p.interprocess.messenger import Message, Messenger
 
 __all__ = ["LEAST_BYTES", "Channel"]
 

@@ -23,6 +23,7 @@ import numpy as np
 from dask_p2p.backends import Backend, backend_for, backend_named, device_of
 from dask_p2p.backends.device import device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, InputError, UnsupportedArrayError
 from dask_p2p.sections.gpu_regions import GpuRegions
@@ -51,7 +52,6 @@ _PAUSE_S = 5e-5
 _LONGEST_S = 30.0
 _LINGER_S = 60.0  # that windows stay which peers may still read, after an attempt that failed
 _NOT_READY = 600  # of CUDA: cudaErrorNotReady
-_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 
 class Host:
@@ -253,7 +253,7 @@ class Gpu(Host):
     def copy(self, to: int, of: int, size_bytes: int, stream: Any) -> None:
         """Put a copy from an address to another on a stream."""
         if size_bytes:
-            self._memcpy(to, of, size_bytes, _MEMCPY_DEFAULT, stream.ptr)
+            self._memcpy(to, of, size_bytes, MEMCPY_DEFAULT, stream.ptr)
 
     @cached_property
     def _memcpy(self) -> Any:

@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_p2p.geometry import Box, box_slices, split_box, taper_last
+from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.links import Buffer, Links
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.regions import Call, Local, Regions
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.sections.windows import OwnEvents, PeerMemory, if_possible, opened
-from dask_p2p.transports.in_place import cuda_ipc
 from dask_p2p.types import Array, DType
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from math import inf
 from typing import Any
 
 from dask_p2p.errors import P2PError, SectionError, TransferError
+from dask_p2p.interprocess.messenger import NAP_S, Messenger
 from dask_p2p.sections.channel import Channel
 from dask_p2p.sections.endpoint import Endpoint, Reach, is_lost
 from dask_p2p.sections.link import HEADER, TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
-from dask_p2p.transports.packed.messenger import NAP_S, Messenger
 
 __all__ = ["AttemptEndedError", "Buffer", "Links", "Peer"]
 
@@ -319,8 +319,9 @@ class Links:
 
         All members must call this at the same time.
         """
-        ends = {n: peer.endpoint for n, peer in enumerate(self._peers) if _uses_ucx(peer.endpoint)}
-        self.use_ucx = len({*map(_host_of, ends.values())}) > 1
+        ends = {n: peer.endpoint.split()[:2] for n, peer in enumerate(self._peers)}
+        ends = {n: end for n, end in ends.items() if end[1] == "ucx"}
+        self.use_ucx = len({host for host, _ in ends.values()}) > 1
         if not self.use_ucx:
             return
         far = [rank for rank in ends if self._rank in ends and self.is_on_other_host(rank)]
@@ -343,10 +344,6 @@ class Links:
 
 def _host_of(endpoint: str) -> str:
     return endpoint.split()[0]
-
-
-def _uses_ucx(endpoint: str) -> bool:
-    return endpoint.split()[1] == "ucx"
 
 
 def _bytes_of(buffer: Any) -> Any:

@@ -23,9 +23,9 @@ from dask_p2p.types import Kind
 from dask_p2p.versioned import check_readable
 
 if TYPE_CHECKING:
+    from dask_p2p.interprocess.messenger import Messenger
     from dask_p2p.sections.coordinator import Order
     from dask_p2p.sections.worker import Member
-    from dask_p2p.transports.packed.messenger import Messenger
     from dask_p2p.transports.packed.ucx import UcxTransport
 
 __all__ = ["run_member"]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dask_p2p.engine.context import TaskContext
@@ -56,7 +57,7 @@ class Watch:
         if self.context is None:
             yield
             return
-        self.context.running[self.key] = self._running
+        self.context.running[self.key] = partial(self._record, wanted_bytes=0)
         try:
             yield
         except BaseException as exc:
@@ -67,9 +68,6 @@ class Watch:
                 self.context.record(self._record(error=self.error[:REASON_CHARS]))
             finally:
                 self.context.running.pop(self.key, None)
-
-    def _running(self) -> Record:
-        return self._record(wanted_bytes=0)
 
     def _record(self, **more: Any) -> Record:
         """Return what is known now. Any thread may ask."""

@@ -39,10 +39,9 @@ from dask_p2p.backends.pinned import Pinned
 from dask_p2p.backends.pitch import pitched
 from dask_p2p.geometry import Box, box_shape
 from dask_p2p.sections.links import Buffer, Links
-from dask_p2p.sections.meeting import Meeting
 from dask_p2p.sections.rim_messages import Packed, RimCall, elements_of
 from dask_p2p.sections.staged import begin_in_order
-from dask_p2p.sections.windows import SLOTS, OwnWindow, PeerWindow, if_possible, opened
+from dask_p2p.sections.windows import SLOTS, Meeting, OwnWindow, PeerWindow, if_possible, opened
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from typing import Any
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_p2p.config import options
+from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
 from dask_p2p.sections.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.sections.waiting import Waiting
 from dask_p2p.transports.replies import answering
-from dask_p2p.transports.requests import MalformedRequestError, checked_integer, checked_text
 from dask_p2p.versioned import versioned
 
 __all__ = ["FORGET", "JOIN", "LEAVE", "ORDER", "SAVES", "SectionsSchedulerPlugin"]

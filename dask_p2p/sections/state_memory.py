@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError, UnsuitableError
+from dask_p2p.interprocess.segments import Segment, SegmentName
 from dask_p2p.sections.devices import HOST, Host, check_not_masked
-from dask_p2p.transports.packed.segments import Segment, SegmentName
 from dask_p2p.types import Array
 
 __all__ = ["StateMemory", "check_state", "copied_from", "copied_into", "size_of"]

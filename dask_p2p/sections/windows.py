@@ -3,13 +3,21 @@
 A window has `SLOTS` slots for each reader, an event for each slot, and a counter of meetings. What
 has no window is read where it lies, behind events as well. An event of another process can be
 waited for only when it has been recorded: so a message tells when that is.
+
+Members may also meet on their GPUs, and no host waits for anything. At a meeting a kernel of one
+thread for each peer raises the member's counter, and reads the peers' counters until they are as
+high. So all that a stream was given before a meeting is done when a peer's stream goes on after it,
+as by events and messages. Nothing of it changes from step to step: a graph of a GPU can have it.
+
+Members read each other's counters, and write their own alone. What a member still does when others
+have given up, and use that memory for something else, harms nobody.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, partial
@@ -20,9 +28,9 @@ import numpy as np
 
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.errors import TransferError
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.peer import Peer, separation
 from dask_p2p.sections.links import Links
-from dask_p2p.transports.in_place import cuda_ipc
-from dask_p2p.transports.in_place.descriptor import Peer, separation
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COUNTERS_BYTES",
     "SLOTS",
+    "Meeting",
     "OwnEvents",
     "OwnWindow",
     "PeerMemory",
@@ -40,8 +49,25 @@ __all__ = [
 ]
 
 SLOTS = 2
-COUNTERS_BYTES = 16  # at the beginning of a window: two words of `dask_p2p.sections.meeting`
+COUNTERS_BYTES = 16  # at the beginning of a window: two words of `Meeting`
 _ALIGNMENT_BYTES = 512
+_MEETING_SOURCE = r"""
+extern "C" __global__ void meet(
+    volatile unsigned long long* own,  // how many meetings there were, and whether to wait no more
+    const volatile unsigned long long* const* theirs, int peers
+) {
+    const unsigned long long number = own[0] + 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        own[0] = number;
+    }
+    for (int peer = threadIdx.x; peer < peers; peer += blockDim.x)
+        while (*theirs[peer] < number && !own[1]) __nanosleep(100);
+    __threadfence_system();
+}
+"""
+_MEETING_THREADS = 32
 
 _mappings = cuda_ipc.Mappings()  # of all members of this process: a pool is mapped once
 
@@ -181,6 +207,39 @@ class PeerWindow(PeerMemory):
     def address(self, slot: int) -> int:
         """Return where a slot is mapped."""
         return self._addresses[slot]
+
+
+class Meeting:
+    """What members do on their GPUs again and again.
+
+    Parameters
+    ----------
+    gpu
+        Of this member.
+    own
+        Its window, where its counter is.
+    peers
+        The windows of those that it meets, which meet it too.
+    """
+
+    def __init__(self, gpu: Gpu, own: OwnWindow, peers: Sequence[PeerWindow]) -> None:
+        self._gpu, self._counters = gpu, own.counters
+        addresses = np.array([peer.counters for peer in peers], np.uint64)
+        theirs = gpu.module.asarray(addresses)
+        self._kernel = gpu.module.RawKernel(_MEETING_SOURCE, "meet")
+        self._kernel.compile()
+        self._given = own.counters, theirs, np.int32(len(peers))
+        gpu.ending.append(self._end)
+
+    def put(self) -> None:
+        """Put a meeting on the member's stream, which is the current one."""
+        self._kernel((1,), (_MEETING_THREADS,), self._given)
+
+    def _end(self) -> None:
+        """Have the member's GPU wait for nobody any more."""
+        ended = self._counters.data.ptr + COUNTERS_BYTES // 2
+        runtime, copies = self._gpu.module.cuda.runtime, self._gpu.copies
+        runtime.memsetAsync(ended, 1, COUNTERS_BYTES // 2, copies.ptr)
 
 
 def if_possible(gpu: Gpu, make: Callable[[], _T]) -> _T | None:

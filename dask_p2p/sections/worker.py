@@ -20,6 +20,7 @@ from distributed.protocol.pickle import dumps
 from distributed.worker import WORKER_ANY_RUNNING
 
 from dask_p2p.errors import SectionError
+from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.plugins.context import must_encrypt
 from dask_p2p.sections.coordinator import Order
 from dask_p2p.sections.devices import HOST, Host
@@ -28,7 +29,6 @@ from dask_p2p.sections.links import Links
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
 from dask_p2p.sections.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES, SectionsSchedulerPlugin
 from dask_p2p.transports.replies import answering
-from dask_p2p.transports.requests import checked_text
 from dask_p2p.versioned import versioned
 
 __all__ = ["Member", "SectionsPlugin", "plugin_on"]

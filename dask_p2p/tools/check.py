@@ -28,12 +28,12 @@ from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import Obstacle, P2PError
 from dask_p2p.inputs import checked_client
+from dask_p2p.interprocess.cuda_ipc import POOL_REMEDY
 from dask_p2p.plans import BlockPlan, Piece, Source
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import register
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
 from dask_p2p.tools.report import EXPECTED, HostPair, Link, Problem, Report, Status
-from dask_p2p.transports.in_place.cuda_ipc import POOL_REMEDY
 from dask_p2p.transports.probe import PROBE_DTYPE, check_probe, most_probe_bytes, probe_key
 from dask_p2p.types import AsynchronousClient, Client, Kind
 
@@ -102,7 +102,7 @@ async def _check(client: Any) -> Report:
             # Tasks bring the client's options with them.
             links += (await client.run(_measure_from, holders, kind, options())).values()
     finally:
-        await client.run(_clear_probes)
+        await client.run(lambda dask_worker: dask_worker.plugins[name].clear_probes())
     links.sort(key=lambda link: (link.reader, link.holder))
     return Report(workers, links, find_problems(workers, links, versions()))
 
@@ -192,11 +192,6 @@ async def _host_link(dask_worker: Any) -> dict[str, Any]:
 
     found = await asyncio.to_thread(measured)
     return {"host_link": found, "cannot_pin": next(iter(causes), None)}
-
-
-def _clear_probes(dask_worker: Any) -> None:
-    """Drop the blocks that were measured."""
-    dask_worker.plugins[PLUGIN_NAME].clear_probes()
 
 
 async def _measure_from(

@@ -11,8 +11,8 @@ from importlib.metadata import EntryPoint, entry_points
 from dask_p2p.config import Options, transport_classes
 from dask_p2p.errors import ConfigError
 from dask_p2p.transports.base import Transport
-from dask_p2p.transports.budget import ByteBudget
 from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.footprint import ByteBudget
 from dask_p2p.transports.in_place.cma import CmaTransport
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.packed.comm import CommTransport

@@ -1,24 +1,29 @@
 """What transports hold in memory beside blocks, and so in what parts regions are asked for.
 
 Parts of regions that are on their way to a task stay below `Options.staging_limit_bytes`: they are
-cut to fit. All of this is arithmetic.
+cut to fit. That is arithmetic. What a holder has packed for all of its readers together stays below
+it too: that is reserved, in a `ByteBudget`.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import TypeAlias
 
 from dask_p2p.backends import MOST_UNREAD, backend_named
 from dask_p2p.backends.host_through_device import is_for_device, slots_bytes
 from dask_p2p.config import Options, transport_classes
-from dask_p2p.transports.buffers import buffer_bytes
+from dask_p2p.interprocess.buffers import buffer_bytes
 from dask_p2p.types import Kind
 
 __all__ = [
+    "ByteBudget",
     "Footprint",
+    "Release",
     "buffered",
     "idle_bytes",
     "left_bytes",
@@ -93,6 +98,37 @@ def buffered(
     most_bytes = max(smallest_bytes, left_bytes // held(in_flight))
     part_bytes = part_that_fits(part_bytes, most_bytes)
     return Footprint(part_bytes, in_flight, held(in_flight), comes_in_batches=True)
+
+
+#: Gives back what was reserved. Idempotent; called perhaps in the middle of a garbage collection.
+Release: TypeAlias = Callable[[], object]
+
+
+class ByteBudget:
+    """Bytes that several requests may reserve, up to a limit; one for more is let through alone.
+
+    A request reserves all that it needs at once. So none waits that holds something itself.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._reserved: dict[object, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What is reserved now."""
+        return sum(list(self._reserved.values()))
+
+    def reserve(self, *sizes: int) -> list[Release] | None:
+        """Reserve memory of these sizes; return what releases each. None: there is no room now."""
+        with self._lock:
+            reserved_bytes = self.reserved_bytes
+            if reserved_bytes and reserved_bytes + sum(sizes) > self.limit_bytes:
+                return None
+            made = [object() for _ in sizes]
+            self._reserved.update(zip(made, sizes, strict=True))
+            return [partial(self._reserved.pop, one, None) for one in made]  # which takes no lock
 
 
 # --- all transports together ---

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import astuple
 from functools import lru_cache, wraps
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dask_p2p.backends import as_array, backend_for
 from dask_p2p.errors import (
@@ -26,11 +26,13 @@ from dask_p2p.errors import (
     UnsuitableError,
     UnsupportedArrayError,
 )
+from dask_p2p.interprocess.requests import reject_unknown
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.reading import Request
-from dask_p2p.transports.requests import reject_unknown
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
 from dask_p2p.types import Array, Key
+
+if TYPE_CHECKING:
+    from dask_p2p.transports.base import Request
 
 __all__ = [
     "Handler",

@@ -27,9 +27,8 @@ from dask_p2p.errors import (
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports import silence
-from dask_p2p.transports.base import Transport
+from dask_p2p.transports.base import Reading, Transport
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.reading import Reading
 from dask_p2p.transports.router import Router
 from tests.simulation.gpu import DeviceArray
 
@@ -287,13 +286,13 @@ def test_the_next_block_is_opened_while_the_last_parts_of_the_one_before_are_on_
     quick, peers, log, monkeypatch
 ):
     quick.part_bytes, quick.ahead = 8, 2  # nine parts a piece
-    place = Assembly.place_region
+    place = Assembly._place_first
 
     def placed(self, *args):
         log.append(("place",))
-        place(self, *args)
+        return place(self, *args)
 
-    monkeypatch.setattr(Assembly, "place_region", placed)
+    monkeypatch.setattr(Assembly, "_place_first", placed)
     check(assembly(peers).run())
     before = log[: log.index(("open", "quick", "a", ("x", 0, 0)))]
     assert before.count(("request", ("x", 2, 0))) == 9

@@ -17,8 +17,8 @@ from dask_p2p.errors import (
 )
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
+from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.router import Route
 from dask_p2p.transports.silence import SilenceLog
 
@@ -95,6 +95,16 @@ def test_what_has_come_so_far():
     assert (stage.nbytes, stage.wire_s) == (64, pytest.approx(0.25))
     fetch.sources[0].fetch = object()  # it failed, and comes otherwise
     assert fetch.progress().nbytes == 32
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_has_come_ends_a_silence(in_place):
+    fetch = begun(in_place)
+    transport = fetch.route.transport.name
+    fetch.silences.note("b", transport, SilentError("no answer"), 0.0, options())
+    assert fetch.silences.known
+    place(fetch, 0)
+    assert not fetch.silences.known
 
 
 def test_waiting_is_timed_also_where_it_fails():

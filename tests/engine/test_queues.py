@@ -19,8 +19,8 @@ from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.host_through_device import HostThroughDeviceQueue, slots_bytes
 from dask_p2p.config import options
-from dask_p2p.engine import queues
-from dask_p2p.engine.queues import queue_for
+from dask_p2p.engine import assembly as module
+from dask_p2p.engine.assembly import queue_for
 from dask_p2p.errors import NoDeviceError
 from dask_p2p.plans import redistribution
 from tests.backends.support import bits, random_bits
@@ -88,7 +88,7 @@ def test_what_is_asked_for(gpu):
 
 
 def test_a_worker_without_a_gpu_says_so(monkeypatch):
-    monkeypatch.setattr(queues, "gpu_obstacle", lambda: "no GPU is visible")
+    monkeypatch.setattr(module, "gpu_obstacle", lambda: "no GPU is visible")
     with pytest.raises(NoDeviceError) as caught:
         chosen("gpu", context=FakePeers())
     for words in ("on worker b no GPU is visible", "gpus=True", "p2p.permute-numpy to cpu"):

@@ -18,16 +18,15 @@ from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.errors import TransferError
 from dask_p2p.geometry import box_shape, box_size, box_slices
+from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports import make_transports
-from dask_p2p.transports.base import Transport
-from dask_p2p.transports.buffers import Buffers, buffer_bytes
+from dask_p2p.transports.base import Reading, Transport
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.reading import PackedReading
 from dask_p2p.transports.packed.ucx import UcxTransport
-from dask_p2p.transports.reading import Reading
 from dask_p2p.transports.router import Router
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.transports.reading import open_block

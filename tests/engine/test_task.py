@@ -46,7 +46,7 @@ def test_references_take_the_place_of_dependencies(task):
     assert type(rewritten) is AssembleTask
     assert rewritten.key == task.key
     assert rewritten.dependencies == {KEYS[1]}
-    assert rewritten.args[-1].items == (ref, KEYS[1])
+    assert rewritten.blocks.items == (ref, KEYS[1])
     assert task.dependencies == frozenset(KEYS), "the task itself is not changed"
 
 

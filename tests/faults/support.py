@@ -227,7 +227,7 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
         "publishing": (SameHostTransport, "publish_block"),
         "sending": (Outgoing, "start"),
         "started": (DaskWorkerContext, "publish"),
-        "placed": (Assembly, "place_region"),
+        "placed": (Assembly, "_place_first"),
         "complete": (Assembly, "_finish"),
     }[moment]
     function = getattr(owner, name)
@@ -235,9 +235,8 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
     @functools.wraps(function)
     def passed(*args, **kwargs):
         if moment == "placed":
-            function(*args, **kwargs)
+            result = function(*args, **kwargs)
         passing()
-        if moment != "placed":
-            function(*args, **kwargs)
+        return result if moment == "placed" else function(*args, **kwargs)
 
     setattr(owner, name, passed)

@@ -28,8 +28,8 @@ IN_PLACE = [
     ("transports.in_place.leases", "os", "pwrite"),
     ("transports.in_place.leases", "fcntl", "fcntl"),
     ("transports.in_place.same_host", "os", "getuid"),
-    ("transports.in_place.process_memory", "process_memory", "read"),
-    ("transports.buffers", "Buffers", "take"),
+    ("interprocess.process_memory", "process_memory", "read"),
+    ("interprocess.buffers", "Buffers", "take"),
 ]
 BY_ALL = [
     ("plugins.context", "DaskWorkerContext", "call"),

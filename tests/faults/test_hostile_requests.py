@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 
 from dask_p2p.config import options
 from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.segments import Segment
 from dask_p2p.monitoring.records import RecordLog
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
 from dask_p2p.plugins.worker import P2PPlugin
-from dask_p2p.transports.in_place import cuda_ipc
 from dask_p2p.transports.in_place import ipc as ipc_module
 from dask_p2p.transports.in_place.cma import CmaTransport
 from dask_p2p.transports.in_place.ipc import IpcTransport
@@ -33,7 +34,6 @@ from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.packed import ucx as ucx_module
 from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.pinned import PinnedTransport
-from dask_p2p.transports.packed.segments import Segment
 from dask_p2p.transports.packed.ucx import UcxTransport
 from dask_p2p.transports.replies import dtype_text
 from tests.faults.hostile import (

@@ -42,7 +42,7 @@ def test_checksums(client, order, dtype):
 
 def flip_messages(dask_worker):
     """Flip a bit of each message that this worker sends over UCX."""
-    from dask_p2p.transports.packed.messenger import Messenger
+    from dask_p2p.interprocess.messenger import Messenger
 
     def send(messenger, address, array, tag, **others):
         changed = array.copy()
@@ -56,7 +56,7 @@ def flip_messages(dask_worker):
 
 
 def unflip_messages(dask_worker):
-    from dask_p2p.transports.packed.messenger import Messenger
+    from dask_p2p.interprocess.messenger import Messenger
 
     Messenger.send = dask_worker.original_send
     dask_worker.plugins[PLUGIN_NAME].context.router.failures.clear()

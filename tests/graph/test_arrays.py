@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import dask.array as da
 import numpy as np
 import pytest
@@ -39,3 +41,38 @@ def test_graphs_of_empty_arrays_are_valid(shape, chunks):
     y.dask.validate()
     assert_eq(y, x.T)
     assert_eq(dask_p2p.transpose(da.from_array(x, chunks=chunks), chunks=chunks), x.T)
+
+
+def test_tasks_that_read_the_same_share_their_references():
+    x = da.ones((6, 6), chunks=(1, 6))
+    y = dask_p2p.transpose(x)
+    blocks = [task.blocks for task in y.dask.layers[y.name].values()]
+    assert len({id(block) for block in blocks}) == 1
+    assert len({id(task.dependencies) for task in y.dask.layers[y.name].values()}) == 1
+    assert blocks[0].items == tuple((x.name, i, 0) for i in range(6))
+
+
+def operations(function):
+    """Count the steps of Python's interpreter that a call takes."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_building_is_linear_in_the_blocks_of_a_tall_array():
+    short, tall = (da.zeros((n, 4), chunks=(1, 4)) for n in (300, 900))
+    dask_p2p.transpose(short)  # reads what is read once
+    steps = operations(lambda: dask_p2p.transpose(short))
+    assert operations(lambda: dask_p2p.transpose(tall)) < 4 * steps

@@ -77,7 +77,7 @@ def test_the_scheduler_calls_what_is_replaced(client):
 
 @pytest.mark.cluster
 def test_the_message_that_a_worker_gets_for_a_task(client):
-    """The one that the worker's plugin changes: see `dask_p2p.plugins.worker.by_reference`."""
+    """The one that the worker's plugin changes: see `dask_p2p.plugins.worker.P2PPlugin`."""
     messages = []
     workers = list(client.cluster.workers.values())
     with pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,39 +14,35 @@ from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks
 from dask_p2p.plans import redistribution
-from dask_p2p.plugins.worker import P2PPlugin, by_reference
+from dask_p2p.plugins.worker import P2PPlugin
 from tests.support import in_process
 
 
-class FakeTask:
-    def substitute(self, references):
-        return references
+def rewritten(who_has):
+    """Return a message as it was sent, and as Dask gets it on a worker "a" that holds "here"."""
+    task = AssembleTask.of("y", None, (0, 0), None, Blocks(*who_has))
+    sent = {"who_has": who_has, "nbytes": dict.fromkeys(who_has, 8), "run_spec": task, "key": 1}
+    got = []
+    plugin = P2PPlugin(options())
+    plugin._worker = SimpleNamespace(data={"here"}, address="a")
+    plugin._context = SimpleNamespace(on_workers_named=lambda addresses: None)
+    plugin._originals = {"compute-task": lambda **message: got.append(message)}
+    plugin._on_compute_task(**sent)
+    return sent, got[0]
 
 
-def message(who_has):
-    return {
-        "who_has": who_has,
-        "nbytes": dict.fromkeys(who_has, 8),
-        "run_spec": FakeTask(),
-        "key": 1,
-    }
-
-
-def test_by_reference_replaces_what_is_elsewhere():
-    sent = message({"here": ("a", "b"), "there": ("b", "a", "c"), "only": ("c",)})
-    got = by_reference(sent, {"here"}.__contains__, "a")
+def test_references_replace_what_is_elsewhere():
+    sent, got = rewritten({"here": ("a", "b"), "there": ("b", "a", "c"), "only": ("c",)})
     assert got["who_has"] == {"here": ("a", "b")}
     assert got["nbytes"] == {"here": 8}
-    assert got["run_spec"] == {
-        "there": BlockRef("there", ("b", "c")),
-        "only": BlockRef("only", ("c",)),
-    }
+    references = BlockRef("there", ("b", "c")), BlockRef("only", ("c",))
+    assert got["run_spec"].blocks.items == ("here", *references)
     assert sent["nbytes"] == {"here": 8, "there": 8, "only": 8}  # not changed in place
 
 
-def test_by_reference_leaves_alone_what_it_cannot_replace():
-    sent = message({"here": ("a",), "said-to-be-here": ("a",), "nowhere": ()})
-    assert by_reference(sent, {"here"}.__contains__, "a") is sent
+def test_what_cannot_be_replaced_is_left_alone():
+    sent, got = rewritten({"here": ("a",), "said-to-be-here": ("a",), "nowhere": ()})
+    assert got == sent
 
 
 def test_holders_that_a_message_names_are_in_the_cluster():

@@ -14,9 +14,9 @@ from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.slots import KeptSlots
 from dask_p2p.engine.task import MemberTask
 from dask_p2p.geometry import box_slices
+from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections import captured, endpoint, link, rim_windows, windows
 from dask_p2p.sections.devices import Gpu
-from dask_p2p.transports.in_place import cuda_ipc
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
 from tests.simulation.streams import HOST, Array, emulated, kernels

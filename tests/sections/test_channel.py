@@ -9,12 +9,12 @@ from contextlib import ExitStack, closing
 import pytest
 
 from dask_p2p.errors import SectionError
+from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.sections import channel as module
 from dask_p2p.sections import links as links_module
 from dask_p2p.sections.channel import LEAST_BYTES
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import AttemptEndedError
-from dask_p2p.transports.packed.messenger import Messenger
 from tests.sections.test_links import BOUND_S, Gang, hosts  # noqa: F401
 from tests.transports.loopback import wait_until
 
@@ -164,7 +164,7 @@ def test_what_ends_a_member_that_waits_for_bytes(pair, monkeypatch, what):
 @pytest.mark.parametrize("sends", [True, False])
 def test_what_is_given_up_is_taken_back(hosts, messengers, monkeypatch, sends):  # noqa: F811
     """A member's call differs: no peer sends what it waits for, or takes what it sends."""
-    monkeypatch.setattr("dask_p2p.transports.packed.messenger._PATIENCE", 1)
+    monkeypatch.setattr("dask_p2p.interprocess.messenger._PATIENCE", 1)
 
     def exchange(rank, links):
         if rank:

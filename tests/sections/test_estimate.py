@@ -11,9 +11,9 @@ from distributed import wait
 
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.errors import InputError, MemoryLimitError
+from dask_p2p.interprocess.segments import Segment
 from dask_p2p.sections import state_memory
 from dask_p2p.sections.estimate import SectionEstimate
-from dask_p2p.transports.packed.segments import Segment
 
 SHAPE, CHUNKS = (1200, 500), (300, 250)
 SLACK_BYTES = 300_000  # of Dask, beside 5 to 20 MB

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.geometry import block_bounds, box_slices, split_evenly
+from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.sections import gpu_regions, link, windows
@@ -26,7 +27,6 @@ from dask_p2p.sections.links import AttemptEndedError, Links
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.regions import Call
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
-from dask_p2p.transports.in_place import cuda_ipc
 from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.gangs import run_gang
 from tests.sections.test_recut import cases

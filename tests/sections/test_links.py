@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.errors import SectionError
+from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.sections import endpoint
 from dask_p2p.sections import links as module
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.link import HEADER
 from dask_p2p.sections.links import AttemptEndedError, Links, Peer
-from dask_p2p.transports.packed.messenger import Messenger
 
 BOUND_S = 20
 LARGE = 5_000_000  # bytes: more than sockets take at once

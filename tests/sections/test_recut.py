@@ -12,7 +12,7 @@ from dask_p2p.errors import AxesError, InputError, SectionError, UnsupportedArra
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
-from dask_p2p.sections import Context, reads, regions
+from dask_p2p.sections import Context, regions
 from dask_p2p.sections.links import AttemptEndedError, Links
 from tests.sections.gangs import run_gang
 
@@ -74,7 +74,7 @@ def test_members_get_their_part_of_another_cut(least_bytes, case, strided, permu
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(regions, "LEAST_BYTES", least_bytes[0])
-        patched.setattr(reads, "_LEAST_RUN_BYTES", least_bytes[1])
+        patched.setattr(regions, "_LEAST_RUN_BYTES", least_bytes[1])
         run_gang(members, there_and_back)
 
 
@@ -117,16 +117,16 @@ def test_large_parts_are_read(monkeypatch):
 
 def test_who_cannot_read_gets_messages(monkeypatch):
     """As where the process of that number is another one, and where nobody is to read."""
-    sees = reads.Reads._sees
+    sees = regions.Reads._sees
     monkeypatch.setattr(
-        reads.Reads,
+        regions.Reads,
         "_sees",
         lambda own, rank, proof: sees(own, rank, bytes([*proof[:-1], proof[-1] ^ 1])),
     )
     sent = bytes_sent(monkeypatch)
     run_gang(SLABS, to_columns)
     assert sent == [256 * 256 * 8] * 2
-    monkeypatch.setattr(reads.Reads, "_sees", sees)
+    monkeypatch.setattr(regions.Reads, "_sees", sees)
     run_gang(SLABS, to_columns, reads_memory=False)
     assert sent == [256 * 256 * 8] * 4
     monkeypatch.setattr(Links, "is_on_other_host", lambda links, rank: True)
@@ -138,21 +138,21 @@ def test_memory_that_has_gone_ends_the_attempt(monkeypatch):
     def gone(*args):
         raise OSError("no such process")
 
-    monkeypatch.setattr(reads.process_memory, "read_into", gone)
+    monkeypatch.setattr(regions.process_memory, "read_into", gone)
     with pytest.raises(AttemptEndedError, match=r"memory of member \d cannot be read"):
         run_gang(SLABS, to_columns)
 
 
 def test_memory_stays_until_it_is_read(monkeypatch):
     """A member does not go on before the others have read from it."""
-    read, slept = reads.Reads.read, []
+    read, slept = regions.Reads.read, []
 
     def slowly(own, *args):
         if own._rank == 0:
             slept.append(time.sleep(0.1))
         return read(own, *args)
 
-    monkeypatch.setattr(reads.Reads, "read", slowly)
+    monkeypatch.setattr(regions.Reads, "read", slowly)
 
     def overwriting(ctx):
         rows = X[box_slices(ctx.box)].copy()

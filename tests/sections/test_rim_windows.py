@@ -12,13 +12,13 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import SectionError
+from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.sections import rim_windows, windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.rim_windows import RimWindows
-from dask_p2p.transports.in_place import cuda_ipc
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section, with_ucx
 from tests.sections.gangs import run_gang
 from tests.sections.test_iterate import reference, star

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError, UnsuitableError
+from dask_p2p.interprocess.segments import Segment
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
 from dask_p2p.sections.state_memory import StateMemory, copied_from, copied_into, size_of
-from dask_p2p.transports.packed.segments import Segment
 from tests.sections.test_links import Gang
 
 

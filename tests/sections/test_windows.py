@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dask_p2p.errors import TransferError
+from dask_p2p.interprocess.cuda_ipc import Place
 from dask_p2p.sections import windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
-from dask_p2p.transports.in_place.cuda_ipc import Place
 from tests.sections.emulated import emulated_gpu
 
 

@@ -426,7 +426,7 @@ def using_allocator(recorder, malloc):
 
 
 class Meet:
-    """Stands for the kernel of `dask_p2p.sections.meeting`, and orders what streams do."""
+    """Stands for the kernel of `dask_p2p.sections.windows`, and orders what streams do."""
 
     def __init__(self, recorder, source, name):
         assert name in source

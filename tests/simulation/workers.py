@@ -23,9 +23,11 @@ import dask_p2p.engine.task
 import dask_p2p.plugins.worker
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.peer import Peer
 from dask_p2p.transports import silence
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.in_place import cuda_ipc, descriptor, ipc, leases, reading, same_host
+from dask_p2p.transports.in_place import ipc, leases, reading, same_host
 from dask_p2p.transports.packed import base as packed
 from dask_p2p.transports.packed import comm
 from dask_p2p.transports.packed import reading as packed_reading
@@ -79,7 +81,7 @@ class HaltingIpc(_Halting, ipc.IpcTransport):
         return None
 
     def describe(self):
-        return descriptor.Peer("boot", "namespace", 0, 0, self.directory.folder, "gpu")
+        return Peer("boot", "namespace", 0, 0, self.directory.folder, "gpu")
 
 
 class HaltingComm(_Halting, comm.CommTransport):

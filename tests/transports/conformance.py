@@ -15,7 +15,7 @@ from dask_p2p.errors import (
     TransferError,
     UnsuitableError,
 )
-from dask_p2p.transports.reading import Request
+from dask_p2p.transports.base import Request
 from tests.transports.reading import open_block
 
 

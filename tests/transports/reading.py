@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 
 from dask_p2p.geometry import box_shape
-from dask_p2p.transports.reading import Request
+from dask_p2p.transports.base import Request
 
 
 class OneBlock:

@@ -14,8 +14,7 @@ from dask_p2p.errors import (
     UnsuitableError,
     UnsupportedArrayError,
 )
-from dask_p2p.transports.base import Transport
-from dask_p2p.transports.reading import Reading, Region, Request
+from dask_p2p.transports.base import Reading, Region, Request, Transport
 from dask_p2p.transports.replies import (
     check_dtype_text,
     check_reply,

@@ -15,14 +15,19 @@ import numpy as np
 from dask_p2p.config import Options, Section, option, positive_bytes, section
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnsuitableError
 from dask_p2p.geometry import Box, box_shape, box_size
-from dask_p2p.transports.buffers import Buffers
+from dask_p2p.interprocess import process_memory
+from dask_p2p.interprocess.buffers import Buffers
+from dask_p2p.interprocess.peer import Peer
+from dask_p2p.transports.base import Request
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, part_that_fits
-from dask_p2p.transports.in_place import process_memory
-from dask_p2p.transports.in_place.descriptor import Descriptor, Peer
-from dask_p2p.transports.in_place.reading import DirectoryOptions, Regions, SameHostReading
+from dask_p2p.transports.in_place.reading import (
+    Descriptor,
+    DirectoryOptions,
+    Regions,
+    SameHostReading,
+)
 from dask_p2p.transports.in_place.same_host import SameHostTransport
-from dask_p2p.transports.reading import Request
 from dask_p2p.types import Array, Kind
 
 __all__ = ["CmaOptions", "CmaTransport"]

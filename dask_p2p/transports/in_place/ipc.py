@@ -17,18 +17,19 @@ from dask_p2p.backends import SLOTS
 from dask_p2p.backends.device import wait_until_written
 from dask_p2p.config import Options, Section, option, section, size_bytes
 from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.peer import Peer
+from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.in_place import cuda_ipc
-from dask_p2p.transports.in_place.descriptor import Descriptor, Peer
 from dask_p2p.transports.in_place.reading import (
+    Descriptor,
     DirectoryOptions,
     Regions,
     SameHostReading,
     regions_of,
 )
 from dask_p2p.transports.in_place.same_host import SameHostTransport
-from dask_p2p.transports.requests import checked_integer
 from dask_p2p.types import Array, Kind
 
 __all__ = ["IpcOptions", "IpcTransport"]

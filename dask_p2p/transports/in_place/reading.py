@@ -1,28 +1,40 @@
-"""Blocks of another process that are read where they lie, each under a lease."""
+"""Blocks of another process that are read where they lie, each under a lease.
+
+Where a block lies a holder publishes as its `Descriptor`.
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from dask_p2p.backends import backend_named
 from dask_p2p.config import Options, Section, duration_s, option, section
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.geometry import Box, box_slices
-from dask_p2p.transports.in_place.descriptor import Descriptor, Peer
+from dask_p2p.interprocess.peer import Peer
+from dask_p2p.interprocess.requests import checked_shape, checked_strides, checked_text
+from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.in_place.leases import Leases
-from dask_p2p.transports.reading import Reading, Region, Request
-from dask_p2p.transports.replies import ask_and_wait, check_reply
+from dask_p2p.transports.replies import (
+    ask_and_wait,
+    check_dtype_text,
+    check_reply,
+    dtype_text,
+    mismatch,
+)
 from dask_p2p.transports.silence import PUBLISH_REQUESTS
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.transports.in_place.same_host import SameHostTransport
 
-__all__ = ["DirectoryOptions", "Regions", "SameHostReading", "regions_of"]
+__all__ = ["Descriptor", "DirectoryOptions", "Regions", "SameHostReading", "regions_of"]
 
 _POLL_S = 20e-6
 _MOST_PUBLISHED = 10_000  # by one request
@@ -37,6 +49,45 @@ class DirectoryOptions(Section):
 
     wait_s: float = option("wait", duration_s)
     retain_s: float = option("retain", duration_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """Where a block is, and what it is."""
+
+    key: str  # its repr
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    dtype: str
+    place: Mapping[str, Any]  # where it is, as the transport describes it
+
+    def text(self) -> bytes:
+        # Not by `asdict`, which copies all that there is in the fields.
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+
+    @classmethod
+    def parse(cls, text: bytes, block: Request) -> Descriptor:
+        """Read a descriptor; refuse one that does not describe the block."""
+        try:
+            descriptor = _read(text)
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+            raise TransferError(f"the descriptor of {block} cannot be read: {exc}") from exc
+        if descriptor.key != repr(block.key):
+            raise TransferError(f"the descriptor of {block} is that of {descriptor.key}")
+        if descriptor.shape != tuple(block.shape):
+            declared = f"{block.dtype} {block.shape}"
+            raise mismatch(block, declared, f"{descriptor.dtype} {descriptor.shape}")
+        check_dtype_text(block, dtype_text(block.dtype), descriptor.dtype)
+        return descriptor
+
+
+@lru_cache(maxsize=1024)  # the tasks of a worker read the same blocks, one task after the other
+def _read(text: bytes) -> Descriptor:
+    fields = json.loads(text)
+    shape = checked_shape(fields["shape"])
+    strides = checked_strides(fields["strides"], shape)
+    checked_text("dtype", fields["dtype"])
+    return Descriptor(**{**fields, "shape": shape, "strides": strides})
 
 
 def regions_of(array: Array) -> Regions:
@@ -73,40 +124,38 @@ class SameHostReading(Reading):
     def __iter__(self) -> Iterator[Region]:
         for part in self.parts(is_tapered=self._transport.in_place):
             number = part.request
+            wanted = self.requests[number]
             try:
-                if number not in self._regions:
-                    self._regions[number] = self._open(number)
+                if number not in self._regions and 0 in wanted.shape:  # there is nothing to lease
+                    empty = backend_named(wanted.kind).empty(wanted.shape, wanted.dtype)
+                    self._regions[number] = regions_of(empty)
+                elif number not in self._regions:
+                    descriptor = Descriptor.parse(self._lease(number), wanted)
+                    self._regions[number] = self._transport.regions(descriptor, self, number)
             except (TransferError, BlockMismatchError) as exc:
                 self.drop(number)
+                if number in self.ending:
+                    self.end(number)
                 yield part.failed(exc)
             else:
                 yield part.on_its_way(partial(self._regions[number], part.box))
 
-    def _open(self, number: int) -> Regions:
-        """Lease the block of a request, and open it."""
-        wanted, transport = self.requests[number], self._transport
-        if 0 in wanted.shape:  # it has no address, and needs no lease
-            return regions_of(backend_named(wanted.kind).empty(wanted.shape, wanted.dtype))
-        leases, entry, text = self._lease(self.requests[number:])
-        self.ending[number] = ExitStack()
-        self.ending[number].callback(leases.end, entry)
-        try:
-            descriptor = Descriptor.parse(text, wanted)
-            return transport.regions(descriptor, self, number)
-        except BaseException:
-            self.end(number)
-            raise
+    def _lease(self, number: int) -> bytes:
+        """Lease the block of a request; return its descriptor.
 
-    def _lease(self, requests: Sequence[Request]) -> tuple[Leases, int, bytes]:
-        """Take a lease on the first block; if the holder does not publish by itself, ask it to."""
-        wanted, asked = requests[0], 0
+        If the holder does not publish the block by itself, it is asked to.
+        """
+        wanted, asked = self.requests[number], 0
         deadline_s = time.monotonic() + DirectoryOptions.of(self._options).wait_s
         try:
             while True:
                 with suppress(FileNotFoundError):  # the holder is closing
                     leases = self._leases = self._leases or Leases(self.peer.folder)
                     if (taken := leases.take(wanted.key)) is not None:
-                        return leases, *taken
+                        entry, text = taken
+                        self.ending[number] = ExitStack()
+                        self.ending[number].callback(leases.end, entry)
+                        return text
                 if not asked and time.monotonic() <= deadline_s:
                     time.sleep(_POLL_S)
                     continue
@@ -114,7 +163,7 @@ class SameHostReading(Reading):
                 if asked == PUBLISH_REQUESTS:
                     break
                 asked += 1
-                self._ask_to_publish(requests[:_MOST_PUBLISHED])
+                self._ask_to_publish(self.requests[number:][:_MOST_PUBLISHED])
         except OSError as exc:
             message = f"the descriptors of {wanted.holder} cannot be read: {exc}"
             raise TransferError(message) from exc

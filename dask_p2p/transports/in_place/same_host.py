@@ -26,18 +26,18 @@ from dask_p2p.backends import backend_for
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
-from dask_p2p.transports.base import Handler, Transport, answers
+from dask_p2p.interprocess.peer import Peer, no_directory, separation
+from dask_p2p.interprocess.requests import MalformedRequestError, checked_blocks
+from dask_p2p.transports.base import Handler, Request, Transport, answers
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.in_place.descriptor import Descriptor, Peer, no_directory, separation
 from dask_p2p.transports.in_place.leases import PublishedBlocks
 from dask_p2p.transports.in_place.reading import (
+    Descriptor,
     DirectoryOptions,
     Regions,
     SameHostReading,
 )
-from dask_p2p.transports.reading import Request
 from dask_p2p.transports.replies import ask_and_wait, dtype_text, find_block
-from dask_p2p.transports.requests import MalformedRequestError, checked_blocks
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Key
 

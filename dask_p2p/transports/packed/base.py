@@ -29,26 +29,25 @@ from dask_p2p.backends import Backend, Queue, backend_for, device_of
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError, UnsuitableError
 from dask_p2p.geometry import Box, box_slices
-from dask_p2p.transports.base import Handler, Transport, answers
-from dask_p2p.transports.budget import Release
-from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.packed.checksums import region_sum
-from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, places_of, region_at
-from dask_p2p.transports.reading import Request
-from dask_p2p.transports.replies import (
-    check_dtype_text,
-    dtype_text,
-    find_block,
-    mismatch,
-    refuse,
-)
-from dask_p2p.transports.requests import (
+from dask_p2p.interprocess.requests import (
     checked_blocks,
     checked_bool,
     checked_integer,
     checked_parts,
     checked_seconds,
     checked_text,
+)
+from dask_p2p.transports.base import Handler, Request, Transport, answers
+from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.footprint import Release
+from dask_p2p.transports.packed.checksums import region_sum
+from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, places_of, region_at
+from dask_p2p.transports.replies import (
+    check_dtype_text,
+    dtype_text,
+    find_block,
+    mismatch,
+    refuse,
 )
 from dask_p2p.types import Array, Key
 

@@ -12,7 +12,7 @@ from typing import Any
 from dask_p2p.backends.checksum import ALGORITHMS, checksum
 from dask_p2p.errors import TransferError
 from dask_p2p.geometry import Box
-from dask_p2p.transports.reading import Request
+from dask_p2p.transports.base import Request
 from dask_p2p.types import Array, Key
 
 __all__ = ["check_sum", "region_sum"]

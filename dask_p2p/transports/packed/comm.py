@@ -14,9 +14,9 @@ from distributed.protocol import to_serialize
 from dask_p2p.backends import Queue, backend_for, backend_named
 from dask_p2p.config import Options, Section, option, positive_bytes, positive_int, section
 from dask_p2p.geometry import box_size
+from dask_p2p.interprocess.requests import MalformedRequestError
 from dask_p2p.transports.footprint import Footprint, left_bytes, parts_held
 from dask_p2p.transports.packed.base import Asked, PackedTransport, Target
-from dask_p2p.transports.requests import MalformedRequestError
 from dask_p2p.types import Array, Kind
 
 __all__ = ["CommOptions", "CommTransport", "Reply"]

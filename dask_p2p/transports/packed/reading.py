@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.geometry import Box, box_shape, box_size
+from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.packed.checksums import check_sum
-from dask_p2p.transports.reading import Reading, Region, Request
 from dask_p2p.transports.replies import ask, check_reply, dtype_text, in_dtype, mismatch
 from dask_p2p.types import Array, DType
 

@@ -26,12 +26,12 @@ import numpy as np
 
 from dask_p2p.backends import Backend, backend_for, device_of
 from dask_p2p.errors import SilentError, TransferError
+from dask_p2p.interprocess.messenger import NAP_S, Message, Messenger
+from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
+from dask_p2p.transports.base import Region
 from dask_p2p.transports.packed.base import MemoryTarget
-from dask_p2p.transports.packed.messenger import NAP_S, Message, Messenger
 from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading, answered
-from dask_p2p.transports.reading import Region
 from dask_p2p.transports.replies import check_reply
-from dask_p2p.transports.requests import MalformedRequestError, checked_integer, checked_text
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
 from dask_p2p.types import Array
 

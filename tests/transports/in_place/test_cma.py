@@ -18,12 +18,13 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
-from dask_p2p.transports.in_place import leases, process_memory, same_host
+from dask_p2p.interprocess import process_memory
+from dask_p2p.transports.base import Request
+from dask_p2p.transports.in_place import leases, same_host
 from dask_p2p.transports.in_place.cma import CmaTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
 from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.probe import PROBE_BYTES
-from dask_p2p.transports.reading import Request
 from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, linked, wait_until

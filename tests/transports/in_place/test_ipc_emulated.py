@@ -24,15 +24,15 @@ from dask_p2p.errors import (
     TransferError,
     UnsuitableError,
 )
-from dask_p2p.transports.in_place import cuda_ipc, ipc, same_host
-from dask_p2p.transports.in_place import descriptor as description
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.transports.in_place import ipc, same_host
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
-from dask_p2p.transports.in_place.reading import DirectoryOptions
+from dask_p2p.transports.in_place.reading import Descriptor, DirectoryOptions
 from dask_p2p.transports.replies import ask_and_wait
+from tests.interprocess.test_cuda_ipc import FakeRuntime
 from tests.support import with_section
 from tests.transports.conformance import Conformance
-from tests.transports.in_place.test_cuda_ipc import FakeRuntime
 from tests.transports.loopback import linked, wait_until
 from tests.transports.reading import open_block
 
@@ -185,14 +185,14 @@ class TestIpcEmulated(Conformance):
         self, setup, block, monkeypatch, change, error, words
     ):
         key, array = block
-        real = description.Descriptor.text
+        real = Descriptor.text
 
         def text(published):
             if change is None:
                 return real(published)[:-1]
             return json.dumps({**asdict(published), **change}).encode()
 
-        monkeypatch.setattr(description.Descriptor, "text", text)
+        monkeypatch.setattr(Descriptor, "text", text)
         with pytest.raises(error, match=words):
             self.read(setup, key, array, ((0, 1), (0, 1)))
         assert setup.device.runtime.open == {}, "nothing was mapped"

@@ -11,8 +11,8 @@ from distributed.protocol import to_serialize
 
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError
+from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.transports.packed.comm import CommTransport
-from dask_p2p.transports.packed.messenger import Messenger
 from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
 from tests.faults.faulty import flipped
 from tests.support import with_section

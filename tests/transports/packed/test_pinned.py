@@ -22,11 +22,11 @@ from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options
 from dask_p2p.errors import TransferError, UnsuitableError
-from dask_p2p.transports import buffers
-from dask_p2p.transports.packed import base, segments
+from dask_p2p.interprocess import buffers, segments
+from dask_p2p.interprocess.segments import Segment, Segments
+from dask_p2p.transports.packed import base
 from dask_p2p.transports.packed import pinned as module
 from dask_p2p.transports.packed.pinned import PinnedOptions, PinnedTransport
-from dask_p2p.transports.packed.segments import Segment, Segments
 from tests.support import with_section
 from tests.transports.loopback import linked, wait_until
 from tests.transports.packed.conformance import PackedConformance

@@ -16,10 +16,10 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, SilentError, TransferError
-from dask_p2p.transports.budget import ByteBudget
+from dask_p2p.interprocess.messenger import Message
+from dask_p2p.transports.footprint import ByteBudget
 from dask_p2p.transports.packed import stream
 from dask_p2p.transports.packed import ucx as ucx_module
-from dask_p2p.transports.packed.messenger import Message
 from dask_p2p.transports.packed.stream import Outgoing
 from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
 from tests.support import with_section
@@ -369,6 +369,23 @@ class TestUcx(PackedConformance):
         remote.close()
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
+    def test_memory_is_given_back_when_nothing_is_copied_there_any_more(self, setup, monkeypatch):
+        array = np.arange(2 * 2**14).reshape(2, 2**14)
+        setup.put("block", array)
+        begin, waited = setup.serving._begin_to_pack, []
+
+        def pack(target):
+            begin(target)
+            target.wait_until_packed = lambda: waited.append(target._memory is not None)
+            raise TransferError("no more")
+
+        setup.serving._begin_to_pack = pack
+        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        with pytest.raises(TransferError, match="no more"):
+            remote.request().result(20)
+        remote.close()
+        assert waited == [True]
+
     def test_messages_come_where_there_is_room_for_one_alone(self, setup):
         array = np.arange(4 * 2**14).reshape(4, 2**14)
         setup.put("block", array)
@@ -378,7 +395,7 @@ class TestUcx(PackedConformance):
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.result(20), array[i : i + 1])
         remote.close()
-        assert setup.serving.packed.reserved_bytes == 0
+        wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
         assert setup.host.calls.count("p2p_ucx_read") == 1
 
     def test_no_more_messages_are_waited_for_than_are_asked_for(self, setup):

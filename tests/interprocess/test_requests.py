@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from dask_p2p.transports.requests import (
+from dask_p2p.interprocess.requests import (
     MalformedRequestError,
     checked_blocks,
     checked_bool,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import TransferError
-from dask_p2p.transports.packed.messenger import Messenger, ucxx_obstacle
+from dask_p2p.interprocess.messenger import Messenger, ucxx_obstacle
 from tests.transports.loopback import wait_until
 
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import xarray as xr
 
-from dask_p2p.by_name import by_dimension, iterated, named_in_errors
 from dask_p2p.errors import AxesError, ChunksError
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.transpose import transpose
-from dask_p2p.spectra import spectrum, undone
+from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
+from dask_p2p.xarray.spectra import spectrum, undone
 
 __all__ = ["P2PAccessor"]
 

@@ -16,8 +16,8 @@ from dask_p2p.errors import InputError
 from dask_p2p.sections import captured, rim_windows, windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.links import AttemptEndedError, Links
-from dask_p2p.sections.meeting import Meeting
 from dask_p2p.sections.rim_windows import RimWindows
+from dask_p2p.sections.windows import Meeting
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
 from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import Meet, Pool, RaceError

@@ -22,16 +22,16 @@ import numpy as np
 
 from dask_p2p.backends import Backend, backend_named
 from dask_p2p.backends.device import current_device, device_work
+from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.backends.pinned import register
 from dask_p2p.errors import UnsuitableError
-from dask_p2p.transports.buffers import Buffers
-from dask_p2p.transports.requests import checked_integer, checked_text
+from dask_p2p.interprocess.buffers import Buffers
+from dask_p2p.interprocess.requests import checked_integer, checked_text
 
 __all__ = ["FILE_NAME", "Segment", "SegmentName", "Segments", "to_device"]
 
 FILE_NAME = "dask-p2p"  # which `/proc` shows
-_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 _per_thread = threading.local()
 
 
@@ -172,6 +172,6 @@ def to_device(source: Any, buffers: Buffers) -> Any:
     device = runtime.getDevice()
     stream = streams.get(device) or streams.setdefault(device, cupy.cuda.Stream(non_blocking=True))
     copy = buffers.take(source.shape, source.dtype)
-    runtime.memcpyAsync(copy.data.ptr, source.data.ptr, source.nbytes, _MEMCPY_DEFAULT, stream.ptr)
+    runtime.memcpyAsync(copy.data.ptr, source.data.ptr, source.nbytes, MEMCPY_DEFAULT, stream.ptr)
     stream.synchronize()
     return copy

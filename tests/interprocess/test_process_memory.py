@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.transports.in_place import process_memory
-from dask_p2p.transports.in_place.process_memory import (
+from dask_p2p.interprocess import process_memory
+from dask_p2p.interprocess.process_memory import (
     MOST_RUNS,
     allow_readers,
     holds,
@@ -110,7 +110,7 @@ def test_items_without_bytes():
 
 CHILD = """
 import numpy, sys
-from dask_p2p.transports.in_place.process_memory import allow_readers
+from dask_p2p.interprocess.process_memory import allow_readers
 allow_readers()
 array = numpy.arange(1000.0)
 print(array.ctypes.data, flush=True)

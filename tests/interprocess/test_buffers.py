@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends.device import private_stream
-from dask_p2p.transports.buffers import Buffers
+from dask_p2p.interprocess.buffers import Buffers
 
 KIB = 2**10
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import TransferError
-from dask_p2p.transports.in_place import cuda_ipc
-from dask_p2p.transports.in_place.cuda_ipc import Mappings, Place, array_at
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.cuda_ipc import Mappings, Place, array_at
 from tests.transports.loopback import wait_until
 
 MIB = 2**20
