@@ -43,20 +43,40 @@ STEP = re.compile(r"^ *(\d+)  (\S+) +(\S+)", re.MULTILINE)
 STEPS = STEP.findall(WALK)
 
 
+# Functions of the walk that no other one names.
+ENTRIES = {
+    "transpose": "the user",
+    "P2PPlugin._on_compute_task": "a message of the scheduler",
+    "assemble_block": "a task",
+    "SameHostReading.__iter__": "a for statement",
+    "permute_into": "a helper of two lines",
+    "_LockFile.close_file": "another name of it",
+}
+
+
 def functions_of(module):
-    """Return the qualified names of a module's functions; it may need a GPU to be imported."""
+    """Return a module's functions by qualified name; it may need a GPU to be imported."""
     tree = ast.parse((ROOT / "dask_p2p" / f"{module}.py").read_text("utf-8"))
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         functions = (node for node in cls.body if isinstance(node, ast.FunctionDef))
-        names |= {f"{cls.name}.{function.name}" for function in functions}
-    return names
+        found |= {f"{cls.name}.{function.name}": function for function in functions}
+    return found
 
 
 def test_the_walk_is_made_of_functions_that_there_are():
     assert [int(number) for number, _, _ in STEPS] == list(range(1, len(STEPS) + 1))
     for _, module, name in STEPS:
         assert name in functions_of(module), (module, name)
+
+
+def test_the_functions_of_the_walk_call_each_other():
+    named = set()
+    for _, module, name in STEPS:
+        nodes = list(ast.walk(functions_of(module)[name]))
+        named |= {node.id for node in nodes if isinstance(node, ast.Name)}
+        named |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert {name for *_, name in STEPS if name.rpartition(".")[2] not in named} == {*ENTRIES}
 
 
 def test_the_walk_is_counted():
