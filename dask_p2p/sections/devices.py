@@ -75,11 +75,11 @@ class Host:
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return an array of zeros."""
-        return np.zeros(tuple(shape), dtype)
+        return self.module.zeros(tuple(shape), dtype)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return an array whose values are not set."""
-        return np.empty(tuple(shape), dtype)
+        return self.backend.empty(shape, dtype)
 
     def as_array(self, value: Any) -> Any:
         """Return what users give as an array, as far as that is plain to do."""
@@ -220,12 +220,6 @@ class Gpu(Host):
             self.wait()
 
     # --- memory
-
-    def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        return self.module.zeros(tuple(shape), dtype)
-
-    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        return self.backend.empty(shape, dtype)
 
     def _is_own(self, value: Any) -> bool:
         return isinstance(value, self.module.ndarray)
