@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from typing import Any
 
 from dask_p2p.errors import P2PError, SectionError, TransferError
 from dask_p2p.interprocess.messenger import NAP_S, Messenger
@@ -206,11 +205,9 @@ class Links:
         """Have a link carry what the current exchange has for it."""
         link.number += 1
         if rank in self._sends:
-            payload = _bytes_of(self._sends[rank])
-            link.begin_to_send(HEADER.pack(link.number, len(payload), self._text), payload)
+            link.begin_to_send(self._text, self._sends[rank])
         if rank in self._receives:
-            into = self._receives[rank]
-            link.begin_to_receive(None if into is None else _bytes_of(into))
+            link.begin_to_receive(self._receives[rank])
 
     def _advance(self, rank: int, link: Link) -> None:
         """Send and receive what is possible now."""
@@ -344,9 +341,3 @@ class Links:
 
 def _host_of(endpoint: str) -> str:
     return endpoint.split()[0]
-
-
-def _bytes_of(buffer: Any) -> Any:
-    """Return a buffer as bytes; an array on a GPU is one of bytes."""
-    is_on_host = isinstance(buffer, (bytes, bytearray, memoryview))
-    return memoryview(buffer).cast("B") if is_on_host else buffer
