@@ -71,18 +71,19 @@ class Link:
         """Return what carries a message beside the socket; None if that does."""
         return self.channel if payload is not None and self.carries(len(payload)) else None
 
-    def begin_to_send(self, header: bytes, payload: Any) -> None:
-        """Begin to send a message."""
-        self.sending.append(memoryview(header))
+    def begin_to_send(self, number: int, text: bytes, buffer: Buffer) -> None:
+        """Begin to send a message of a call, which has a number and a text."""
+        payload = _bytes_of(buffer)
+        self.sending.append(memoryview(HEADER.pack(number, len(payload), text)))
         if channel := self.channel_for(payload):
             channel.send(payload)
         elif len(payload):
             self.sending.append(payload)
 
-    def begin_to_receive(self, payload: Any) -> None:
+    def begin_to_receive(self, buffer: Buffer | None) -> None:
         """Begin to receive a message where it belongs, if that is known."""
         self.receiving, self.is_header, self.has_received = self.header, True, False
-        self.payload = payload
+        self.payload = payload = None if buffer is None else _bytes_of(buffer)
         if channel := self.channel_for(payload):
             channel.receive(payload)
 
@@ -128,3 +129,9 @@ class Link:
         self.socket.close()
         if self.channel is not None:
             self.channel.close()
+
+
+def _bytes_of(buffer: Any) -> Any:
+    """Return a buffer as bytes; an array on a GPU is one of bytes."""
+    is_on_host = isinstance(buffer, (bytes, bytearray, memoryview))
+    return memoryview(buffer).cast("B") if is_on_host else buffer
