@@ -221,6 +221,8 @@ class Links:
                     link.begin_payload(self._checked_length(rank, link))
                 else:
                     link.has_received = True
+            if link.sending:  # a handshake of TLS, for which it waited, may have ended meanwhile
+                has_sent = link.send()
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
         if has_sent and link.has_received:
