@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.errors import SectionError
 
-__all__ = ["Endpoint", "Reach", "TlsSocket", "is_lost"]
+__all__ = ["Endpoint", "Reach", "TlsSocket", "host_of", "is_lost", "uses_ucx"]
 
 _CONNECT_S = 10.0
 _SOCKET_BYTES = 1 << 20  # that the kernel buffers, where it lets us
@@ -181,6 +181,16 @@ class Endpoint:
             return made
         context.sslsocket_class = TlsSocket
         return context.wrap_socket(made, server_side=is_server, do_handshake_on_connect=False)
+
+
+def host_of(endpoint: str) -> str:
+    """Return what members of one host have in common, of an endpoint's text."""
+    return endpoint.split()[0]
+
+
+def uses_ucx(endpoint: str) -> bool:
+    """Return whether a member uses UCX, of its endpoint's text."""
+    return endpoint.split()[1] == "ucx"
 
 
 def is_lost(made: socket.socket, timeout_s: float) -> bool:

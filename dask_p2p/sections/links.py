@@ -22,7 +22,7 @@ from math import inf
 from dask_p2p.errors import P2PError, SectionError, TransferError
 from dask_p2p.interprocess.messenger import NAP_S, Messenger
 from dask_p2p.sections.channel import Channel
-from dask_p2p.sections.endpoint import Endpoint, Reach, is_lost
+from dask_p2p.sections.endpoint import Endpoint, Reach, host_of, is_lost, uses_ucx
 from dask_p2p.sections.link import HEADER, TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
 
 __all__ = ["AttemptEndedError", "Buffer", "Links", "Peer"]
@@ -56,7 +56,7 @@ class Links:
         """Begin an attempt: all members know each other by now."""
         self._rank, self._peers, self._own = rank, peers, peers[rank]
         self._ranks = {peer.ticket: rank for rank, peer in enumerate(peers)}
-        kernels = [_host_of(peer.endpoint) for peer in peers]
+        kernels = [host_of(peer.endpoint) for peer in peers]
         has_cores = kernels.count(kernels[rank]) <= len(os.sched_getaffinity(0))
         self._spin_s = _SPIN_S if has_cores else 0.0
 
@@ -67,7 +67,7 @@ class Links:
 
     def is_on_other_host(self, rank: int) -> bool:
         """Return whether a member is on another host than this one."""
-        return _host_of(self._peers[rank].endpoint) != _host_of(self.endpoint)
+        return host_of(self._peers[rank].endpoint) != host_of(self.endpoint)
 
     def carries(self, rank: int, size_bytes: int) -> bool:
         """Return whether messages of so many bytes go by UCX, from and to memory of any kind."""
@@ -204,10 +204,13 @@ class Links:
     def _begin(self, rank: int, link: Link) -> None:
         """Have a link carry what the current exchange has for it."""
         link.number += 1
-        if rank in self._sends:
-            link.begin_to_send(self._text, self._sends[rank])
-        if rank in self._receives:
-            link.begin_to_receive(self._receives[rank])
+        try:
+            if rank in self._sends:
+                link.begin_to_send(self._text, self._sends[rank])
+            if rank in self._receives:
+                link.begin_to_receive(self._receives[rank])
+        except TransferError as exc:
+            raise self._broken(rank, exc) from exc
 
     def _advance(self, rank: int, link: Link) -> None:
         """Send and receive what is possible now."""
@@ -316,9 +319,8 @@ class Links:
 
         All members must call this at the same time.
         """
-        ends = {n: peer.endpoint.split()[:2] for n, peer in enumerate(self._peers)}
-        ends = {n: end for n, end in ends.items() if end[1] == "ucx"}
-        self.use_ucx = len({host for host, _ in ends.values()}) > 1
+        ends = {n: peer.endpoint for n, peer in enumerate(self._peers) if uses_ucx(peer.endpoint)}
+        self.use_ucx = len({*map(host_of, ends.values())}) > 1
         if not self.use_ucx:
             return
         far = [rank for rank in ends if self._rank in ends and self.is_on_other_host(rank)]
@@ -333,11 +335,10 @@ class Links:
         offers = {rank: channel.offer for rank, channel in made.items()}
         said = self.exchange("UCX tags", offers, dict.fromkeys(made))
         for rank, channel in made.items():
-            channel.open(said[rank])
+            try:
+                channel.open(said[rank])
+            except TransferError as exc:
+                raise self._broken(rank, exc) from exc
             self._links[rank].channel = channel
         for link in self._links.values():
             link.number = 0  # which users are told: of the calls that are theirs
-
-
-def _host_of(endpoint: str) -> str:
-    return endpoint.split()[0]

@@ -162,6 +162,24 @@ def test_what_ends_a_member_that_waits_for_bytes(pair, monkeypatch, what):
 
 
 @pytest.mark.parametrize("sends", [True, False])
+def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
+    """Its transports may close before its members are told: no fault of the user's function."""
+    messengers[0].close()
+
+    def exchange(rank, links):
+        other = 1 - rank
+        if sends == (rank == 0):
+            return links.exchange("large", {other: LARGE}, {})
+        return links.exchange("large", {}, {other: bytearray(len(LARGE))})
+
+    closing, _ = pair.begin(exchange)
+    error = closing.exception(BOUND_S)
+    assert isinstance(error, AttemptEndedError)
+    assert "broke: the worker is closing" in str(error)
+    pair.wake()
+
+
+@pytest.mark.parametrize("sends", [True, False])
 def test_what_is_given_up_is_taken_back(hosts, messengers, monkeypatch, sends):  # noqa: F811
     """A member's call differs: no peer sends what it waits for, or takes what it sends."""
     monkeypatch.setattr("dask_p2p.interprocess.messenger._PATIENCE", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import socket
 import threading
 import time
@@ -304,6 +305,26 @@ def test_a_member_that_takes_nothing_for_long_is_not_lost(hosts, reach):
             return len(links.exchange("second", {}, {0: None})[0])
 
         assert gang.run(exchange)[1] == LARGE
+
+
+def test_a_handshake_that_ends_while_a_member_reads(hosts, monkeypatch):
+    """What it could not send before waits for nothing else to come."""
+    received = endpoint.TlsSocket.recv_into
+
+    def late(made, *args):
+        """Read after all has come that the other end says by itself."""
+        while not made.server_side and select.select([made], [], [], 0.2)[0]:
+            with suppress(BlockingIOError):
+                return received(made, *args)
+        return received(made, *args)
+
+    monkeypatch.setattr(endpoint.TlsSocket, "recv_into", late)
+    monkeypatch.setattr(module, "_SPIN_S", 0)
+    with Gang(2, tls()) as gang:
+        exchanged = gang.run(
+            lambda rank, links: links.exchange("x", {1 - rank: b"x"}, {1 - rank: None})
+        )
+        assert [bytes(of[1 - rank]) for rank, of in enumerate(exchanged)] == [b"x", b"x"]
 
 
 @UNLINKED

@@ -198,25 +198,26 @@ class UcxTransport(PackedTransport):
         packing: deque[Outgoing] = deque()
         most = UcxOptions.of(self.options).parts_in_flight
 
-        def send_first() -> None:
-            packing.popleft().start()
-            answers.append({"status": "ok"})
+        def send_packed(left: int = 0) -> None:
+            while len(packing) > left:
+                packing.popleft().start()
+                answers.append({"status": "ok"})
 
         try:
-            try:
-                for part, target in zip(asked.parts, targets, strict=True):
-                    one = asked._replace(parts=[part], deadline_s=time.monotonic() + wait_s)
-                    while len(sending) > most:
-                        _finish(sending)
-                    target.begin(one, self._reserved(one, sending))
-                    sending.append(target)
+            for part, target in zip(asked.parts, targets, strict=True):
+                one = asked._replace(parts=[part], deadline_s=time.monotonic() + wait_s)
+                while len(sending) > most:
+                    _finish(sending)
+                target.begin(one, self._reserved(one, sending))
+                sending.append(target)
+                try:
                     self._begin_to_pack(target)
-                    packing.append(target)
-                    if len(packing) > 1:
-                        send_first()
-            finally:
-                while packing:  # as their reader is told that they come
-                    send_first()
+                except Exception:
+                    send_packed()  # nothing is wrong with those before
+                    raise
+                packing.append(target)
+                send_packed(left=1)
+            send_packed()
             while sending:
                 _finish(sending)
         except Exception as exc:
