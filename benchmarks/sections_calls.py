@@ -11,6 +11,7 @@ import dask.array as da
 import numpy as np
 
 import dask_p2p
+from dask_p2p.plans.orders import ORDERS
 from dask_p2p.tools.indexed import count_wrong, indexed_array
 
 __all__ = ["REAL", "attempt", "computed", "transforms_of", "transposes_of", "wait_until_gone"]
@@ -67,10 +68,11 @@ def wait_until_gone(name: str, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def transposed(ctx: Any, x: Any, rounds: int) -> tuple[Any, Any]:
+def transposed(ctx: Any, x: Any, rounds: int, exchange: str) -> tuple[Any, Any]:
     """Return the transpose of a square in slabs, and for each round the seconds of a call."""
-    out = ctx.redistribute(x, (0,), axes=(1, 0))
-    return out, _rounds(ctx, x, lambda: ctx.redistribute(x, (0,), axes=(1, 0), out=out), rounds)
+    transpose = partial(ctx.redistribute, x, (0,), axes=(1, 0), exchange=exchange)
+    out = transpose()
+    return out, _rounds(ctx, x, partial(transpose, out=out), rounds)
 
 
 def _rounds(ctx: Any, x: Any, call: Callable[[], Any], rounds: int) -> Any:
@@ -109,9 +111,10 @@ def transposes_of(
         if count := client.compute(count_wrong(y, x.shape, (1, 0), kind)).result(timeout=timeout_s):
             raise RuntimeError(f"{count} elements are wrong")
 
-    def in_section() -> list[float]:
+    def in_section(exchange: str) -> list[float]:
+        per_member = [np.zeros(repeats + 1)]
         y, times = client.persist(
-            dask_p2p.spmd(transposed, x, per_member=[np.zeros(repeats + 1)], **spread)
+            dask_p2p.spmd(transposed, x, per_member=per_member, exchange=exchange, **spread)
         )
         found = client.compute(times).result(timeout=timeout_s)
         checked(y)
@@ -123,7 +126,11 @@ def transposes_of(
         wait_until_gone(y.name, timeout_s)
         return [computed(y, timeout_s) for _ in range(repeats + 1)][1:]
 
-    return _attempted(side, {IN_SECTION: in_section, LAYER: as_layer})
+    ways = {
+        IN_SECTION if order == "auto" else f"{IN_SECTION}, {order}": partial(in_section, order)
+        for order in ORDERS
+    }
+    return _attempted(side, {**ways, LAYER: as_layer})
 
 
 def transformed(ctx: Any, x: Any, is_real: bool, shape: Any, rounds: int) -> tuple[float, Any]:

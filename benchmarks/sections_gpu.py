@@ -11,8 +11,9 @@ difference between many steps and one, over the number of steps. The kernel alon
 on memory of the same layout, with nothing exchanged. Values are compared with NumPy's first.
 
 Transposes are of squares in float32, in slabs of rows, one a worker: by `Context.redistribute` in a
-section, several calls at once and nothing waited for between them, as a layer of
-`dask_p2p.transpose`, from the client's call until it is done, and by JAX. Each element is checked.
+section, in each order of exchange, several calls at once and nothing waited for between them, as a
+layer of `dask_p2p.transpose`, from the client's call until it is done, and by JAX. Each element is
+checked.
 
 Fourier transforms are of cubes in slabs, in complex64 and float32, by `Context.fftn` and `rfftn`,
 which leave them in slabs of the second axis, and by JAX's `shard_map`. Each is transformed back,
