@@ -79,6 +79,11 @@ def duration_s(value: Any) -> float:
     return _number(value, parse_timedelta, 0, "a duration of at least zero, like '50 ms'")
 
 
+def limit_s(value: Any) -> float:
+    """Read a duration of which something may take a part, in seconds."""
+    return _number(value, parse_timedelta, 1e-3, "a duration of at least 1 ms, like '30 s'")
+
+
 def _number(value: Any, parse: Callable[[Any], float], least: float, expected: str) -> float:
     with suppress(ValueError, AttributeError, KeyError, TypeError):
         number = float(parse(value))
@@ -148,7 +153,7 @@ class Options:
     staging_limit_bytes: int = option("memory.staging-limit", positive_bytes)
     retain_outputs_s: float = option("memory.retain-outputs", duration_s)
     transports: tuple[str, ...] | None = option("transports.order", _transports)
-    request_timeout_s: float = option("timeouts.request", duration_s)
+    request_timeout_s: float = option("timeouts.request", limit_s)
     backoff_s: float = option("timeouts.backoff", duration_s)
     nvtx: bool = option("nvtx", yes_or_no)
     warn_after_s: float = option("sections.warn-after", duration_s)

@@ -98,7 +98,9 @@ def test_who_wants_checksums_has_them():
         ("transports.ucx.allow-unencrypted", "perhaps", "true or false"),
         ("transports.comm.part-bytes", "0 B", "at least one byte"),
         ("transports.comm.part-bytes", "much", "like '16 MiB'"),
-        ("timeouts.request", -1, "at least zero"),
+        ("timeouts.request", -1, "at least 1 ms"),
+        ("timeouts.request", 0, "at least 1 ms"),
+        ("timeouts.backoff", -1, "at least zero"),
         ("timeouts.backoff", "soon", "like '50 ms'"),
     ],
 )
