@@ -28,7 +28,7 @@ def demo(client, monkeypatch):
     """Run the command with the tests' cluster, of four workers."""
 
     def run(*args):
-        monkeypatch.setattr(command, "_started", lambda _: contextlib.nullcontext(client))
+        monkeypatch.setattr(command, "own_cluster", lambda *_, **__: contextlib.nullcontext(client))
         return CliRunner().invoke(p2p, ["demo", "--cpu", *args])
 
     return run
