@@ -113,6 +113,7 @@ class StreamedReading(PackedReading):
         super().__init__(transport, *args)
         self._ucx = transport
         self.expected: set[Incoming] = set()  # messages of rows
+        self._missing: dict[Any, int] = {}  # how many messages have not come, by the row's call
 
     def __iter__(self) -> Iterator[Region]:
         if self._with_sums:  # which come with answers, one for each message
@@ -139,6 +140,7 @@ class StreamedReading(PackedReading):
             yield from (part.failed(exc) for part in row)
             return
         call = self._begun(self._ask(row, tuple(where), len(row)))
+        self._missing[call] = len(row)
         self.ahead = self._answers_ahead
         for number, (part, tag) in enumerate(zip(row, where.tags, strict=True)):
             try:
@@ -150,6 +152,16 @@ class StreamedReading(PackedReading):
             self.expected.add(landing)
             streamed = _Streamed(self, landing, call, number)
             yield part.on_its_way(streamed.result, streamed.done)
+
+    def has_come(self, call: Future[Sequence[Any]]) -> None:
+        """Take note that a message of a row has come.
+
+        The answer about a row of which all have come says nothing new. It is let come all the same:
+        to cancel the call would close its connection, and to make one takes longer than an answer.
+        """
+        self._missing[call] -= 1
+        if not self._missing[call]:
+            self._calls.discard(call)
 
     def ask_again(self, landing: Incoming) -> Any:
         """Return a part by itself, since its row has ended before."""
@@ -186,6 +198,7 @@ class _Streamed:
         self.reading.expected.discard(landing)
         if landing.message is not None:
             landing.message.result(0.0)
+        self.reading.has_come(self.call)
         return landing.region(landing.memory, 0)
 
     def _is_sent(self) -> bool:

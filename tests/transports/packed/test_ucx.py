@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import threading
 import time
 from collections import deque
@@ -385,6 +386,34 @@ class TestUcx(PackedConformance):
             remote.request().result(20)
         remote.close()
         assert waited == [True]
+
+    def test_a_row_that_has_come_leaves_its_connection_open(self, setup):
+        """As the pool of Dask closes those of calls that are cancelled."""
+        array = np.arange(3 * 2**14).reshape(3, 2**14)
+        setup.put("block", array)
+        worker, ended, stream_all = setup.reader.worker, [], setup.serving._stream_all
+        calling = worker.call
+
+        async def call(*args, **kwargs):
+            try:
+                return await calling(*args, **kwargs)
+            finally:
+                ended.append(sys.exc_info()[0])
+
+        def late(*args):
+            answers = stream_all(*args)
+            time.sleep(0.3)
+            return answers
+
+        worker.call, setup.serving._stream_all = call, late
+        for count in (3, 2):
+            remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+            for request in [remote.request() for _ in range(count)]:
+                request.result(20)
+            remote.close()
+        assert setup.reader.usage()["requested"] == 0
+        wait_until(lambda: len(ended) == 2)
+        assert sorted(map(str, ended)) == [str(asyncio.CancelledError), "None"]
 
     def test_messages_come_where_there_is_room_for_one_alone(self, setup):
         array = np.arange(4 * 2**14).reshape(4, 2**14)
