@@ -92,7 +92,7 @@ class GpuRegions:
                 if rank not in readers
             }
             targets = {rank: each for rank, each in targets.items() if rank not in read}
-            if self._links.use_ucx:
+            if self._links.use_ucx and (regions or targets):
                 self._bring_by_ucx(self._links, call, pieces.axis, regions, targets)
             self._bring_through_host(call, pieces.axis, regions, targets)
 
