@@ -153,7 +153,7 @@ class StreamedReading(PackedReading):
             streamed = _Streamed(self, landing, call, number)
             yield part.on_its_way(streamed.result, streamed.done)
 
-    def has_come(self, call: Future[Sequence[Any]]) -> None:
+    def note_arrival(self, call: Future[Sequence[Any]]) -> None:
         """Take note that a message of a row has come.
 
         The answer about a row of which all have come says nothing new. It is let come all the same:
@@ -198,7 +198,7 @@ class _Streamed:
         self.reading.expected.discard(landing)
         if landing.message is not None:
             landing.message.result(0.0)
-        self.reading.has_come(self.call)
+        self.reading.note_arrival(self.call)
         return landing.region(landing.memory, 0)
 
     def _is_sent(self) -> bool:
