@@ -5,6 +5,8 @@ from contextlib import ExitStack
 import pytest
 from distributed import Client, LocalCluster
 
+from tests.sections.emulated import emulated_gpu
+
 
 @pytest.fixture(scope="module")
 def client(request):
@@ -15,3 +17,9 @@ def client(request):
         else:
             cluster = request.getfixturevalue("cluster")
         yield stack.enter_context(Client(cluster))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A recorder in the place of CuPy."""
+    return emulated_gpu(monkeypatch)

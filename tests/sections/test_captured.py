@@ -18,17 +18,12 @@ from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.links import AttemptEndedError, Links
 from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.sections.windows import Meeting
-from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
+from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import Meet, Pool, RaceError
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return emulated_gpu(monkeypatch)
 
 
 @pytest.fixture

@@ -37,11 +37,6 @@ X = np.random.default_rng(0).normal(size=(8, 6))
 STAGING = "p2p.transports.ipc.staging-bytes"
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    return emulated_gpu(monkeypatch)
-
-
 def array(gpu, x=X, chunks=(2, 3)):
     return on_gpu(gpu, da.from_array(x, chunks=chunks))
 

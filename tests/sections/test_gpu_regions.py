@@ -39,11 +39,6 @@ PART_BYTES = 512  # several parts of a region, in turns through the same slots
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    return emulated_gpu(monkeypatch)
-
-
-@pytest.fixture
 def through_host(monkeypatch):
     """The regions that members have copied to the host, by the rank of who gets them."""
     found, original = [], GpuRegions._bring_through_host

@@ -19,18 +19,13 @@ from dask_p2p.sections import rim_windows, windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.rim_windows import RimWindows
-from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section, with_ucx
+from tests.sections.emulated import kernel, on_gpu, run_section, with_ucx
 from tests.sections.gangs import run_gang
 from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import RaceError, Stream
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return emulated_gpu(monkeypatch)
 
 
 @pytest.fixture
