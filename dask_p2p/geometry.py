@@ -19,12 +19,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from operator import index as as_int
 from types import EllipsisType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 __all__ = [
     "Box",
     "Chunks",
     "Index",
+    "Runs",
     "block_bounds",
     "block_indices",
     "block_shape",
@@ -110,13 +111,23 @@ def box_slices(box: Box) -> tuple[slice | EllipsisType, ...]:
     return (*(slice(start, stop) for start, stop in box), ...)
 
 
-def split_box(box: Box, max_elements: int) -> Iterator[Box]:
+class Runs(NamedTuple):
+    """Along which axis parts of a box keep runs of elements, and of how many."""
+
+    axis: int
+    least: int
+
+
+def split_box(box: Box, max_elements: int, runs: Runs | None = None) -> Iterator[Box]:
     """Cut a box into boxes of at most `max_elements`, along its first axes first.
 
-    So the parts of a C-ordered box stay as contiguous as can be. An empty box has no parts.
+    So the parts of a C-ordered box stay as contiguous as can be. An empty box has no parts. Where
+    `runs` along the first axis would become too short, all others but the last are cut before it.
 
-    >>> list(split_box(((0, 4), (0, 10)), 20))
-    [((0, 2), (0, 10)), ((2, 4), (0, 10))]
+    >>> list(split_box(((0, 4), (0, 2), (0, 5)), 20))
+    [((0, 2), (0, 2), (0, 5)), ((2, 4), (0, 2), (0, 5))]
+    >>> list(split_box(((0, 4), (0, 2), (0, 5)), 20, Runs(axis=0, least=4)))
+    [((0, 4), (0, 1), (0, 5)), ((0, 4), (1, 2), (0, 5))]
     """
     size = box_size(box)
     if size == 0:
@@ -124,23 +135,27 @@ def split_box(box: Box, max_elements: int) -> Iterator[Box]:
     if size <= max_elements or not box:
         yield box
         return
-    axis = next(a for a, (start, stop) in enumerate(box) if stop - start > 1)
+    axis, *others = (a for a, (start, stop) in enumerate(box) if stop - start > 1)
+    if runs is not None and axis == runs.axis and others and others[0] < len(box) - 1:
+        start, stop = box[axis]
+        if max_elements // (size // (stop - start)) < runs.least:
+            axis = others[0]
     start, stop = box[axis]
     row_elements = size // (stop - start)
     rows = max(1, max_elements // row_elements)
     for lo in range(start, stop, rows):
         part = (*box[:axis], (lo, min(lo + rows, stop)), *box[axis + 1 :])
-        yield from split_box(part, max_elements)
+        yield from split_box(part, max_elements, runs)
 
 
-def taper_box(box: Box, least_elements: int) -> Iterator[Box]:
+def taper_box(box: Box, least_elements: int, runs: Runs | None = None) -> Iterator[Box]:
     """Cut a box into smaller and smaller boxes, of about `least_elements` in the end.
 
     >>> list(taper_box(((0, 8), (0, 10)), 20))
     [((0, 4), (0, 10)), ((4, 6), (0, 10)), ((6, 8), (0, 10))]
     """
     while box_size(box) > least_elements:
-        *halves, last = split_box(box, -(-box_size(box) // 2))
+        *halves, last = split_box(box, -(-box_size(box) // 2), runs)
         if not halves:
             break
         yield from halves
@@ -148,7 +163,9 @@ def taper_box(box: Box, least_elements: int) -> Iterator[Box]:
     yield box
 
 
-def taper_last(boxes: Iterable[Box], least_elements: int) -> Iterator[Box]:
+def taper_last(
+    boxes: Iterable[Box], least_elements: int, runs: Runs | None = None
+) -> Iterator[Box]:
     """Taper the last of some boxes.
 
     >>> list(taper_last([((0, 8), (0, 10)), ((8, 10), (0, 10))], 10))
@@ -160,4 +177,4 @@ def taper_last(boxes: Iterable[Box], least_elements: int) -> Iterator[Box]:
             yield waiting
         waiting = box
     if waiting is not None:
-        yield from taper_box(waiting, least_elements)
+        yield from taper_box(waiting, least_elements, runs)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import (
+    Runs,
     block_indices,
     block_shape,
     box_shape,
@@ -14,6 +15,7 @@ from dask_p2p.geometry import (
     normal_axes,
     split_box,
     split_evenly,
+    taper_last,
 )
 from tests.plans.support import cut
 
@@ -52,6 +54,38 @@ def test_split_box_covers_it_once_within_the_limit(box, max_elements):
 
 def test_split_box_cuts_the_first_axis_first_so_that_parts_stay_contiguous():
     assert [*split_box(((0, 4), (5, 15)), 20)] == [((0, 2), (5, 15)), ((2, 4), (5, 15))]
+
+
+@given(boxes.map(tuple), st.integers(1, 50), st.integers(0, 3), st.integers(1, 9))
+def test_split_box_keeps_runs_where_it_can(box, max_elements, axis, least):
+    parts = [*split_box(box, max_elements, Runs(axis, least))]
+    count = np.zeros((10,) * len(box), int)
+    for part in parts:
+        shape = box_shape(part)
+        assert 0 < box_size(part) <= max_elements or all(n == 1 for n in shape)
+        count[box_slices(part)] += 1
+        if axis < len(box) and any(n > 1 for n in shape[1:-1]):
+            wanted = min(least, box_shape(box)[axis])
+            assert axis != 0 or shape[0] >= wanted or part[0][1] == box[0][1]
+    expected = np.zeros_like(count)
+    expected[box_slices(box)] = 1
+    np.testing.assert_array_equal(count, expected)
+
+
+def test_split_box_cuts_another_axis_where_runs_would_be_too_short():
+    box = ((0, 8), (0, 8), (0, 4))
+    assert {box_shape(part) for part in split_box(box, 64)} == {(2, 8, 4)}
+    assert {box_shape(part) for part in split_box(box, 64, Runs(0, 4))} == {(8, 2, 4)}
+    assert {box_shape(part) for part in split_box(box, 128, Runs(0, 4))} == {(4, 8, 4)}
+    assert {box_shape(part) for part in split_box(box, 64, Runs(2, 4))} == {(2, 8, 4)}
+    # Whatever lies in one row of the source stays together.
+    assert {box_shape(part) for part in split_box(((0, 8), (0, 8)), 16, Runs(0, 8))} == {(2, 8)}
+    assert {box_shape(part) for part in split_box(box, 16, Runs(0, 8))} == {(4, 1, 4)}
+
+
+def test_tapered_parts_keep_runs():
+    parts = [*taper_last([((0, 8), (0, 8), (0, 2))], 32, Runs(0, 8))]
+    assert [box_shape(part) for part in parts] == [(8, 4, 2), (8, 2, 2), (8, 2, 2)]
 
 
 def test_box_slices_of_no_axes_give_a_view():

@@ -17,8 +17,10 @@ from dask_p2p.backends.timing import Timer
 from dask_p2p.errors import AxesError, BlockMismatchError
 from dask_p2p.types import Array, DTypeLike, Kind
 
-__all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue", "Timer", "transposed"]
+__all__ = ["MOST_UNREAD", "RUN_BYTES", "SLOTS", "Backend", "Queue", "Timer", "transposed"]
 
+#: Of a row that a kernel of a GPU writes at a time: one side of its tiles, of items up to 8 bytes.
+RUN_BYTES = 512
 SLOTS = 3  # of a queue: one is being filled, one is being emptied, one waits for either
 MOST_UNREAD = 2  # received arrays that are kept for kernels that are queued
 

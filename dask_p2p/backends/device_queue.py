@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,24 +203,26 @@ class DeviceQueue:
 
         What the stream is given later follows that work, so that nobody need wait for the queue.
         """
-        event = self._cupy.cuda.Event
-        given = event(disable_timing=True)
-        given.record(stream)
+        event = self._event
+        event.record(stream)
         for own in self._all:
-            own.wait_event(given)
+            own.wait_event(event)
         try:
             yield
         finally:
             for own in self._all:
-                done = event(disable_timing=True)
-                done.record(own)
-                stream.wait_event(done)
+                event.record(own)
+                stream.wait_event(event)
 
     def follow(self, stream: Any) -> None:
         """Have the worker's own pieces, which are `concurrent`, wait for a stream as it is now."""
-        given = self._cupy.cuda.Event(disable_timing=True)
-        given.record(stream)
-        self._concurrent.wait_event(given)
+        self._event.record(stream)
+        self._concurrent.wait_event(self._event)
+
+    @cached_property
+    def _event(self) -> Any:
+        """One that is recorded anew each time: whatever waits for it waits for the time before."""
+        return self._cupy.cuda.Event(disable_timing=True)
 
     @property
     def reading(self) -> Sequence[Any]:

@@ -11,7 +11,15 @@ from typing import Any
 
 from dask_p2p.errors import TransferError
 
-__all__ = ["MEMCPY_DEFAULT", "allocation", "driver", "is_managed", "is_shareable", "uuid"]
+__all__ = [
+    "MEMCPY_DEFAULT",
+    "allocation",
+    "buffer_id",
+    "driver",
+    "is_managed",
+    "is_shareable",
+    "uuid",
+]
 
 MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
@@ -64,17 +72,25 @@ def is_managed(address: int) -> bool:
     return False
 
 
-def allocation(address: int) -> tuple[int, int, int]:
-    """Return the address, the size in bytes and the id of the allocation that memory belongs to.
+def buffer_id(address: int) -> int:
+    """Return the id, unique in this process, of the allocation that memory belongs to.
 
-    The id is unique in this process. `ImportError` without cuda-bindings, `TransferError` if the
-    driver does not tell.
+    `ImportError` without cuda-bindings, `TransferError` if the driver does not tell.
     """
     from cuda.bindings import driver as api
 
-    names = ("RANGE_START_ADDR", "RANGE_SIZE", "BUFFER_ID")
-    base, size_bytes, buffer_id = (int(_attribute(api, name, address)) for name in names)
-    return base, size_bytes, buffer_id
+    return int(_attribute(api, "BUFFER_ID", address))
+
+
+def allocation(address: int) -> tuple[int, int]:
+    """Return the address and the size in bytes of the allocation that memory belongs to.
+
+    Errors as of `buffer_id`.
+    """
+    from cuda.bindings import driver as api
+
+    start, size = "RANGE_START_ADDR", "RANGE_SIZE"
+    return int(_attribute(api, start, address)), int(_attribute(api, size, address))
 
 
 def _attribute(api: Any, name: str, address: int) -> Any:

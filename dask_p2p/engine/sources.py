@@ -119,7 +119,8 @@ class RemoteSources:
     def _request(self, source: RemoteSource, kind: Kind) -> Request:
         shape = self.plan.source_shapes[source.source_number]
         boxes = [piece.src for piece in source.pieces]
-        return Request(source.key, source.route.holder, shape, self.dtype, kind, boxes)
+        fast_axis = self.plan.axes[-1] if self.plan.axes else None
+        return Request(source.key, source.route.holder, shape, self.dtype, kind, boxes, fast_axis)
 
     def given_up(self, sources: Sequence[RemoteSource]) -> list[RemoteSource]:
         """Return those of the sources that were given up, each to be read by its next route.

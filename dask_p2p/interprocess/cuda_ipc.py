@@ -9,11 +9,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from dask_p2p.backends.driver import allocation, is_shareable, uuid
+from dask_p2p.backends.driver import allocation, buffer_id, is_shareable, uuid
 from dask_p2p.backends.repeating import RepeatingTimer
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.types import Array, DType
@@ -43,6 +43,10 @@ class Place:
     base: int  # address of the allocation, in that process
     nbytes: int  # of the allocation
     offset_bytes: int  # of the block in the allocation
+
+
+_MOST_SHARED = 1024
+_shared: dict[int, Place] = {}  # of allocations of this process, by their ids
 
 
 def gpu_uuid() -> str:
@@ -93,14 +97,20 @@ def export(block: Array) -> Place:
     pointer = block.data.ptr
     with block.device as device:
         try:
-            if not is_shareable(pointer):
-                raise TransferError(_NOT_SHAREABLE.full_text, obstacle=_NOT_SHAREABLE)
-            base, nbytes, buffer_id = allocation(pointer)
-            handle = bytes(runtime.ipcGetMemHandle(base))
+            number = buffer_id(pointer)
+            if (shared := _shared.get(number)) is None:
+                if not is_shareable(pointer):
+                    raise TransferError(_NOT_SHAREABLE.full_text, obstacle=_NOT_SHAREABLE)
+                base, nbytes = allocation(pointer)
+                handle = bytes(runtime.ipcGetMemHandle(base)).hex()
+                shared = Place(uuid(device.id).hex(), handle, number, base, nbytes, 0)
+                if len(_shared) >= _MOST_SHARED:
+                    _shared.clear()
+                _shared[number] = shared
         except (runtime.CUDARuntimeError, ImportError) as exc:
             message = f"CUDA IPC does not share memory here ({type(exc).__name__}: {exc})"
             raise TransferError(message) from exc
-        return Place(uuid(device.id).hex(), handle.hex(), buffer_id, base, nbytes, pointer - base)
+    return replace(shared, offset_bytes=pointer - shared.base)
 
 
 def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -122,28 +122,20 @@ class LocalTransform:
         library = _fft_module(backend.fft_modules)
         if block.dtype == np.float16:  # of which libraries make different things
             block, is_own = block.astype(np.float32), True
-        steps, order = self.steps, self.order
-        if order is None:
-            order = order_of(block)
-            block = block.transpose(order)
+        way = _way(self, order_of(block) if self.order is None else None, backend.on_device)
+        block = block.transpose(way.before)
         if backend.on_device:
-            steps, best = _together(steps), self._best(order)
-            block = block.transpose(tuple(map(order.index, best)))
-            order, is_own = best, is_own or not block.flags.c_contiguous
+            is_own = is_own or not block.flags.c_contiguous
             block = _without_gaps(block)
-        for name, axes, lengths in steps:
-            options: dict[str, Any] = {"norm": self._norm_of(name)}
+        for name, given, norm in way.calls:
+            options: dict[str, Any] = {"norm": norm}
             if is_own and library.__name__ != "numpy.fft":
                 options["overwrite_x"] = True
-            places = tuple(map(order.index, axes))
-            if name.endswith("n"):
-                block = getattr(library, name)(block, lengths, places, **options)
-            else:
-                block = getattr(library, name)(block, *lengths, *places, **options)
+            block = getattr(library, name)(block, *given, **options)
             is_own = True
         if self.scale not in (None, 1.0):
             block *= self.scale
-        return block.transpose(tuple(map(order.index, range(block.ndim))))
+        return block.transpose(way.after)
 
     def _norm_of(self, name: str) -> str:
         """Return what a function is told of scaling; those of one direction scale by each."""
@@ -156,6 +148,33 @@ class LocalTransform:
         done = {axis for _, axes, _ in self.steps for axis in axes}
         halved = {axes[-1] for name, axes, _ in self.steps if name in (*TO_COMPLEX, *TO_REAL)}
         return tuple(sorted(order, key=lambda axis: (axis in done, axis in halved)))
+
+
+class _Way(NamedTuple):
+    """How a block whose axes lie in some order is transformed."""
+
+    before: tuple[int, ...]  # its axes, in the order in which they are to lie
+    calls: tuple[tuple[str, tuple[Any, ...], str], ...]  # function, lengths and axes, norm
+    after: tuple[int, ...]  # axes of what comes out, in the order of the result
+
+
+@lru_cache(maxsize=1024)  # it takes as long as to call cuFFT, and blocks look alike
+def _way(transform: LocalTransform, lies: tuple[int, ...] | None, on_device: bool) -> _Way:
+    """Return how to transform a block.
+
+    It lies in the transform's own order, or with its axes in that order in memory.
+    """
+    order = transform.order if lies is None else lies
+    assert order is not None
+    best = transform._best(order) if on_device else order
+    axes = range(len(order)) if lies is None else order  # of the block, as they lie
+    calls = []
+    for name, along, lengths in _together(transform.steps) if on_device else transform.steps:
+        places = tuple(map(best.index, along))
+        given = (lengths, places) if name.endswith("n") else (*lengths, *places)
+        calls.append((name, given, transform._norm_of(name)))
+    before = tuple(axes[order.index(axis)] for axis in best)
+    return _Way(before, tuple(calls), tuple(map(best.index, range(len(best)))))
 
 
 def _without_gaps(array: Any) -> Any:

@@ -27,13 +27,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.geometry import Box, box_slices, split_box, taper_last
+from dask_p2p.backends import RUN_BYTES
+from dask_p2p.geometry import Box, Runs, box_slices, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.ops.local_fft import order_of
 from dask_p2p.sections.links import Buffer, Links
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.regions import Call, Local, Regions
@@ -49,6 +51,8 @@ __all__ = ["GpuRegions"]
 #: What is read last is no larger. A kernel puts it into place in 50 µs: the host needs as long for
 #: one more part.
 _LAST_PART_BYTES = 2**26
+#: Number, shape, strides, and where it lies.
+_Piece: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], cuda_ipc.Place]
 _READ, _WRITTEN = range(2)  # events of a member; from the second on one for each piece
 
 
@@ -208,7 +212,7 @@ class GpuRegions:
     ) -> None:
         """Put a piece of another member's region, which begins there along the axis, into place."""
         queue = self._gpu.queue
-        for part in self._parts(piece, is_last):
+        for part in self._parts(piece, call.axes, is_last):
             copy = queue.prefetch(piece[box_slices(part)], self._gpu.part_bytes)
             moved = part
             if part:
@@ -217,13 +221,19 @@ class GpuRegions:
             place = box_slices(tuple(moved[each] for each in call.axes))
             queue.permute_prefetched(target[place], copy, call.axes)
 
-    def _parts(self, region: Array, is_last: bool) -> Iterator[Box]:
+    def _parts(self, region: Array, axes: Sequence[int], is_last: bool) -> Iterator[Box]:
         """Cut a region; what is read last is smaller and smaller, as nothing comes beside it."""
+        item_bytes, ndim = region.itemsize, region.ndim
         whole = tuple((0, length) for length in region.shape)
-        if not self._gpu.part_bytes:
+        if not self._gpu.part_bytes or not whole:
             return iter([whole])
-        parts = split_box(whole, max(1, self._gpu.part_bytes // region.itemsize))
-        return taper_last(parts, max(1, _LAST_PART_BYTES // region.itemsize)) if is_last else parts
+        order = order_of(region)
+        in_memory = tuple(whole[axis] for axis in order)
+        runs = Runs(order.index(axes[-1]), RUN_BYTES // item_bytes)
+        parts = split_box(in_memory, max(1, self._gpu.part_bytes // item_bytes), runs)
+        if is_last:
+            parts = taper_last(parts, max(1, _LAST_PART_BYTES // item_bytes), runs)
+        return (tuple(part[order.index(axis)] for axis in range(ndim)) for part in parts)
 
     def _places(self, axis: int, region: Sequence[tuple[int, Array]]) -> bytes:
         """Return where a region lies, for the member that reads it; nothing if that cannot.
@@ -235,8 +245,8 @@ class GpuRegions:
             place = if_possible(self._gpu, partial(cuda_ipc.export, piece))
             if place is None:
                 return b""
-            found.append((number, piece.shape, piece.strides, asdict(place)))
-        return json.dumps((axis, found)).encode() if found else b""
+            found.append((number, piece.shape, piece.strides, place))
+        return _told(axis, tuple(found)) if found else b""
 
     def _readers(self, links: Links, call: Call, read: set[int]) -> set[int]:
         """Tell others what was read, and have the stream wait for those that read from here."""
@@ -291,12 +301,28 @@ class GpuRegions:
         return self._near
 
 
+@lru_cache(maxsize=64)  # calls that are made again and again find the same memory
+def _told(axis: int, pieces: tuple[_Piece, ...]) -> bytes:
+    """Return what other members are told of a region: its axis, and where its pieces lie."""
+    return json.dumps((axis, [(*piece, asdict(place)) for *piece, place in pieces])).encode()
+
+
+@lru_cache(maxsize=64)
+def _said(told: bytes) -> tuple[int, list[_Piece]]:
+    """Return what `_told` was given."""
+    axis, pieces = json.loads(told)
+    return axis, [
+        (number, tuple(length), tuple(strides), cuda_ipc.Place(**place))
+        for number, length, strides, place in pieces
+    ]
+
+
 def _region(of: PeerMemory, said: Buffer, dtype: DType) -> tuple[int, list[tuple[int, Any]]]:
     """Return another member's region, as it is mapped here: its axis, and pieces by number."""
-    axis, told = json.loads(bytes(said))
+    axis, pieces = _said(bytes(said))
     return axis, [
-        (number, _mapped(of, cuda_ipc.Place(**place), tuple(length), tuple(strides), dtype))
-        for number, length, strides, place in told
+        (number, _mapped(of, place, length, strides, dtype))
+        for number, length, strides, place in pieces
     ]
 
 

@@ -37,10 +37,10 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar
 
-from dask_p2p.backends import backend_named
+from dask_p2p.backends import RUN_BYTES, backend_named
 from dask_p2p.config import Options, Section
 from dask_p2p.errors import Obstacle, TransferError
-from dask_p2p.geometry import Box, box_size, split_box, taper_last
+from dask_p2p.geometry import Box, Runs, box_size, split_box, taper_last
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import ByteBudget, Footprint
@@ -76,9 +76,17 @@ class Request:
     dtype: DType  # numpy.dtype
     kind: Kind  # that is wanted here: "numpy" or "cupy"
     boxes: Sequence[Box]
+    fast_axis: int | None = None  # of the block: along which items follow each other in the output
 
     def __str__(self) -> str:
         return f"block {self.key!r} of {self.holder}"
+
+    @property
+    def runs(self) -> Runs | None:
+        """Of what is put into place at a time: a GPU's kernel writes them."""
+        if self.kind != "cupy" or self.fast_axis is None:
+            return None
+        return Runs(self.fast_axis, RUN_BYTES // max(1, self.dtype.itemsize))
 
 
 @dataclass(slots=True)
@@ -178,9 +186,9 @@ class Reading(ABC):
             for piece, box in enumerate(request.boxes):
                 size = box_size(box)
                 limit = size if self.part_bytes is None else self.part_bytes // itemsize
-                boxes = split_box(box, max(1, limit)) if size else iter([box])
+                boxes = split_box(box, max(1, limit), request.runs) if size else iter([box])
                 if is_tapered and number == last and self.part_bytes is not None:
-                    boxes = taper_last(boxes, max(1, LAST_PART_BYTES // itemsize))
+                    boxes = taper_last(boxes, max(1, LAST_PART_BYTES // itemsize), request.runs)
                 for part in boxes:
                     if number in self._dropped:
                         break

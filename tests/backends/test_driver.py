@@ -98,7 +98,8 @@ def test_allocations(monkeypatch):
     bindings = ModuleType("cuda.bindings")
     bindings.driver = Driver(RANGE_START_ADDR=0x800, RANGE_SIZE=0x2000, BUFFER_ID=3)
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    assert driver.allocation(0x1000) == (0x800, 0x2000, 3)
+    assert driver.allocation(0x1000) == (0x800, 0x2000)
+    assert driver.buffer_id(0x1000) == 3
     bindings.driver = Driver(RANGE_START_ADDR=0x800)
     with pytest.raises(
         TransferError, match="does not report CU_POINTER_ATTRIBUTE_RANGE_SIZE: CUDA_"
