@@ -41,7 +41,7 @@ class Links:
         self._links: dict[int, Link] = {}  # by rank
         self._waiting = set[int]()  # ranks with which something of the exchange is on its way
         self._found = dict[int, memoryview]()  # what has come of it
-        self._receives: Mapping[int, Buffer | None] = {}
+        self._is_over = True
         self._beside: threading.Thread | None = None
         self._failure: P2PError | None = None
         self._timeout_s, self._look_s = reach.timeout_s, 0.0  # when connections are looked at
@@ -137,7 +137,8 @@ class Links:
             raise self._failure  # a function may have caught it when it was raised first
         self._end(self._found)
         self._text, self._sends, self._receives = call.encode()[:TEXT_BYTES], sends, receives
-        found = self._found = dict[int, memoryview]()
+        found, self._is_over = dict[int, memoryview](), False
+        self._found = found
         self._awaited_s = inf  # not counted as waiting: what is done beside
         self._waiting = {*sends, *receives}
         for rank in sorted(self._waiting):
@@ -146,7 +147,6 @@ class Links:
                 link = self._connect(rank)
             if link is not None:
                 self._begin(rank, link)
-                self._advance(rank, link)
         if beside and self._waiting:
             self._beside = threading.Thread(target=self._go_on, name="dask-p2p-rims", daemon=True)
             self._beside.start()
@@ -163,7 +163,7 @@ class Links:
 
     def _end(self, found: dict[int, memoryview]) -> dict[int, memoryview]:
         """Wait for the end of an exchange; return what has come."""
-        if found is not self._found:
+        if self._is_over or found is not self._found:
             return found  # another one has begun since
         self._awaited_s = time.perf_counter()
         self._join()
@@ -172,18 +172,21 @@ class Links:
             link = self._links[rank]
             found[rank] = link.payload
             link.received_bytes += len(found[rank])
-        self._receives = {}  # it is over: whoever asks again gets the same
+        self._is_over = True  # whoever asks again gets the same
         return found
 
     def _advance_all(self) -> None:
         """Send and receive all of the exchange."""
         since_s = time.perf_counter()
         until_s = since_s + self._spin_s
+        is_first = True  # to look costs less than to wait
         while self._waiting:
-            if self._waiting <= self._links.keys() and time.perf_counter() < until_s:
+            is_spinning = is_first or time.perf_counter() < until_s
+            if is_spinning and self._waiting <= self._links.keys():
                 ready = list(self._waiting)
             else:
                 ready = self._wait()
+            is_first = False
             for rank in ready:
                 self._advance(rank, self._links[rank])
                 if rank not in self._waiting:
@@ -209,7 +212,9 @@ class Links:
                 link.begin_to_send(self._text, self._sends[rank])
             if rank in self._receives:
                 link.begin_to_receive(self._receives[rank])
-        except TransferError as exc:
+            if link.send() and link.has_received:
+                self._waiting.discard(rank)
+        except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
 
     def _advance(self, rank: int, link: Link) -> None:
