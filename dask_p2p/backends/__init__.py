@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import MOST_UNREAD, RUN_BYTES, SLOTS, Backend, Queue, Timer
+from dask_p2p.backends.base import MOST_UNREAD, RUN_BYTES, SLOTS, Backend, Queue, Timer, order_of
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import UnsupportedArrayError
@@ -45,6 +45,7 @@ __all__ = [
     "backend_for",
     "backend_named",
     "device_of",
+    "order_of",
     "worker_backend",
 ]
 

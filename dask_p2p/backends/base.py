@@ -17,7 +17,16 @@ from dask_p2p.backends.timing import Timer
 from dask_p2p.errors import AxesError, BlockMismatchError
 from dask_p2p.types import Array, DTypeLike, Kind
 
-__all__ = ["MOST_UNREAD", "RUN_BYTES", "SLOTS", "Backend", "Queue", "Timer", "transposed"]
+__all__ = [
+    "MOST_UNREAD",
+    "RUN_BYTES",
+    "SLOTS",
+    "Backend",
+    "Queue",
+    "Timer",
+    "order_of",
+    "transposed",
+]
 
 #: Of a row that a kernel of a GPU writes at a time: one side of its tiles, of items up to 8 bytes.
 RUN_BYTES = 512
@@ -251,3 +260,9 @@ def transposed(dst: Array, src: Array, axes: Sequence[int]) -> Any:
             "astype first; a kernel only moves items."
         )
     return view
+
+
+def order_of(array: Any) -> tuple[int, ...]:
+    """Return in which order the axes of an array lie in memory."""
+    strides = array.strides
+    return tuple(sorted(range(array.ndim), key=lambda axis: -abs(strides[axis])))

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from dask_p2p.backends import backend_for
+from dask_p2p.backends import backend_for, order_of
 from dask_p2p.engine.memory import Need, in_memory_bytes
 from dask_p2p.engine.task import current_worker
 from dask_p2p.geometry import Index
 from dask_p2p.types import Array, DType
 from dask_p2p.versioned import versioned
 
-__all__ = ["INVERSE", "TO_COMPLEX", "TO_REAL", "LocalTransform", "Step", "order_of", "scale_of"]
+__all__ = ["INVERSE", "TO_COMPLEX", "TO_REAL", "LocalTransform", "Step", "scale_of"]
 
 TO_COMPLEX = ("rfft", "ihfft")  # of real numbers, along the axis that comes first
 TO_REAL = ("irfft", "hfft")  # along the axis that comes last
@@ -208,12 +208,6 @@ def scale_of(kind: str, norm: str, elements: int) -> float:
     if norm == "ortho":
         return float(elements**-0.5)
     return 1 / elements if (norm == "forward") != (kind in INVERSE) else 1.0
-
-
-def order_of(array: Any) -> tuple[int, ...]:
-    """Return in which order the axes of an array lie in memory."""
-    strides = array.strides
-    return tuple(sorted(range(array.ndim), key=lambda axis: -abs(strides[axis])))
 
 
 @cache

@@ -32,10 +32,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.backends import RUN_BYTES
+from dask_p2p.backends import RUN_BYTES, order_of
 from dask_p2p.geometry import Box, Runs, box_slices, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.ops.local_fft import order_of
 from dask_p2p.sections.links import Buffer, Links
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.regions import Call, Local, Regions

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dask_p2p.backends import order_of
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import block_bounds, split_evenly
 from dask_p2p.ops.fft_stages import (
@@ -21,7 +22,7 @@ from dask_p2p.ops.fft_stages import (
     order_in_memory,
     transform_of,
 )
-from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, order_of
+from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
 from dask_p2p.plans.cuts import transform_stages
 from dask_p2p.plans.members import Members
 from dask_p2p.sections.devices import Host, check_kind

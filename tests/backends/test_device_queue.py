@@ -98,6 +98,21 @@ def test_packed_regions_are_there_when_they_are_waited_for(gpu):
     gpu.check()
 
 
+@pytest.mark.parametrize("axes", [(2, 0, 1), (1, 2, 0), (2, 1, 0)])
+def test_regions_whose_axes_lie_otherwise_come_through_slots(gpu, axes):
+    """As of a spectrum, whose transformed axis lies last."""
+    queue = DeviceQueue("cupy")
+    whole = np.arange(8 * 6 * 40, dtype="f8").reshape(8, 6, 40)
+    region = gpu.written(whole)[:, :, 3:23].transpose(axes)  # runs of 160 bytes
+    out = queue.empty(region.shape[::-1], "f8")
+    part = queue.prefetch(region, region.nbytes)
+    assert part.slot is not None
+    queue.permute_prefetched(out, part, (2, 1, 0))
+    queue.synchronize()
+    np.testing.assert_array_equal(gpu.read(out), whole[:, :, 3:23].transpose(axes).T)
+    gpu.check()
+
+
 def test_parts_that_are_larger_than_the_slots_are_read_in_place(gpu):
     """Those of one holder may all be smaller than those of the next."""
     queue = DeviceQueue("cupy")

@@ -74,6 +74,7 @@ class FakeTransport(Transport):
         return Footprint(self.part_bytes, self.ahead)
 
     def read(self, requests, options):
+        self.requests = requests
         return FakeReading(self, requests, self.footprint(options, "numpy"), options)
 
     async def close(self):
@@ -203,6 +204,11 @@ def test_stage_order_and_leases(peers, quick, log):
         ("a", "quick", 72),
     ]
     assert peers.served == [("x", 1, 0)]
+
+
+def test_a_transport_is_told_which_axis_comes_last_in_the_output(peers, quick):
+    check(assembly(peers).run())
+    assert [request.fast_axis for request in quick.requests] == [0]
 
 
 def test_holders_of_the_own_host_come_first(quick, peers, log):

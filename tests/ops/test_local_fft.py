@@ -8,11 +8,12 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from dask_p2p.backends import order_of
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.ops import local_fft
 from dask_p2p.ops.fft_stages import local_transforms
-from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, order_of
+from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
 
 FFT, PADDED = ("fftn", (0, 1), (600, 80)), ("ifftn", (1,), (200,))
 RFFT, IRFFT = ("rfft", (1,), (80,)), ("irfft", (1,), (158,))

@@ -272,6 +272,37 @@ def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, par
     assert [*found.values()] == [[((count, 20), part_bytes) for count in rows]] * 3
 
 
+@pytest.mark.parametrize(
+    ("lies", "axes", "shape"),
+    [
+        ((0, 1, 2), (1, 2, 0), (12, 1, 10)),  # what is made has whole rows along the first axis
+        ((0, 1, 2), (0, 1, 2), (4, 4, 10)),
+        ((2, 0, 1), (0, 1, 2), (4, 4, 10)),  # and along the last one, which lies first
+        ((1, 2, 0), (0, 1, 2), (12, 1, 10)),  # cut along the axis that lies first
+    ],
+)
+def test_parts_keep_rows_whole_and_lie_together(gpu, monkeypatch, lies, axes, shape):
+    shapes, original = set(), DeviceQueue.prefetch
+    whole = np.arange(24 * 8 * 10, dtype="f8").reshape(24, 8, 10)
+
+    def noted(queue, src, slot_bytes):
+        shapes.add(src.shape)
+        return original(queue, src, slot_bytes)
+
+    def recut(ctx, _):
+        own = whole[box_slices(ctx.box_of((0,), whole.shape))]
+        back = tuple(map(lies.index, range(3)))
+        a = filled(gpu, np.ascontiguousarray(own.transpose(lies))).transpose(back)
+        cut = (axes.index(1),)
+        b = ctx.redistribute(a, cut, (0,), axes=axes, shape=whole.shape)
+        wanted = whole.transpose(axes)
+        assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of(cut, wanted.shape))])
+
+    monkeypatch.setattr(DeviceQueue, "prefetch", noted)
+    run(gpu, PAIR, recut, 4 * 4 * 10 * 8)
+    assert shapes == {shape}
+
+
 def test_bytes_are_counted(gpu):
     def counted(ctx, own):
         ctx.redistribute(filled(gpu, own), (1,))

@@ -14,7 +14,9 @@ from dask_p2p.errors import (
     UnsuitableError,
     UnsupportedArrayError,
 )
+from dask_p2p.geometry import box_shape, box_size
 from dask_p2p.transports.base import Reading, Region, Request, Transport
+from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.replies import (
     check_dtype_text,
     check_reply,
@@ -197,3 +199,31 @@ def test_a_probe_that_fails_says_so_and_leaves_nothing_open(error):
     with pytest.raises(TransferError, match=r"trouble|the worker's event loop did not respond"):
         transport.probe("there", "numpy")
     assert transport.reading.closed
+
+
+class _Nothing(Reading):
+    """Regions that nobody asks for."""
+
+    def __iter__(self):
+        return iter(())
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "fast_axis", "shape"),
+    [
+        ("cupy", 0, (256, 16, 64)),  # rows of 1 KiB, along all of the axis
+        ("cupy", 1, (16, 256, 64)),
+        ("cupy", None, (16, 256, 64)),
+        ("numpy", 0, (16, 256, 64)),  # a processor writes them item by item
+    ],
+)
+def test_parts_for_gpus_keep_rows_of_the_output_whole(kind, fast_axis, shape):
+    box = ((0, 256), (0, 256), (0, 64))
+    request = Request("key", "holder", (256, 256, 64), np.dtype("f4"), kind, [box], fast_axis)
+    reading = _Nothing([request], Footprint(2**20, 1), options())
+    parts = [part.box for part in reading.parts()]
+    assert {box_shape(part) for part in parts} == {shape}
+    assert sum(map(box_size, parts)) == 256 * 256 * 64
