@@ -4,7 +4,8 @@
 
 Two workers with one thread each have a square of float64 each. In each round all ways take their
 turns. What a way takes for a step is the difference between many steps and one, over the number of
-steps, where all steps are one layer. Results are checked against NumPy.
+steps, where all steps are one layer. Results are checked against NumPy. The five steps in a row
+that take least, beside those of the kernel alone, tell what an exchange costs undisturbed.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import dask_p2p
 from benchmarks.environment import environment
 from benchmarks.growth import write
 from benchmarks.rivals import mpi_stencil
-from benchmarks.rivals.mpi_stencil import five_points
+from benchmarks.rivals.mpi_stencil import five_points, least_noted, noted
 
 __all__ = ["main"]
 
 _WORKERS = 2
 OURS, KERNEL, MPI = "dask_p2p.iterate", "the kernel alone", "mpi4py"
 OUR_LAYERS, DASK_LAYERS = "dask_p2p.map_overlap", "dask.array.map_overlap"
+LEAST = ", five steps in a row"
 FIXED, OUR_LAYER = "dask_p2p.iterate, one step", "dask_p2p.map_overlap, one layer"
 
 
@@ -42,9 +44,17 @@ def with_rims(u: Any) -> Any:
     return out
 
 
-def iterated(x: Any, steps: int) -> Any:
+def iterated(x: Any, steps: int, step: Callable[..., Any] = five_points) -> Any:
     """Return the lazy result of so many steps in one layer."""
-    return dask_p2p.iterate(five_points, x, 1, steps, boundary="periodic")
+    return dask_p2p.iterate(step, x, 1, steps, boundary="periodic")
+
+
+def least_of(client: Any, x: Any, steps: int) -> float:
+    """Return the seconds of a step by `iterate`, of those in a row that take least."""
+    client.run(least_noted)
+    seconds(partial(iterated, step=noted), x, steps)
+    found: dict[str, float] = client.run(least_noted)
+    return max(found.values())
 
 
 def layers(map_overlap: Callable[..., Any], x: Any, steps: int) -> Any:
@@ -75,7 +85,7 @@ def counts(side: int) -> tuple[int, int]:
     return min(6400, max(20, 400 * 512**2 // side**2)), min(40, max(2, 10 * 512 // side))
 
 
-def ways(side: int, x: Any) -> dict[str, Callable[[], float]]:
+def ways(client: Any, side: int, x: Any) -> dict[str, Callable[[], float]]:
     """Return what measures each way: the seconds of a step."""
     steps, few = counts(side)
 
@@ -87,6 +97,7 @@ def ways(side: int, x: Any) -> dict[str, Callable[[], float]]:
 
     found: dict[str, Callable[[], float]] = {
         OURS: partial(of_many, iterated, steps),
+        OURS + LEAST: partial(least_of, client, x, steps),
         FIXED: partial(seconds, iterated, x, 1),
         OUR_LAYER: partial(seconds, partial(layers, dask_p2p.map_overlap), x, 1),
         OUR_LAYERS: partial(of_layers, dask_p2p.map_overlap),
@@ -94,7 +105,9 @@ def ways(side: int, x: Any) -> dict[str, Callable[[], float]]:
     }
     if find_spec("mpi4py") is not None:
         run = partial(mpi_stencil.seconds, side, _WORKERS, steps)
-        found |= {MPI: run, KERNEL: partial(run, exchanges=False)}
+        for suffix, of in (("", "seconds"), (LEAST, "least_s")):
+            found[MPI + suffix] = partial(run, of=of)
+            found[KERNEL + suffix] = partial(run, exchanges=False, of=of)
     return found
 
 
@@ -113,6 +126,12 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
     found = {f"{way} / ours": of[way] / of[OURS] for way in (OUR_LAYERS, DASK_LAYERS)}
     found |= {f"ours / {way}": of[OURS] / of[way] for way in (MPI, KERNEL) if way in of}
     return found | {"one step / one layer": of[FIXED] / of[OUR_LAYER]}
+
+
+def exchanges(times: dict[str, list[float]]) -> dict[str, float]:
+    """Return the seconds of an exchange: how much longer steps in a row take than the kernel's."""
+    of = {way: min(times[way + LEAST]) for way in (OURS, MPI, KERNEL) if way + LEAST in times}
+    return {way: of[way] - of[KERNEL] for way in of if way != KERNEL and KERNEL in of}
 
 
 @click.command(context_settings={"show_default": True})
@@ -134,7 +153,7 @@ def main(sides: Sequence[int], repeats: int, path: Path | None) -> None:
             x = client.persist(rng.random(shape, chunks=(side, side)))
             if count := wrong(x):
                 raise click.ClickException(f"{count} elements are wrong")
-            measured = ways(side, x)
+            measured = ways(client, side, x)
             times: dict[str, list[float]] = {way: [] for way in measured}
             for repeat in range(repeats + 1):
                 for way, measure in measured.items():
@@ -148,6 +167,9 @@ def main(sides: Sequence[int], repeats: int, path: Path | None) -> None:
                     flush=True,
                 )
             rows.append({"side": side, "step_s": times, "ratios": ratios(times)})
+            rows[-1]["exchange_s"] = found = exchanges(times)
+            for way, exchange_s in found.items():
+                print(f"{side:>5} {way:>32}: exchange {exchange_s * 1e6:9.1f} us")
             for name, ratio in rows[-1]["ratios"].items():  # type: ignore[attr-defined]
                 print(f"{side:>5} {name:>42}: {ratio:8.2f}", flush=True)
     write(path, {**environment(), "workers": _WORKERS, "repeats": repeats, "rows": rows})
