@@ -142,7 +142,8 @@ def split_box(box: Box, max_elements: int, runs: Runs | None = None) -> Iterator
             axis = others[0]
     start, stop = box[axis]
     row_elements = size // (stop - start)
-    rows = max(1, max_elements // row_elements)
+    count = -(-(stop - start) // max(1, max_elements // row_elements))
+    rows = -(-(stop - start) // count)  # parts of about one size: none comes with little beside it
     for lo in range(start, stop, rows):
         part = (*box[:axis], (lo, min(lo + rows, stop)), *box[axis + 1 :])
         yield from split_box(part, max_elements, runs)

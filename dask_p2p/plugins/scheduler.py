@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import chain, islice
 from typing import Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -29,7 +30,7 @@ from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import Feed, Tasks
 from dask_p2p.monitoring.records import RECORDS_OP, Record, RecordStore, RunStarts, packed, unpacked
 from dask_p2p.monitoring.runs import runs_of
-from dask_p2p.plugins.low_latency import shorten_scheduler
+from dask_p2p.plugins.low_latency import AtOnce, shorten_scheduler
 from dask_p2p.plugins.placement import overlay_memory_check, overlay_placement
 from dask_p2p.plugins.worker import P2PPlugin, probe_peers, set_up
 from dask_p2p.transports.replies import answering
@@ -71,6 +72,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.feed = Feed(self._records, self.ready, self._fetch, self._tasks)
         self._totals = Totals()
         self._states: dict[str, Any] = {}  # of workers, by address, as Dask has them
+        self._at_once = AtOnce()
 
     async def start(self, scheduler: Any) -> None:
         """Begin. Nothing is awaited here: a second client would begin once more in the meantime."""
@@ -119,15 +121,22 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             set_up.task.cancel()
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Note where runs begin and end."""
+        """Note where runs begin and end, and have nobody wait for word of them."""
         if finish == "processing":
             task = self.scheduler.tasks[key]
-            if isinstance(task.run_spec, (AssembleTask, MemberTask)) or is_of_parts(key):
+            if _is_ours(task):
                 self._starts.sent(run_name(key), task.run_id)
+            if _is_idle(task.processing_on) and _is_beside_ours(task):
+                self._at_once.send(self.scheduler.stream_comms.get(task.processing_on.address))
         elif finish in _ENDED and isinstance(key, tuple):
             name = run_name(key)
             if self._starts.is_open(name) and not self._tasks(key[0]).left:
                 self._starts.end(name)
+        if finish == "memory" and _is_idle(self.scheduler.workers.get(kwargs.get("worker"))):
+            task = self.scheduler.tasks[key]
+            if task.who_wants and _is_beside_ours(task):
+                clients = (each.client_key for each in task.who_wants)
+                self._at_once.send(*map(self.scheduler.client_comms.get, clients))
 
     @answering
     async def register(self) -> dict[str, Any]:
@@ -260,6 +269,22 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def _probe_peers(self, workers: list[str]) -> None:
         request = {"op": "run", "function": dumps(probe_peers), "args": dumps((workers,))}
         await self.scheduler.broadcast(msg=request, workers=workers, on_error="ignore")
+
+
+def _is_ours(task: Any) -> bool:
+    return isinstance(task.run_spec, (AssembleTask, MemberTask)) or is_of_parts(task.key)
+
+
+def _is_beside_ours(task: Any) -> bool:
+    """Return whether a task is ours, reads what one of ours makes, or makes what one reads."""
+    # One of each stands for all, of which there may be thousands.
+    beside = chain([task], islice(task.dependencies, 1), islice(task.dependents, 1))
+    return any(map(_is_ours, beside))
+
+
+def _is_idle(worker: Any) -> bool:
+    """Return whether a worker has no more to do than it can do at once."""
+    return worker is not None and len(worker.processing) <= worker.nthreads
 
 
 def cannot_take_part(failed: dict[str, str]) -> str:

@@ -30,7 +30,7 @@ from dask_p2p.monitoring.counters import COUNTERS_METRIC, Values
 from dask_p2p.monitoring.records import RECORDS_OP
 from dask_p2p.plans import stage_order
 from dask_p2p.plugins.context import DaskWorkerContext
-from dask_p2p.plugins.low_latency import shorten_worker
+from dask_p2p.plugins.low_latency import AtOnce, shorten_worker
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Key
@@ -60,6 +60,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options
+        self._at_once = AtOnce()
         self._background: set[asyncio.Future[None]] = set()
 
     def setup(self, worker: Worker) -> None:
@@ -167,7 +168,10 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
                 ending.push_async_callback(transport.close)
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
-        """Tell the transports of blocks that the worker no longer holds."""
+        """Tell of blocks that the worker no longer holds, and at once of what it did last."""
+        state = self._worker.state
+        if start in ("executing", "long-running") and not state.ready and not state.executing:
+            self._at_once.send(self._worker.batched_stream)
         if finish == "error" and worker_backend().on_device:
             self._look_after_device()
         if start == "memory" and finish != "memory":

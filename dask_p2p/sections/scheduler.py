@@ -171,6 +171,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             others = ((gang, other) for other in range(size) if other != rank)
             if not any(other in self._scheduler.tasks for other in others):
                 self._coordinator.forget(gang)
+                self._waiting.forget(gang)
                 self._drop_states(gang)
         self._tell()
 

@@ -35,6 +35,11 @@ class Waiting:
         if gang not in self._timers and (wait := self._coordinator.wait(gang)) is not None:
             self._look_after(self._after_s, gang, wait.attempt, 0.0)
 
+    def forget(self, gang: str) -> None:
+        """Look no more after a gang that is gone: another one may come by its name."""
+        if (timer := self._timers.pop(gang, None)) is not None:
+            timer.cancel()
+
     def close(self) -> None:
         """Look no more."""
         for timer in self._timers.values():

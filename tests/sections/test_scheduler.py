@@ -88,6 +88,7 @@ def test_nobody_joins_whose_task_is_not_in_process_there():
         del scheduler.tasks["x", 0]
         assert (await plugin.join(**JOINING))["state"] == "stopped"
         assert plugin._coordinator.size("x") is None
+        assert not plugin._waiting._timers  # a gang of this name may come again
 
     running(main)
 

@@ -65,6 +65,26 @@ def told(scheduler):
     return asyncio.run(main())
 
 
+def test_a_gang_of_the_same_name_has_not_waited_as_long():
+    """Users compute the same again and again: one of these gangs may wait at any time."""
+    scheduler = Scheduler([task("processing"), task("processing", worker())])
+
+    async def main():
+        coordinator = Coordinator(8)
+        waiting = Waiting(scheduler, coordinator, 10 * AFTER_S)
+        for ticket in range(40):
+            coordinator.join("x", 2, 0, str(ticket), "a")
+            waiting.watch("x")
+            await asyncio.sleep(AFTER_S)
+            coordinator.forget("x")
+            waiting.forget("x")
+        assert not waiting._timers
+        waiting.forget("x")
+
+    asyncio.run(main())
+    assert not scheduler.told
+
+
 @pytest.mark.parametrize(
     ("missing", "why"),
     [
