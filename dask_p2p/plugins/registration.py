@@ -11,9 +11,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Awaitable, Sequence
-from functools import partial
 from typing import Any, overload
-from weakref import WeakSet, proxy
+from weakref import WeakSet
 
 from dask_p2p.config import options
 from dask_p2p.engine.task import current_worker
@@ -151,7 +150,6 @@ async def _register_async(client: Any) -> None:
 async def _prepare(client: Any) -> dict[str, Any]:
     """Have a client's cluster take part, as far as it does; return what `ask` does."""
     check_dask()
-    client._get_versions = partial(_get_versions, proxy(client))
     if options().low_latency:
         from dask_p2p.plugins.low_latency import shorten
 
@@ -162,17 +160,6 @@ async def _prepare(client: Any) -> dict[str, Any]:
 def _conclude(client: Any, answer: dict[str, Any]) -> None:
     _report(answer)
     _registered.add(client)
-
-
-async def _get_versions(client: Any, check: bool = False, packages: Any = None) -> Any:
-    """Do what `Client.get_versions` does, with this package among the others.
-
-    A place in Dask's own list would not do. What is in there is compared whenever somebody
-    connects, and processes that have not loaded this package would seem to lack it.
-    """
-    from distributed import Client
-
-    return await Client._get_versions(client, check, [*(packages or ()), "dask-p2p"])
 
 
 async def register_later(client: Any) -> None:
