@@ -26,19 +26,6 @@ import cloudpickle
 
 from dask_p2p.errors import P2PError, RegistrationError, VersionError
 
-__all__ = [
-    "DASK_RELEASES",
-    "Unreadable",
-    "check_dask",
-    "check_readable",
-    "check_version",
-    "named_fields",
-    "own_version",
-    "read",
-    "this_version",
-    "versioned",
-]
-
 #: Those that the tests pass with; pyproject.toml has the same. The plugins replace private parts of
 #: Dask (see tests/plugins/test_canary.py), so nothing is promised of other releases.
 DASK_RELEASES = ">=2025.12,<2026.9"

@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["MAX_WORD_BYTES", "Axis", "Geometry", "reduce_copy"]
-
 MAX_WORD_BYTES = 16
 
 

@@ -13,11 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 from dask_p2p.backends.host_link import HostLink
-from dask_p2p.backends.timing import Timer
+from dask_p2p.backends.timing import Timer as Timer
 from dask_p2p.errors import AxesError, BlockMismatchError
 from dask_p2p.types import Array, DTypeLike, Kind
-
-__all__ = ["MOST_UNREAD", "SLOTS", "Backend", "Queue", "Timer", "transposed"]
 
 SLOTS = 3  # of a queue: one is being filled, one is being emptied, one waits for either
 MOST_UNREAD = 2  # received arrays that are kept for kernels that are queued

@@ -25,8 +25,6 @@ import numpy as np
 from dask_p2p.backends import backend_for
 from dask_p2p.types import Array
 
-__all__ = ["ALGORITHMS", "checksum"]
-
 ALGORITHMS = ("crc32", "mixed64")
 
 _WORD_BYTES = 8

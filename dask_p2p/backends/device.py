@@ -28,20 +28,6 @@ from dask_p2p.backends.driver import driver
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.types import Array
 
-__all__ = [
-    "current_device",
-    "device_work",
-    "gpu_obstacle",
-    "mark_written",
-    "order_after_null_stream",
-    "private_stream",
-    "raise_if_lost",
-    "relax_capture",
-    "wait_for_all_streams",
-    "wait_for_null_stream",
-    "wait_until_written",
-]
-
 _SMALL_BYTES = 512
 _LONGEST_CAPTURE_S = 60.0
 _POLL_S = 1e-3

@@ -21,8 +21,6 @@ from dask_p2p.backends.device import device_work
 from dask_p2p.backends.first_touch import touch_by_threads
 from dask_p2p.errors import P2PWarning
 
-__all__ = ["CANNOT_PIN", "REMEDY", "Pinned", "is_pinned", "register", "registered", "warn_once"]
-
 CANNOT_PIN = "host memory cannot be pinned"
 REMEDY = (
     "Copies to and from its GPU go through other memory, and are slower. See what the system and "

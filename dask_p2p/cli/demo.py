@@ -38,8 +38,6 @@ from dask_p2p.tools.cluster import device_names
 from dask_p2p.tools.indexed import count_wrong, indexed_array
 from dask_p2p.types import DaskArray, DType
 
-__all__ = ["demo"]
-
 _OURS = "dask_p2p"
 _RUNS = 4  # of each way, the first one included
 _SETTLE_S = 0.2

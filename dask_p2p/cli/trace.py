@@ -7,8 +7,6 @@ import click
 from dask_p2p.cli._options import COUNT, connect, one_line_errors
 from dask_p2p.cli._tables import pluralize
 
-__all__ = ["trace"]
-
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False))

@@ -20,8 +20,6 @@ from dask_p2p.cli import _options as shared
 from dask_p2p.cli._signals import ctrl_c_later, stoppable
 from dask_p2p.types import DaskArray
 
-__all__ = ["rechunk", "transpose"]
-
 _NUMBERS = shared.reader(shared.numbers, "whole numbers with commas between")
 _OPTIONS = (
     click.argument("input", type=click.Path()),

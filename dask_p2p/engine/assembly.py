@@ -45,8 +45,6 @@ from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned
 
-__all__ = ["Assembly", "OutputSpec", "queue_for"]
-
 _Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # that are on their way, in their order
 
 

@@ -24,8 +24,6 @@ from dask_p2p.config import Options
 from dask_p2p.transports.silence import LONGEST_PAUSE_S, PROBE_TIMEOUT_S
 from dask_p2p.types import Key
 
-__all__ = ["AttemptLog", "Attempts", "pause_s", "worst_case_s"]
-
 _KEPT_CAUSES = 8  # of a task's failed attempts: the last ones that differ
 _CAUSE_CHARS = 500  # of each
 _COUNTED_TASKS = 10_000  # whose failed attempts are kept

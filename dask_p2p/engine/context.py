@@ -15,8 +15,6 @@ from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
-__all__ = ["TaskContext", "where_is"]
-
 
 def where_is(worker: Any) -> str:
     """Name a worker, or its context, in an error; None stands for a process without one."""

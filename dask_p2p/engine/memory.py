@@ -10,8 +10,6 @@ from dask.utils import format_bytes
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.types import Array
 
-__all__ = ["Need", "in_memory_bytes", "is_out_of_memory"]
-
 _MEMORY_ALLOCATION = 2  # of CUDA: cudaErrorMemoryAllocation, and the driver's CUDA_ERROR_...
 _CURE = (
     "Smaller chunks make it fit: of the result by chunks=, of the input by rechunk; spread over "

@@ -36,8 +36,6 @@ from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, Key, Kind
 from dask_p2p.versioned import check_readable, versioned
 
-__all__ = ["PartsFunction", "Work"]
-
 # To begin another task takes a millisecond of the host. Layers of blocks of 32 and 128 MiB took
 # longer so (50 ms against 40, 53 against 48, H200), those of 256 MiB and more less.
 _HAND_ON_FROM_BYTES = 2**28

@@ -31,17 +31,6 @@ from dask_p2p.transports.silence import is_given_up
 from dask_p2p.types import Key
 from dask_p2p.versioned import Unreadable, check_readable
 
-__all__ = [
-    "PLUGIN_NAME",
-    "AssembleTask",
-    "Blocks",
-    "MemberTask",
-    "current_worker",
-    "go_elsewhere",
-    "plugin_context",
-    "try_again",
-]
-
 logger = logging.getLogger(__name__)
 
 #: Name under which the worker plugin is registered.

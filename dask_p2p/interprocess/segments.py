@@ -29,8 +29,6 @@ from dask_p2p.errors import UnsuitableError
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.interprocess.requests import checked_integer, checked_text
 
-__all__ = ["FILE_NAME", "Segment", "SegmentName", "Segments", "to_device"]
-
 FILE_NAME = "dask-p2p"  # which `/proc` shows
 _per_thread = threading.local()
 

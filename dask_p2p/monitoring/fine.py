@@ -13,8 +13,6 @@ from distributed.metrics import context_meter
 
 from dask_p2p.monitoring.records import Record
 
-__all__ = ["COPY", "KERNEL", "TRANSFER", "meter", "note_transfer"]
-
 #: Seconds for which a task stood still for other workers' regions, or copied them itself; and bytes
 #: of these regions.
 TRANSFER = "p2p-transfer"

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-__all__ = ["DOMAIN", "Ranges"]
-
 #: Of NVTX, by which a profiler tells these ranges from others.
 DOMAIN = "dask_p2p"
 

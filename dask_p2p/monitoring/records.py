@@ -20,20 +20,6 @@ from dask.utils import key_split
 from dask_p2p.types import Key
 from dask_p2p.versioned import check_version, own_version
 
-__all__ = [
-    "REASON_CHARS",
-    "RECORDS_OP",
-    "Fallback",
-    "Record",
-    "RecordLog",
-    "RecordStore",
-    "RunStarts",
-    "Stage",
-    "overlap",
-    "packed",
-    "unpacked",
-]
-
 #: By which a scheduler asks workers for their records, and a client the scheduler.
 RECORDS_OP = "p2p_records"
 

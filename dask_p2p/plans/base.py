@@ -46,8 +46,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from dask_p2p.geometry import Box, Chunks, Index, block_indices
 from dask_p2p.versioned import versioned
 
-__all__ = ["BlockPlan", "Fill", "Piece", "Plan", "Source", "block_plans", "stage_order"]
-
 _T = TypeVar("_T")
 
 

@@ -21,17 +21,6 @@ from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Source
 from dask_p2p.versioned import versioned
 
-__all__ = [
-    "AxisMapping",
-    "Cut",
-    "GridPlan",
-    "Segment",
-    "blocks_read",
-    "redistribution",
-    "segments_of_range",
-    "slab_chunks",
-]
-
 
 class Segment(NamedTuple):
     """A part of an output block along one axis."""

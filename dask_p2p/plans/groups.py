@@ -29,16 +29,6 @@ from math import ceil, isqrt, prod
 from dask_p2p.geometry import Chunks
 from dask_p2p.plans.grid import Cut, GridPlan
 
-__all__ = [
-    "FEW_EDGES",
-    "MANY_GROUPS",
-    "MOST_EDGES",
-    "MOST_GROUPED_EDGES",
-    "SMALL_GROUP",
-    "grid_between",
-    "grouped",
-]
-
 #: Edges that one layer has at most where groups are small.
 FEW_EDGES = 2_000
 #: Elements of a group that is small: 64 MiB of float64.

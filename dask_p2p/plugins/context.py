@@ -41,8 +41,6 @@ from dask_p2p.transports.replies import answering, ask_and_wait
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
-__all__ = ["FALLBACK_TOPIC", "DaskWorkerContext", "must_encrypt"]
-
 _T = TypeVar("_T")
 
 #: Of Dask's events: a transport was given up for a holder.

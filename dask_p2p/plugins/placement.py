@@ -25,8 +25,6 @@ from typing import Any
 
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, MemberTask
 
-__all__ = ["Overlay", "held_elements", "overlay_memory_check", "overlay_placement"]
-
 #: Method of Dask's scheduler that refuses tasks.
 MEMORY_CHECK = "_add_to_processing"
 _PLACE = "decide_worker_non_rootish"

@@ -22,16 +22,6 @@ from dask_p2p.plugins.notices import warn_of_whole_blocks
 from dask_p2p.types import AsynchronousClient, Client, Key
 from dask_p2p.versioned import check_dask, this_version
 
-__all__ = [
-    "ask_later",
-    "cluster_size",
-    "current_client",
-    "on_missing_plugin",
-    "register",
-    "register_if_possible",
-    "workers_of",
-]
-
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0

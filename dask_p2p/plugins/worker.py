@@ -36,8 +36,6 @@ from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Key
 from dask_p2p.versioned import check_dask, versioned
 
-__all__ = ["P2PPlugin", "probe_peers", "set_up"]
-
 logger = logging.getLogger(__name__)
 
 _LEASED_METRIC = "dask-p2p-leased-bytes"

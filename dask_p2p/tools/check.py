@@ -33,11 +33,9 @@ from dask_p2p.plans import BlockPlan, Piece, Source
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import register
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
-from dask_p2p.tools.report import EXPECTED, HostPair, Link, Problem, Report, Status
+from dask_p2p.tools.report import EXPECTED, Link, Problem, Report, Status
 from dask_p2p.transports.probe import PROBE_DTYPE, check_probe, most_probe_bytes, probe_key
 from dask_p2p.types import AsynchronousClient, Client, Kind
-
-__all__ = ["HostPair", "Link", "Problem", "Report", "Status", "check", "find_problems"]
 
 FAR = 2  #: Times as fast that another transport must be to be named.
 

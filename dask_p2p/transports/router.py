@@ -16,8 +16,6 @@ from dask_p2p.transports.base import Transport
 from dask_p2p.transports.silence import SilenceLog
 from dask_p2p.types import DType, Kind
 
-__all__ = ["Route", "Router"]
-
 logger = logging.getLogger(__name__)
 
 

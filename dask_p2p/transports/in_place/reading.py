@@ -34,8 +34,6 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.transports.in_place.same_host import SameHostTransport
 
-__all__ = ["Descriptor", "DirectoryOptions", "Regions", "SameHostReading", "regions_of"]
-
 _POLL_S = 20e-6
 _MOST_PUBLISHED = 10_000  # by one request
 

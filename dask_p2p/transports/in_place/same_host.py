@@ -41,8 +41,6 @@ from dask_p2p.transports.replies import ask_and_wait, dtype_text, find_block
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Key
 
-__all__ = ["SameHostTransport"]
-
 logger = logging.getLogger(__name__)
 
 _EXPIRE_S = 0.1

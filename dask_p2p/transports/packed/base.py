@@ -51,8 +51,6 @@ from dask_p2p.transports.replies import (
 )
 from dask_p2p.types import Array, Key
 
-__all__ = ["Asked", "MemoryTarget", "PackedTransport", "Target"]
-
 NO_ROOM = "its outgoing staging limit (p2p.memory.staging-limit) is reached"
 PAUSE_S = 1e-3  # while the limit is reached
 _LARGEST_ITEM_BYTES = 2**31

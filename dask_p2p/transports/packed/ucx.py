@@ -51,8 +51,6 @@ from dask_p2p.transports.replies import ask, refuse
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Kind
 
-__all__ = ["UcxOptions", "UcxTransport"]
-
 _PEER_OP = "p2p_ucx_peer"
 _LONGEST_ADDRESS_BYTES = 2**16
 _IDLE_PARTS = 5
