@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from dask_p2p.backends.hardware import on_gpu
 from dask_p2p.cli import _options
@@ -22,6 +23,20 @@ SHAPE = reader(
     lambda value: numbers(value.lower(), "x"),
     "lengths of at least 1 with an x between",
     lambda shape: min(shape) > 0,
+)
+
+
+def _dtype(value: str) -> Any:
+    try:
+        return np.dtype(value)
+    except (TypeError, ValueError, SyntaxError) as exc:
+        raise click.BadParameter(f"{value!r}: NumPy has no dtype of this name") from exc
+
+
+DTYPE = reader(
+    _dtype,
+    "a boolean, integer, float or complex dtype",
+    lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
 )
 AXES = reader(numbers, "whole numbers with commas between", bool)
 
