@@ -38,13 +38,9 @@ _shared: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # by what they
 def versioned(*, strict: bool = False, shared: bool = False) -> Callable[[_C], _C]:
     """Have a class pickled with the version of the package: a dataclass, or a named tuple.
 
-    Parameters
-    ----------
-    strict : bool, optional
-        Whether a value that cannot be read is an error at once. For what does not travel in tasks.
-    shared : bool, optional
-        Whether all that read the same get one object. For what many tasks carry and none changes;
-        the class may not have slots.
+    Strict: a value that cannot be read is an error at once; for what does not travel in tasks.
+    Shared: all that read the same get one object. That is for what many tasks carry and none
+    changes; the class may not have slots.
     """
 
     def decorate(cls: _C) -> _C:

@@ -153,15 +153,9 @@ def _keep_page(device: int) -> int:
 def wait_until_written(blocks: Iterable[Any], *, any_stream: bool = True) -> None:
     """Wait until what their producers have queued for these CuPy arrays is done.
 
-    A task returns before its kernels are done. Each block is waited for once in its life.
-
-    Parameters
-    ----------
-    blocks
-        CuPy arrays, of any GPUs of this process.
-    any_stream
-        Whether they may have been written on any stream; else only on the null stream, or on
-        streams that the null stream waits for.
+    A task returns before its kernels are done. Each block is waited for once in its life. They may
+    be on any GPUs of this process, and written on any stream; else only on the null stream, or on
+    streams that the null stream waits for.
     """
     new = [block for block in blocks if not _is_written(block)]
     if not new:

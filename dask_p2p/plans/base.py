@@ -143,7 +143,9 @@ def block_plans(plan: Plan) -> Iterator[tuple[Index, BlockPlan]]:
 
 
 def stage_order(
-    holders: Iterable[str], reader: str, host_of: Callable[[str], str] = lambda address: ""
+    holders: Iterable[str],  # addresses, or other names; each is meant once
+    reader: str,
+    host_of: Callable[[str], str] = lambda address: "",  # on which host an address is
 ) -> list[str]:
     """Return the order in which a reader goes to the holders: itself first, then those after it.
 
@@ -153,17 +155,6 @@ def stage_order(
     host in turn. Readers of one host start at different hosts, and at different holders there. So
     of as many holders on each host, each serves one reader at any stage here, too.
 
-    Parameters
-    ----------
-    holders
-        Addresses, or other names; each is meant once.
-    reader
-        Likewise, of the reader.
-    host_of
-        Returns on which host an address is. By default all are on one.
-
-    Examples
-    --------
     >>> stage_order(["c", "a", "b"], "b")
     ['b', 'c', 'a']
     >>> stage_order(["a1", "a2", "b1", "b2", "c1", "c2"], "b1", lambda name: name[0])

@@ -42,18 +42,12 @@ MOST_GROUPED_EDGES = 2_000_000
 _LEAST_GAIN = 2  # times as few edges in all: else the second layer is for nothing
 
 
-def grouped(plan: GridPlan, groups: int | None, threads: Callable[[], int | None]) -> GridPlan:
-    """Return the plan of larger blocks from which those of a plan can be cut; or the plan itself.
-
-    Parameters
-    ----------
-    plan
-        A redistribution.
-    groups
-        How many to make; 0 for none. None for as many as seem best, where there are many edges.
-    threads
-        Returns how many the cluster has, or None; asked only where that matters.
-    """
+def grouped(
+    plan: GridPlan,  # a redistribution
+    groups: int | None,  # to make; 0 for none. None: as many as seem best for many edges
+    threads: Callable[[], int | None],  # that the cluster has; asked only where that matters
+) -> GridPlan:
+    """Return the plan of larger blocks, from which those of a plan can be cut, or that plan."""
     blocks = prod(map(len, plan.chunks))
     if groups is None:
         groups = _best_number(plan, threads) if plan.edges > FEW_EDGES else 0

@@ -39,25 +39,14 @@ class _Proof:
 
 
 class Router:
-    """The routes between this worker and all others, and what was learnt about them.
-
-    Parameters
-    ----------
-    transports
-        All transports of this worker, by name.
-    warn
-        Tells the user something, wherever they are. Workers that find the same say the same.
-    address
-        This worker's, for its log.
-    on_fallback
-        Called with holder, transport and reason when a transport is given up for a holder.
-    """
+    """The routes between this worker and all others, and what was learnt about them."""
 
     def __init__(
         self,
-        transports: Mapping[str, Transport],
-        warn: Callable[[str], None],
-        address: str = "this worker",
+        transports: Mapping[str, Transport],  # all of this worker, by name
+        warn: Callable[[str], None],  # the user, wherever they are; equal finds in equal words
+        address: str = "this worker",  # for its log
+        #: Told of a holder, and the transport that is given up for it, and why.
         on_fallback: Callable[[str, str, Obstacle], None] | None = None,
     ) -> None:
         self._address = address
