@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterable
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
@@ -110,11 +110,13 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         backend = worker_backend()
         if backend.on_device:
             others = stage_order(addresses, self._context.address)
-            probing = asyncio.ensure_future(
-                asyncio.to_thread(self._context.probe_peers, others, backend.name)
-            )
-            self._background.add(probing)  # the loop itself keeps only a weak reference
-            probing.add_done_callback(self._background.discard)
+            self._begin(asyncio.to_thread(self._context.probe_peers, others, backend.name))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have the event loop do something, and go on."""
+        running = asyncio.ensure_future(work)
+        self._background.add(running)  # the loop itself keeps only a weak reference
+        running.add_done_callback(self._background.discard)
 
     @property
     def leased_bytes(self) -> int:
@@ -167,22 +169,16 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         """Tell the transports of blocks that the worker no longer holds."""
         if finish == "error" and worker_backend().on_device:
-            self._look_after_device()
+            self._begin(self._look_after_device())
         if start == "memory" and finish != "memory":
             self._context.on_released(key)
             for transport in self._transports.values():
                 transport.on_released(key)
 
-    def _look_after_device(self) -> None:
+    async def _look_after_device(self) -> None:
         """Find out whether a task failed because the GPU is lost, for which the worker must go."""
-        looking = asyncio.ensure_future(self._context.offload(raise_if_lost))
-        self._background.add(looking)
-        looking.add_done_callback(self._done_looking)
-
-    def _done_looking(self, looking: asyncio.Future[None]) -> None:
-        self._background.discard(looking)
-        if not looking.cancelled():
-            looking.exception()  # the context has handled it
+        with suppress(Exception):  # the context has handled it
+            await self._context.offload(raise_if_lost)
 
     def _on_compute_task(self, **message: Any) -> None:
         task = message.get("run_spec")
