@@ -29,7 +29,7 @@ from dask_p2p.engine.parts import OPERATION, Mapped, is_of_parts, run_name
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
-from dask_p2p.monitoring.ranges import Ranges
+from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.monitoring.records import REASON_CHARS, Record
 from dask_p2p.plans.parts import Part
 from dask_p2p.transports.replies import checked_block
@@ -148,7 +148,7 @@ class Work:
         self.is_reduced = of.reduce is not None
         self.plan = of.plan(index, part_bytes)
         self.copied = Copied()
-        self.ranges = Ranges(of.options.nvtx)
+        self.ranges = ranges(of.options.nvtx)
 
     def run(self, context: TaskContext | None) -> Any:
         """Return the block of the output, where the inputs are."""

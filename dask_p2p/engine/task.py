@@ -214,7 +214,7 @@ def _record(
         axes=assembly.plan.axes,
         wasted_bytes=assembly.sources.wasted_bytes,
         kernel_s=assembly.kernels.seconds,
-        post_s=assembly.post_s,
+        post_s=assembly.post.seconds,
         **others,
     )
 
