@@ -1,16 +1,7 @@
 """How often, and for how long, a worker tries to bring a block: the one policy, with its bound.
 
-- An attempt at a task waits once for a holder that does not answer, whatever the number of its
-  blocks: ``p2p.timeouts.request``. Before that, each transport that has not met the holder waits
-  `PROBE_TIMEOUT_S` for it.
-- A failed attempt is followed by a pause, which doubles up to 2 s. Dask's scheduler then decides
-  anew where the task runs.
-- After ``p2p.attempts`` of them on one worker the task ends in an error.
-- All tasks of a worker share what is known of a holder that does not answer: see
-  `dask_p2p.transports.silence`.
-
-`worst_case_s` is what that takes together, for one task or for many. The worker's event loop keeps
-the deadlines; where it stands still itself, each wait takes
+"Failure" in docs/design.md tells of it. `worst_case_s` is what it takes together, for one task or
+for many. The worker's event loop keeps the deadlines; where it stands still itself, each wait takes
 `EVENT_LOOP_GRACE_S` more.
 """
 

@@ -17,21 +17,8 @@ of the transpose) needs the third *column* tile of every input block::
 A `Piece` is one such tile: a box of a source block and the box of the output block that it
 fills. Any redistribution of blocks is a set of pieces and a permutation of the axes: plain
 rechunking has the identity, a halo exchange has boxes that reach over the blocks' edges. A new
-operation is a new `Plan`, and nothing else of the engine.
-
-Stage order, from *CUDA Fortran for Scientists and Engineers* (Ruetsch, Fatica): in stage s the
-reader at rank r takes what the holder at rank (r + s) mod n has, so that at any stage each
-holder serves one reader; stage 0 is what the reader holds itself::
-
-    stage          0    1    2    3
-    reader 0   <-  0    1    2    3
-    reader 1   <-  1    2    3    0
-    reader 2   <-  2    3    0    1
-    reader 3   <-  3    0    1    2
-
-A rank is a place among the sorted addresses of the holders: it follows from where the data is,
-not from the index of the block that a reader happens to compute. Of several hosts `stage_order`
-tells, and `docs/design.md` why.
+operation is a new `Plan`, and nothing else of the engine. In which order they are read
+`stage_order` tells, and docs/design.md why.
 """
 
 from __future__ import annotations
