@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -102,22 +101,6 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             except Exception:  # the first task will fail in the same way, and say so
                 logger.debug("kernels could not be compiled ahead", exc_info=True)
 
-    def probe_peers(self, addresses: Iterable[str]) -> None:
-        """Find out how other workers are reached, in the background: this opens what is to be kept.
-
-        Blocks in host memory need nothing that would have to be opened.
-        """
-        backend = worker_backend()
-        if backend.on_device:
-            others = stage_order(addresses, self._context.address)
-            self._begin(asyncio.to_thread(self._context.probe_peers, others, backend.name))
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have the event loop do something, and go on."""
-        running = asyncio.ensure_future(work)
-        self._background.add(running)  # the loop itself keeps only a weak reference
-        running.add_done_callback(self._background.discard)
-
     @property
     def leased_bytes(self) -> int:
         """Bytes of blocks that are kept because others read them, or may be about to."""
@@ -169,7 +152,9 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         """Tell the transports of blocks that the worker no longer holds."""
         if finish == "error" and worker_backend().on_device:
-            self._begin(self._look_after_device())
+            looking = asyncio.ensure_future(self._look_after_device())
+            self._background.add(looking)  # the loop itself keeps only a weak reference
+            looking.add_done_callback(self._background.discard)
         if start == "memory" and finish != "memory":
             self._context.on_released(key)
             for transport in self._transports.values():
@@ -209,8 +194,12 @@ async def set_up(plugin: P2PPlugin, dask_worker: Worker) -> None:
         await dask_worker.plugin_add(plugin, catch_errors=False)
 
 
-def probe_peers(addresses: list[str], dask_worker: Worker) -> None:
-    """Have a worker find out how it reaches the others, before it needs to."""
-    plugin = dask_worker.plugins.get(PLUGIN_NAME)
-    if plugin is not None:
-        plugin.probe_peers(addresses)
+async def probe_peers(addresses: list[str], dask_worker: Worker) -> None:
+    """Have a worker find out how it reaches the others, which opens what is to be kept.
+
+    Blocks in host memory need nothing that would have to be opened.
+    """
+    context, backend = plugin_context(dask_worker), worker_backend()
+    if isinstance(context, DaskWorkerContext) and backend.on_device:
+        others = stage_order(addresses, context.address)
+        await asyncio.to_thread(context.probe_peers, others, backend.name)
