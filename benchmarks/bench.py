@@ -35,6 +35,7 @@ from benchmarks.options import (
     choose_cluster,
     commit_option,
     json_option,
+    reader,
 )
 from benchmarks.report import Report, add_rivals, even_cases, hard_cases, ways_on
 from benchmarks.tables import (
@@ -52,7 +53,6 @@ from dask_p2p.cli._options import (
     COUNT,
     cpu_option,
     one_line_errors,
-    reader,
     scheduler_option,
     workers_option,
 )

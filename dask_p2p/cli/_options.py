@@ -17,7 +17,7 @@ from dask_p2p.errors import P2PError
 from dask_p2p.types import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -28,26 +28,6 @@ _WORKERS_WAIT_S = 10
 _MEMORY_FACTOR = 2.5
 _CPU_SIDE, _GPU_SIDE = 6000, 32768  # of the default matrix
 _MEMORY_SHARE = 8  # which takes at most this part of the free memory
-
-
-def reader(
-    read: Callable[[str], Any], what: str, right: Callable[[Any], bool] = lambda value: True
-) -> Any:
-    """Return what click takes as the type of an option: it reads a value, or says what to give."""
-
-    def convert(value: str) -> Any:
-        with contextlib.suppress(ValueError, OverflowError):
-            result = read(value)
-            if right(result):
-                return result
-        raise click.BadParameter(f"{value!r}: give {what}")
-
-    return convert
-
-
-def numbers(value: str, between: str = ",") -> tuple[int, ...]:
-    """Read whole numbers with commas between."""
-    return tuple(map(int, value.split(between))) if value.strip() else ()
 
 
 COUNT = click.IntRange(min=1)
