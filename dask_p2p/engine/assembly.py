@@ -103,16 +103,10 @@ class Assembly:
     def run(self) -> Any:
         """Return the output block.
 
-        Raises
-        ------
-        BlockMismatchError, UnsupportedArrayError
-            If an input block is not what its Dask array declares.
-        TransferError
-            If a remote block cannot be had by any route. It may be had later, or elsewhere.
-        MemoryLimitError
-            If it can never fit into the worker's memory, or an allocation fails.
-        DeviceLostError
-            If the worker's GPU no longer works.
+        `BlockMismatchError` or `UnsupportedArrayError` if an input block is not what its Dask array
+        declares; `TransferError` if a remote block cannot be had by any route, but perhaps later or
+        elsewhere; `MemoryLimitError` if it can never fit, or an allocation fails; `DeviceLostError`
+        if the worker's GPU no longer works.
         """
         try:
             with device_work(), device_of(*self.local.values()):
