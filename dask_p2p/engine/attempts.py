@@ -36,52 +36,35 @@ def worst_case_s(
     return options.attempts * waiting_s + pauses_s
 
 
-class Attempts:
-    """The failed attempts of one worker at one task: how many, and why the last ones failed.
-
-    Its size is bounded, however often and however wordily a task fails.
-    """
-
-    __slots__ = ("_causes", "count")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._causes: deque[tuple[int, int, str]] = deque(maxlen=_KEPT_CAUSES)  # first, last, text
-
-    def add(self, cause: str) -> None:
-        """Count an attempt."""
-        self.count += 1
-        if len(cause) > _CAUSE_CHARS:
-            cause = f"{cause[: _CAUSE_CHARS - 4]} ..."
-        first = self.count
-        if self._causes and self._causes[-1][2] == cause:
-            first, _, cause = self._causes.pop()
-        self._causes.append((first, self.count, cause))
-
-    def __str__(self) -> str:
-        return "; ".join(
-            f"attempt{f' {first}' if first == last else f's {first} to {last}'}: {cause}"
-            for first, last, cause in self._causes
-        )
-
-
 class AttemptLog:
-    """The failed attempts of one worker at its tasks."""
+    """The failed attempts of one worker at its tasks: how many, and why the last ones failed.
+
+    Its size is bounded, however often and however wordily tasks fail.
+    """
 
     def __init__(self, address: str) -> None:  # the worker's
         self.address = address
-        self.failed: OrderedDict[Any, Attempts] = OrderedDict()
+        #: By task the numbers of the first and the last attempt that failed by a cause.
+        self.failed: OrderedDict[Any, deque[tuple[int, int, str]]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def count_attempt(self, key: Key, cause: str) -> Attempts:
-        """Note a failed attempt at this task; return what is known of all there were."""
+    def count_attempt(self, key: Key, cause: str) -> tuple[int, str]:
+        """Note a failed attempt at this task; return how many there were, and their causes."""
+        if len(cause) > _CAUSE_CHARS:
+            cause = f"{cause[: _CAUSE_CHARS - 4]} ..."
         with self._lock:
-            attempts = self.failed.pop(key, None) or Attempts()
-            attempts.add(cause)
-            self.failed[key] = attempts
+            causes = self.failed.pop(key, None) or deque(maxlen=_KEPT_CAUSES)
+            first = count = causes[-1][1] + 1 if causes else 1
+            if causes and causes[-1][2] == cause:
+                first, *_ = causes.pop()
+            causes.append((first, count, cause))
+            self.failed[key] = causes
             while len(self.failed) > _COUNTED_TASKS:
                 self.failed.popitem(last=False)
-            return attempts
+            return count, "; ".join(
+                f"attempt{f' {first}' if first == last else f's {first} to {last}'}: {cause}"
+                for first, last, cause in causes
+            )
 
     def forget_attempts(self, key: Key) -> None:
         """Forget the attempts at this task: if it is wanted again, it gets as many again."""

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from dask_p2p.backends.base import Queue
 from dask_p2p.config import Options
-from dask_p2p.engine.attempts import Attempts
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.monitoring.records import Record
 from dask_p2p.transports.context import WorkerContext
@@ -48,7 +47,7 @@ class TaskContext(WorkerContext, Protocol):
     def responds(self, holder: str) -> bool:
         """Return whether a worker that was silent answers now; what is known of it then changes."""
 
-    def count_attempt(self, key: Key, cause: str) -> Attempts:
+    def count_attempt(self, key: Key, cause: str) -> tuple[int, str]:
         """See `AttemptLog`."""
 
     def forget_attempts(self, key: Key) -> None:

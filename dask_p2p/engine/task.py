@@ -245,19 +245,19 @@ def try_again(
     """
     from distributed import Reschedule
 
-    attempts = log.count_attempt(key, str(error))
+    count, causes = log.count_attempt(key, str(error))
     given_up = error.silent_s > 0 and is_given_up(options, error.silent_s)
-    if attempts.count >= options.attempts or given_up:
+    if count >= options.attempts or given_up:
         log.forget_attempts(key)
-        times = f"{attempts.count} time{'s' if attempts.count > 1 else ''}"
+        times = f"{count} time{'s' if count > 1 else ''}"
         silence = f" Its holder has been silent for {error.silent_s:.0f} s." if given_up else ""
         raise TransferError(
-            f"task {key!r} failed {times} on {log.address}: {attempts}.{silence} "
+            f"task {key!r} failed {times} on {log.address}: {causes}.{silence} "
             f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "
             f"set how long to try."
         ) from error
-    logger.info("attempt %d at %r failed, rescheduling: %s", attempts.count, key, str(error))
-    time.sleep(pause_s(options, attempts.count))
+    logger.info("attempt %d at %r failed, rescheduling: %s", count, key, str(error))
+    time.sleep(pause_s(options, count))
     raise Reschedule() from error
 
 
