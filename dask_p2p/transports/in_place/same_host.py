@@ -199,13 +199,9 @@ class SameHostTransport(Transport):
         asked = checked_blocks(blocks)
         if not asked:
             raise MalformedRequestError("blocks: expected at least one")
-        await self.worker.offload(self._publish_asked, asked)
+        await self.worker.offload(self.publish_block, *asked[0])
+        await self.worker.offload(self._publish_ahead, asked[1:])
         return {}
-
-    def _publish_asked(self, blocks: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
-        first, *others = blocks
-        self.publish_block(*first)
-        self._publish_ahead(others)
 
     def publish_block(self, key: Key, shape: Any) -> None:
         was_on_disk = self.worker.is_on_disk(key)
