@@ -68,7 +68,8 @@ def register(client: Any = None) -> Any:
     if client.asynchronous:
         return _register_async(client)
     # A warning is issued in this thread, not on the event loop: so it has the user's line.
-    _conclude(client, client.sync(_prepare, client))
+    _report(client.sync(_prepare, client))
+    _registered.add(client)
     return None
 
 
@@ -134,7 +135,8 @@ async def ask_later(worker: Any) -> None:
 
 
 async def _register_async(client: Any) -> None:
-    _conclude(client, await _prepare(client))
+    _report(await _prepare(client))
+    _registered.add(client)
 
 
 async def _prepare(client: Any) -> dict[str, Any]:
@@ -145,11 +147,6 @@ async def _prepare(client: Any) -> dict[str, Any]:
 
         shorten(client.scheduler_comm)
     return await ask(client.scheduler)
-
-
-def _conclude(client: Any, answer: dict[str, Any]) -> None:
-    _report(answer)
-    _registered.add(client)
 
 
 async def register_later(client: Any) -> None:
