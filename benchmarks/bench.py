@@ -29,32 +29,33 @@ from dask.utils import parse_bytes
 
 from benchmarks.measure import Case, Measured, Row, Way
 from benchmarks.options import (
+    DTYPE,
     SHAPE,
     axes_option,
     choose_cluster,
     commit_option,
     json_option,
+    reader,
 )
 from benchmarks.report import Report, add_rivals, even_cases, hard_cases, ways_on
 from benchmarks.tables import (
     OURS,
     OURS_SYNC,
+    array_text,
     devices_text,
     output,
     report_correctness,
+    shapes_text,
     show_ways,
     summary,
 )
 from dask_p2p.cli._options import (
     COUNT,
-    DTYPE,
     cpu_option,
     one_line_errors,
-    reader,
     scheduler_option,
     workers_option,
 )
-from dask_p2p.cli._tables import array_text, shapes_text
 from dask_p2p.geometry import box_shape
 from dask_p2p.plans import block_plans, redistribution, slab_chunks
 

@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from dask_p2p.backends.hardware import on_gpu
 from dask_p2p.cli import _options
-from dask_p2p.cli._options import ClusterSpec, connect, numbers, own_cluster, reader
+from dask_p2p.cli._options import ClusterSpec, connect, own_cluster
 from dask_p2p.geometry import normal_axes
 from dask_p2p.plugins.registration import workers_of
 
 _WORKERS_WAIT_S = 10
 
+
+def reader(
+    read: Callable[[str], Any], what: str, right: Callable[[Any], bool] = lambda value: True
+) -> Any:
+    """Return what click takes as the type of an option: it reads a value, or says what to give."""
+
+    def convert(value: str) -> Any:
+        with contextlib.suppress(ValueError, OverflowError):
+            result = read(value)
+            if right(result):
+                return result
+        raise click.BadParameter(f"{value!r}: give {what}")
+
+    return convert
+
+
+def _numbers(value: str, between: str = ",") -> tuple[int, ...]:
+    return tuple(map(int, value.split(between))) if value.strip() else ()
+
+
 SHAPE = reader(
-    lambda value: numbers(value.lower(), "x"),
+    lambda value: _numbers(value.lower(), "x"),
     "lengths of at least 1 with an x between",
     lambda shape: min(shape) > 0,
 )
-AXES = reader(numbers, "whole numbers with commas between", bool)
+
+
+def _dtype(value: str) -> Any:
+    try:
+        return np.dtype(value)
+    except (TypeError, ValueError, SyntaxError) as exc:
+        raise click.BadParameter(f"{value!r}: NumPy has no dtype of this name") from exc
+
+
+DTYPE = reader(
+    _dtype,
+    "a boolean, integer, float or complex dtype",
+    lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
+)
+AXES = reader(_numbers, "whole numbers with commas between", bool)
 
 axes_option = click.option(
     "--axes",

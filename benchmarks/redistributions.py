@@ -32,6 +32,7 @@ from benchmarks.report import NO_OP, Report
 from benchmarks.rivals import mpi_fftn
 from benchmarks.tables import (
     OURS,
+    array_text,
     devices_text,
     output,
     report_correctness,
@@ -41,7 +42,6 @@ from benchmarks.tables import (
 )
 from benchmarks.transforms import DASK, Spectrum, transforms
 from dask_p2p.cli._options import COUNT, check_fits, one_line_errors
-from dask_p2p.cli._tables import array_text
 from dask_p2p.geometry import split_evenly
 from dask_p2p.plans import Plan, halo_plan
 

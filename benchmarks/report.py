@@ -191,6 +191,8 @@ def slabs(
 ) -> Case:
     """Return an array in one slab a worker, if it fits into the memory that is free."""
     check_fits(spec, shape, dtype, axes, hint)
+    if spec.gpus and (dtype.char in "gG" or not dtype.isnative):
+        raise click.BadParameter(f"CuPy has no dtype {dtype}", param_hint="--dtype")
     rest = ((length,) for length in shape[1:])
     return Case(shape, (split_evenly(shape[0], spec.workers), *rest), axes, dtype, spec.kind)
 

@@ -20,8 +20,9 @@ from rich.table import Table
 
 from benchmarks.measure import Measured, Row
 from benchmarks.options import AnyClusterSpec
-from dask_p2p.cli import _tables
-from dask_p2p.cli._tables import pluralize
+from dask_p2p.cli import _options
+from dask_p2p.cli._options import pluralize
+from dask_p2p.types import DType
 
 #: Names of ways that others are compared with.
 OURS = "dask_p2p"
@@ -31,6 +32,7 @@ LIMIT = "copy engines (limit)"
 
 _WIDE_COLUMNS = 110
 _FILE_COLUMNS = 120
+_SHAPES_SHOWN = 6
 
 
 def output(*, to_stderr: bool = False) -> Console:
@@ -49,10 +51,38 @@ def table(*columns: str, title: str | None = None) -> Table:
     return result
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Write a shape.
+
+    >>> shape_text((192, 1024))
+    '192 x 1024'
+    """
+    return " x ".join(map(str, shape)) or "one value"
+
+
+def shapes_text(shapes: Iterable[Sequence[int]]) -> str:
+    """Write how many there are of each shape.
+
+    >>> shapes_text([(2, 5), (2, 5), (1, 5)])
+    '2 of 2 x 5, 1 of 1 x 5'
+    """
+    counts = Counter(map(tuple, shapes))
+    texts = [f"{count} of {shape_text(shape)}" for shape, count in counts.items()]
+    if len(texts) > _SHAPES_SHOWN:
+        texts[_SHAPES_SHOWN:] = [f"and {len(texts) - _SHAPES_SHOWN} more shapes"]
+    return ", ".join(texts) or "none"
+
+
+def array_text(shape: Sequence[int], dtype: DType) -> str:
+    """Write an array's shape, dtype and size."""
+    size_bytes = prod(shape) * dtype.itemsize
+    return f"{shape_text(shape)} {dtype}, {format_bytes(size_bytes)}"
+
+
 def devices_text(spec: AnyClusterSpec, names: Sequence[str]) -> str:
     """Write which workers there are, and on what, by the names of GPUs or processors."""
     if spec.scheduler is None:
-        return _tables.devices_text(spec, names)
+        return _options.devices_text(spec, names)
     listed = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
     return f"{pluralize(spec.workers, 'worker')} of {spec.scheduler}: {listed}"
 

@@ -10,29 +10,9 @@ command line.
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from dask_p2p import errors as errors
 from dask_p2p.config import ensure_defaults
-from dask_p2p.errors import (
-    AxesError,
-    BlockMismatchError,
-    BlockUnavailableError,
-    ChunksError,
-    ConfigError,
-    DeviceLostError,
-    FileError,
-    InputError,
-    MemoryLimitError,
-    NoDeviceError,
-    P2PError,
-    P2PWarning,
-    RegistrationError,
-    SectionError,
-    SilentError,
-    TransferError,
-    UnreachableError,
-    UnsuitableError,
-    UnsupportedArrayError,
-    VersionError,
-)
+from dask_p2p.errors import *  # noqa: F403  # all of them, by its own list
 
 if TYPE_CHECKING:
     from dask_p2p import fft as fft
@@ -50,27 +30,7 @@ if TYPE_CHECKING:
     from dask_p2p.tools.dropin import install, uninstall
 
 __all__ = [
-    "AxesError",
-    "BlockMismatchError",
-    "BlockUnavailableError",
-    "ChunksError",
-    "ConfigError",
-    "DeviceLostError",
-    "FileError",
-    "InputError",
     "MemoryEstimate",
-    "MemoryLimitError",
-    "NoDeviceError",
-    "P2PError",
-    "P2PWarning",
-    "RegistrationError",
-    "SectionError",
-    "SilentError",
-    "TransferError",
-    "UnreachableError",
-    "UnsuitableError",
-    "UnsupportedArrayError",
-    "VersionError",
     "check",
     "estimate",
     "install",
@@ -85,6 +45,9 @@ __all__ = [
     "transpose",
     "uninstall",
 ]
+__all__ += errors.__all__
+__all__.remove("Obstacle")  # which errors have
+__all__.sort()
 
 ensure_defaults()
 

@@ -27,23 +27,6 @@ from dask_p2p.errors import ConfigError
 from dask_p2p.types import Kind
 from dask_p2p.versioned import versioned
 
-__all__ = [
-    "Options",
-    "Section",
-    "checked_options",
-    "duration_s",
-    "ensure_defaults",
-    "installs_with_preload",
-    "option",
-    "options",
-    "positive_bytes",
-    "positive_int",
-    "section",
-    "size_bytes",
-    "transport_classes",
-    "yes_or_no",
-]
-
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound="Section")
 

@@ -21,24 +21,6 @@ from operator import index as as_int
 from types import EllipsisType
 from typing import NamedTuple, TypeAlias
 
-__all__ = [
-    "Box",
-    "Chunks",
-    "Index",
-    "Runs",
-    "block_bounds",
-    "block_indices",
-    "block_shape",
-    "box_shape",
-    "box_size",
-    "box_slices",
-    "normal_axes",
-    "split_box",
-    "split_evenly",
-    "taper_box",
-    "taper_last",
-]
-
 Box: TypeAlias = tuple[tuple[int, int], ...]
 Chunks: TypeAlias = tuple[tuple[int, ...], ...]
 Index: TypeAlias = tuple[int, ...]

@@ -7,8 +7,6 @@ from typing import Any
 
 from dask_p2p.errors import InputError
 
-__all__ = ["checked_client", "checked_count"]
-
 
 def checked_client(client: Any) -> Any:
     """Return a client that is open; by default the current one.

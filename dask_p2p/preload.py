@@ -17,8 +17,6 @@ from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
 from dask_p2p.plugins.worker import P2PPlugin
 from dask_p2p.tools.dropin import install
 
-__all__ = ["dask_setup"]
-
 
 async def dask_setup(server: Any) -> None:
     """Put the plugin on a scheduler or a worker, and have Dask use this package if wanted."""

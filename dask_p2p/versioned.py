@@ -26,19 +26,6 @@ import cloudpickle
 
 from dask_p2p.errors import P2PError, RegistrationError, VersionError
 
-__all__ = [
-    "DASK_RELEASES",
-    "Unreadable",
-    "check_dask",
-    "check_readable",
-    "check_version",
-    "named_fields",
-    "own_version",
-    "read",
-    "this_version",
-    "versioned",
-]
-
 #: Those that the tests pass with; pyproject.toml has the same. The plugins replace private parts of
 #: Dask (see tests/plugins/test_canary.py), so nothing is promised of other releases.
 DASK_RELEASES = ">=2025.12,<2026.9"
@@ -51,13 +38,9 @@ _shared: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # by what they
 def versioned(*, strict: bool = False, shared: bool = False) -> Callable[[_C], _C]:
     """Have a class pickled with the version of the package: a dataclass, or a named tuple.
 
-    Parameters
-    ----------
-    strict : bool, optional
-        Whether a value that cannot be read is an error at once. For what does not travel in tasks.
-    shared : bool, optional
-        Whether all that read the same get one object. For what many tasks carry and none changes;
-        the class may not have slots.
+    Strict: a value that cannot be read is an error at once; for what does not travel in tasks.
+    Shared: all that read the same get one object. That is for what many tasks carry and none
+    changes; the class may not have slots.
     """
 
     def decorate(cls: _C) -> _C:

@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["MAX_WORD_BYTES", "Axis", "Geometry", "reduce_copy"]
-
 MAX_WORD_BYTES = 16
 
 
@@ -44,28 +42,16 @@ class Geometry(NamedTuple):
 
 
 def reduce_copy(
-    shape: Sequence[int],
-    itemsize: int,
-    src_strides: Sequence[int],
+    shape: Sequence[int],  # of both arrays (`src` is transposed already); no extent is 0
+    itemsize: int,  # bytes of an item
+    src_strides: Sequence[int],  # in bytes
     dst_strides: Sequence[int],
-    alignment: int = 0,
+    alignment: int = 0,  # both addresses or-ed; 0: they are multiples of everything
 ) -> Geometry:
     """Return the least form of ``dst[...] = src`` for arrays of one shape, which is not empty.
 
-    Parameters
-    ----------
-    shape
-        Shape of both arrays (`src` is transposed already); no extent is 0.
-    itemsize
-        Bytes of an item.
-    src_strides, dst_strides
-        Strides in bytes.
-    alignment
-        Both addresses or-ed: words are at most as wide as its lowest set bit allows. With 0, the
-        addresses are multiples of everything.
+    Words are at most as wide as the lowest set bit of the alignment allows.
 
-    Examples
-    --------
     >>> reduce_copy((5, 4, 8), 4, (32, 160, 4), (128, 32, 4)).axes
     (Axis(extent=5, src_stride_bytes=32, dst_stride_bytes=128), \
 Axis(extent=4, src_stride_bytes=160, dst_stride_bytes=32), \

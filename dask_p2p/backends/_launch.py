@@ -53,14 +53,6 @@ from dask_p2p.backends._tiling import (
     tiling_of,
 )
 
-__all__ = [
-    "ENTRIES",
-    "WORD_SIZES_BYTES",
-    "WORK_DTYPE",
-    "Launch",
-    "plan_launches",
-]
-
 WORD_SIZES_BYTES = (1, 2, 4, 8, 16)
 _VARIANTS = ("vector", "tile", "copy", "cells")
 ENTRIES = tuple(f"permute_{variant}_{size}" for variant in _VARIANTS for size in WORD_SIZES_BYTES)

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from dask_p2p.backends._geometry import Axis, Geometry
 
-__all__ = ["NO_AXIS", "Tiling", "tiling_of"]
-
 VECTOR_BYTES = 16
 # Items along each side of a tile of permute_vector_B, and threads of its blocks. A row of a tile is
 # 128 to 512 bytes; a thread has 4 to 16 vectors on their way before it needs the first.

@@ -13,20 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 from dask_p2p.backends.host_link import HostLink
-from dask_p2p.backends.timing import Timer
+from dask_p2p.backends.timing import Timer as Timer
 from dask_p2p.errors import AxesError, BlockMismatchError
 from dask_p2p.types import Array, DTypeLike, Kind
-
-__all__ = [
-    "MOST_UNREAD",
-    "RUN_BYTES",
-    "SLOTS",
-    "Backend",
-    "Queue",
-    "Timer",
-    "order_of",
-    "transposed",
-]
 
 #: Of a row that a kernel of a GPU writes at a time: one side of its tiles, of items up to 8 bytes.
 RUN_BYTES = 512
@@ -71,37 +60,25 @@ class Backend(ABC):
         """Return a C-ordered array whose values are not set, on the current device."""
 
     @abstractmethod
-    def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
+    def permute_into(
+        self,
+        dst: Array,  # any strided view, which does not overlap `src`
+        src: Array,  # any strided view, read-only ones, reversed and broadcast ones included
+        axes: Sequence[int],  # axis ``d`` of `dst` is axis ``axes[d]`` of `src`
+    ) -> None:
         """Do ``dst[...] = src.transpose(axes)``, bit for bit.
 
         On a device the work is put on the current stream: the call returns before it is done.
 
-        Parameters
-        ----------
-        dst
-            Array of shape ``tuple(src.shape[a] for a in axes)`` and of the dtype of `src`. It may
-            be any strided view. It does not overlap `src`.
-        src
-            Array to read: any strided view, read-only ones, reversed and broadcast ones included.
-        axes
-            Permutation of the axes of `src`: axis ``d`` of `dst` is axis ``axes[d]`` of `src`.
-
-        Raises
-        ------
-        AxesError
-            If `axes` is no permutation of the axes of `src`.
-        BlockMismatchError
-            If `dst` has not the shape or the dtype that `src` and `axes` ask for.
+        `AxesError` if `axes` is no permutation of the axes of `src`, `BlockMismatchError` if `dst`
+        has not the shape or the dtype that `src` and `axes` ask for.
         """
 
     @abstractmethod
     def queue(self, *, leave_bandwidth: bool = False) -> Queue:
         """Return a new queue of work on the current device.
 
-        Parameters
-        ----------
-        leave_bandwidth
-            Whether kernels leave bandwidth to copies between workers at the same time.
+        Its kernels may leave bandwidth to copies between workers at the same time.
         """
 
     @abstractmethod
@@ -128,12 +105,7 @@ class Backend(ABC):
     def memory_below(self, wanted_bytes: int, worker_limit_bytes: int | None) -> int | None:
         """Return the memory that arrays can have, if it is less than wanted; else None.
 
-        Parameters
-        ----------
-        wanted_bytes
-            What a task needs.
-        worker_limit_bytes
-            Host memory that Dask allows the worker; None or 0 if there is no limit.
+        Dask allows the worker so much host memory; None or 0 if there is no limit.
         """
 
     @abstractmethod
@@ -204,15 +176,9 @@ class Queue(Protocol):
         """Begin to copy a part of a block that lies in another GPU's memory.
 
         It is put into place by `permute_prefetched`, which takes what is returned here. Of `SLOTS`
-        parts one has to be put into place before the next can be brought.
-
-        Parameters
-        ----------
-        src
-            The part. It is kept until all that is queued is done.
-        slot_bytes
-            A part of at most so many bytes may go through local memory. Larger ones are read in
-            place.
+        parts one has to be put into place before the next can be brought. Parts of at most
+        `slot_bytes` may go through local memory; larger ones are read in place. The part is kept
+        until all that is queued is done.
         """
 
     def permute_prefetched(self, dst: Array, part: Any, axes: Sequence[int]) -> None:

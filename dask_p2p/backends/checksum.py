@@ -25,8 +25,6 @@ import numpy as np
 from dask_p2p.backends import backend_for
 from dask_p2p.types import Array
 
-__all__ = ["ALGORITHMS", "checksum"]
-
 ALGORITHMS = ("crc32", "mixed64")
 
 _WORD_BYTES = 8
@@ -38,14 +36,8 @@ _LAST_SHIFT = 31
 def checksum(array: Array, algorithm: str | None = None, start: int = 0) -> int:
     """Return the checksum of an array's bytes, below 2**64. This may block: call it from a thread.
 
-    Parameters
-    ----------
-    array
-        Of numbers, whose values are there, whatever stream they came by.
-    algorithm
-        One of `ALGORITHMS`; default: the best for the array.
-    start
-        The sum of what comes before.
+    The array's values are there, whatever stream they came by. By default the algorithm is the best
+    for it. `start` is the sum of what comes before.
     """
     backend = backend_for(array)
     if algorithm is None:

@@ -22,8 +22,6 @@ from dask_p2p.backends.host_link import HostLink, measured_host_link
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike
 
-__all__ = ["CUPY", "CupyBackend"]
-
 # Resources of RMM that give memory of the GPU only. Managed memory goes beyond it.
 _WITHIN_THE_GPU = ("CudaMemoryResource", "CudaAsyncMemoryResource")
 

@@ -22,8 +22,6 @@ from dask_p2p.backends.base import transposed
 from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.types import Array
 
-__all__ = ["permute_into", "warm_up"]
-
 COMPILER_OPTIONS = ("--std=c++17",)
 # Shared memory that a block reserves and does not use when it runs at low occupancy: with it two
 # blocks of any kernel fit on a multiprocessor (of an A100, H100 or H200; one on smaller GPUs), and

@@ -28,20 +28,6 @@ from dask_p2p.backends.driver import driver
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.types import Array
 
-__all__ = [
-    "current_device",
-    "device_work",
-    "gpu_obstacle",
-    "mark_written",
-    "order_after_null_stream",
-    "private_stream",
-    "raise_if_lost",
-    "relax_capture",
-    "wait_for_all_streams",
-    "wait_for_null_stream",
-    "wait_until_written",
-]
-
 _SMALL_BYTES = 512
 _LONGEST_CAPTURE_S = 60.0
 _POLL_S = 1e-3
@@ -167,15 +153,9 @@ def _keep_page(device: int) -> int:
 def wait_until_written(blocks: Iterable[Any], *, any_stream: bool = True) -> None:
     """Wait until what their producers have queued for these CuPy arrays is done.
 
-    A task returns before its kernels are done. Each block is waited for once in its life.
-
-    Parameters
-    ----------
-    blocks
-        CuPy arrays, of any GPUs of this process.
-    any_stream
-        Whether they may have been written on any stream; else only on the null stream, or on
-        streams that the null stream waits for.
+    A task returns before its kernels are done. Each block is waited for once in its life. They may
+    be on any GPUs of this process, and written on any stream; else only on the null stream, or on
+    streams that the null stream waits for.
     """
     new = [block for block in blocks if not _is_written(block)]
     if not new:

@@ -20,8 +20,6 @@ from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
 from dask_p2p.backends.timing import StreamTimings
 from dask_p2p.types import Array, DTypeLike, Kind
 
-__all__ = ["DeviceQueue"]
-
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 256  # of allocations on a GPU

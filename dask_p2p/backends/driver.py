@@ -11,16 +11,6 @@ from typing import Any
 
 from dask_p2p.errors import TransferError
 
-__all__ = [
-    "MEMCPY_DEFAULT",
-    "allocation",
-    "buffer_id",
-    "driver",
-    "is_managed",
-    "is_shareable",
-    "uuid",
-]
-
 MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
 
 

@@ -17,8 +17,6 @@ import numpy as np
 
 from dask_p2p.backends.host_threads import pool, thread_count
 
-__all__ = ["first_touch", "touch_by_threads"]
-
 _LEAST_BYTES = 2**22  # NumPy asks for huge pages from here on
 _PAGE_BYTES = 2**12
 _STEP_BYTES = 2**22

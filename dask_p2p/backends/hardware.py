@@ -11,8 +11,6 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from uuid import UUID
 
-__all__ = ["cpu_name", "kernel_and_namespace", "link_gbs", "on_gpu", "versions"]
-
 # The names of the last four's distributions end in CUDA's version.
 _PACKAGES = [
     "dask-p2p",

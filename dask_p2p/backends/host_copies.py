@@ -12,8 +12,6 @@ from dask_p2p.backends.host_threads import pool, thread_count
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import box_slices, split_box
 
-__all__ = ["begin_copy", "copy_on_host", "register_from_bytes"]
-
 # On an H200's host with 16 cores, blocks of 256 MiB went through its GPU at 10, 17, 25, 32 and 28
 # GB/s, both ways together, as 1, 2, 4, 8 and 12 threads filled slots of pinned memory. From where
 # they lay, pinned for that time, it was 23 to 26. Blocks of 1 GiB took 50 GB/s with 8 threads as

@@ -13,8 +13,6 @@ from dask_p2p.backends.pinned import is_pinned
 from dask_p2p.backends.pitch import Pitch
 from dask_p2p.backends.slots import Slot
 
-__all__ = ["HostLink", "measured_host_link"]
-
 _BYTES = 2**25  # of a copy: less than a millisecond, and much more than one takes to begin
 _REPEATS = 5
 

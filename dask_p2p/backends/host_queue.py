@@ -10,8 +10,6 @@ import numpy as np
 from dask_p2p.backends.base import Backend, Timer
 from dask_p2p.types import Array, DTypeLike
 
-__all__ = ["HostQueue"]
-
 
 class HostQueue:
     """NumPy: done when the call returns."""

@@ -17,8 +17,6 @@ from dask_p2p.backends.slots import KeptSlots, Slot
 from dask_p2p.backends.timing import StreamTimings
 from dask_p2p.types import Array
 
-__all__ = ["HostStreams", "array_in", "pitch_of"]
-
 
 class HostStreams:
     """Three streams of the current GPU, and memory that is kept for parts.

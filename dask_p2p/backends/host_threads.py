@@ -6,8 +6,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-__all__ = ["pool", "thread_count"]
-
 _MOST = 8
 
 

@@ -32,8 +32,6 @@ from dask_p2p.backends.slots import Slot
 from dask_p2p.geometry import box_slices, split_box
 from dask_p2p.types import Array, DType
 
-__all__ = ["HostThroughDeviceQueue", "is_for_device", "part_bytes", "slots_bytes"]
-
 #: The smallest block that a GPU permutes where the option says "auto": smaller ones the CPU had
 #: done sooner, on an H200's host with one thread.
 AUTO_FROM_BYTES = 2**24

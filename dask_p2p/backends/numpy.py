@@ -36,8 +36,6 @@ from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike
 
-__all__ = ["NUMPY", "NumpyBackend", "block_shape"]
-
 # The sizes below are those that were quickest, or within 5 % of it, over matrices from 100 x 100 to
 # 10000 x 10000 with items of 1 to 16 bytes. `benchmarks/kernels.py` repeats the comparison.
 

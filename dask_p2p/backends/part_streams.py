@@ -37,8 +37,6 @@ from dask_p2p.backends.slots import Slot
 from dask_p2p.plans.parts import Part, PartPlan, Step, steps
 from dask_p2p.types import Array
 
-__all__ = ["Copied", "HandOn", "PartStreams", "PartWork"]
-
 HandOn = Callable[[], AbstractContextManager[Any]]
 
 

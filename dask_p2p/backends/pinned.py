@@ -21,8 +21,6 @@ from dask_p2p.backends.device import device_work
 from dask_p2p.backends.first_touch import touch_by_threads
 from dask_p2p.errors import P2PWarning
 
-__all__ = ["CANNOT_PIN", "REMEDY", "Pinned", "is_pinned", "register", "registered", "warn_once"]
-
 CANNOT_PIN = "host memory cannot be pinned"
 REMEDY = (
     "Copies to and from its GPU go through other memory, and are slower. See what the system and "
@@ -44,9 +42,7 @@ class Pinned:
         self.bytes = np.frombuffer(pages, np.uint8)
         touch_by_threads(self.bytes)
         self.nbytes = size_bytes
-        unpin = register(self.bytes)
-        _start()
-        weakref.finalize(self, _leaving.put, (unpin, self.bytes)).atexit = False
+        pin_while(self, self.bytes)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -56,7 +52,7 @@ class Pinned:
 
 def is_pinned(array: Any) -> bool:
     """Return whether an array lies in memory that this package has pinned for as long as it is."""
-    return any(isinstance(getattr(b, "memory", b), Pinned) for b in _bases(array))
+    return any(isinstance(getattr(b, "memory", b), Pinned) for b in bases(array))
 
 
 def registered(array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
@@ -93,6 +89,13 @@ def warn_once(
             warn(text)
 
 
+def pin_while(owner: Any, memory: np.ndarray[Any, Any]) -> None:
+    """Pin memory until its owner goes."""
+    unpin = register(memory)
+    _start()
+    weakref.finalize(owner, _leaving.put, (unpin, memory)).atexit = False
+
+
 def register(array: np.ndarray[Any, Any]) -> Callable[[], None]:
     """Pin the memory of an array; return what ends that."""
     import cupy
@@ -121,7 +124,8 @@ def _unpin() -> None:
         del unpin, memory
 
 
-def _bases(array: Any) -> Iterator[Any]:
+def bases(array: Any) -> Iterator[Any]:
+    """Yield an array, and one after another what has the memory of the one before."""
     while array is not None:
         yield array
         array = getattr(array, "base", None)

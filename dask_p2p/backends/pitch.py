@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from dask_p2p.backends._geometry import reduce_copy
 
-__all__ = ["Pitch", "engine_pitch", "pitched"]
-
 # A copy engine brings so many shorter runs a second; kernels that read in place are quicker (H200,
 # NVLink, runs of 64 bytes: 183 and 228 GB/s, of 16: 46 and 111; of 128: 359 and 358).
 _SHORTEST_RUN_BYTES = 128

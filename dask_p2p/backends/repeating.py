@@ -9,8 +9,6 @@ from contextlib import suppress
 from dask_p2p.backends.device import device_work
 from dask_p2p.errors import DeviceLostError
 
-__all__ = ["RepeatingTimer"]
-
 
 class RepeatingTimer:
     """Calls a function, which may work with the device, again and again until it returns False."""

@@ -11,8 +11,6 @@ from typing import Any
 from dask_p2p.backends.repeating import RepeatingTimer
 from dask_p2p.types import Array
 
-__all__ = ["BeingRead", "KeptSlots", "Slot"]
-
 
 @dataclass(slots=True, eq=False, weakref_slot=True)  # arrays are not equal or unequal as a whole
 class Slot:

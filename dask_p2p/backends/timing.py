@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
-__all__ = ["MOST_PAIRS", "StreamTimings", "Timer"]
-
 #: Pairs of events that a queue has at a time. To make one, and read it, takes the host 10 µs.
 MOST_PAIRS = 64
 

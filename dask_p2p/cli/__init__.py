@@ -6,8 +6,6 @@ import importlib
 
 import click
 
-__all__ = ["p2p"]
-
 # Said here, so that the list of commands needs none of their modules.
 _COMMANDS = {
     "check": "Show how workers reach each other, how fast, and what is in the way.",

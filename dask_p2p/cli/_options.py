@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+from collections import Counter
 from dataclasses import dataclass
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from dask_p2p.errors import P2PError
 from dask_p2p.types import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -28,40 +30,6 @@ _CPU_SIDE, _GPU_SIDE = 6000, 32768  # of the default matrix
 _MEMORY_SHARE = 8  # which takes at most this part of the free memory
 
 
-def reader(
-    read: Callable[[str], Any], what: str, right: Callable[[Any], bool] = lambda value: True
-) -> Any:
-    """Return what click takes as the type of an option: it reads a value, or says what to give."""
-
-    def convert(value: str) -> Any:
-        with contextlib.suppress(ValueError, OverflowError):
-            result = read(value)
-            if right(result):
-                return result
-        raise click.BadParameter(f"{value!r}: give {what}")
-
-    return convert
-
-
-def numbers(value: str, between: str = ",") -> tuple[int, ...]:
-    """Read whole numbers with commas between."""
-    return tuple(map(int, value.split(between))) if value.strip() else ()
-
-
-def _dtype(value: str) -> Any:
-    import numpy as np
-
-    try:
-        return np.dtype(value)
-    except (TypeError, ValueError, SyntaxError) as exc:
-        raise click.BadParameter(f"{value!r}: NumPy has no dtype of this name") from exc
-
-
-DTYPE = reader(
-    _dtype,
-    "a boolean, integer, float or complex dtype",
-    lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
-)
 COUNT = click.IntRange(min=1)
 
 workers_option = click.option(
@@ -135,14 +103,33 @@ def check_fits(
             "after, of at least one row",
             param_hint=hint,
         )
-    if spec.gpus and (dtype.char in "gG" or not dtype.isnative):
-        raise click.BadParameter(f"CuPy has no dtype {dtype}", param_hint="--dtype")
 
 
 def default_side(spec: ClusterSpec, itemsize: int) -> int:
     """Rows of the default matrix: fewer if memory is scarce."""
     fits = isqrt(spec.memory_bytes // _MEMORY_SHARE // itemsize)
     return max(spec.workers, min(_GPU_SIDE if spec.gpus else _CPU_SIDE, fits))
+
+
+def pluralize(count: int, noun: str) -> str:
+    """Put a number before a noun.
+
+    >>> pluralize(1, "stage"), pluralize(2, "stage")
+    ('1 stage', '2 stages')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def devices_text(spec: ClusterSpec, names: Sequence[str]) -> str:
+    """Write which workers there are, and on what, by the names of GPUs or processors."""
+    models = Counter(names)
+    if spec.gpus:
+        listed = ", ".join(f"{count} x {name}" for name, count in models.items())
+        return f"{pluralize(spec.workers, 'worker')}, one a GPU: {listed}"
+    return (
+        f"{pluralize(spec.workers, 'one-thread worker')} over TCP on {', '.join(models)}, "
+        f"{pluralize(os.cpu_count() or 1, 'core')}"
+    )
 
 
 @contextlib.contextmanager

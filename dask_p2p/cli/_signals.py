@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["ctrl_c_later", "stoppable"]
-
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:

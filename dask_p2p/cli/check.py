@@ -17,8 +17,6 @@ from dask_p2p.cli._options import (
     workers_option,
 )
 
-__all__ = ["check"]
-
 
 @click.command()
 @scheduler_option

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import click
 
-from dask_p2p.cli._options import COUNT, connect, one_line_errors
-from dask_p2p.cli._tables import pluralize
-
-__all__ = ["trace"]
+from dask_p2p.cli._options import COUNT, connect, one_line_errors, pluralize
 
 
 @click.command()

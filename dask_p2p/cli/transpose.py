@@ -20,15 +20,20 @@ from dask_p2p.cli import _options as shared
 from dask_p2p.cli._signals import ctrl_c_later, stoppable
 from dask_p2p.types import DaskArray
 
-__all__ = ["rechunk", "transpose"]
 
-_NUMBERS = shared.reader(shared.numbers, "whole numbers with commas between")
+def _numbers(value: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, value.split(","))) if value.strip() else ()
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: give whole numbers with commas between") from None
+
+
 _OPTIONS = (
     click.argument("input", type=click.Path()),
     click.argument("output", type=click.Path()),
     click.option(
         "--chunks",
-        type=_NUMBERS,
+        type=_numbers,
         metavar="100,-1",
         help="Chunks of a Zarr output: one size, or one for each axis (-1: all of it).  "
         "[default: those of a Zarr input, or about 16 MiB]",
@@ -45,7 +50,7 @@ def _command(function: Any) -> click.Command:
 
 
 @_command
-@click.option("--axes", type=_NUMBERS, metavar="2,0,1", help="As of NumPy.  [default: reversed]")
+@click.option("--axes", type=_numbers, metavar="2,0,1", help="As of NumPy.  [default: reversed]")
 def transpose(axes: tuple[int, ...] | None, **options: Any) -> None:
     """Transpose the array in INPUT into the new file OUTPUT.
 

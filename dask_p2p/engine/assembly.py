@@ -37,15 +37,13 @@ from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
 from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import BlockMismatchError, NoDeviceError, P2PError, TransferError
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices
-from dask_p2p.monitoring.ranges import Ranges
+from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.plans import BlockPlan, Source
 from dask_p2p.transports.base import Region
 from dask_p2p.transports.footprint import staging_bytes
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned
-
-__all__ = ["Assembly", "OutputSpec", "queue_for"]
 
 _Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # that are on their way, in their order
 
@@ -87,21 +85,16 @@ class Assembly:
         self._in_sync = output.options.mode == "sync"
         self.context = context
         self._where = where_is(context)
-        self.ranges = Ranges(output.options.nvtx)
+        self.ranges = ranges(output.options.nvtx)
         # By their number among the plan's sources: what others hold, and this worker's own.
         self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
         self.local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
         start_s = perf_counter() if start_s is None else start_s
         self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
         self.kernels = Timer()  # for what this worker holds itself: stage 0
-        self._post = Timer()
+        self.post = Timer()  # until what makes the output of the assembled block returned
         self._local_queued = False
         self._out: Any = None
-
-    @property
-    def post_s(self) -> float:
-        """Seconds until what makes the output of the assembled block returned."""
-        return self._post.seconds
 
     def key(self, source_number: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -110,16 +103,10 @@ class Assembly:
     def run(self) -> Any:
         """Return the output block.
 
-        Raises
-        ------
-        BlockMismatchError, UnsupportedArrayError
-            If an input block is not what its Dask array declares.
-        TransferError
-            If a remote block cannot be had by any route. It may be had later, or elsewhere.
-        MemoryLimitError
-            If it can never fit into the worker's memory, or an allocation fails.
-        DeviceLostError
-            If the worker's GPU no longer works.
+        `BlockMismatchError` or `UnsupportedArrayError` if an input block is not what its Dask array
+        declares; `TransferError` if a remote block cannot be had by any route, but perhaps later or
+        elsewhere; `MemoryLimitError` if it can never fit, or an allocation fails; `DeviceLostError`
+        if the worker's GPU no longer works.
         """
         try:
             with device_work(), device_of(*self.local.values()):
@@ -153,7 +140,7 @@ class Assembly:
         """Return what `OutputSpec.post` makes of the block that `run` has returned."""
         if self.output.post is None:
             return block
-        with device_work(), device_of(block), self._post:
+        with device_work(), device_of(block), self.post:
             # A view: the block itself is known to be written, which is no longer true of one that
             # a function overwrites on a stream, and returns.
             return self.output.post(block[...], index)

@@ -1,16 +1,7 @@
 """How often, and for how long, a worker tries to bring a block: the one policy, with its bound.
 
-- An attempt at a task waits once for a holder that does not answer, whatever the number of its
-  blocks: ``p2p.timeouts.request``. Before that, each transport that has not met the holder waits
-  `PROBE_TIMEOUT_S` for it.
-- A failed attempt is followed by a pause, which doubles up to 2 s. Dask's scheduler then decides
-  anew where the task runs.
-- After ``p2p.attempts`` of them on one worker the task ends in an error.
-- All tasks of a worker share what is known of a holder that does not answer: see
-  `dask_p2p.transports.silence`.
-
-`worst_case_s` is what that takes together, for one task or for many. The worker's event loop keeps
-the deadlines; where it stands still itself, each wait takes
+"Failure" in docs/design.md tells of it. `worst_case_s` is what it takes together, for one task or
+for many. The worker's event loop keeps the deadlines; where it stands still itself, each wait takes
 `EVENT_LOOP_GRACE_S` more.
 """
 
@@ -23,8 +14,6 @@ from typing import Any
 from dask_p2p.config import Options
 from dask_p2p.transports.silence import LONGEST_PAUSE_S, PROBE_TIMEOUT_S
 from dask_p2p.types import Key
-
-__all__ = ["AttemptLog", "Attempts", "pause_s", "worst_case_s"]
 
 _KEPT_CAUSES = 8  # of a task's failed attempts: the last ones that differ
 _CAUSE_CHARS = 500  # of each
@@ -47,52 +36,35 @@ def worst_case_s(
     return options.attempts * waiting_s + pauses_s
 
 
-class Attempts:
-    """The failed attempts of one worker at one task: how many, and why the last ones failed.
-
-    Its size is bounded, however often and however wordily a task fails.
-    """
-
-    __slots__ = ("_causes", "count")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._causes: deque[tuple[int, int, str]] = deque(maxlen=_KEPT_CAUSES)  # first, last, text
-
-    def add(self, cause: str) -> None:
-        """Count an attempt."""
-        self.count += 1
-        if len(cause) > _CAUSE_CHARS:
-            cause = f"{cause[: _CAUSE_CHARS - 4]} ..."
-        first = self.count
-        if self._causes and self._causes[-1][2] == cause:
-            first, _, cause = self._causes.pop()
-        self._causes.append((first, self.count, cause))
-
-    def __str__(self) -> str:
-        return "; ".join(
-            f"attempt{f' {first}' if first == last else f's {first} to {last}'}: {cause}"
-            for first, last, cause in self._causes
-        )
-
-
 class AttemptLog:
-    """The failed attempts of one worker at its tasks."""
+    """The failed attempts of one worker at its tasks: how many, and why the last ones failed.
+
+    Its size is bounded, however often and however wordily tasks fail.
+    """
 
     def __init__(self, address: str) -> None:  # the worker's
         self.address = address
-        self.failed: OrderedDict[Any, Attempts] = OrderedDict()
+        #: By task the numbers of the first and the last attempt that failed by a cause.
+        self.failed: OrderedDict[Any, deque[tuple[int, int, str]]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def count_attempt(self, key: Key, cause: str) -> Attempts:
-        """Note a failed attempt at this task; return what is known of all there were."""
+    def count_attempt(self, key: Key, cause: str) -> tuple[int, str]:
+        """Note a failed attempt at this task; return how many there were, and their causes."""
+        if len(cause) > _CAUSE_CHARS:
+            cause = f"{cause[: _CAUSE_CHARS - 4]} ..."
         with self._lock:
-            attempts = self.failed.pop(key, None) or Attempts()
-            attempts.add(cause)
-            self.failed[key] = attempts
+            causes = self.failed.pop(key, None) or deque(maxlen=_KEPT_CAUSES)
+            first = count = causes[-1][1] + 1 if causes else 1
+            if causes and causes[-1][2] == cause:
+                first, *_ = causes.pop()
+            causes.append((first, count, cause))
+            self.failed[key] = causes
             while len(self.failed) > _COUNTED_TASKS:
                 self.failed.popitem(last=False)
-            return attempts
+            return count, "; ".join(
+                f"attempt{f' {first}' if first == last else f's {first} to {last}'}: {cause}"
+                for first, last, cause in causes
+            )
 
     def forget_attempts(self, key: Key) -> None:
         """Forget the attempts at this task: if it is wanted again, it gets as many again."""

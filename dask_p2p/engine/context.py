@@ -8,14 +8,11 @@ from typing import Any, Protocol
 
 from dask_p2p.backends.base import Queue
 from dask_p2p.config import Options
-from dask_p2p.engine.attempts import Attempts
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.monitoring.records import Record
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
-
-__all__ = ["TaskContext", "where_is"]
 
 
 def where_is(worker: Any) -> str:
@@ -50,7 +47,7 @@ class TaskContext(WorkerContext, Protocol):
     def responds(self, holder: str) -> bool:
         """Return whether a worker that was silent answers now; what is known of it then changes."""
 
-    def count_attempt(self, key: Key, cause: str) -> Attempts:
+    def count_attempt(self, key: Key, cause: str) -> tuple[int, str]:
         """See `AttemptLog`."""
 
     def forget_attempts(self, key: Key) -> None:

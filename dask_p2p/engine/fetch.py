@@ -19,8 +19,6 @@ from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, SilenceLog
 from dask_p2p.types import Array, Key
 from dask_p2p.versioned import versioned
 
-__all__ = ["BlockRef", "Fetch", "RemoteSource"]
-
 _T = TypeVar("_T")
 
 

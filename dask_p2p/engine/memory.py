@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dask.utils import format_bytes
 
+from dask_p2p.backends.pinned import bases
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.types import Array
-
-__all__ = ["Need", "in_memory_bytes", "is_out_of_memory"]
 
 _MEMORY_ALLOCATION = 2  # of CUDA: cudaErrorMemoryAllocation, and the driver's CUDA_ERROR_...
 _CURE = (
@@ -75,18 +73,12 @@ def in_memory_bytes(block: Array) -> int:
     Elements that are repeated (`numpy.broadcast_to`) are there once, and what a file is mapped to
     need not be there at all.
     """
-    if any(type(base).__name__ in ("memmap", "mmap") for base in _bases(block)):
+    if any(type(base).__name__ in ("memmap", "mmap") for base in bases(block)):
         return 0
     nbytes = int(block.dtype.itemsize)
     for length, stride in zip(block.shape, block.strides, strict=True):
         nbytes *= length if stride or not length else 1
     return nbytes
-
-
-def _bases(block: Array) -> Iterable[Any]:
-    while block is not None:
-        yield block
-        block = getattr(block, "base", None)
 
 
 def _bytes(nbytes: int) -> str:

@@ -29,14 +29,12 @@ from dask_p2p.engine.parts import OPERATION, Mapped, is_of_parts, run_name
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
-from dask_p2p.monitoring.ranges import Ranges
+from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.monitoring.records import REASON_CHARS, Record
 from dask_p2p.plans.parts import Part
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, Key, Kind
 from dask_p2p.versioned import check_readable, versioned
-
-__all__ = ["PartsFunction", "Work"]
 
 # To begin another task takes a millisecond of the host. Layers of blocks of 32 and 128 MiB took
 # longer so (50 ms against 40, 53 against 48, H200), those of 256 MiB and more less.
@@ -150,7 +148,7 @@ class Work:
         self.is_reduced = of.reduce is not None
         self.plan = of.plan(index, part_bytes)
         self.copied = Copied()
-        self.ranges = Ranges(of.options.nvtx)
+        self.ranges = ranges(of.options.nvtx)
 
     def run(self, context: TaskContext | None) -> Any:
         """Return the block of the output, where the inputs are."""

@@ -15,8 +15,6 @@ from dask_p2p.plans.parts import Input, PartPlan, Range, plan_parts
 from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned
 
-__all__ = ["OPERATION", "Argument", "Mapped", "is_of_parts", "run_name"]
-
 logger = logging.getLogger(__name__)
 
 OPERATION = "p2p-on-gpu"  # what Dask calls its tasks

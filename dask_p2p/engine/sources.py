@@ -18,8 +18,6 @@ from dask_p2p.transports.base import Request
 from dask_p2p.transports.router import Route
 from dask_p2p.types import DType, Kind
 
-__all__ = ["RemoteSources"]
-
 
 @dataclass(slots=True, eq=False)
 class RemoteSources:

@@ -31,17 +31,6 @@ from dask_p2p.transports.silence import is_given_up
 from dask_p2p.types import Key
 from dask_p2p.versioned import Unreadable, check_readable
 
-__all__ = [
-    "PLUGIN_NAME",
-    "AssembleTask",
-    "Blocks",
-    "MemberTask",
-    "current_worker",
-    "go_elsewhere",
-    "plugin_context",
-    "try_again",
-]
-
 logger = logging.getLogger(__name__)
 
 #: Name under which the worker plugin is registered.
@@ -225,7 +214,7 @@ def _record(
         axes=assembly.plan.axes,
         wasted_bytes=assembly.sources.wasted_bytes,
         kernel_s=assembly.kernels.seconds,
-        post_s=assembly.post_s,
+        post_s=assembly.post.seconds,
         **others,
     )
 
@@ -256,19 +245,19 @@ def try_again(
     """
     from distributed import Reschedule
 
-    attempts = log.count_attempt(key, str(error))
+    count, causes = log.count_attempt(key, str(error))
     given_up = error.silent_s > 0 and is_given_up(options, error.silent_s)
-    if attempts.count >= options.attempts or given_up:
+    if count >= options.attempts or given_up:
         log.forget_attempts(key)
-        times = f"{attempts.count} time{'s' if attempts.count > 1 else ''}"
+        times = f"{count} time{'s' if count > 1 else ''}"
         silence = f" Its holder has been silent for {error.silent_s:.0f} s." if given_up else ""
         raise TransferError(
-            f"task {key!r} failed {times} on {log.address}: {attempts}.{silence} "
+            f"task {key!r} failed {times} on {log.address}: {causes}.{silence} "
             f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "
             f"set how long to try."
         ) from error
-    logger.info("attempt %d at %r failed, rescheduling: %s", attempts.count, key, str(error))
-    time.sleep(pause_s(options, attempts.count))
+    logger.info("attempt %d at %r failed, rescheduling: %s", count, key, str(error))
+    time.sleep(pause_s(options, count))
     raise Reschedule() from error
 
 

@@ -21,8 +21,6 @@ from dask_p2p.plugins.registration import on_missing_plugin
 from dask_p2p.types import Array
 from dask_p2p.versioned import named_fields
 
-__all__ = ["Post", "assemble_tasks", "output_spec", "planned_array"]
-
 
 @dataclass(frozen=True)
 class Post:

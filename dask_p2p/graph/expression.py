@@ -17,8 +17,6 @@ from dask_p2p.engine.task import AssembleTask
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import assemble_tasks, output_spec
 
-__all__ = ["PlannedExpr"]
-
 
 class PlannedExpr(ArrayExpr):  # type: ignore[misc]
     """Array whose blocks are assembled from those of other arrays.

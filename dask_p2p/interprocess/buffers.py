@@ -18,8 +18,6 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.device import current_device
 from dask_p2p.types import Array, DTypeLike, Kind
 
-__all__ = ["Buffers", "buffer_bytes"]
-
 _GRANULE_BYTES = 2**9  # sizes are powers of two from here on, so that few differ
 
 

@@ -18,8 +18,6 @@ from dask_p2p.backends.repeating import RepeatingTimer
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.types import Array, DType
 
-__all__ = ["POOL_REMEDY", "Mappings", "Place", "array_at", "export", "gpu_uuid", "peer_obstacle"]
-
 #: What makes all memory of a worker shareable, and mapping it quick.
 POOL_REMEDY = (
     'Start the cluster with dask_p2p.local_cluster(), or with rmm_pool_size="40 GiB" (a multiple '

@@ -25,8 +25,6 @@ from dask_p2p.backends.device import relax_capture
 from dask_p2p.errors import Obstacle, SilentError, TransferError
 from dask_p2p.types import Array
 
-__all__ = ["Message", "Messenger", "ucxx_obstacle"]
-
 NAP_S = 20e-6
 _EPOLL_MS = 1
 _CLOSE_ROUND_NS = 50_000_000

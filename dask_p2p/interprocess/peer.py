@@ -8,8 +8,6 @@ from typing import Any
 from dask_p2p.errors import Obstacle
 from dask_p2p.interprocess.requests import checked_integer, checked_text
 
-__all__ = ["Peer", "no_directory", "separation"]
-
 
 @dataclass(frozen=True, slots=True)
 class Peer:

@@ -21,19 +21,6 @@ import numpy as np
 
 from dask_p2p.types import DType
 
-__all__ = [
-    "TOKEN_BYTES",
-    "Runs",
-    "allow_readers",
-    "holds",
-    "is_supported",
-    "new_token",
-    "read",
-    "read_into",
-    "run_bytes_of",
-    "runs_of",
-]
-
 TOKEN_BYTES = 16
 MOST_RUNS = 1024  # of one system call: IOV_MAX
 _SHORT_RUN_BYTES = 256  # below, NumPy copies quicker than the kernel

@@ -13,21 +13,6 @@ from typing import Any
 from dask_p2p.geometry import Box
 from dask_p2p.types import Key
 
-__all__ = [
-    "MalformedRequestError",
-    "checked_blocks",
-    "checked_bool",
-    "checked_box",
-    "checked_integer",
-    "checked_key",
-    "checked_parts",
-    "checked_seconds",
-    "checked_shape",
-    "checked_strides",
-    "checked_text",
-    "reject_unknown",
-]
-
 _MOST_DIMENSIONS = 64  # of NumPy's arrays
 _DEEPEST_KEY = 8  # tuples in tuples: hashing deeper ones can exhaust the stack
 _LONGEST_KEY = 1000  # parts of one tuple

@@ -14,22 +14,19 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dask_p2p.backends import Backend, backend_named
-from dask_p2p.backends.device import current_device, device_work
+from dask_p2p.backends.device import current_device
 from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.backends.hardware import kernel_and_namespace
-from dask_p2p.backends.pinned import register
+from dask_p2p.backends.pinned import pin_while
 from dask_p2p.errors import UnsuitableError
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.interprocess.requests import checked_integer, checked_text
-
-__all__ = ["FILE_NAME", "Segment", "SegmentName", "Segments", "to_device"]
 
 FILE_NAME = "dask-p2p"  # which `/proc` shows
 _per_thread = threading.local()
@@ -126,8 +123,7 @@ class Segment:
         """Have GPUs reach it, until it goes: for use by the thread's one. Idempotent."""
         with self._lock:
             if not self._is_pinned:
-                ending = weakref.finalize(self, _unpin, register(self.bytes), self.bytes)
-                ending.atexit = False
+                pin_while(self, self.bytes)
                 self._is_pinned = True
         self.device_id = current_device()
 
@@ -136,11 +132,6 @@ class Segment:
         if backend.on_device:
             self.pin()
         return backend.bytes_of(self, self.bytes.nbytes, self)
-
-
-def _unpin(unregister: Callable[[], None], memory: np.ndarray[Any, Any]) -> None:
-    with device_work():
-        unregister()
 
 
 class Segments(Buffers):

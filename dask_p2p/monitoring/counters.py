@@ -12,17 +12,6 @@ from typing import Any, NamedTuple
 
 from dask_p2p.monitoring.records import Record
 
-__all__ = [
-    "COUNTERS",
-    "COUNTERS_METRIC",
-    "GAUGES",
-    "Counters",
-    "Family",
-    "Totals",
-    "Values",
-    "sum_into",
-]
-
 #: By which a worker's metrics have its counters, in Dask's heartbeat.
 COUNTERS_METRIC = "dask-p2p"
 

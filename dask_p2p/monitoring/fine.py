@@ -13,8 +13,6 @@ from distributed.metrics import context_meter
 
 from dask_p2p.monitoring.records import Record
 
-__all__ = ["COPY", "KERNEL", "TRANSFER", "meter", "note_transfer"]
-
 #: Seconds for which a task stood still for other workers' regions, or copied them itself; and bytes
 #: of these regions.
 TRANSFER = "p2p-transfer"
@@ -30,15 +28,14 @@ def meter(record: Record) -> None:
     Activities of one thread add up to its time. Kernels of a GPU run at the same time as
     the thread and as each other: what exceeds the thread's time is not counted.
     """
-    spent_s = record.stop_s - record.start_s
-    waited_s = _waited_s(record)
+    own_s = record.stop_s - record.start_s - record.waited_s
     kernel_s = record.kernel_s + sum(stage.kernel_s for stage in record.stages)
-    context_meter.digest_metric(KERNEL, max(0.0, min(kernel_s, spent_s - waited_s)), "seconds")
+    context_meter.digest_metric(KERNEL, max(0.0, min(kernel_s, own_s)), "seconds")
     if record.parts:
         context_meter.digest_metric(COPY, record.up_bytes + record.down_bytes, "bytes")
     if record.stages:
         nbytes = sum(stage.nbytes for stage in record.stages)
-        context_meter.digest_metric(TRANSFER, waited_s, "seconds")
+        context_meter.digest_metric(TRANSFER, record.waited_s, "seconds")
         context_meter.digest_metric(TRANSFER, nbytes, "bytes")
 
 
@@ -48,7 +45,7 @@ def note_transfer(worker: Any, record: Record) -> None:
     It counts the whole task as time of computing as well. The record is of an attempt that has made
     its block; the task has not returned yet.
     """
-    waited_s = _waited_s(record)
+    waited_s = record.waited_s
     task = worker.state.tasks.get(record.key) if waited_s else None
     if task is None:
         return
@@ -56,9 +53,3 @@ def note_transfer(worker: Any, record: Record) -> None:
     start_s = min(record.start_s + begun_s, record.stop_s - waited_s) + worker.scheduler_delay
     span = {"action": "transfer", "start": start_s, "stop": start_s + waited_s}
     task.startstops.append(span)
-
-
-def _waited_s(record: Record) -> float:
-    """Return how long the thread waited, which may be no longer than the task took."""
-    waited_s = sum(stage.waited_s for stage in record.stages)
-    return max(0.0, min(waited_s, record.stop_s - record.start_s))

@@ -18,8 +18,6 @@ import dask
 
 from dask_p2p.monitoring.counters import COUNTERS, GAUGES, Values
 
-__all__ = ["register", "unregister"]
-
 _PREFIXES = {"worker": "p2p", "scheduler": "p2p_cluster"}
 registered: WeakKeyDictionary[Any, Callable[[], Values]] = WeakKeyDictionary()  # by server
 

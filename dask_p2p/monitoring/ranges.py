@@ -7,8 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-__all__ = ["DOMAIN", "Ranges"]
-
 #: Of NVTX, by which a profiler tells these ranges from others.
 DOMAIN = "dask_p2p"
 
@@ -17,19 +15,14 @@ _INJECTIONS = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 _NOTHING = nullcontext()
 
 
-class Ranges:
-    """Makes ranges, if nvtx is there and an option wants them or a profiler is attached."""
+def ranges(wanted: bool) -> Callable[..., AbstractContextManager[Any]]:
+    """Return what makes a context that is a range of this thread, named by the words it is given.
 
-    def __init__(self, wanted: bool) -> None:
-        self._annotate: Callable[..., AbstractContextManager[Any]] | None = None
-        if wanted or any(os.environ.get(name) for name in _INJECTIONS):
-            with suppress(ImportError):
-                import nvtx
+    It makes none unless nvtx is there, and an option wants them or a profiler is attached.
+    """
+    if wanted or any(os.environ.get(name) for name in _INJECTIONS):
+        with suppress(ImportError):
+            import nvtx
 
-                self._annotate = nvtx.annotate
-
-    def __call__(self, *words: Any) -> AbstractContextManager[Any]:
-        """Return a context that is a range of this thread, named by these words."""
-        if self._annotate is None:
-            return _NOTHING
-        return self._annotate(" ".join(map(str, words)), domain=DOMAIN)
+            return lambda *words: nvtx.annotate(" ".join(map(str, words)), domain=DOMAIN)
+    return lambda *words: _NOTHING

@@ -20,20 +20,6 @@ from dask.utils import key_split
 from dask_p2p.types import Key
 from dask_p2p.versioned import check_version, own_version
 
-__all__ = [
-    "REASON_CHARS",
-    "RECORDS_OP",
-    "Fallback",
-    "Record",
-    "RecordLog",
-    "RecordStore",
-    "RunStarts",
-    "Stage",
-    "overlap",
-    "packed",
-    "unpacked",
-]
-
 #: By which a scheduler asks workers for their records, and a client the scheduler.
 RECORDS_OP = "p2p_records"
 
@@ -135,10 +121,15 @@ class Record(NamedTuple):
         return (self.step - self.first_step) / max(self.stop_s - self.start_s, 1e-9)
 
     @property
+    def waited_s(self) -> float:
+        """How long its thread stood still for others, which may be no longer than it took."""
+        waited_s = sum(stage.waited_s for stage in self.stages)
+        return max(0.0, min(waited_s, self.stop_s - self.start_s))
+
+    @property
     def waited_share(self) -> float:
         """How much of its time it stood still for others: 0 to 1."""
-        waited_s = sum(stage.waited_s for stage in self.stages)
-        return min(1.0, waited_s / max(self.stop_s - self.start_s, 1e-9))
+        return self.waited_s / max(self.stop_s - self.start_s, 1e-9)
 
     def span_s(self, stage: Stage) -> tuple[float, float]:
         """When one of its stages began and ended, since the epoch; never after the attempt."""

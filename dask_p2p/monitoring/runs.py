@@ -18,8 +18,6 @@ from dask_p2p.monitoring.tables import OF_SOME, cells, html_table, text_table
 from dask_p2p.monitoring.trace import trace
 from dask_p2p.types import AsynchronousClient, Client
 
-__all__ = ["Run", "Runs", "fetch_records", "last_runs", "runs_of"]
-
 # Of a run, in the order of a table's columns.
 _FIGURES = (
     *("operation", "name", "shape", "dtype", "blocks", "axes", "moved_bytes", "least_bytes"),

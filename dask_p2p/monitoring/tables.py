@@ -11,8 +11,6 @@ from dask.utils import format_bytes, format_time
 if TYPE_CHECKING:
     from dask_p2p.monitoring.runs import Run
 
-__all__ = ["OF_SOME", "cells", "html_table", "text_table"]
-
 #: Columns that only runs of `iterate`, `spmd` and `map_on_gpu` have something for.
 OF_SOME = ("steps", "waited", "overlap")
 

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from dask_p2p.monitoring.records import Record, Stage
 
-__all__ = ["in_lanes", "trace"]
-
 _TRACKS = ("tasks", "stages", "serves")  # of a worker, from above; each has as many as it needs
 _MOST_TRACKS = 1000  # of one kind
 

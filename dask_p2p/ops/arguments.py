@@ -16,17 +16,6 @@ from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArray
 from dask_p2p.geometry import Chunks, normal_axes
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
-__all__ = [
-    "CHUNKS_REMEDY",
-    "check_array",
-    "check_chunks_are_known",
-    "check_function",
-    "checked_axes",
-    "checked_chunks",
-    "has_unknown_chunks",
-    "is_dask_array",
-]
-
 # How to make a Dask array, by package and class.
 _REMEDIES = {
     "xarray.DataArray": "Pass x.data; if that is in memory, x.chunk(...).data",

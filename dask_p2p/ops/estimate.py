@@ -25,8 +25,6 @@ from dask_p2p.plugins.registration import cluster_size
 from dask_p2p.transports.footprint import idle_bytes, packed_bytes, staging_bytes
 from dask_p2p.types import ChunksLike, DaskArray
 
-__all__ = ["MemoryEstimate", "PartsEstimate", "estimate", "even_share"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:

@@ -20,8 +20,6 @@ from dask_p2p.plugins.registration import cluster_size
 from dask_p2p.transports.footprint import staging_bytes
 from dask_p2p.types import DaskArray
 
-__all__ = ["Exchange", "TransformEstimate", "estimate"]
-
 
 @dataclass(frozen=True, slots=True)
 class Exchange:

@@ -13,8 +13,6 @@ from dask_p2p.plans.reordered import ReorderedPlan
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import DaskArray
 
-__all__ = ["PREFIX", "assembled", "chunks_before"]
-
 PREFIX = "p2p-fft"
 
 

@@ -25,19 +25,6 @@ from dask_p2p.ops.rechunk import redistributed
 from dask_p2p.plans.fft import Stage, Transform, stages
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
-__all__ = [
-    "Axes",
-    "Length",
-    "Lengths",
-    "Norm",
-    "check_norm",
-    "checked_numbered_axes",
-    "complex_dtype",
-    "local_transforms",
-    "transform_of",
-    "transformed",
-]
-
 Norm: TypeAlias = Literal["backward", "ortho", "forward"] | None
 Length: TypeAlias = int | None
 Lengths: TypeAlias = Sequence[Length] | None

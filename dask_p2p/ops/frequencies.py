@@ -21,8 +21,6 @@ from dask_p2p.plans.rolled import Rolled
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import ChunksLike, DaskArray
 
-__all__ = ["fftfreq", "fftshift", "ifftshift", "rfftfreq"]
-
 
 def fftshift(x: DaskArray, axes: int | Axes = None, *, chunks: ChunksLike = None) -> DaskArray:
     """Move the zero frequency to the middle, as `numpy.fft.fftshift` does.

@@ -17,8 +17,6 @@ from dask_p2p.geometry import Index
 from dask_p2p.types import Array, DType
 from dask_p2p.versioned import versioned
 
-__all__ = ["INVERSE", "TO_COMPLEX", "TO_REAL", "LocalTransform", "Step", "scale_of"]
-
 TO_COMPLEX = ("rfft", "ihfft")  # of real numbers, along the axis that comes first
 TO_REAL = ("irfft", "hfft")  # along the axis that comes last
 INVERSE = ("ifft", "irfft", "ihfft")

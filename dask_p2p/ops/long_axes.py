@@ -36,8 +36,6 @@ from dask_p2p.plans.fft import Stage
 from dask_p2p.types import Array, DaskArray, DType
 from dask_p2p.versioned import versioned
 
-__all__ = ["Long", "Twiddled", "along_long_axis", "long_axis"]
-
 _SLAB_ELEMENTS = 2**18  # whose factors are made at a time
 
 

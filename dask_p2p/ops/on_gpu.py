@@ -33,8 +33,6 @@ from dask_p2p.plans.halo import rims_of
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import Array, BoundaryLike, ChunksLike, DaskArray, DepthLike, DTypeLike
 
-__all__ = ["map_on_gpu"]
-
 
 def map_on_gpu(
     func: Callable[..., Any],

@@ -35,8 +35,6 @@ from dask_p2p.plans.halo import rims_of
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import Array, BoundaryLike, DaskArray, DepthLike, DTypeLike
 
-__all__ = ["aligned", "map_overlap"]
-
 #: Of `dask.array.map_blocks`, beside ``dtype`` and ``meta``.
 _OF_MAP_BLOCKS = {"chunks", "drop_axis", "enforce_ndim", "name", "new_axis", "token"}
 

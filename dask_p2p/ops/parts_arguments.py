@@ -20,17 +20,6 @@ from dask_p2p.ops.overlap import aligned
 from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.types import DaskArray, DType
 
-__all__ = [
-    "check_functions",
-    "checked_arrays",
-    "checked_axis",
-    "checked_output",
-    "checked_rims",
-    "common_chunks",
-    "found_dtype",
-    "portable",
-]
-
 
 def check_functions(func: Any, reduce: Any) -> None:
     """Raise `InputError` if these are no functions."""

@@ -17,8 +17,6 @@ from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
 from dask_p2p.plugins.registration import cluster_size, register_if_possible
 from dask_p2p.types import ChunksLike, DaskArray
 
-__all__ = ["planned", "rechunk", "rechunk_by_tasks", "redistributed"]
-
 # Bound here: others may put this package's functions in the place of Dask's.
 _transpose_by_tasks, rechunk_by_tasks = da.transpose, partial(da.rechunk, method="tasks")
 

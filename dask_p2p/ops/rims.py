@@ -12,8 +12,6 @@ from dask_p2p.errors import InputError
 from dask_p2p.plans.halo import BOUNDARIES
 from dask_p2p.types import DType
 
-__all__ = ["checked_boundaries", "checked_depths"]
-
 #: What NumPy calls boundaries, in `numpy.pad`.
 _OF_NUMPY = {"wrap": "periodic", "symmetric": "reflect", "edge": "nearest"}
 

@@ -13,8 +13,6 @@ from dask_p2p.geometry import Index
 from dask_p2p.types import Array
 from dask_p2p.versioned import versioned
 
-__all__ = ["OwnBlocks", "Stencil", "Trim"]
-
 
 @versioned()
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from dask_p2p.ops.rechunk import redistributed
 from dask_p2p.plans import slab_chunks
 from dask_p2p.types import ChunksLike, DaskArray
 
-__all__ = ["transpose", "transposed"]
-
 
 def transpose(
     x: DaskArray,

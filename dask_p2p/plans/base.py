@@ -17,21 +17,8 @@ of the transpose) needs the third *column* tile of every input block::
 A `Piece` is one such tile: a box of a source block and the box of the output block that it
 fills. Any redistribution of blocks is a set of pieces and a permutation of the axes: plain
 rechunking has the identity, a halo exchange has boxes that reach over the blocks' edges. A new
-operation is a new `Plan`, and nothing else of the engine.
-
-Stage order, from *CUDA Fortran for Scientists and Engineers* (Ruetsch, Fatica): in stage s the
-reader at rank r takes what the holder at rank (r + s) mod n has, so that at any stage each
-holder serves one reader; stage 0 is what the reader holds itself::
-
-    stage          0    1    2    3
-    reader 0   <-  0    1    2    3
-    reader 1   <-  1    2    3    0
-    reader 2   <-  2    3    0    1
-    reader 3   <-  3    0    1    2
-
-A rank is a place among the sorted addresses of the holders: it follows from where the data is,
-not from the index of the block that a reader happens to compute. Of several hosts `stage_order`
-tells, and `docs/design.md` why.
+operation is a new `Plan`, and nothing else of the engine. In which order they are read
+`stage_order` tells, and docs/design.md why.
 """
 
 from __future__ import annotations
@@ -45,8 +32,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dask_p2p.geometry import Box, Chunks, Index, block_indices
 from dask_p2p.versioned import versioned
-
-__all__ = ["BlockPlan", "Fill", "Piece", "Plan", "Source", "block_plans", "stage_order"]
 
 _T = TypeVar("_T")
 
@@ -145,7 +130,9 @@ def block_plans(plan: Plan) -> Iterator[tuple[Index, BlockPlan]]:
 
 
 def stage_order(
-    holders: Iterable[str], reader: str, host_of: Callable[[str], str] = lambda address: ""
+    holders: Iterable[str],  # addresses, or other names; each is meant once
+    reader: str,
+    host_of: Callable[[str], str] = lambda address: "",  # on which host an address is
 ) -> list[str]:
     """Return the order in which a reader goes to the holders: itself first, then those after it.
 
@@ -155,17 +142,6 @@ def stage_order(
     host in turn. Readers of one host start at different hosts, and at different holders there. So
     of as many holders on each host, each serves one reader at any stage here, too.
 
-    Parameters
-    ----------
-    holders
-        Addresses, or other names; each is meant once.
-    reader
-        Likewise, of the reader.
-    host_of
-        Returns on which host an address is. By default all are on one.
-
-    Examples
-    --------
     >>> stage_order(["c", "a", "b"], "b")
     ['b', 'c', 'a']
     >>> stage_order(["a1", "a2", "b1", "b2", "c1", "c2"], "b1", lambda name: name[0])

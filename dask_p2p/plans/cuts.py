@@ -26,8 +26,6 @@ from dask_p2p.plans.fft import Stage, Transform, stages
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.plans.members import Members, grids, surface
 
-__all__ = ["Moves", "TransformStage", "cut_of", "moves", "recut", "transform_stages"]
-
 
 def cut_of(members: Members) -> tuple[int, ...]:
     """Return the axes that are divided between members."""

@@ -23,8 +23,6 @@ from typing import NamedTuple
 
 from dask_p2p.geometry import Chunks, split_evenly
 
-__all__ = ["Stage", "Transform", "moved_cut", "stages"]
-
 
 class Stage(NamedTuple):
     """A grid of blocks, and the axes that are transformed there, which are whole."""

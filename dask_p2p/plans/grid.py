@@ -21,17 +21,6 @@ from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Source
 from dask_p2p.versioned import versioned
 
-__all__ = [
-    "AxisMapping",
-    "Cut",
-    "GridPlan",
-    "Segment",
-    "blocks_read",
-    "redistribution",
-    "segments_of_range",
-    "slab_chunks",
-]
-
 
 class Segment(NamedTuple):
     """A part of an output block along one axis."""
@@ -255,17 +244,12 @@ class GridPlan:
         )
 
 
-def redistribution(src_chunks: Chunks, axes: Sequence[int], chunks: Chunks) -> GridPlan:
-    """Return the plan that cuts an array into other blocks, with its axes permuted.
-
-    Parameters
-    ----------
-    src_chunks, chunks
-        Chunks of the input and of the output, each in its own order of axes. Along each axis
-        they cut the same length.
-    axes
-        A permutation: output axis ``i`` is input axis ``axes[i]``.
-    """
+def redistribution(
+    src_chunks: Chunks,  # of the input
+    axes: Sequence[int],  # output axis ``i`` is input axis ``axes[i]``
+    chunks: Chunks,  # of the output, in its own order of axes: they cut the same lengths
+) -> GridPlan:
+    """Return the plan that cuts an array into other blocks, with its axes permuted."""
     mappings = [
         Cut(_plain(src_chunks[a]), _plain(sizes)) for a, sizes in zip(axes, chunks, strict=True)
     ]

@@ -1,18 +1,15 @@
 """Fewer edges for large graphs: groups of blocks, and passes through an intermediate grid.
 
-Each block of a transpose of n slabs reads from all n: n² edges, of which each costs Dask's
-scheduler 25 to 43 µs and 1 KB. Where one task assembles g neighbours as one larger block, and g
-cheap tasks on its worker hand them out, there are n² / g + n edges, and nothing moves twice::
+"Growth" in docs/design.md has what edges cost. Where one task assembles g neighbours as one larger
+block, and g cheap tasks on its worker hand them out, there are fewer, and nothing moves twice::
 
     one task a block    n² edges              grouped    n² / g edges        n edges
     sources ========> blocks                  sources ==========> groups ----------> blocks
 
-That costs one more task a block, about 0.5 ms each, and the latency of one more layer. It saves
-the scheduler's time for edges, and the 0.15 to 0.2 ms that a worker takes for each region that it
-reads, however small. Blocks of one group go to the same worker, and its memory is free when all of
-them are released. So it is done above `FEW_EDGES` where the groups are small, of `SMALL_GROUP`
-elements or little more, and above `MOST_EDGES` in any case; with two groups for each thread at
-least.
+That costs one more task a block, about 0.5 ms each, and the latency of one more layer. Blocks of
+one group go to the same worker, and its memory is free when all of them are released. So it is done
+above `FEW_EDGES` where the groups are small, of `SMALL_GROUP` elements or little more, and above
+`MOST_EDGES` in any case; with two groups for each thread at least.
 
 On a very large cluster that is not enough. There the array goes through an intermediate grid, in
 which each task reads √n blocks: 2 n √n edges, but everything moves twice. So that is done only
@@ -29,16 +26,6 @@ from math import ceil, isqrt, prod
 from dask_p2p.geometry import Chunks
 from dask_p2p.plans.grid import Cut, GridPlan
 
-__all__ = [
-    "FEW_EDGES",
-    "MANY_GROUPS",
-    "MOST_EDGES",
-    "MOST_GROUPED_EDGES",
-    "SMALL_GROUP",
-    "grid_between",
-    "grouped",
-]
-
 #: Edges that one layer has at most where groups are small.
 FEW_EDGES = 2_000
 #: Elements of a group that is small: 64 MiB of float64.
@@ -52,18 +39,12 @@ MOST_GROUPED_EDGES = 2_000_000
 _LEAST_GAIN = 2  # times as few edges in all: else the second layer is for nothing
 
 
-def grouped(plan: GridPlan, groups: int | None, threads: Callable[[], int | None]) -> GridPlan:
-    """Return the plan of larger blocks from which those of a plan can be cut; or the plan itself.
-
-    Parameters
-    ----------
-    plan
-        A redistribution.
-    groups
-        How many to make; 0 for none. None for as many as seem best, where there are many edges.
-    threads
-        Returns how many the cluster has, or None; asked only where that matters.
-    """
+def grouped(
+    plan: GridPlan,  # a redistribution
+    groups: int | None,  # to make; 0 for none. None: as many as seem best for many edges
+    threads: Callable[[], int | None],  # that the cluster has; asked only where that matters
+) -> GridPlan:
+    """Return the plan of larger blocks, from which those of a plan can be cut, or that plan."""
     blocks = prod(map(len, plan.chunks))
     if groups is None:
         groups = _best_number(plan, threads) if plan.edges > FEW_EDGES else 0

@@ -20,8 +20,6 @@ from dask_p2p.geometry import Chunks, block_bounds
 from dask_p2p.plans.grid import AxisMapping, Cut, GridPlan, Segment, blocks_read, segments_of_range
 from dask_p2p.versioned import versioned
 
-__all__ = ["BOUNDARIES", "Halo", "halo_plan", "rims_of"]
-
 #: What lies beyond an end of the array: nothing, what is at its other end, a reflection, its last
 #: element. Anything else is a constant.
 BOUNDARIES = ("none", "periodic", "reflect", "nearest")

@@ -11,8 +11,6 @@ from math import prod
 from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape
 from dask_p2p.versioned import versioned
 
-__all__ = ["Members", "grids", "surface"]
-
 
 @versioned()  # it travels with the tasks
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ORDERS", "Partners", "partners"]
-
 #: Of messages. In "auto" all go at the same time, as sockets take them.
 ORDERS = ("auto", "diagonal", "left-right", "pairwise")
 

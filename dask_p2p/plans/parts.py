@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from dask_p2p.geometry import block_bounds, split_evenly
 
-__all__ = ["Input", "Part", "PartPlan", "Range", "Step", "plan_parts", "steps"]
-
 _ALIGNMENT_BYTES = 512  # of what is allocated on a GPU
 
 Range = tuple[int, int]

@@ -10,8 +10,6 @@ from dask_p2p.plans.base import BlockPlan, Source
 from dask_p2p.plans.grid import GridPlan
 from dask_p2p.versioned import versioned
 
-__all__ = ["ReorderedPlan"]
-
 
 @versioned()
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ from dask_p2p.plans.grid import GridPlan
 from dask_p2p.plans.halo import halo_plan, rims_of
 from dask_p2p.plans.members import Members
 
-__all__ = ["Rims", "interior_and_frames", "rims"]
-
 
 @dataclass(frozen=True)
 class Rims:

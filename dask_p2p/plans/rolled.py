@@ -8,8 +8,6 @@ from functools import cached_property
 from dask_p2p.plans.grid import Cut, Segment, blocks_read, segments_of_range
 from dask_p2p.versioned import versioned
 
-__all__ = ["Rolled"]
-
 
 @versioned()
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from distributed import Worker
@@ -41,8 +42,6 @@ from dask_p2p.transports.replies import answering, ask_and_wait
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
-__all__ = ["FALLBACK_TOPIC", "DaskWorkerContext", "must_encrypt"]
-
 _T = TypeVar("_T")
 
 #: Of Dask's events: a transport was given up for a holder.
@@ -52,7 +51,7 @@ _RECORDS = 10_000  # of attempts that are kept, and their stages
 _MOST_RECORDS = 2**62  # that there ever are
 _SERVING_THREADS = 2  # that pack regions for other workers
 _LOOKS = 10  # for a block that is being spilled, or brought back
-_KEEP_S = 1.0  # how long blocks read from disk are kept after the last of them was read
+_KEEP_S = 1.0  # how long blocks that were read from disk are kept
 _ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
 _PUBLISHED_ARRAYS = 1000  # of which it is known that their blocks have been published
 _MOST_AHEAD = 1000  # blocks of one array that are published before they are asked for
@@ -82,7 +81,6 @@ class DaskWorkerContext(AttemptLog):
         self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
         self._from_disk: dict[Any, Any] = {}  # blocks by key, the oldest first
-        self._forgetting: asyncio.TimerHandle | None = None
 
     def block(self, key: Key) -> Any:
         """Return a block; one that is spilled is read, and left where it is."""
@@ -108,13 +106,9 @@ class DaskWorkerContext(AttemptLog):
         while len(self._from_disk) > _SERVING_THREADS:
             with suppress(KeyError, StopIteration):  # another thread was quicker
                 del self._from_disk[next(iter(self._from_disk))]
-        self.loop.call_soon_threadsafe(self._forget_later)
+        forget = partial(self._from_disk.pop, key, None)
+        self.loop.call_soon_threadsafe(self.loop.call_later, _KEEP_S, forget)
         return block
-
-    def _forget_later(self) -> None:
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-        self._forgetting = self.loop.call_later(_KEEP_S, self._from_disk.clear)
 
     def usage(self) -> dict[str, int]:
         """Count what transfers hold on this worker, by transport and kind.
@@ -288,8 +282,6 @@ class DaskWorkerContext(AttemptLog):
         return True
 
     def close(self) -> None:
-        if self._forgetting is not None:
-            self._forgetting.cancel()
         self._from_disk.clear()
         self.outputs.close()
         self.pinned.close()

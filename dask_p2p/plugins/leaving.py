@@ -13,8 +13,6 @@ from distributed import Status, Worker
 from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.notices import warn_client
 
-__all__ = ["leave"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.01

@@ -25,8 +25,6 @@ from typing import Any
 
 from distributed.batched import BatchedSend
 
-__all__ = ["INTERVAL_S", "AtOnce", "shorten", "shorten_scheduler", "shorten_worker"]
-
 INTERVAL_S = 0.5e-3
 
 

@@ -11,8 +11,6 @@ from dask.utils import format_bytes
 
 from dask_p2p.errors import P2PWarning
 
-__all__ = ["warn_client", "warn_of_whole_blocks"]
-
 warned: WeakSet[Any] = WeakSet()  # workers that have said that they lack the plugin
 
 

@@ -22,8 +22,6 @@ from dask_p2p.backends.pinned import CANNOT_PIN, Pinned, warn_once
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.types import Array, DType
 
-__all__ = ["OutputMemory", "PinnedOutputs"]
-
 _LEAST_BYTES = 2**20  # less is allocated sooner than it is looked for
 _PINNED_SHARE = 2  # of a worker's memory limit is pinned at most: the system cannot take that back
 _STEPS = 8  # sizes of memory from one power of two to the next

@@ -1,17 +1,9 @@
-"""How Dask's scheduler treats this package's tasks differently.
+"""How Dask's scheduler treats this package's tasks differently: docs/design.md tells why.
 
-Memory
-    Dask refuses a task whose whole dependencies are larger than the memory of its worker. For this
-    package's tasks only regions move, and each task checks on its worker that they fit
-    (`dask_p2p.engine.memory`).
-Place
-    Dask places a task by the bytes of its whole dependencies, and weighs them against the time that
-    other tasks take. A block with rims would often go where only a rim is. Here the worker that
-    holds most of the *regions* comes first, then the one that has least to do. In a transpose all
-    workers hold about as much, so only the latter counts, and tasks are spread evenly.
-
-    The members of a gang go to as many workers as there are: each to that which has the fewest
-    others of its gang, and of these the one with most of its blocks.
+It refuses none for whole dependencies, and places each by the regions that it reads. In a transpose
+all workers hold about as much, so that tasks are spread evenly. The members of a gang go to as many
+workers as there are: each to that which has the fewest others of its gang, and of these the one
+with most of its blocks.
 
 These are private methods of Dask's scheduler, which `tests/plugins/test_canary.py` watches. An
 `Overlay` takes the place of each, and passes on everything that it does not decide.
@@ -24,8 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, MemberTask
-
-__all__ = ["Overlay", "held_elements", "overlay_memory_check", "overlay_placement"]
 
 #: Method of Dask's scheduler that refuses tasks.
 MEMORY_CHECK = "_add_to_processing"

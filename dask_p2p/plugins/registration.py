@@ -11,9 +11,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Awaitable, Sequence
-from functools import partial
 from typing import Any, overload
-from weakref import WeakSet, proxy
+from weakref import WeakSet
 
 from dask_p2p.config import options
 from dask_p2p.engine.task import current_worker
@@ -22,16 +21,6 @@ from dask_p2p.inputs import checked_client
 from dask_p2p.plugins.notices import warn_of_whole_blocks
 from dask_p2p.types import AsynchronousClient, Client, Key
 from dask_p2p.versioned import check_dask, this_version
-
-__all__ = [
-    "ask_later",
-    "cluster_size",
-    "current_client",
-    "on_missing_plugin",
-    "register",
-    "register_if_possible",
-    "workers_of",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +68,8 @@ def register(client: Any = None) -> Any:
     if client.asynchronous:
         return _register_async(client)
     # A warning is issued in this thread, not on the event loop: so it has the user's line.
-    _conclude(client, client.sync(_prepare, client))
+    _report(client.sync(_prepare, client))
+    _registered.add(client)
     return None
 
 
@@ -145,34 +135,18 @@ async def ask_later(worker: Any) -> None:
 
 
 async def _register_async(client: Any) -> None:
-    _conclude(client, await _prepare(client))
+    _report(await _prepare(client))
+    _registered.add(client)
 
 
 async def _prepare(client: Any) -> dict[str, Any]:
     """Have a client's cluster take part, as far as it does; return what `ask` does."""
     check_dask()
-    client._get_versions = partial(_get_versions, proxy(client))
     if options().low_latency:
         from dask_p2p.plugins.low_latency import shorten
 
         shorten(client.scheduler_comm)
     return await ask(client.scheduler)
-
-
-def _conclude(client: Any, answer: dict[str, Any]) -> None:
-    _report(answer)
-    _registered.add(client)
-
-
-async def _get_versions(client: Any, check: bool = False, packages: Any = None) -> Any:
-    """Do what `Client.get_versions` does, with this package among the others.
-
-    A place in Dask's own list would not do. What is in there is compared whenever somebody
-    connects, and processes that have not loaded this package would seem to lack it.
-    """
-    from distributed import Client
-
-    return await Client._get_versions(client, check, [*(packages or ()), "dask-p2p"])
 
 
 async def register_later(client: Any) -> None:

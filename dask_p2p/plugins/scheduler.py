@@ -36,8 +36,6 @@ from dask_p2p.plugins.worker import P2PPlugin, probe_peers, set_up
 from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import check_dask, this_version, versioned
 
-__all__ = ["ANSWER_S", "P2PSchedulerPlugin"]
-
 logger = logging.getLogger(__name__)
 
 #: How long a registration waits for a worker.

@@ -22,8 +22,6 @@ from distributed.spill import SpillBuffer
 from dask_p2p.backends.device import private_stream
 from dask_p2p.types import Array, Key
 
-__all__ = ["find_in_memory", "is_spilled", "read_spilled"]
-
 
 def find_in_memory(data: Any, key: Key) -> Any:
     """Return a block that is in memory of its own kind; `KeyError` if it is not."""

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from distributed import secede
 from distributed.threadpoolexecutor import thread_state, threads_lock
 
-__all__ = ["only_waiting"]
-
 
 @contextmanager
 def only_waiting() -> Iterator[None]:

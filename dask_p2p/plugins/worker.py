@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
@@ -35,8 +34,6 @@ from dask_p2p.transports import make_transports
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Key
 from dask_p2p.versioned import check_dask, versioned
-
-__all__ = ["P2PPlugin", "probe_peers", "set_up"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,20 +102,6 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             except Exception:  # the first task will fail in the same way, and say so
                 logger.debug("kernels could not be compiled ahead", exc_info=True)
 
-    def probe_peers(self, addresses: Iterable[str]) -> None:
-        """Find out how other workers are reached, in the background: this opens what is to be kept.
-
-        Blocks in host memory need nothing that would have to be opened.
-        """
-        backend = worker_backend()
-        if backend.on_device:
-            others = stage_order(addresses, self._context.address)
-            probing = asyncio.ensure_future(
-                asyncio.to_thread(self._context.probe_peers, others, backend.name)
-            )
-            self._background.add(probing)  # the loop itself keeps only a weak reference
-            probing.add_done_callback(self._background.discard)
-
     @property
     def leased_bytes(self) -> int:
         """Bytes of blocks that are kept because others read them, or may be about to."""
@@ -173,22 +156,18 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         if start in ("executing", "long-running") and not state.ready and not state.executing:
             self._at_once.send(self._worker.batched_stream)
         if finish == "error" and worker_backend().on_device:
-            self._look_after_device()
+            looking = asyncio.ensure_future(self._look_after_device())
+            self._background.add(looking)  # the loop itself keeps only a weak reference
+            looking.add_done_callback(self._background.discard)
         if start == "memory" and finish != "memory":
             self._context.on_released(key)
             for transport in self._transports.values():
                 transport.on_released(key)
 
-    def _look_after_device(self) -> None:
+    async def _look_after_device(self) -> None:
         """Find out whether a task failed because the GPU is lost, for which the worker must go."""
-        looking = asyncio.ensure_future(self._context.offload(raise_if_lost))
-        self._background.add(looking)
-        looking.add_done_callback(self._done_looking)
-
-    def _done_looking(self, looking: asyncio.Future[None]) -> None:
-        self._background.discard(looking)
-        if not looking.cancelled():
-            looking.exception()  # the context has handled it
+        with suppress(Exception):  # the context has handled it
+            await self._context.offload(raise_if_lost)
 
     def _on_compute_task(self, **message: Any) -> None:
         task = message.get("run_spec")
@@ -219,8 +198,12 @@ async def set_up(plugin: P2PPlugin, dask_worker: Worker) -> None:
         await dask_worker.plugin_add(plugin, catch_errors=False)
 
 
-def probe_peers(addresses: list[str], dask_worker: Worker) -> None:
-    """Have a worker find out how it reaches the others, before it needs to."""
-    plugin = dask_worker.plugins.get(PLUGIN_NAME)
-    if plugin is not None:
-        plugin.probe_peers(addresses)
+async def probe_peers(addresses: list[str], dask_worker: Worker) -> None:
+    """Have a worker find out how it reaches the others, which opens what is to be kept.
+
+    Blocks in host memory need nothing that would have to be opened.
+    """
+    context, backend = plugin_context(dask_worker), worker_backend()
+    if isinstance(context, DaskWorkerContext) and backend.on_device:
+        others = stage_order(addresses, context.address)
+        await asyncio.to_thread(context.probe_peers, others, backend.name)

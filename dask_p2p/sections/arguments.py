@@ -19,14 +19,6 @@ from dask_p2p.plans.members import Members
 from dask_p2p.plugins.registration import cluster_size
 from dask_p2p.types import DaskArray
 
-__all__ = [
-    "check_computed",
-    "check_same_kind",
-    "check_shares",
-    "chosen_members",
-    "within_gang",
-]
-
 _thread = threading.local()
 
 

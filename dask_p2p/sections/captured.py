@@ -16,8 +16,6 @@ from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.halo import Padded
 from dask_p2p.types import Array
 
-__all__ = ["Captured"]
-
 # Pools of memory for graphs, by device. They are never dropped: what a function that raised has
 # allocated goes later, and CuPy crashes where the garbage collector finds a pool and its memory
 # together.

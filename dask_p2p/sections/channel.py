@@ -20,8 +20,6 @@ from typing import Any
 from dask_p2p.errors import SilentError
 from dask_p2p.interprocess.messenger import Message, Messenger
 
-__all__ = ["LEAST_BYTES", "Channel"]
-
 #: Of a message by UCX. Smaller ones are quicker in a socket, together with their header.
 LEAST_BYTES = 1 << 16
 _PART_BYTES = 1 << 25

@@ -9,9 +9,8 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.devices import Host, check_not_masked
-from dask_p2p.sections.links import Buffer, Links
-
-__all__ = ["Collectives"]
+from dask_p2p.sections.link import Buffer
+from dask_p2p.sections.links import Links
 
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 

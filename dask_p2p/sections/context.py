@@ -26,8 +26,6 @@ from dask_p2p.sections.state_memory import check_state
 from dask_p2p.sections.transforms import Transforms
 from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
 
-__all__ = ["Context"]
-
 
 class Context(Collectives, Transforms):
     """One member's place among the members that run a function at the same time.

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["COMMIT", "Coordinator", "Order", "Wait"]
-
 #: In the place of a rank, in the key of the task that depends on all members.
 COMMIT = "commit"
 

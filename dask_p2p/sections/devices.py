@@ -27,22 +27,13 @@ from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, InputError, UnsupportedArrayError
 from dask_p2p.sections.gpu_regions import GpuRegions
-from dask_p2p.sections.links import AttemptEndedError, Links
+from dask_p2p.sections.link import AttemptEndedError
+from dask_p2p.sections.links import Links
 from dask_p2p.sections.regions import Regions
 from dask_p2p.sections.rim_messages import RimCall, RimMessages
 from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
-
-__all__ = [
-    "HOST",
-    "STEPS_AHEAD",
-    "Gpu",
-    "Host",
-    "check_kind",
-    "check_not_masked",
-    "device_for",
-]
 
 STEPS_AHEAD = 64  # that the host is ahead of a GPU at most
 _SPIN_S = 2e-4  # that a GPU is asked without a pause

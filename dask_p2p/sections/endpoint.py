@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.errors import SectionError
 
-__all__ = ["Endpoint", "Reach", "TlsSocket", "host_of", "is_lost", "uses_ucx"]
-
 _CONNECT_S = 10.0
 _SOCKET_BYTES = 1 << 20  # that the kernel buffers, where it lets us
 _MOST_STRANGERS = 1000  # connections that have not said yet whose they are

@@ -14,8 +14,6 @@ from dask_p2p.errors import MemoryLimitError
 from dask_p2p.ops.estimate import MemoryEstimate
 from dask_p2p.types import Kind
 
-__all__ = ["SectionEstimate", "check_memory"]
-
 
 @dataclass(frozen=True, slots=True)
 class SectionEstimate(MemoryEstimate):

@@ -11,8 +11,6 @@ from typing import Any
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.expression import PlannedExpr
 
-__all__ = ["SectionExpr"]
-
 
 class SectionExpr(PlannedExpr):
     """One of the arrays that a gang makes.

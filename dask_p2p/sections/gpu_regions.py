@@ -35,7 +35,8 @@ import numpy as np
 from dask_p2p.backends import RUN_BYTES, order_of
 from dask_p2p.geometry import Box, Runs, box_slices, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.sections.links import Buffer, Links
+from dask_p2p.sections.link import Buffer
+from dask_p2p.sections.links import Links
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.regions import Call, Local, Regions
 from dask_p2p.sections.staged import begin_in_order
@@ -44,8 +45,6 @@ from dask_p2p.types import Array, DType
 
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
-
-__all__ = ["GpuRegions"]
 
 #: What is read last is no larger. A kernel puts it into place in 50 µs: the host needs as long for
 #: one more part.

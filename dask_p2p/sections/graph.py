@@ -34,8 +34,6 @@ from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, DaskArray, DType, Kind
 from dask_p2p.versioned import versioned
 
-__all__ = ["Section", "Shares", "ValueSpec", "section_arrays", "shape_of"]
-
 
 def section_arrays(
     prefix: str,  # of the new arrays' names: what Dask calls the tasks

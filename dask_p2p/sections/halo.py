@@ -16,8 +16,6 @@ from dask_p2p.sections.rim_messages import RimCall
 from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.types import Array
 
-__all__ = ["Exchange", "Padded", "Part", "Pending"]
-
 
 class Part(NamedTuple):
     """A part of a share, and what a stencil reads for it."""

@@ -27,8 +27,6 @@ from dask_p2p.sections.saved import checked_period
 from dask_p2p.sections.staged import checked_order
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
 
-__all__ = ["iterate"]
-
 
 def iterate(
     func: Callable[..., Any],

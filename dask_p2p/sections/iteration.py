@@ -26,8 +26,6 @@ from dask_p2p.sections.saved import GENERATIONS, Period
 from dask_p2p.sections.windows import SLOTS
 from dask_p2p.types import Array, DType
 
-__all__ = ["Iteration"]
-
 _MARK = b"\xa5"  # bytes of what is not filled
 _SEED = 0xA5A5A5A5  # of a corner with zeros and ones, as long as it is not filled
 _CORNER = 64  # elements along each axis

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 from dask_p2p.errors import P2PError
 from dask_p2p.sections.channel import LEAST_BYTES, Channel
 
-__all__ = ["HEADER", "TEXT_BYTES", "AttemptEndedError", "Buffer", "Link", "Peer"]
-
 #: Bytes; those of a GPU too, where a link `carries` so many.
 Buffer: TypeAlias = bytes | bytearray | memoryview
 

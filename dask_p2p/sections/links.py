@@ -25,8 +25,6 @@ from dask_p2p.sections.channel import Channel
 from dask_p2p.sections.endpoint import Endpoint, Reach, host_of, is_lost, uses_ucx
 from dask_p2p.sections.link import HEADER, TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
 
-__all__ = ["AttemptEndedError", "Buffer", "Links", "Peer"]
-
 _LOOKS = 4  # at connections that may be lost, in the time after which they are
 # How long a member looks for what is to come before it sleeps, which takes as long to end. Only
 # where each member of the host has a core: else the others could not go on meanwhile.

@@ -17,7 +17,7 @@ from dask_p2p.plans.members import Members
 from dask_p2p.sections.arguments import within_gang
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import device_for
-from dask_p2p.sections.links import AttemptEndedError, Peer
+from dask_p2p.sections.link import AttemptEndedError, Peer
 from dask_p2p.sections.progress import Watch
 from dask_p2p.types import Kind
 from dask_p2p.versioned import check_readable
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from dask_p2p.sections.coordinator import Order
     from dask_p2p.sections.worker import Member
     from dask_p2p.transports.packed.ucx import UcxTransport
-
-__all__ = ["run_member"]
 
 _SECEDE_S = 0.05  # that a member waits in its worker's pool, before others get its thread
 _MOST_ERROR_BYTES = 2**20  # of an exception that the scheduler hands to all members

@@ -9,8 +9,6 @@ from itertools import pairwise
 from dask_p2p.geometry import Box
 from dask_p2p.types import Array, DType
 
-__all__ = ["MOST_PIECES", "Pieces", "along"]
-
 MOST_PIECES = 8
 
 

@@ -15,8 +15,6 @@ from dask_p2p.plans.members import Members
 from dask_p2p.sections.links import Links
 from dask_p2p.types import DType, Key
 
-__all__ = ["LINK", "Progress", "Watch"]
-
 #: In the place of a transport: what members send each other.
 LINK = "link"
 

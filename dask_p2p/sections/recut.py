@@ -19,8 +19,6 @@ from dask_p2p.sections.pieces import Pieces
 from dask_p2p.sections.regions import Call, Local, Regions
 from dask_p2p.types import Array
 
-__all__ = ["Recut", "Redistribution", "checked_shape"]
-
 _T = TypeVar("_T")
 
 

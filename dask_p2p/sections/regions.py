@@ -20,11 +20,10 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import Box, box_slices
 from dask_p2p.interprocess import process_memory
 from dask_p2p.plans.orders import partners
-from dask_p2p.sections.links import AttemptEndedError, Buffer, Links
+from dask_p2p.sections.link import AttemptEndedError, Buffer
+from dask_p2p.sections.links import Links
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array, DType
-
-__all__ = ["Call", "Local", "Regions"]
 
 LEAST_BYTES = 1 << 16  # of the parts that two members exchange: messages are quicker below
 _LEAST_RUN_BYTES = 256  # of one row of a region; to pack shorter ones is quicker

@@ -11,11 +11,10 @@ import numpy as np
 
 from dask_p2p.geometry import Box, box_shape, box_slices
 from dask_p2p.plans.rims import Rims
-from dask_p2p.sections.links import Buffer, Links
+from dask_p2p.sections.link import Buffer
+from dask_p2p.sections.links import Links
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array, DType
-
-__all__ = ["Packed", "RimCall", "RimMessages", "elements_of"]
 
 _LARGE_BYTES = 1 << 16  # of rims for one member: between hosts sockets may take less at once
 # Elements of a share. The function is called for three parts or more, which took 0.02 ms a step

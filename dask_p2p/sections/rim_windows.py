@@ -38,7 +38,8 @@ import numpy as np
 from dask_p2p.backends.pinned import Pinned
 from dask_p2p.backends.pitch import pitched
 from dask_p2p.geometry import Box, box_shape
-from dask_p2p.sections.links import Buffer, Links
+from dask_p2p.sections.link import Buffer
+from dask_p2p.sections.links import Links
 from dask_p2p.sections.rim_messages import Packed, RimCall, elements_of
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.sections.windows import SLOTS, Meeting, OwnWindow, PeerWindow, if_possible, opened
@@ -46,8 +47,6 @@ from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
-
-__all__ = ["RimWindows"]
 
 # Of a share. On two H200 a step of 25 points in float32 took 0.70 ms with the exchange hidden and
 # 0.71 without at 512 MiB, 0.36 and 0.15 at 64 MiB, where the host is what takes that long.

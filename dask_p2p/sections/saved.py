@@ -19,19 +19,10 @@ import numpy as np
 from dask_p2p.config import duration_s
 from dask_p2p.errors import InputError
 from dask_p2p.sections.devices import HOST, Host
-from dask_p2p.sections.links import AttemptEndedError, Buffer, Links
+from dask_p2p.sections.link import AttemptEndedError, Buffer
+from dask_p2p.sections.links import Links
 from dask_p2p.sections.state_memory import StateMemory, copied_from, copied_into, size_of
 from dask_p2p.types import Array
-
-__all__ = [
-    "GENERATIONS",
-    "Checkpoints",
-    "Period",
-    "SavedStates",
-    "States",
-    "buddies",
-    "checked_period",
-]
 
 GENERATIONS = 2  # of states, of which the newer one may be there in parts only
 

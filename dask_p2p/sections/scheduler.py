@@ -23,8 +23,6 @@ from dask_p2p.sections.waiting import Waiting
 from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import versioned
 
-__all__ = ["FORGET", "JOIN", "LEAVE", "ORDER", "SAVES", "SectionsSchedulerPlugin"]
-
 #: What members ask of the scheduler.
 JOIN, LEAVE, ORDER = "p2p_section_join", "p2p_section_leave", "p2p_section_order"
 SAVES = "p2p_section_saves"

@@ -18,8 +18,6 @@ from dask_p2p.sections.context import Context
 from dask_p2p.sections.graph import Shares, ValueSpec, section_arrays
 from dask_p2p.types import DaskArray, DTypeLike
 
-__all__ = ["spmd"]
-
 
 def spmd(
     func: Callable[..., Any],

@@ -7,9 +7,8 @@ from typing import Any
 
 from dask_p2p.errors import InputError
 from dask_p2p.plans.orders import ORDERS, partners
-from dask_p2p.sections.links import Buffer, Links
-
-__all__ = ["begin_in_order", "checked_order"]
+from dask_p2p.sections.link import Buffer
+from dask_p2p.sections.links import Links
 
 
 def checked_order(exchange: Any) -> str:

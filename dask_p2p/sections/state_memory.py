@@ -18,8 +18,6 @@ from dask_p2p.interprocess.segments import Segment, SegmentName
 from dask_p2p.sections.devices import HOST, Host, check_not_masked
 from dask_p2p.types import Array
 
-__all__ = ["StateMemory", "check_state", "copied_from", "copied_into", "size_of"]
-
 _IS_SEEN, _IS_SENT = b"\1", b"\0"
 
 

@@ -30,8 +30,6 @@ from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.recut import Redistribution, checked_shape
 from dask_p2p.types import Array, DType
 
-__all__ = ["Transforms"]
-
 _Cut = Sequence[int] | None
 _Step = Callable[[Any, bool], tuple[Any, bool]]  # of a share, and whether it is our own
 _PIECE_BYTES = 2**28  # of a share, at least: the host needs 0.2 ms for each

@@ -10,8 +10,6 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.notices import warn_client
 from dask_p2p.sections.coordinator import Coordinator, Wait
 
-__all__ = ["Waiting"]
-
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 60.0

@@ -36,18 +36,6 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
 
-__all__ = [
-    "COUNTERS_BYTES",
-    "SLOTS",
-    "Meeting",
-    "OwnEvents",
-    "OwnWindow",
-    "PeerMemory",
-    "PeerWindow",
-    "if_possible",
-    "opened",
-]
-
 SLOTS = 2
 COUNTERS_BYTES = 16  # at the beginning of a window: two words of `Meeting`
 _ALIGNMENT_BYTES = 512

@@ -31,8 +31,6 @@ from dask_p2p.sections.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES, Secti
 from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import versioned
 
-__all__ = ["Member", "SectionsPlugin", "plugin_on"]
-
 _ENDS = ("committed", "stopped")  # states that no order follows
 _CAUSE_CHARS = 1000
 

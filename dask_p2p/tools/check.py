@@ -3,7 +3,7 @@
 Every pair of workers moves a known block just as a transpose would move its regions, by the same
 code; what it uses and how long it takes is what a transpose would see. All pairs of one stage are
 measured at once, each worker reading from one and read by one, as in a transpose. Transports after
-the first that works are measured too, and one that is quicker by far is preferred from then on.
+the first that works are measured too, and the report names one that is quicker by far.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ from dask_p2p.plans import BlockPlan, Piece, Source
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import register
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
-from dask_p2p.tools.report import EXPECTED, HostPair, Link, Problem, Report, Status
+from dask_p2p.tools.report import EXPECTED, Link, Problem, Report, Status
 from dask_p2p.transports.probe import PROBE_DTYPE, check_probe, most_probe_bytes, probe_key
 from dask_p2p.types import AsynchronousClient, Client, Kind
 
-__all__ = ["HostPair", "Link", "Problem", "Report", "Status", "check", "find_problems"]
-
-FAR = 2  #: Times as fast that another transport must be to be preferred.
+FAR = 2  #: Times as fast that another transport must be to be named.
 
 # Workers of different hosts do not read each other's memory.
 _NO_PROBLEM = (*EXPECTED, "other-host")
 _LATENCY_BYTES = 1024
 REPEATS = 5
-_FEW_REPEATS = 2  # of transports that are used only if they are quicker by far
+_FEW_REPEATS = 2  # of transports that are named only if they are quicker by far
 
 
 @overload
@@ -215,31 +213,18 @@ class _Pair:
     options: Options
 
     def link(self) -> Link:
-        """Measure how blocks come, and prefer a transport that is quicker by far."""
+        """Measure how blocks come, and what else would bring them quicker by far."""
         context, holder = self.context, self.holder
         order = self.options.order(self.kind)
-        quicker = None
-        # What was measured before may not hold any more.
-        context.router.prefer(holder, order, None)
         try:
             latency_s, time_s, transport = self._measure()
             quicker = self._quicker(time_s, transport)
-            # An order that the user named is kept.
-            if quicker is not None and self.options.transports is None:
-                context.router.prefer(holder, order, quicker)
-                latency_s, time_s, transport = self._measure()
         except P2PError as exc:
             error = f"{type(exc).__name__}: {exc}"
             return Link(context.address, holder, None, 0.0, 0.0, error=error)
-        obstacles = {}
-        for name in order[: order.index(transport)]:
-            why = self._why_not(name)
-            if why is None and transport == quicker:
-                why = Obstacle("slower", f"{quicker} is more than {FAR} times as fast")
-            if why is not None:
-                obstacles[name] = why
+        better = order[: order.index(transport)]
+        obstacles = {name: why for name in better if (why := self._why_not(name)) is not None}
         gbs = self.nbytes / time_s / 1e9
-        quicker = None if transport == quicker else quicker
         return Link(context.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
 
     def _why_not(self, transport: str) -> Obstacle | None:

@@ -11,8 +11,6 @@ from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count
 from dask_p2p.types import Kind, LocalCluster
 
-__all__ = ["device_names", "free_gpu_bytes", "local_cluster", "usable_gpus"]
-
 # cudaIpcOpenMemHandle of a pool whose size is no multiple of this takes seconds (1.9 s for 42 GiB
 # on an H200) instead of milliseconds. UCX maps the same memory, and pays the same.
 POOL_GRANULE_BYTES = 2 * 2**20

@@ -32,8 +32,6 @@ from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plugins.registration import current_client
 from dask_p2p.types import DaskArray
 
-__all__ = ["Installation", "install", "uninstall"]
-
 _lock = Lock()
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, what it was, what it is
 _installations: WeakSet[Installation] = WeakSet()  # those that count

@@ -21,8 +21,6 @@ from dask_p2p.errors import FileError, P2PError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.types import Array, DaskArray
 
-__all__ = ["opened", "output", "written"]
-
 _NPY_BLOCK_BYTES = 16 << 20  # an .npy file has no chunks: these are enough for many workers
 _POLL_S = 0.02
 

@@ -11,8 +11,6 @@ import numpy as np
 from dask_p2p.backends import backend_named
 from dask_p2p.types import Array, DaskArray, DType, Kind
 
-__all__ = ["count_wrong", "indexed_array"]
-
 # The largest primes that each kind of number holds exactly, below its limit. Linear indices are
 # taken modulo one of them, so that equal values are never a power of two, or a tile, apart.
 _PRIMES = {1: 127, 2: 32749, 4: 2147483647, 8: 2305843009213693951}

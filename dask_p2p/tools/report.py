@@ -13,8 +13,6 @@ from dask_p2p.errors import Obstacle
 from dask_p2p.monitoring.tables import html_table, text_table
 from dask_p2p.types import Kind
 
-__all__ = ["EXPECTED", "HostPair", "Link", "Problem", "Report", "Status"]
-
 #: Obstacles of workers in one process, which pass each other's blocks on as they are.
 EXPECTED = ("other-kind", "same-process")
 

@@ -19,8 +19,6 @@ from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.pinned import PinnedTransport
 from dask_p2p.transports.packed.ucx import UcxTransport
 
-__all__ = ["OWN", "all_transports", "make_transports"]
-
 #: Those of this package, best first.
 OWN: tuple[type[Transport], ...] = (
     IpcTransport,

@@ -49,17 +49,6 @@ from dask_p2p.transports.replies import Handler, answering
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, PROBE_TIMEOUT_S
 from dask_p2p.types import Array, DType, Key, Kind
 
-__all__ = [
-    "LAST_PART_BYTES",
-    "Bring",
-    "Handler",
-    "Reading",
-    "Region",
-    "Request",
-    "Transport",
-    "answers",
-]
-
 LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
 
 #: Returns a region's array: see `Region.result`, which calls it with the same arguments.

@@ -9,8 +9,6 @@ from typing import Any, Protocol, TypeVar
 
 from dask_p2p.types import Key
 
-__all__ = ["WorkerContext"]
-
 _T = TypeVar("_T")
 
 

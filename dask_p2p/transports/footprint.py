@@ -20,19 +20,6 @@ from dask_p2p.config import Options, transport_classes
 from dask_p2p.interprocess.buffers import buffer_bytes
 from dask_p2p.types import Kind
 
-__all__ = [
-    "ByteBudget",
-    "Footprint",
-    "Release",
-    "buffered",
-    "idle_bytes",
-    "left_bytes",
-    "packed_bytes",
-    "part_that_fits",
-    "parts_held",
-    "staging_bytes",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Footprint:

@@ -16,16 +16,6 @@ from dask_p2p.backends import BACKENDS, backend_for, backend_named
 from dask_p2p.errors import TransferError
 from dask_p2p.types import Array, Key, Kind
 
-__all__ = [
-    "PROBE_BYTES",
-    "PROBE_DTYPE",
-    "Probes",
-    "check_probe",
-    "is_probe",
-    "most_probe_bytes",
-    "probe_key",
-]
-
 PROBE_BYTES = 2**16  # more than UCX sends at once without a rendezvous
 PROBE_DTYPE = np.dtype("u1")
 _MOST_OF_MEMORY = 1 / 32  # that one probe block may take

@@ -34,21 +34,6 @@ from dask_p2p.types import Array, Key
 if TYPE_CHECKING:
     from dask_p2p.transports.base import Request
 
-__all__ = [
-    "Handler",
-    "answering",
-    "ask",
-    "ask_and_wait",
-    "check_dtype_text",
-    "check_reply",
-    "checked_block",
-    "dtype_text",
-    "find_block",
-    "in_dtype",
-    "mismatch",
-    "refuse",
-]
-
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 

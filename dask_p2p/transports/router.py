@@ -16,8 +16,6 @@ from dask_p2p.transports.base import Transport
 from dask_p2p.transports.silence import SilenceLog
 from dask_p2p.types import DType, Kind
 
-__all__ = ["Route", "Router"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -41,25 +39,14 @@ class _Proof:
 
 
 class Router:
-    """The routes between this worker and all others, and what was learnt about them.
-
-    Parameters
-    ----------
-    transports
-        All transports of this worker, by name.
-    warn
-        Tells the user something, wherever they are. Workers that find the same say the same.
-    address
-        This worker's, for its log.
-    on_fallback
-        Called with holder, transport and reason when a transport is given up for a holder.
-    """
+    """The routes between this worker and all others, and what was learnt about them."""
 
     def __init__(
         self,
-        transports: Mapping[str, Transport],
-        warn: Callable[[str], None],
-        address: str = "this worker",
+        transports: Mapping[str, Transport],  # all of this worker, by name
+        warn: Callable[[str], None],  # the user, wherever they are; equal finds in equal words
+        address: str = "this worker",  # for its log
+        #: Told of a holder, and the transport that is given up for it, and why.
         on_fallback: Callable[[str, str, Obstacle], None] | None = None,
     ) -> None:
         self._address = address
@@ -68,7 +55,6 @@ class Router:
         self._on_fallback = on_fallback
         self.failures: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
         self.silences = SilenceLog()
-        self._preferred: dict[tuple[str, tuple[str, ...]], str] = {}  # by holder and order
         self._warned: set[str] = set()  # texts
         self._lock = threading.Lock()
         #: By holder, transport and kind.
@@ -83,7 +69,7 @@ class Router:
         """
         routes = []
         for holder in holders:
-            all_ = [Route(holder, self.transports[name]) for name in self._order(holder, order)]
+            all_ = [Route(holder, self.transports[name]) for name in order]
             open_ = [route for route in all_ if not route.transport.obstacle(holder, kind, dtype)]
             # Where everything has failed before, everything is tried again.
             left = [route for route in open_ if not self._is_broken(route)] or open_
@@ -92,10 +78,6 @@ class Router:
                 left.pop(0)
             routes.extend(left)
         return routes
-
-    def _order(self, holder: str, order: tuple[str, ...]) -> tuple[str, ...]:
-        preferred = self._preferred.get((holder, order))
-        return order if preferred is None else tuple(dict.fromkeys((preferred, *order)))
 
     def hosts(self, workers: Iterable[str]) -> dict[str, str]:
         """Return a name for the host of each of these workers, the same for those of one host.
@@ -112,17 +94,6 @@ class Router:
     def _boot_id(self, worker: str) -> str:
         known = (transport.boot_id(worker) for transport in self.transports.values())
         return next((boot_id for boot_id in known if boot_id is not None), "")
-
-    def prefer(self, holder: str, order: tuple[str, ...], transport: str | None) -> None:
-        """Have a transport tried first for a holder, wherever this order is given: it was measured.
-
-        None lets the order stand.
-        """
-        with self._lock:
-            if transport is None:
-                self._preferred.pop((holder, order), None)
-            else:
-                self._preferred[holder, order] = transport
 
     def _is_broken(self, route: Route) -> bool:
         return (route.holder, route.transport.name) in self.failures
@@ -185,14 +156,14 @@ class Router:
         """Return the transports that come before the one that was used, and why they failed."""
         if not self.failures:
             return []
-        better = takewhile(lambda name: name != used, self._order(holder, order))
+        better = takewhile(lambda name: name != used, order)
         failures = ((name, self.failure(holder, name)) for name in better)
         return [(name, failure) for name, failure in failures if failure is not None]
 
     def on_worker_left(self, holder: str) -> None:
         """Drop what was learnt about a worker that has left."""
         with self._lock:
-            learnt: tuple[dict[Any, Any], ...] = self.failures, self._preferred, self.proofs
+            learnt: tuple[dict[Any, Any], ...] = self.failures, self.proofs
             for known in learnt:
                 for about in [about for about in known if about[0] == holder]:
                     del known[about]

@@ -12,15 +12,6 @@ from typing import NamedTuple
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
 
-__all__ = [
-    "EVENT_LOOP_GRACE_S",
-    "LONGEST_PAUSE_S",
-    "PROBE_TIMEOUT_S",
-    "PUBLISH_REQUESTS",
-    "SilenceLog",
-    "is_given_up",
-]
-
 #: How long to wait for a worker that is asked for the first time.
 PROBE_TIMEOUT_S = 10.0
 #: Transports keep their own deadlines. A region that is later than this by so much is given up.

@@ -14,8 +14,6 @@ from dask_p2p.ops.arguments import CHUNKS_REMEDY, is_dask_array
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.sections.iterate import iterate
 
-__all__ = ["by_dimension", "iterated", "named_in_errors"]
-
 
 def by_dimension(
     dims: Sequence[Hashable], what: str, given: Any, error: type[InputError] = InputError

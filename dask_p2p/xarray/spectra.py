@@ -18,8 +18,6 @@ from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 
-__all__ = ["spectrum", "undone"]
-
 _EVEN = 1e-3  # how much distances of coordinates may differ, relative to the first
 
 

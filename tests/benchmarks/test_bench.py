@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import dask
 import numpy as np
 import pytest
@@ -186,6 +187,13 @@ def test_times_by_the_byte():
     command.compare_with_even({CASE: even, other: [made, *others]}, {CASE: [other]})
     assert (made["median_to_even"], made["span_to_even"]) == (2.0, 3.0)
     assert not any("median_to_even" in row for row in others)
+
+
+@pytest.mark.parametrize("dtype", ["longdouble", ">f4"])
+def test_dtypes_that_gpus_lack(dtype):
+    spec = AnyClusterSpec(2, ("0", "1"), None, 2**40)
+    with pytest.raises(click.BadParameter, match="CuPy has no dtype"):
+        report.slabs(spec, (64, 64), np.dtype(dtype), (1, 0), "--shape")
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])

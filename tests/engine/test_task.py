@@ -14,7 +14,7 @@ import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.engine import task as module
 from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.attempts import Attempts, worst_case_s
+from dask_p2p.engine.attempts import AttemptLog, worst_case_s
 from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import AssembleTask, Blocks
 from dask_p2p.errors import TransferError
@@ -72,25 +72,11 @@ def test_fusion_leaves_it_alone():
     assert kinds.count(AssembleTask) == 2
 
 
-class FakeRuntime:
-    address = "tcp://here"
-
-    def __init__(self):
-        self.attempts = Attempts()
-
-    def count_attempt(self, key, cause):
-        self.attempts.add(cause)
-        return self.attempts
-
-    def forget_attempts(self, key):
-        self.attempts = Attempts()
-
-
 def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatch):
     pauses_s = []
     monkeypatch.setattr(time, "sleep", pauses_s.append)
     chosen = options()
-    runtime = FakeRuntime()
+    runtime = AttemptLog("tcp://here")
     error = TransferError("comm: tcp://there is deaf")
     for _ in range(2):  # whoever wants it again is given as many attempts again
         for _ in range(chosen.attempts - 1):
@@ -108,7 +94,8 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
 
 def test_a_holder_that_is_given_up_ends_a_task_at_its_first_attempt(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda pause_s: None)
-    chosen, runtime = replace(options(), attempts=4, request_timeout_s=30.0), FakeRuntime()
+    chosen = replace(options(), attempts=4, request_timeout_s=30.0)
+    runtime = AttemptLog("tcp://here")
     error = TransferError("comm: no answer of tcp://there")
     error.silent_s = 89.9
     with pytest.raises(Reschedule):
@@ -118,7 +105,7 @@ def test_a_holder_that_is_given_up_ends_a_task_at_its_first_attempt(monkeypatch)
     words = r"failed 1 time on tcp://here: attempt 1: .*there\. Its holder has .* silent for 90 s\."
     with pytest.raises(TransferError, match=words):
         module.try_again("key", error, runtime, chosen)
-    assert runtime.attempts.count == 0
+    assert not runtime.failed
 
 
 def test_the_worst_case_adds_up():
@@ -131,7 +118,7 @@ def test_the_worst_case_adds_up():
 def test_the_last_error_tells_the_cause_of_each_attempt(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda pause_s: None)
     chosen = replace(options(), attempts=4)
-    runtime = FakeRuntime()
+    runtime = AttemptLog("tcp://here")
     for cause in ("dumb", "deaf", "deaf"):
         with pytest.raises(Reschedule):
             module.try_again("key", TransferError(cause), runtime, chosen)
@@ -140,10 +127,10 @@ def test_the_last_error_tells_the_cause_of_each_attempt(monkeypatch):
 
 
 def test_what_is_told_of_attempts_is_bounded():
-    attempts = Attempts()
+    log = AttemptLog("tcp://here")
     for i in range(1000):
-        attempts.add(f"{i} {'x' * 10_000}")
-    assert attempts.count == 1000
-    assert "attempt 1000: 999 x" in str(attempts)
-    assert "x ..." in str(attempts), "what is cut is marked"
-    assert len(str(attempts)) < 5000
+        count, causes = log.count_attempt("key", f"{i} {'x' * 10_000}")
+    assert count == 1000
+    assert "attempt 1000: 999 x" in causes
+    assert "x ..." in causes, "what is cut is marked"
+    assert len(causes) < 5000

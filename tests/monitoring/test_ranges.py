@@ -11,7 +11,7 @@ import dask.array as da
 import pytest
 
 import dask_p2p
-from dask_p2p.monitoring.ranges import Ranges
+from dask_p2p.monitoring.ranges import ranges
 from tests.support import own_client, persisted
 
 #: Variables by which a profiler is loaded into a process.
@@ -39,27 +39,27 @@ def seen(monkeypatch):
 def test_they_are_made_where_an_option_or_a_profiler_asks_for_it(seen, monkeypatch):
     for name in INJECTIONS:
         monkeypatch.delenv(name, raising=False)
-    with Ranges(False)("no"):
+    with ranges(False)("no"):
         pass
-    with Ranges(True)("wait", 7):
+    with ranges(True)("wait", 7):
         pass
     assert seen == [(0, "wait 7")]
     for name in INJECTIONS:
         with monkeypatch.context() as patch:
             patch.setenv(name, "/opt/nvidia/libToolsInjection64.so")
-            with Ranges(False)("profiled"):
+            with ranges(False)("profiled"):
                 pass
     assert seen[1:] == [(0, "profiled")] * 2
 
 
 def test_without_nvtx(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvtx", None)
-    assert type(Ranges(True)("no")) is nullcontext
+    assert type(ranges(True)("no")) is nullcontext
 
 
 def test_with_nvtx_itself():
     pytest.importorskip("nvtx")
-    with Ranges(True)("outer"), Ranges(True)("inner", ("x", 0)):
+    with ranges(True)("outer"), ranges(True)("inner", ("x", 0)):
         pass
 
 

@@ -16,7 +16,7 @@ import dask.array as da
 import distributed
 import pytest
 from dask.task_spec import GraphNode
-from distributed import Client, Scheduler, Worker, wait
+from distributed import Scheduler, Worker, wait
 from distributed.scheduler import ALL_TASK_STATES, SchedulerState, TaskGroup, TaskState, WorkerState
 from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
 from distributed.worker_state_machine import TaskState as WorkerTaskState
@@ -149,19 +149,6 @@ def test_parts_of_states_that_are_used():
         assert set(names) <= known, cls
     assert {"waiting", "no-worker", "queued", "processing", "forgotten"} <= set(ALL_TASK_STATES)
     assert [*inspect.signature(Worker.plugin_add).parameters][:2] == ["self", "plugin"]
-    assert {"check", "packages"} <= set(inspect.signature(Client._get_versions).parameters)
-
-
-@pytest.mark.cluster
-def test_get_versions_tells_of_this_package(client):
-    found = client.get_versions(packages=["click"])
-    told = [found["client"], found["scheduler"], *found["workers"].values()]
-    assert len(told) == 4
-    for each in told:
-        assert each["packages"]["dask-p2p"] == dask_p2p.__version__
-        assert each["packages"]["click"] == metadata.version("click")
-    with Client(client.scheduler.address) as other:  # which is warned of nothing: see pytest's own
-        assert "dask-p2p" not in other.get_versions(check=True)["client"]["packages"]
 
 
 @pytest.mark.parametrize("release", ["2024.12.1", "2099.1.0", "2099.1.0+3.gabc"])

@@ -137,9 +137,9 @@ def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
     monkeypatch.setattr("dask_p2p.engine.attempts._COUNTED_TASKS", 3)
     context = deaf_context()
     for key in range(10):
-        assert context.count_attempt(key, "why").count == 1
+        assert context.count_attempt(key, "why") == (1, "attempt 1: why")
     assert list(context.failed) == [7, 8, 9]
-    assert context.count_attempt(7, "again").count == 2
+    assert context.count_attempt(7, "again") == (2, "attempt 1: why; attempt 2: again")
     assert list(context.failed) == [8, 9, 7]
     context.record(Record(9, 0.0, 1.0, error="why"))
     assert list(context.failed) == [8, 9, 7], "it has not ended"

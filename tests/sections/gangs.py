@@ -7,7 +7,8 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dask_p2p.sections import Context
 from dask_p2p.sections.devices import HOST
 from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.links import Links, Peer
+from dask_p2p.sections.link import Peer
+from dask_p2p.sections.links import Links
 
 BOUND_S = 20
 

@@ -15,7 +15,8 @@ from dask_p2p import iterate
 from dask_p2p.errors import InputError
 from dask_p2p.sections import captured, rim_windows, windows
 from dask_p2p.sections.devices import Gpu
-from dask_p2p.sections.links import AttemptEndedError, Links
+from dask_p2p.sections.link import AttemptEndedError
+from dask_p2p.sections.links import Links
 from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.sections.windows import Meeting
 from tests.sections.emulated import kernel, on_gpu, run_section

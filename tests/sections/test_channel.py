@@ -14,7 +14,7 @@ from dask_p2p.sections import channel as module
 from dask_p2p.sections import links as links_module
 from dask_p2p.sections.channel import LEAST_BYTES
 from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.links import AttemptEndedError
+from dask_p2p.sections.link import AttemptEndedError
 from tests.sections.test_links import BOUND_S, Gang, hosts  # noqa: F401
 from tests.transports.loopback import wait_until
 

@@ -23,7 +23,8 @@ from dask_p2p.plans.orders import ORDERS
 from dask_p2p.sections import gpu_regions, link, windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.gpu_regions import GpuRegions
-from dask_p2p.sections.links import AttemptEndedError, Links
+from dask_p2p.sections.link import AttemptEndedError
+from dask_p2p.sections.links import Links
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.regions import Call
 from dask_p2p.sections.windows import OwnEvents, PeerMemory

@@ -24,8 +24,8 @@ from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.sections import endpoint
 from dask_p2p.sections import links as module
 from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.link import HEADER
-from dask_p2p.sections.links import AttemptEndedError, Links, Peer
+from dask_p2p.sections.link import HEADER, AttemptEndedError, Peer
+from dask_p2p.sections.links import Links
 
 BOUND_S = 20
 LARGE = 5_000_000  # bytes: more than sockets take at once

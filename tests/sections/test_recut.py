@@ -13,7 +13,8 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.sections import Context, regions
-from dask_p2p.sections.links import AttemptEndedError, Links
+from dask_p2p.sections.link import AttemptEndedError
+from dask_p2p.sections.links import Links
 from tests.sections.gangs import run_gang
 
 DTYPES = [

@@ -7,7 +7,7 @@ import pytest
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections import saved as module
-from dask_p2p.sections.links import AttemptEndedError
+from dask_p2p.sections.link import AttemptEndedError
 from dask_p2p.sections.saved import (
     Checkpoints,
     Period,

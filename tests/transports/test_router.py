@@ -70,23 +70,6 @@ def test_obstacles_and_order(router):
     assert routes(router, ("a",), order=("comm",)) == [("a", "comm")]
 
 
-def test_what_is_quicker_by_far_comes_first_where_the_same_order_is_given(router):
-    router.prefer("a", ("ipc", "comm"), "comm")
-    assert routes(router, ("a",)) == [("a", "comm"), ("a", "ipc")]
-    assert routes(router, ("b",)) == [("b", "ipc"), ("b", "comm")]
-    assert routes(router, ("a",), order=("ipc",)) == [("a", "ipc")]
-    router.record_failure(found(router, ("a",))[0], TransferError("broken"), last=False)
-    assert routes(router, ("a",)) == [("a", "ipc")]
-    router.on_worker_left("a")
-    assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
-
-
-def test_a_preference_can_be_taken_back(router):
-    router.prefer("a", ("ipc", "comm"), "comm")
-    router.prefer("a", ("ipc", "comm"), None)
-    assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
-
-
 def test_a_failure_is_reported_once_and_kept_to_its_holder(router, said):
     error = TransferError("ipc: a could not send block k: why", reason="why")
     router.record_failure(found(router, ("a",))[0], error, last=False)

@@ -13,8 +13,6 @@ from typing import Any
 
 from dask_p2p.monitoring.page.feed import Feed
 
-__all__ = ["add_pages"]
-
 logger = logging.getLogger("distributed.scheduler")  # Dask's own, which has the page's address
 
 

@@ -18,8 +18,6 @@ from dask_p2p.monitoring.records import Record, Stage
 from dask_p2p.monitoring.runs import Run
 from dask_p2p.monitoring.trace import in_lanes
 
-__all__ = ["PARTS", "Bar", "Cell", "Chart", "Columns", "as_columns", "bars", "links"]
-
 Columns: TypeAlias = dict[str, list[Any]]
 _Stages: TypeAlias = dict[str, list[Stage]]  # by transport
 

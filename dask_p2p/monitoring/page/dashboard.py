@@ -15,8 +15,6 @@ from tornado.ioloop import IOLoop
 from dask_p2p.monitoring.page.feed import Feed, picture
 from dask_p2p.monitoring.page.plots import LinksPlot, Page, RunsTable, StagesPlot
 
-__all__ = ["connect"]
-
 _PAGE, _PLOT = "p2p", "individual-p2p-"
 _PLOTS = {"links": LinksPlot, "runs": RunsTable, "stages": StagesPlot}
 _LOOK_MS = 250  # between two looks of a page: half of what is between two questions to a worker

@@ -18,8 +18,6 @@ from dask_p2p.monitoring.records import Record, RecordStore
 from dask_p2p.monitoring.runs import Run, runs_of
 from dask_p2p.monitoring.tables import cells
 
-__all__ = ["INTERVAL_S", "TABLE", "Feed", "Picture", "Tasks", "picture"]
-
 #: Between two questions to a worker, at least.
 INTERVAL_S = 0.5
 #: Columns of the table of runs that are shown. It has ``name`` and ``state`` as well.

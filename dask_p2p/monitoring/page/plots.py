@@ -16,8 +16,6 @@ from bokeh.transform import factor_cmap, linear_cmap
 from dask_p2p.monitoring.page.charts import PARTS, Columns
 from dask_p2p.monitoring.page.feed import TABLE, Picture
 
-__all__ = ["LinksPlot", "Page", "RunsTable", "StagesPlot"]
-
 _PALETTE = Viridis256[48:]  # what is darker than that is lost on a dark page
 _FAINT = "#80808040"
 _FELL_BACK = "#e8553d"

@@ -30,8 +30,6 @@ from dask_p2p.transports.in_place.reading import (
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Array, Kind
 
-__all__ = ["CmaOptions", "CmaTransport"]
-
 _LET_READ = (
     "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
     "forbids it"

@@ -32,8 +32,6 @@ from dask_p2p.transports.in_place.reading import (
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Array, Kind
 
-__all__ = ["IpcOptions", "IpcTransport"]
-
 _SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
 
 

@@ -51,8 +51,6 @@ from dask_p2p.backends.repeating import RepeatingTimer
 from dask_p2p.errors import UnsuitableError
 from dask_p2p.types import Key
 
-__all__ = ["Leases", "PublishedBlocks"]
-
 logger = logging.getLogger(__name__)
 
 FILE = "descriptors"
@@ -310,8 +308,10 @@ def digest_of(key: Key) -> bytes:
 
 
 def bucket_of(digest: bytes) -> int:
+    """Return where the bucket of a digest begins in the file."""
     return int.from_bytes(digest[:4]) * _BUCKET_BYTES % INDEX_BYTES
 
 
 def slot_of(entry: int) -> int:
+    """Return where the slot of an entry begins in the file."""
     return INDEX_BYTES + entry // _ENTRY_BYTES * _SLOT_BYTES

@@ -34,8 +34,6 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.transports.in_place.same_host import SameHostTransport
 
-__all__ = ["Descriptor", "DirectoryOptions", "Regions", "SameHostReading", "regions_of"]
-
 _POLL_S = 20e-6
 _MOST_PUBLISHED = 10_000  # by one request
 
@@ -96,15 +94,7 @@ def regions_of(array: Array) -> Regions:
 
 
 class SameHostReading(Reading):
-    """Blocks of one process, opened one after another, each when its first part is wanted.
-
-    Attributes
-    ----------
-    peer : Peer
-        The process.
-    ending : dict
-        By the number of its request, what ends the lease on a block, and closes the block.
-    """
+    """Blocks of one process, opened one after another, each when its first part is wanted."""
 
     def __init__(
         self,
@@ -115,6 +105,7 @@ class SameHostReading(Reading):
     ) -> None:
         super().__init__(requests, transport.footprint(options, requests[0].kind), options)
         self.peer = peer
+        #: By the number of its request, what ends the lease on a block, and closes the block.
         self.ending: dict[int, ExitStack] = {}
         self._transport = transport
         self._options = options

@@ -28,7 +28,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.interprocess.peer import Peer, no_directory, separation
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_blocks
-from dask_p2p.transports.base import Handler, Request, Transport, answers
+from dask_p2p.transports.base import Request, Transport, answers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.in_place.leases import PublishedBlocks
 from dask_p2p.transports.in_place.reading import (
@@ -37,11 +37,9 @@ from dask_p2p.transports.in_place.reading import (
     Regions,
     SameHostReading,
 )
-from dask_p2p.transports.replies import ask_and_wait, dtype_text, find_block
+from dask_p2p.transports.replies import Handler, ask_and_wait, dtype_text, find_block
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Key
-
-__all__ = ["SameHostTransport"]
 
 logger = logging.getLogger(__name__)
 
@@ -201,13 +199,9 @@ class SameHostTransport(Transport):
         asked = checked_blocks(blocks)
         if not asked:
             raise MalformedRequestError("blocks: expected at least one")
-        await self.worker.offload(self._publish_asked, asked)
+        await self.worker.offload(self.publish_block, *asked[0])
+        await self.worker.offload(self._publish_ahead, asked[1:])
         return {}
-
-    def _publish_asked(self, blocks: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
-        first, *others = blocks
-        self.publish_block(*first)
-        self._publish_ahead(others)
 
     def publish_block(self, key: Key, shape: Any) -> None:
         was_on_disk = self.worker.is_on_disk(key)

@@ -37,12 +37,13 @@ from dask_p2p.interprocess.requests import (
     checked_seconds,
     checked_text,
 )
-from dask_p2p.transports.base import Handler, Request, Transport, answers
+from dask_p2p.transports.base import Request, Transport, answers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Release
 from dask_p2p.transports.packed.checksums import region_sum
 from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, places_of, region_at
 from dask_p2p.transports.replies import (
+    Handler,
     check_dtype_text,
     dtype_text,
     find_block,
@@ -50,8 +51,6 @@ from dask_p2p.transports.replies import (
     refuse,
 )
 from dask_p2p.types import Array, Key
-
-__all__ = ["Asked", "MemoryTarget", "PackedTransport", "Target"]
 
 NO_ROOM = "its outgoing staging limit (p2p.memory.staging-limit) is reached"
 PAUSE_S = 1e-3  # while the limit is reached

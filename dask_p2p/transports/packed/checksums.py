@@ -15,8 +15,6 @@ from dask_p2p.geometry import Box
 from dask_p2p.transports.base import Request
 from dask_p2p.types import Array, Key
 
-__all__ = ["check_sum", "region_sum"]
-
 _SUMS = 2**64
 
 

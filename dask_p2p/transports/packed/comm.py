@@ -19,8 +19,6 @@ from dask_p2p.transports.footprint import Footprint, left_bytes, parts_held
 from dask_p2p.transports.packed.base import Asked, PackedTransport, Target
 from dask_p2p.types import Array, Kind
 
-__all__ = ["CommOptions", "CommTransport", "Reply"]
-
 
 @section("transports.comm")
 class CommOptions(Section):

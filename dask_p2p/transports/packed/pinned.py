@@ -40,8 +40,6 @@ from dask_p2p.transports.replies import ask_and_wait
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Kind
 
-__all__ = ["PinnedOptions", "PinnedTransport"]
-
 # Parts that are asked for ahead. An answer takes 5 ms, of which the copies take one (two H200: 17
 # GB/s a reader with 3 of them).
 _IN_FLIGHT = 6

@@ -23,16 +23,6 @@ from dask_p2p.types import Array, DType
 if TYPE_CHECKING:
     from dask_p2p.transports.packed.base import PackedTransport
 
-__all__ = [
-    "Landing",
-    "MemoryLanding",
-    "Pace",
-    "PackedReading",
-    "answered",
-    "places_of",
-    "region_at",
-]
-
 _T = TypeVar("_T")
 
 _MOST_PARTS = 256  # in one answer: each may be a frame of its own

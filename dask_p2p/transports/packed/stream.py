@@ -35,8 +35,6 @@ from dask_p2p.transports.replies import check_reply
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
 from dask_p2p.types import Array
 
-__all__ = ["Incoming", "Mailboxes", "Outgoing", "StreamedReading"]
-
 MOST_MESSAGES = 64  # in one row
 _TAGS = 2**62
 _MOST_CLOSED = 2**31

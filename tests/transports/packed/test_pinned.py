@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_p2p.backends import pinned
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
@@ -532,7 +533,7 @@ def cupy(monkeypatch):
     def no_device(*blocks):
         yield
 
-    monkeypatch.setattr(segments, "device_work", no_device)
+    monkeypatch.setattr(pinned, "device_work", no_device)
     monkeypatch.setattr(base, "device_of", no_device)
     monkeypatch.setattr(base, "backend_for", lambda block: CUPY)
     monkeypatch.setattr(CUPY, "queue", lambda leave_bandwidth=False: HostQueue(NUMPY))
