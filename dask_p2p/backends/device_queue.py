@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_p2p.backends import device as device_module
-from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer, order_of
+from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer, as_it_lies
 from dask_p2p.backends.driver import MEMCPY_DEFAULT, is_managed
 from dask_p2p.backends.pitch import Pitch, engine_pitch
 from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
@@ -172,10 +172,9 @@ class DeviceQueue:
         self._permute_on(self._stream, dst, everywhere, range(dst.ndim))
 
     def prefetch(self, src: Array, slot_bytes: int) -> _Prefetched:
-        lies, pitch = src, engine_pitch(src.shape, src.strides, src.itemsize)
-        if pitch is None:  # with its axes as they lie in memory?
-            order = order_of(src)
-            lies = src.transpose(order)
+        lies, back, pitch = src, None, engine_pitch(src.shape, src.strides, src.itemsize)
+        if pitch is None:
+            lies, back = as_it_lies(src)
             pitch = engine_pitch(lies.shape, lies.strides, lies.itemsize)
         if pitch is None or src.nbytes > slot_bytes or not self._has_slots(slot_bytes):
             return _Prefetched(src, None)
@@ -188,9 +187,7 @@ class DeviceQueue:
         copy = self._cupy.ndarray(lies.shape, src.dtype, slot.memory.data)
         self._copy(copy, lies, pitch)
         slot.full.record(self._copies)
-        if lies is not src:
-            copy = copy.transpose(tuple(map(order.index, range(src.ndim))))
-        return _Prefetched(copy, slot)
+        return _Prefetched(copy if back is None else back(copy), slot)
 
     def permute_prefetched(self, dst: Array, part: _Prefetched, axes: Sequence[int]) -> None:
         if part.slot is None:
