@@ -77,15 +77,24 @@ def pytest_collection_modifyitems(config, items):
     skip_without_gpus(items)
 
 
-def pytest_collection_finish():
-    """Have garbage collections leave out what is there by now: it is much, and it stays."""
+def keep_what_is_there():
+    """Have garbage collections leave out what is there by now: it is much, and it stays.
+
+    Many tests collect garbage, and each time all that earlier files left would be looked through.
+    """
     gc.collect()
     gc.freeze()
 
 
+last_path = None
+
+
 def pytest_runtest_setup(item):
     """See that what is not marked starts no cluster: the quick tests are to stay quick."""
-    global may_start_clusters
+    global last_path, may_start_clusters
+    if item.path != last_path:
+        keep_what_is_there()
+        last_path = item.path
     may_start_clusters = item.get_closest_marker("cluster") or item.get_closest_marker("gpu")
 
 
