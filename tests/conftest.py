@@ -49,32 +49,50 @@ def pytest_configure(config):
 def pytest_xdist_auto_num_workers(config):
     """Run all tests in parallel, but one by one those that are named, and those on GPUs.
 
-    Half as many again as there are cores, since they wait a good deal. With twice as many they took
-    longer: each has a cluster whose workers share the cores too.
+    Twice as many as there are cores, since tests with clusters wait a good deal. Those without keep
+    their cores busy, and each process has to collect all tests.
     """
-    named = config.args_source is config.ArgsSource.ARGS
-    return 0 if named or gpu_count() else min(3 * (os.cpu_count() or 1) // 2, MOST_PROCESSES)
+    if config.args_source is config.ArgsSource.ARGS or gpu_count():
+        return 0
+    for_each_core = 1 if "not cluster" in config.option.markexpr else 2
+    return min(for_each_core * (os.cpu_count() or 1), MOST_PROCESSES)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts a cluster, or programs; skip what is slow, or needs GPUs that are not there.
-
-    Files that take long go first: no process is left alone with one at the end. A test with a
-    cluster takes about as long as ten others.
-    """
-    weights = Counter()
+    """Mark what starts a cluster, or programs; put files in order; skip what cannot be run."""
     for item in items:
         if starts_cluster(item) or item.get_closest_marker("programs"):
             item.add_marker("cluster")
-        if item.get_closest_marker("cluster"):
-            weights[item.path] += 9
-        weights[item.path] += 1
-    items.sort(key=lambda item: -weights[item.path])
+    places = places_in_order(items)
+    items.sort(key=lambda item: places[item.path])
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
     skip_without_gpus(items)
+
+
+def places_in_order(items):
+    """Where each file stands, from 0 to 1: those that wait are to run beside those that compute.
+
+    Of files with clusters, and of the others, those that take long go first: no process is left
+    alone with one at the end. A test with a cluster takes about as long as ten others.
+    """
+    with_clusters, others = Counter(), Counter()
+    for item in items:
+        if item.get_closest_marker("cluster"):
+            with_clusters[item.path] += 10
+        else:
+            others[item.path] += 1
+    for path in with_clusters:
+        with_clusters[path] += others.pop(path, 0)
+    places = {}
+    for weights in (with_clusters, others):
+        before = 0
+        for path, weight in weights.most_common():
+            places[path] = before / weights.total()
+            before += weight
+    return places
 
 
 def keep_what_is_there():
