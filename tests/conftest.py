@@ -49,13 +49,14 @@ def pytest_configure(config):
 def pytest_xdist_auto_num_workers(config):
     """Run all tests in parallel, but one by one those that are named, and those on GPUs.
 
-    Twice as many as there are cores, since tests with clusters wait a good deal. Those without keep
-    their cores busy, and each process has to collect all tests.
+    Tests with clusters wait a good deal, and stand beside others that compute: then there are two
+    processes for each core. The others alone keep their cores busy, and each process more has to
+    collect all tests. So do programs, a little less.
     """
     if config.args_source is config.ArgsSource.ARGS or gpu_count():
         return 0
-    for_each_core = 1 if "not cluster" in config.option.markexpr else 2
-    return min(for_each_core * (os.cpu_count() or 1), MOST_PROCESSES)
+    for_two_cores = {"not programs": 4, "not cluster": 2}.get(config.option.markexpr, 3)
+    return min(for_two_cores * (os.cpu_count() or 1) // 2 or 1, MOST_PROCESSES)
 
 
 def pytest_collection_modifyitems(config, items):
