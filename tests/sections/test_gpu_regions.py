@@ -31,6 +31,7 @@ from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.gangs import run_gang
 from tests.sections.test_recut import cases
 from tests.simulation.streams import Event, RaceError
+from tests.support import pairwise
 
 X = np.random.default_rng(0).normal(size=(48, 40))
 SLABS = Members(((10, 14, 12, 12), (40,)), (4, 1))
@@ -115,12 +116,17 @@ def in_pieces(gpu, ctx, own, axis=0, count=3):
     assert np.array_equal(out.get(), X.T[box_slices(ctx.box_of((0,), X.T.shape))])
 
 
-@pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
-@pytest.mark.parametrize("members", [PAIR, SLABS, Members(((48,), (40,)), (1, 1))])
-@pytest.mark.parametrize("has_windows", [True, False])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("count", [1, 3, MOST_PIECES])
-def test_pieces(gpu, through_host, has_windows, members, part_bytes, axis, count):
+@pytest.mark.parametrize(
+    ("members", "count", "has_windows", "axis", "part_bytes"),
+    pairwise(
+        [PAIR, SLABS, Members(((48,), (40,)), (1, 1))],
+        [1, 3, MOST_PIECES],
+        [True, False],
+        [0, 1],
+        [0, PART_BYTES],
+    ),
+)
+def test_pieces(gpu, through_host, members, count, has_windows, axis, part_bytes):
     turned = partial(in_pieces, gpu, axis=axis, count=count)
     run(gpu, members, turned, part_bytes, has_windows=has_windows)
     moved = [sends or receives for _, sends, receives in through_host]
