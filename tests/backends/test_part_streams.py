@@ -14,7 +14,7 @@ from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.part_streams import PartStreams
 from dask_p2p.backends.pinned import Pinned
 from dask_p2p.plans.parts import Input, plan_parts, steps
-from tests.simulation.streams import HOST, RaceError, Stream, emulated
+from tests.simulation.streams import HOST, RaceError, Stream, drop_host_slots, emulated
 
 ROWS, COLUMNS = 4, 64  # of a part: as many bytes as allocations are aligned to
 PARTS = 2 * SLOTS + 1
@@ -107,7 +107,7 @@ def test_all_is_done_in_order(gpu, pinned_in, pinned_out, axis, in_place):
         assert gpu.pageable_copies == 0
         assert copied.run.groups == len(work.plan.parts)
         del x, out, work
-    PartStreams._kept_host_slots.clear()
+    drop_host_slots()
     assert gpu.pinned == {}
     gpu.check()
 
@@ -283,8 +283,8 @@ def test_a_function_that_fails_leaves_nothing_behind(gpu):
         PartStreams(1, None).run(work, out)
     gpu.do(HOST, "whoever gets the memory next", writes=[out, work.arrays[0]])
     del out
-    PartStreams._kept_slots.clear()
-    PartStreams._kept_host_slots.clear()
+    PartStreams.drop_slots()
+    drop_host_slots()
     gpu.check()
     assert gpu.pinned == {}
 
