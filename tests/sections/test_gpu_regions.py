@@ -28,7 +28,7 @@ from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.regions import Call
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
 from tests.sections.emulated import emulated_gpu, with_ucx
-from tests.sections.gangs import run_gang
+from tests.sections.gangs import links_of, run_gang
 from tests.sections.test_recut import cases
 from tests.simulation.streams import Event, RaceError
 from tests.support import pairwise
@@ -37,6 +37,8 @@ X = np.random.default_rng(0).normal(size=(48, 40))
 SLABS = Members(((10, 14, 12, 12), (40,)), (4, 1))
 PAIR = Members(((20, 28), (40,)), (2, 1))
 PART_BYTES = 512  # several parts of a region, in turns through the same slots
+#: Numbers of a member's events: others have read its share; it has written its first piece.
+READ, WRITTEN = gpu_regions._READ, gpu_regions._WRITTEN
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def through_host(monkeypatch):
     found, original = [], GpuRegions._bring_through_host
 
     def noted(own, call, axis, regions, targets):
-        found.append((own._links.place[0], sorted(regions), sorted(targets)))
+        found.append((links_of(own).place[0], sorted(regions), sorted(targets)))
         original(own, call, axis, regions, targets)
 
     monkeypatch.setattr(GpuRegions, "_bring_through_host", noted)
@@ -143,8 +145,8 @@ def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
 
     monkeypatch.setattr(PeerMemory, "wait", noted)
     run(gpu, PAIR, partial(in_pieces, gpu, count=3))
-    first = gpu_regions._WRITTEN
-    assert waited == {gpu_regions._READ, first, first + 1, first + 2}
+    first = WRITTEN
+    assert waited == {READ, first, first + 1, first + 2}
 
 
 @pytest.mark.parametrize("exchange", ORDERS[1:])
@@ -281,7 +283,7 @@ def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, par
 def test_bytes_are_counted(gpu):
     def counted(ctx, own):
         ctx.redistribute(filled(gpu, own), (1,))
-        (_, count, _), *_ = ctx._links.received
+        (_, count, _), *_ = links_of(ctx).received
         shape = ctx.redistribute(filled(gpu, own), (1,)).shape
         assert count >= (48 - len(own)) * shape[1] * 8
 
@@ -342,7 +344,7 @@ def of_one(monkeypatch, what, name, rank):
     original = getattr(what, name)
 
     def refuses(own, device, *args):
-        if device._links.place[0] == rank:
+        if links_of(device).place[0] == rank:
             raise RuntimeError("cudaErrorNotSupported")
         return original(own, device, *args)
 
@@ -458,7 +460,7 @@ def one_after_the_other(gpu, slow):
     moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
 
     def function(ctx, own):
-        regions = ctx.device.moved_regions(ctx._links, False)
+        regions = ctx.device.moved_regions(links_of(ctx), False)
         for number in range(6):
             gives, gets = moves[number % 2]
             a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
@@ -479,7 +481,7 @@ def one_after_the_other(gpu, slow):
 def counted(monkeypatch):
     """Have each wait for an event find that it was recorded as often as the waiting one's own."""
     original, wait = Event.record, PeerMemory.wait
-    own_of, wrong = {}, []
+    own_of, device_of, rank_of, wrong = {}, {}, {}, []
 
     def record(event, stream):
         event.count = getattr(event, "count", 0) + 1
@@ -492,9 +494,9 @@ def counted(monkeypatch):
         own_of[device] = own.events
 
     def slowly(peer, stream, number):
-        time.sleep(0.02 * (peer._rank == 0))
+        time.sleep(0.02 * (rank_of[peer] == 0))
         event = stream.recorder.events[peer._events[number]]
-        if event.count != own_of[peer._gpu][number].count:
+        if event.count != own_of[device_of[peer]][number].count:
             wrong.append(number)
         wait(peer, stream, number)
 
@@ -502,7 +504,7 @@ def counted(monkeypatch):
 
     def known(peer, device, *args):
         opened(peer, device, *args)
-        peer._gpu, peer._rank = device, device._links.place[0]
+        device_of[peer], rank_of[peer] = device, links_of(device).place[0]
 
     for what, name, value in (
         (Event, "record", record),
@@ -524,7 +526,7 @@ def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
     original = GpuRegions.bring
 
     def bring(own, call, share, boxes, targets, local=None):
-        every = own._open(own._links, call)
+        every = own._open(links_of(own), call)
         own._near = {rank: every[rank] for rank in every if rank in {*boxes, *targets}}
         try:
             original(own, call, share, boxes, targets, local)
@@ -598,11 +600,11 @@ BOTH = without(start=True, end=True)
 @pytest.mark.parametrize(
     ("breaks", "part_bytes"),
     [
-        (nobody_waits_for(gpu_regions._WRITTEN), PART_BYTES),
-        (nobody_waits_for(gpu_regions._WRITTEN), 0),
-        (nobody_waits_for(gpu_regions._READ), PART_BYTES),
-        (recorded_elsewhere(gpu_regions._WRITTEN), PART_BYTES),
-        (recorded_elsewhere(gpu_regions._READ), PART_BYTES),
+        (nobody_waits_for(WRITTEN), PART_BYTES),
+        (nobody_waits_for(WRITTEN), 0),
+        (nobody_waits_for(READ), PART_BYTES),
+        (recorded_elsewhere(WRITTEN), PART_BYTES),
+        (recorded_elsewhere(READ), PART_BYTES),
         (without(start=False, end=True), PART_BYTES),
         (without(start=True, end=False), PART_BYTES),
         (one_stream_waits(0), 0),
@@ -618,7 +620,7 @@ def test_each_rule_is_needed(gpu, monkeypatch, breaks, part_bytes):
 def one_piece_for_all(monkeypatch):
     """As if a share were whole when its first piece is."""
     original = PeerMemory.wait
-    first = gpu_regions._WRITTEN
+    first = WRITTEN
     monkeypatch.setattr(
         PeerMemory,
         "wait",
@@ -633,9 +635,9 @@ def nobody_follows(monkeypatch):
 @pytest.mark.parametrize(
     "breaks",
     [
-        nobody_waits_for(gpu_regions._WRITTEN + 1),
-        nobody_waits_for(gpu_regions._READ),
-        recorded_elsewhere(gpu_regions._WRITTEN + 1),
+        nobody_waits_for(WRITTEN + 1),
+        nobody_waits_for(READ),
+        recorded_elsewhere(WRITTEN + 1),
         one_piece_for_all,
         nobody_follows,
     ],

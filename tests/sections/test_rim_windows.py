@@ -20,7 +20,7 @@ from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.rim_windows import RimWindows
 from tests.sections.emulated import kernel, on_gpu, run_section, with_ucx
-from tests.sections.gangs import run_gang
+from tests.sections.gangs import links_of, run_gang
 from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import RaceError, Stream
 
@@ -101,7 +101,7 @@ def test_windows_that_one_side_cannot_read_are_not_used(gpu, opened, monkeypatch
     original = windows.PeerWindow.__init__
 
     def opens(window, device, *args):
-        if device._links.place[0] == 0:
+        if links_of(device).place[0] == 0:
             raise cuda_ipc.TransferError("no peer access")
         original(window, device, *args)
 

@@ -18,6 +18,7 @@ from dask_p2p.sections.scheduler import (
     SAVES,
     SectionsSchedulerPlugin,
 )
+from tests.sections.support import coordinator_of
 
 GOOD = {"gang": "x", "rank": 0, "ticket": "t0"}
 JOINING = {**GOOD, "size": 2, "worker": "a", "endpoint": "of a", "saved": []}
@@ -87,7 +88,7 @@ def test_nobody_joins_whose_task_is_not_in_process_there():
         assert (await plugin.join(**JOINING | {"worker": "b"}))["state"] == "stopped"
         del scheduler.tasks["x", 0]
         assert (await plugin.join(**JOINING))["state"] == "stopped"
-        assert plugin._coordinator.size("x") is None
+        assert coordinator_of(plugin).size("x") is None
 
     running(main)
 
@@ -187,7 +188,7 @@ def test_members_come_again_after_the_plugin_was_taken_off(monkeypatch, taken):
         assert (await waiting)["state"] == "stopped"
         await plugin.leave(**GOOD)
         await plugin.leave(gang="x", rank=1, ticket="t1")
-        assert not plugin._coordinator.is_committed("x")
+        assert not coordinator_of(plugin).is_committed("x")
         assert scheduler.forgotten == [("a", "x")]
         assert scheduler.plugins == {plugin.name: other if taken == "by another" else plugin}
 
@@ -211,10 +212,10 @@ def test_a_gang_is_forgotten_with_its_last_task():
     async def main(scheduler, plugin):
         await whole(plugin)
         for rank in range(2):
-            assert plugin._coordinator.size("x") == 2
+            assert coordinator_of(plugin).size("x") == 2
             plugin.transition(("x", rank), "released", "forgotten")
             del scheduler.tasks["x", rank]
-        assert plugin._coordinator.size("x") is None
+        assert coordinator_of(plugin).size("x") is None
 
     running(main)
 
@@ -242,7 +243,7 @@ def test_requests_that_no_member_sends_are_refused(op, data):
         answer = await scheduler.handlers[op](**good[op] | {name: wrong})
         assert answer["status"] == "error"
         assert "expected" in answer["message"]
-        assert plugin._coordinator.size("x") is None
+        assert coordinator_of(plugin).size("x") is None
         assert (await scheduler.handlers[op](**good[op], other=1))["status"] == "error"
 
     running(main)
