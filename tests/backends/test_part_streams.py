@@ -15,6 +15,7 @@ from dask_p2p.backends.part_streams import PartStreams
 from dask_p2p.backends.pinned import Pinned
 from dask_p2p.plans.parts import Input, plan_parts, steps
 from tests.simulation.streams import HOST, RaceError, Stream, drop_host_slots, emulated
+from tests.support import pairwise
 
 ROWS, COLUMNS = 4, 64  # of a part: as many bytes as allocations are aligned to
 PARTS = 2 * SLOTS + 1
@@ -91,10 +92,10 @@ def through(gpu, work, out, register_from_bytes=NEVER, said=None):
     return streams.copied
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("pinned_out", [False, True])
-@pytest.mark.parametrize("pinned_in", [False, True, "where it lies"])
+@pytest.mark.parametrize(
+    ("pinned_in", "pinned_out", "axis", "in_place"),
+    pairwise([False, True, "where it lies"], [False, True], [0, 1], [False, True]),
+)
 def test_all_is_done_in_order(gpu, pinned_in, pinned_out, axis, in_place):
     for _ in range(2):  # with slots that are used again
         x, out = array(pinned_in is True), array(pinned_out)

@@ -92,10 +92,15 @@ def there_and_back(gpu, ctx, own, times=2, **kwargs):
         assert np.array_equal(b.get(), 2 * (turned + number) + 1)
 
 
-@pytest.mark.parametrize("part_bytes", [0, PART_BYTES, 2**14])
-@pytest.mark.parametrize("members", [PAIR, SLABS, Members(((48,), (40,)), (1, 1))])
-@pytest.mark.parametrize("has_windows", [True, False])
-def test_values(gpu, through_host, has_windows, members, part_bytes):
+@pytest.mark.parametrize(
+    ("part_bytes", "members", "has_windows"),
+    pairwise(
+        [0, PART_BYTES, 2**14],
+        [PAIR, SLABS, Members(((48,), (40,)), (1, 1))],
+        [True, False],
+    ),
+)
+def test_values(gpu, through_host, part_bytes, members, has_windows):
     run(gpu, members, partial(there_and_back, gpu), part_bytes, has_windows=has_windows)
     moved = [sends or receives for _, sends, receives in through_host]
     assert not any(moved) if has_windows else all(moved)
