@@ -49,27 +49,23 @@ def pytest_configure(config):
 def pytest_xdist_auto_num_workers(config):
     """Run all tests in parallel, but one by one those that are named, and those on GPUs.
 
-    Half as many again as there are cores, since they wait a good deal. With twice as many they took
-    longer: each has a cluster whose workers share the cores too.
+    Tests with clusters wait a good deal, and stand beside others that compute: then there are two
+    processes for each core. The others alone keep their cores busy, and each process more has to
+    collect all tests. So do programs, a little less.
     """
-    named = config.args_source is config.ArgsSource.ARGS
-    return 0 if named or gpu_count() else min(3 * (os.cpu_count() or 1) // 2, MOST_PROCESSES)
+    if config.args_source is config.ArgsSource.ARGS or gpu_count():
+        return 0
+    for_two_cores = {"not programs": 4, "not cluster": 2}.get(config.option.markexpr, 3)
+    return min(for_two_cores * (os.cpu_count() or 1) // 2 or 1, MOST_PROCESSES)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts a cluster, or programs; skip what is slow, or needs GPUs that are not there.
-
-    Files that take long go first: no process is left alone with one at the end. A test with a
-    cluster takes about as long as ten others.
-    """
-    weights = Counter()
+    """Mark what starts a cluster, or programs; put files in order; skip what cannot be run."""
     for item in items:
         if starts_cluster(item) or item.get_closest_marker("programs"):
             item.add_marker("cluster")
-        if item.get_closest_marker("cluster"):
-            weights[item.path] += 9
-        weights[item.path] += 1
-    items.sort(key=lambda item: -weights[item.path])
+    places = places_in_order(items)
+    items.sort(key=lambda item: places[item.path])
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):
@@ -77,15 +73,47 @@ def pytest_collection_modifyitems(config, items):
     skip_without_gpus(items)
 
 
-def pytest_collection_finish():
-    """Have garbage collections leave out what is there by now: it is much, and it stays."""
+def places_in_order(items):
+    """Where each file stands, from 0 to 1: those that wait are to run beside those that compute.
+
+    Of files with clusters, and of the others, those that take long go first: no process is left
+    alone with one at the end. A test with a cluster takes about as long as ten others.
+    """
+    with_clusters, others = Counter(), Counter()
+    for item in items:
+        if item.get_closest_marker("cluster"):
+            with_clusters[item.path] += 10
+        else:
+            others[item.path] += 1
+    for path in with_clusters:
+        with_clusters[path] += others.pop(path, 0)
+    places = {}
+    for weights in (with_clusters, others):
+        before = 0
+        for path, weight in weights.most_common():
+            places[path] = before / weights.total()
+            before += weight
+    return places
+
+
+def keep_what_is_there():
+    """Have garbage collections leave out what is there by now: it is much, and it stays.
+
+    Many tests collect garbage, and each time all that earlier files left would be looked through.
+    """
     gc.collect()
     gc.freeze()
 
 
+last_path = None
+
+
 def pytest_runtest_setup(item):
     """See that what is not marked starts no cluster: the quick tests are to stay quick."""
-    global may_start_clusters
+    global last_path, may_start_clusters
+    if item.path != last_path:
+        keep_what_is_there()
+        last_path = item.path
     may_start_clusters = item.get_closest_marker("cluster") or item.get_closest_marker("gpu")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 
 import dask.array  # noqa: F401
@@ -16,3 +17,7 @@ with suppress(ImportError):  # an extra
     import distributed.http.worker.prometheus
 
 distributed.versions.get_versions()  # kept; looking them up takes as long as the rest of a start
+
+# Or each process would look through all of it, and get a copy of its memory, to collect garbage.
+gc.collect()
+gc.freeze()

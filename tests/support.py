@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -147,6 +148,21 @@ def tls_client():
     from distributed import Security
 
     return own_client(security=Security.temporary(), protocol="tls://")
+
+
+def pairwise(*lists):
+    """Return a few cases that have each pair of values of different lists."""
+    every = [*itertools.product(*map(enumerate, lists))]
+    pairs_of = [
+        {(a, case[a][0], b, case[b][0]) for a, b in itertools.combinations(range(len(lists)), 2)}
+        for case in every
+    ]
+    left, cases = set().union(*pairs_of), []
+    while left:
+        best = max(range(len(every)), key=lambda number: len(left & pairs_of[number]))
+        left -= pairs_of[best]
+        cases.append(tuple(value for _, value in every[best]))
+    return cases
 
 
 def indexed(shape, dtype=np.int64):

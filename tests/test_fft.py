@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import pairwise
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
+import scipy.fft
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,37 +131,57 @@ def test_long_axes_of_any_factors(n, char):
     assert_close(got, np.fft.fft(in_double(x)), char)
 
 
+@pytest.fixture
+def lose_scipy():
+    """Have it not be there, to the end of the test."""
+    choose = local_fft._fft_module
+    with pytest.MonkeyPatch.context() as patch:
+
+        def lose():
+            patch.setitem(sys.modules, "scipy.fft", None)
+            choose.cache_clear()
+
+        choose.cache_clear()
+        yield lose
+    choose.cache_clear()
+
+
 @pytest.mark.parametrize("char", "?bBhHiIlLefdgFDG")
 @pytest.mark.parametrize("name", ["fftn", "irfftn", "rfftn"])
 @pytest.mark.parametrize("has_scipy", [True, False])
-def test_dtypes_are_what_the_docs_say(char, name, has_scipy, monkeypatch):
+def test_dtypes_are_what_the_docs_say(char, name, has_scipy, lose_scipy):
     if not has_scipy:
-        monkeypatch.setitem(sys.modules, "scipy.fft", None)
-        local_fft._fft_module.cache_clear()
-    try:
-        x = np.ones((4, 6), char)
-        if name in OF_REAL and x.dtype.kind == "c":
-            return
-        got = getattr(fft, name)(da.from_array(x, chunks=(2, 3)))
-        single = char in "efF"
-        expected = np.dtype("F" if single else "G" if char in "gG" else "D")
-        expected = np.empty(0, expected).real.dtype if name == "irfftn" else expected
-        values = got.compute(scheduler="sync")
-        assert got.dtype == values.dtype == expected
-        wide = getattr(np.fft, name)(x.astype("D" if x.dtype.kind == "c" else "d"))
-        np.testing.assert_allclose(values, wide, atol=1e-5 if single else 1e-13)
-    finally:
-        local_fft._fft_module.cache_clear()
+        lose_scipy()
+    x = np.ones((4, 6), char)
+    if name in OF_REAL and x.dtype.kind == "c":
+        return
+    got = getattr(fft, name)(da.from_array(x, chunks=(2, 3)))
+    single = char in "efF"
+    expected = np.dtype("F" if single else "G" if char in "gG" else "D")
+    expected = np.empty(0, expected).real.dtype if name == "irfftn" else expected
+    values = got.compute(scheduler="sync")
+    assert got.dtype == values.dtype == expected
+    wide = getattr(np.fft, name)(x.astype("D" if x.dtype.kind == "c" else "d"))
+    np.testing.assert_allclose(values, wide, atol=1e-5 if single else 1e-13)
 
 
-def test_scipy_is_used_where_it_is_and_numpy_where_not(monkeypatch):
-    names = ("scipy.fft", "numpy.fft")
-    local_fft._fft_module.cache_clear()
-    assert local_fft._fft_module(names).__name__ == "scipy.fft"
-    monkeypatch.setitem(sys.modules, "scipy.fft", None)
-    local_fft._fft_module.cache_clear()
-    assert local_fft._fft_module(names).__name__ == "numpy.fft"
-    local_fft._fft_module.cache_clear()
+def test_scipy_is_used_where_it_is_and_numpy_where_not(lose_scipy, monkeypatch):
+    used = set()
+
+    def noted(library, function, *args, **kwargs):
+        used.add(library.__name__)
+        return function(*args, **kwargs)
+
+    for library in (scipy.fft, np.fft):
+        for name in ("fft", "fftn"):
+            noting = partial(noted, library, getattr(library, name))
+            monkeypatch.setattr(library, name, noting)
+    y = fft.fftn(da.from_array(numbers((6, 8), "D"), chunks=(2, 8)))
+    for there in ("scipy.fft", "numpy.fft"):
+        used.clear()
+        y.compute(scheduler="sync")
+        assert used == {there}
+        lose_scipy()
 
 
 def layers(y, of="p2p-fft"):

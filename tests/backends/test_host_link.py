@@ -9,9 +9,10 @@ from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.host_link import HostLink, measured_host_link
 from dask_p2p.backends.host_streams import HostStreams
 from dask_p2p.backends.numpy import NUMPY
-from tests.simulation.streams import HOST, emulated
+from tests.simulation.streams import HOST, drop_host_slots, emulated
 
 BYTES = 2**12
+REPEATS = module._REPEATS  # of each measurement
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_both_copies_are_under_way_at_once(gpu):
     (_, up, _), (_, down, _) = gpu.copies[-2:]
     assert up[names["down"]] < down[names["down"]], "it does not wait for the other"
     assert down[names["up"]] < up[names["up"]]
-    assert [nbytes for *_, nbytes in gpu.copies] == [2 * BYTES] + 4 * module._REPEATS * [BYTES]
+    assert [nbytes for *_, nbytes in gpu.copies] == [2 * BYTES] + 4 * REPEATS * [BYTES]
 
 
 def test_the_time_is_that_of_both(gpu, monkeypatch):
@@ -63,9 +64,9 @@ def test_the_time_is_that_of_both(gpu, monkeypatch):
 
     monkeypatch.setattr(gpu.cupy.cuda, "get_elapsed_time", elapsed)
     measured_host_link(None)
-    assert len(measured) == 3 * module._REPEATS
+    assert len(measured) == 3 * REPEATS
     for number, (start, stop, count) in enumerate(measured):
-        copies = 2 if number >= 2 * module._REPEATS else 1
+        copies = 2 if number >= 2 * REPEATS else 1
         for timeline, clock, _ in gpu.copies[count - copies : count]:
             assert start.get(timeline, 0) < clock[timeline] <= stop[timeline]
             assert all(clock[other] >= tick for other, tick in start.items()), "it begins after"
@@ -86,7 +87,7 @@ def test_memory_is_given_back(gpu):
     measured_host_link(None)
     assert gpu.live_bytes == 2 * BYTES, "it is kept for the next use"
     HostStreams.drop_slots()
-    HostStreams._kept_host_slots.clear()
+    drop_host_slots()
     assert (gpu.live_bytes, gpu.pinned) == (0, {})
     gpu.check()
 

@@ -22,7 +22,7 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pinned import Pinned
 from dask_p2p.errors import BlockMismatchError
 from tests.backends.support import DTYPES, bits, permutations, random_bits
-from tests.simulation.streams import HOST, RaceError, Stream, emulated
+from tests.simulation.streams import HOST, RaceError, Stream, drop_host_slots, emulated
 
 PART_BYTES = 1024
 ROWS, COLUMNS = 128, 8  # a part is 16 rows, which in the output are as long as copy engines take
@@ -82,7 +82,7 @@ def test_all_is_done_in_order(gpu, pinned_in, pinned_out):
     host_slots = len(gpu.pinned)
     assert host_slots == (0 if pinned_in and pinned_out else 1)
     assert gpu.pageable_copies == 0
-    HostStreams._kept_host_slots.clear()
+    drop_host_slots()
     gc.collect()
     assert gpu.pinned == {}
     gpu.check()
@@ -180,7 +180,7 @@ def test_a_kernel_that_fails_leaves_nothing_behind(gpu, monkeypatch):
     queue.synchronize()
     del out, src
     HostStreams.drop_slots()
-    HostStreams._kept_host_slots.clear()
+    drop_host_slots()
     gc.collect()
     assert gpu.pinned == {}
     assert gpu.live_bytes == 0

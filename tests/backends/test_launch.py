@@ -17,6 +17,7 @@ from dask_p2p.backends._launch import (
     plan_launches,
 )
 from dask_p2p.backends._tiling import COPY_WORDS, VECTOR_TILE
+from tests.support import pairwise
 
 from .emulator import guarded, library, needs_compiler, permute
 from .support import POISON, bits, boxes, permutations, random_bits
@@ -54,21 +55,6 @@ def guarded_array(name, shape, itemsize, flush="end", shift=0):
 @needs_compiler
 def test_the_struct_is_the_dtype():
     assert library().work_bytes() == WORK_DTYPE.itemsize
-
-
-def pairwise(*lists):
-    """Cases with each pair of values of different lists, of which the last ones have two values."""
-    first, second, *rest = lists
-    cases = [
-        (a, b, *(values[(i + j) % 2] for values in rest))
-        for i, a in enumerate(first)
-        for j, b in enumerate(second)
-    ]
-    for one, other in itertools.combinations(range(len(lists)), 2):
-        assert {(case[one], case[other]) for case in cases} == {
-            *itertools.product(lists[one], lists[other])
-        }
-    return cases
 
 
 @needs_compiler

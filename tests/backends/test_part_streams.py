@@ -14,7 +14,8 @@ from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.part_streams import PartStreams
 from dask_p2p.backends.pinned import Pinned
 from dask_p2p.plans.parts import Input, plan_parts, steps
-from tests.simulation.streams import HOST, RaceError, Stream, emulated
+from tests.simulation.streams import HOST, RaceError, Stream, drop_host_slots, emulated
+from tests.support import pairwise
 
 ROWS, COLUMNS = 4, 64  # of a part: as many bytes as allocations are aligned to
 PARTS = 2 * SLOTS + 1
@@ -91,10 +92,10 @@ def through(gpu, work, out, register_from_bytes=NEVER, said=None):
     return streams.copied
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("pinned_out", [False, True])
-@pytest.mark.parametrize("pinned_in", [False, True, "where it lies"])
+@pytest.mark.parametrize(
+    ("pinned_in", "pinned_out", "axis", "in_place"),
+    pairwise([False, True, "where it lies"], [False, True], [0, 1], [False, True]),
+)
 def test_all_is_done_in_order(gpu, pinned_in, pinned_out, axis, in_place):
     for _ in range(2):  # with slots that are used again
         x, out = array(pinned_in is True), array(pinned_out)
@@ -107,7 +108,7 @@ def test_all_is_done_in_order(gpu, pinned_in, pinned_out, axis, in_place):
         assert gpu.pageable_copies == 0
         assert copied.run.groups == len(work.plan.parts)
         del x, out, work
-    PartStreams._kept_host_slots.clear()
+    drop_host_slots()
     assert gpu.pinned == {}
     gpu.check()
 
@@ -283,8 +284,8 @@ def test_a_function_that_fails_leaves_nothing_behind(gpu):
         PartStreams(1, None).run(work, out)
     gpu.do(HOST, "whoever gets the memory next", writes=[out, work.arrays[0]])
     del out
-    PartStreams._kept_slots.clear()
-    PartStreams._kept_host_slots.clear()
+    PartStreams.drop_slots()
+    drop_host_slots()
     gpu.check()
     assert gpu.pinned == {}
 

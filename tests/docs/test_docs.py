@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import inspect
 import pkgutil
 import re
 import runpy
@@ -35,7 +36,8 @@ def test_examples_in_docstrings(name):
         if (exc.name or "").partition(".")[0] not in GPU_LIBRARIES:
             raise
         pytest.skip(f"needs {exc.name}")
-    assert doctest.testmod(module).failed == 0
+    if ">>>" in inspect.getsource(module):  # looking for them takes longer than most of them
+        assert doctest.testmod(module).failed == 0
 
 
 WALK = (DOCS / "walk.md").read_text("utf-8")

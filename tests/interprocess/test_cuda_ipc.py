@@ -51,6 +51,14 @@ def runtime(monkeypatch):
     return runtime
 
 
+@pytest.fixture
+def mappings(runtime):
+    """They look after what is unused by a thread of their own, until they are closed."""
+    mappings = Mappings()
+    yield mappings
+    mappings.close()
+
+
 def place(buffer_id, handle="aa", base=None, nbytes=MIB):
     """Of a block in an allocation; by default allocations do not overlap."""
     base = buffer_id * GPU_BYTES if base is None else base
@@ -65,16 +73,14 @@ def opened(runtime):
     return {handle.hex() for handle in runtime.open.values()}
 
 
-def test_an_allocation_is_opened_once(runtime):
-    mappings = Mappings()
+def test_an_allocation_is_opened_once(runtime, mappings):
     first = acquire(mappings, "p", 1, "aa")
     again = acquire(mappings, "p", 1, "aa")
     assert first is again
     assert len(runtime.open) == len(mappings) == 1
 
 
-def test_processes_and_buffers_are_told_apart_though_handles_are_alike(runtime):
-    mappings = Mappings()
+def test_processes_and_buffers_are_told_apart_though_handles_are_alike(runtime, mappings):
     found = {
         id(acquire(mappings, process, buffer_id, "aa"))
         for process in ("p", "q")
@@ -83,8 +89,7 @@ def test_processes_and_buffers_are_told_apart_though_handles_are_alike(runtime):
     assert len(found) == len(runtime.open) == 4
 
 
-def test_a_mapping_is_kept_while_it_is_read_and_closed_after(runtime):
-    mappings = Mappings()
+def test_a_mapping_is_kept_while_it_is_read_and_closed_after(runtime, mappings):
     read, idle = acquire(mappings, "p", 1, "aa"), acquire(mappings, "p", 2, "bb")
     other = acquire(mappings, "q", 1, "cc")
     mappings.release(idle)
@@ -101,9 +106,8 @@ def test_a_mapping_is_kept_while_it_is_read_and_closed_after(runtime):
     assert len(mappings) == 0
 
 
-def test_an_allocation_of_one_block_is_closed_with_its_last_user(runtime):
+def test_an_allocation_of_one_block_is_closed_with_its_last_user(runtime, mappings):
     """Else its memory would stay taken when its owner frees it with the block."""
-    mappings = Mappings()
     first = acquire(mappings, "p", 1, nbytes=MIB, block_bytes=MIB - 100)
     again = acquire(mappings, "p", 1, nbytes=MIB, block_bytes=MIB - 100)
     mappings.release(first)
@@ -113,10 +117,9 @@ def test_an_allocation_of_one_block_is_closed_with_its_last_user(runtime):
     assert len(mappings) == 0
 
 
-def test_what_nobody_used_for_long_is_closed(runtime, monkeypatch):
+def test_what_nobody_used_for_long_is_closed(runtime, mappings, monkeypatch):
     now_s = [1000.0]
     monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    mappings = Mappings()
     used, idle, fresh = (acquire(mappings, "p", n, f"{n:02x}") for n in range(3))
     mappings.release(idle)
     now_s[0] += Mappings.UNUSED_S
@@ -134,10 +137,10 @@ def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
     wait_until(lambda: opened(runtime) == {"00"}, 5)
     mappings.release(used)
     wait_until(lambda: opened(runtime) == set(), 5)
+    mappings.close()
 
 
-def test_what_is_in_use_at_the_end_is_closed_when_it_is_released(runtime):
-    mappings = Mappings()
+def test_what_is_in_use_at_the_end_is_closed_when_it_is_released(runtime, mappings):
     used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
     mappings.release(idle)
     mappings.close()
@@ -146,10 +149,9 @@ def test_what_is_in_use_at_the_end_is_closed_when_it_is_released(runtime):
     assert opened(runtime) == set()
 
 
-def test_unused_mappings_of_a_process_are_bounded_by_what_a_gpu_has(runtime, monkeypatch):
+def test_unused_mappings_of_a_process_are_bounded_by_what_a_gpu_has(runtime, mappings, monkeypatch):
     now_s = iter(range(1000))
     monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
-    mappings = Mappings()
     third = GPU_BYTES // 3
     kept = acquire(mappings, "p", 0, "00", nbytes=MIB)
     other = acquire(mappings, "q", 0, "ff", nbytes=third)
@@ -160,9 +162,10 @@ def test_unused_mappings_of_a_process_are_bounded_by_what_a_gpu_has(runtime, mon
     assert opened(runtime) == {"00", "ff", "07", "08"}
 
 
-def test_an_allocation_in_the_place_of_a_freed_one_is_not_read_through_the_old_mapping(runtime):
+def test_an_allocation_in_the_place_of_a_freed_one_is_not_read_through_the_old_mapping(
+    runtime, mappings
+):
     """The driver may answer with the mapping that it has: closed first, it cannot."""
-    mappings = Mappings()
     old = acquire(mappings, "p", 1, "aa", base=4096, nbytes=MIB)
     elsewhere = acquire(mappings, "q", 1, "bb", base=4096, nbytes=MIB)
     mappings.release(old)
@@ -170,17 +173,16 @@ def test_an_allocation_in_the_place_of_a_freed_one_is_not_read_through_the_old_m
     assert set(runtime.open) == {elsewhere.address, new.address}
 
 
-def test_an_allocation_that_is_read_cannot_have_been_freed(runtime):
-    mappings = Mappings()
+def test_an_allocation_that_is_read_cannot_have_been_freed(runtime, mappings):
     acquire(mappings, "p", 1, "aa", base=4096, nbytes=MIB)
     with pytest.raises(TransferError, match="freed an allocation that is still being read"):
         acquire(mappings, "p", 2, "bb", base=4096, nbytes=MIB)
     assert opened(runtime) == {"aa"}
 
 
-def test_nobody_waits_for_the_mapping_of_another_process(runtime, monkeypatch):
+def test_nobody_waits_for_the_mapping_of_another_process(runtime, mappings, monkeypatch):
     """To open a handle can take seconds."""
-    mappings, slow, go_on = Mappings(), threading.Event(), threading.Event()
+    slow, go_on = threading.Event(), threading.Event()
     map_it = runtime.ipcOpenMemHandle
 
     def map_slowly(handle):
@@ -202,8 +204,7 @@ def test_nobody_waits_for_the_mapping_of_another_process(runtime, monkeypatch):
     assert len(runtime.open) == 2, "it was opened once"
 
 
-def test_what_is_in_the_way_is_closed(runtime):
-    mappings = Mappings()
+def test_what_is_in_the_way_is_closed(runtime, mappings):
     old = acquire(mappings, "p", 1, "aa")
     used = acquire(mappings, "p", 2, "bb")
     mappings.release(old)
@@ -212,8 +213,7 @@ def test_what_is_in_the_way_is_closed(runtime):
     assert set(runtime.open) == {used.address, new.address}
 
 
-def test_a_handle_that_does_not_open(runtime):
-    mappings = Mappings()
+def test_a_handle_that_does_not_open(runtime, mappings):
     runtime.refused.add(bytes.fromhex("aa"))
     with pytest.raises(TransferError, match="cannot be mapped: cudaErrorInvalidValue"):
         acquire(mappings, "p", 1, "aa")

@@ -12,7 +12,7 @@ from hypothesis import given
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, ChunksError, InputError, UnsupportedArrayError
 from tests.ops.stencils import BOUNDARIES, cases, windows
-from tests.support import persisted
+from tests.support import pairwise, persisted
 
 X = np.random.default_rng(0).random((12, 10))
 
@@ -199,10 +199,15 @@ def zeroed_twin(first, second):
     return first
 
 
-@pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
-@pytest.mark.parametrize("depth", [0, 1, {0: 2}, {1: 1}, {0: (0, 1)}, {0: (1, 0)}], ids=str)
-@pytest.mark.parametrize("chunks", [(12, 10), (6, 5)], ids=str)
-@pytest.mark.parametrize("function", [difference, bump])
+@pytest.mark.parametrize(
+    ("boundary", "depth", "chunks", "function"),
+    pairwise(
+        BOUNDARIES,
+        [0, 1, {0: 2}, {1: 1}, {0: (0, 1)}, {0: (1, 0)}],
+        [(12, 10), (6, 5)],
+        [difference, bump],
+    ),
+)
 def test_a_function_that_overwrites_its_block(boundary, depth, chunks, function):
     x = da.from_array(X, chunks=chunks) + 0
     x = x.persist(scheduler="sync")

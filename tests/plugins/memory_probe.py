@@ -72,4 +72,4 @@ def main(size: int, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3])) if len(sys.argv) > 2 else main(6000, 4)
+    main(*map(int, sys.argv[1:3])) if len(sys.argv) > 2 else main(5100, 3)

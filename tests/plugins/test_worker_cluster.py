@@ -249,6 +249,6 @@ def test_memory_of_a_worker_stays_near_its_blocks():
         [sys.executable, program], capture_output=True, text=True, check=True, timeout=110
     )
     blocks_mib, worst_mib, estimated_mib = map(float, done.stdout.split()[-3:])
-    # By comm 16 MiB more. One block that is kept for too long would be 69 MiB.
+    # By comm 16 MiB more. One block that is kept for too long would be 66 MiB.
     assert worst_mib <= blocks_mib + 48
     assert worst_mib <= estimated_mib <= worst_mib + 64

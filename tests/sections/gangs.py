@@ -13,6 +13,16 @@ from dask_p2p.sections.links import Links
 BOUND_S = 20
 
 
+def links_of(owner):
+    """The links of a member: of its context, its device, or what moves its regions."""
+    return owner._links
+
+
+def link_to(links, rank):
+    """What one member has with another, once they have exchanged something."""
+    return links._links[rank]
+
+
 def messenger():
     """Return what a member sends by UCX with; nothing here."""
 

@@ -11,9 +11,14 @@ from dask_p2p.sections.worker import SectionsPlugin
 BOUND_S = 60.0
 
 
+def coordinator_of(plugin):
+    """Who decides for the scheduler's plugin which gangs run."""
+    return plugin._coordinator
+
+
 def _of_scheduler(dask_scheduler):
     plugin = dask_scheduler.plugins.get(SectionsSchedulerPlugin.name)
-    gangs = list(plugin._coordinator._gangs) if plugin else []
+    gangs = list(coordinator_of(plugin)._gangs) if plugin else []
     return gangs + [str(key) for key in dask_scheduler.tasks if "p2p-spmd" in str(key)]
 
 

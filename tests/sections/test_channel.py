@@ -15,6 +15,7 @@ from dask_p2p.sections import links as links_module
 from dask_p2p.sections.channel import LEAST_BYTES
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.link import AttemptEndedError
+from tests.sections.gangs import link_to
 from tests.sections.test_links import BOUND_S, Gang, hosts  # noqa: F401
 from tests.transports.loopback import wait_until
 
@@ -151,9 +152,9 @@ def test_what_ends_a_member_that_waits_for_bytes(pair, monkeypatch, what):
         if rank == 0:
             return links.exchange("large", {}, {1: bytearray(len(LARGE))})
         links.exchange("large", {0: LARGE}, {})
-        wait_until(lambda: pair.links[0]._links[1].receiving is None)
+        wait_until(lambda: link_to(pair.links[0], 1).receiving is None)
         is_waiting.set()
-        links._links[1 - rank].close() if "peer" in what else pair.links[0].wake()
+        link_to(links, 1 - rank).close() if "peer" in what else pair.links[0].wake()
         return None
 
     waiting, _ = pair.begin(exchange)

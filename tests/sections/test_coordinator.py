@@ -189,10 +189,15 @@ class Gangs(RuleBasedStateMachine):
     @invariant()
     def nothing_is_kept(self):
         known = {gang for gang in SIZES if self.coordinator.size(gang) is not None}
-        assert set(self.coordinator._gangs) == known
-        assert set(self.coordinator._queue) <= known
+        gangs, queue = self.kept()
+        assert set(gangs) == known
+        assert set(queue) <= known
         for gang in known:
-            assert set(self.coordinator._gangs[gang].members) <= set(range(SIZES[gang]))
+            assert set(gangs[gang].members) <= set(range(SIZES[gang]))
+
+    def kept(self):
+        """Gangs by name, and the names of those that wait for workers."""
+        return self.coordinator._gangs, self.coordinator._queue
 
     def teardown(self):
         """From here on nothing goes wrong: everything ends, and nothing is left."""
@@ -217,7 +222,7 @@ class Gangs(RuleBasedStateMachine):
             assert "processing" not in states, "a member waits for ever"
             assert "erred" in states or set(states) == {"memory"}
             self.coordinator.forget(gang)
-        assert (self.coordinator._gangs, self.coordinator._queue) == ({}, [])
+        assert self.kept() == ({}, [])
 
 
 TestGangs = Gangs.TestCase

@@ -24,10 +24,11 @@ from dask_p2p.errors import (
 from dask_p2p.plans.members import Members
 from dask_p2p.sections import Context, devices, rim_windows
 from dask_p2p.sections.devices import STEPS_AHEAD, Gpu
+from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
-from tests.sections.gangs import run_gang
+from tests.sections.gangs import links_of, run_gang
 from tests.sections.test_iterate import X as LARGE
 from tests.sections.test_iterate import reference, star, wave
 from tests.simulation.streams import Array
@@ -219,7 +220,7 @@ def test_states_are_copies_on_the_host_and_come_back(gpu):
     def attempt(resume, steps):
         def function(ctx):
             states = States(saved[ctx.rank], "gang", resume, [0, 1], lambda: None)
-            ctx._checkpoints = Checkpoints(ctx.rank, ["a", "b"], ctx._links, states, ctx.device)
+            ctx._checkpoints = Checkpoints(ctx.rank, ["a", "b"], links_of(ctx), states, ctx.device)
             with ctx.device.running([]):
                 field = ctx.padded(gpu.written(np.arange(4.0)), {0: 1}, boundary="periodic")
                 for _ in ctx.steps(steps, [field.inner], every=3):
@@ -356,11 +357,11 @@ def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
 
 
 def test_links_tell_that_they_have_ended():
-    links = Links.__new__(Links)
-    links._is_woken, links._failure = False, None
+    links = Links(Reach())
     assert not links.has_ended
-    links._is_woken = True
+    links.wake()
     assert links.has_ended
+    links.close()
 
 
 def test_what_is_on_the_gpu_and_what_on_the_host(gpu):

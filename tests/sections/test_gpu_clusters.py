@@ -17,6 +17,7 @@ from dask_p2p.errors import DeviceLostError
 from dask_p2p.sections import devices, member
 from dask_p2p.sections.rim_windows import RimWindows
 from tests.sections.emulated import emulated_gpu, kernel
+from tests.sections.gangs import link_to, links_of
 from tests.sections.support import nothing_is_left
 from tests.sections.test_iterate import reference, star
 from tests.support import own_client
@@ -88,7 +89,7 @@ def fails_once(ctx, x):
         ctx.halo(p)
         if step == 4 and ctx.rank and not here.setdefault("failed", 0):
             here["failed"] = 1
-            ctx._links._links[0].socket.close()  # as a peer's end is seen
+            link_to(links_of(ctx), 0).socket.close()  # as a peer's end is seen
         on_star(p.data, p.inner.copy())
         p.inner[...] = p.inner.made(lambda values: values + 1)
     return p.inner
@@ -117,7 +118,7 @@ def turns(ctx, x):
     for step in ctx.steps(6, [x], every=2):
         out = ctx.redistribute(x, (0,), axes=(1, 0), out=out)
         if step == 3 and ctx.rank and here.pop("to fail", 0):
-            ctx._links._links[0].socket.close()  # as a peer's end is seen
+            link_to(links_of(ctx), 0).socket.close()  # as a peer's end is seen
         ctx.redistribute(out, from_cut=(0,), axes=(1, 0), out=x)
         x[...] = x.made(lambda values: 2 * values)
     return x, len(downs)

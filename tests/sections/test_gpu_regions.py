@@ -29,14 +29,17 @@ from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.regions import Call
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
 from tests.sections.emulated import emulated_gpu, with_ucx
-from tests.sections.gangs import run_gang
+from tests.sections.gangs import links_of, run_gang
 from tests.sections.test_recut import cases
 from tests.simulation.streams import Event, RaceError
+from tests.support import pairwise
 
 X = np.random.default_rng(0).normal(size=(48, 40))
 SLABS = Members(((10, 14, 12, 12), (40,)), (4, 1))
 PAIR = Members(((20, 28), (40,)), (2, 1))
 PART_BYTES = 512  # several parts of a region, in turns through the same slots
+#: Numbers of a member's events: others have read its share; it has written its first piece.
+READ, WRITTEN = gpu_regions._READ, gpu_regions._WRITTEN
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def through_host(monkeypatch):
     found, original = [], GpuRegions._bring_through_host
 
     def noted(own, call, axis, regions, targets):
-        found.append((own._links.place[0], sorted(regions), sorted(targets)))
+        found.append((links_of(own).place[0], sorted(regions), sorted(targets)))
         original(own, call, axis, regions, targets)
 
     monkeypatch.setattr(GpuRegions, "_bring_through_host", noted)
@@ -90,10 +93,15 @@ def there_and_back(gpu, ctx, own, times=2, **kwargs):
         assert np.array_equal(b.get(), 2 * (turned + number) + 1)
 
 
-@pytest.mark.parametrize("part_bytes", [0, PART_BYTES, 2**14])
-@pytest.mark.parametrize("members", [PAIR, SLABS, Members(((48,), (40,)), (1, 1))])
-@pytest.mark.parametrize("has_windows", [True, False])
-def test_values(gpu, through_host, has_windows, members, part_bytes):
+@pytest.mark.parametrize(
+    ("part_bytes", "members", "has_windows"),
+    pairwise(
+        [0, PART_BYTES, 2**14],
+        [PAIR, SLABS, Members(((48,), (40,)), (1, 1))],
+        [True, False],
+    ),
+)
+def test_values(gpu, through_host, part_bytes, members, has_windows):
     run(gpu, members, partial(there_and_back, gpu), part_bytes, has_windows=has_windows)
     moved = [sends or receives for _, sends, receives in through_host]
     assert not any(moved) if has_windows else all(moved)
@@ -116,12 +124,17 @@ def in_pieces(gpu, ctx, own, axis=0, count=3):
     assert np.array_equal(out.get(), X.T[box_slices(ctx.box_of((0,), X.T.shape))])
 
 
-@pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
-@pytest.mark.parametrize("members", [PAIR, SLABS, Members(((48,), (40,)), (1, 1))])
-@pytest.mark.parametrize("has_windows", [True, False])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("count", [1, 3, MOST_PIECES])
-def test_pieces(gpu, through_host, has_windows, members, part_bytes, axis, count):
+@pytest.mark.parametrize(
+    ("members", "count", "has_windows", "axis", "part_bytes"),
+    pairwise(
+        [PAIR, SLABS, Members(((48,), (40,)), (1, 1))],
+        [1, 3, MOST_PIECES],
+        [True, False],
+        [0, 1],
+        [0, PART_BYTES],
+    ),
+)
+def test_pieces(gpu, through_host, members, count, has_windows, axis, part_bytes):
     turned = partial(in_pieces, gpu, axis=axis, count=count)
     run(gpu, members, turned, part_bytes, has_windows=has_windows)
     moved = [sends or receives for _, sends, receives in through_host]
@@ -138,8 +151,8 @@ def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
 
     monkeypatch.setattr(PeerMemory, "wait", noted)
     run(gpu, PAIR, partial(in_pieces, gpu, count=3))
-    first = gpu_regions._WRITTEN
-    assert waited == {gpu_regions._READ, first, first + 1, first + 2}
+    first = WRITTEN
+    assert waited == {READ, first, first + 1, first + 2}
 
 
 @pytest.mark.parametrize("exchange", ORDERS[1:])
@@ -307,7 +320,7 @@ def test_parts_keep_rows_whole_and_lie_together(gpu, monkeypatch, lies, axes, sh
 def test_bytes_are_counted(gpu):
     def counted(ctx, own):
         ctx.redistribute(filled(gpu, own), (1,))
-        (_, count, _), *_ = ctx._links.received
+        (_, count, _), *_ = links_of(ctx).received
         shape = ctx.redistribute(filled(gpu, own), (1,)).shape
         assert count >= (48 - len(own)) * shape[1] * 8
 
@@ -368,7 +381,7 @@ def of_one(monkeypatch, what, name, rank):
     original = getattr(what, name)
 
     def refuses(own, device, *args):
-        if device._links.place[0] == rank:
+        if links_of(device).place[0] == rank:
             raise RuntimeError("cudaErrorNotSupported")
         return original(own, device, *args)
 
@@ -484,7 +497,7 @@ def one_after_the_other(gpu, slow):
     moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
 
     def function(ctx, own):
-        regions = ctx.device.moved_regions(ctx._links, False)
+        regions = ctx.device.moved_regions(links_of(ctx), False)
         for number in range(6):
             gives, gets = moves[number % 2]
             a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
@@ -505,7 +518,7 @@ def one_after_the_other(gpu, slow):
 def counted(monkeypatch):
     """Have each wait for an event find that it was recorded as often as the waiting one's own."""
     original, wait = Event.record, PeerMemory.wait
-    own_of, wrong = {}, []
+    own_of, device_of, rank_of, wrong = {}, {}, {}, []
 
     def record(event, stream):
         event.count = getattr(event, "count", 0) + 1
@@ -518,9 +531,9 @@ def counted(monkeypatch):
         own_of[device] = own.events
 
     def slowly(peer, stream, number):
-        time.sleep(0.02 * (peer._rank == 0))
+        time.sleep(0.02 * (rank_of[peer] == 0))
         event = stream.recorder.events[peer._events[number]]
-        if event.count != own_of[peer._gpu][number].count:
+        if event.count != own_of[device_of[peer]][number].count:
             wrong.append(number)
         wait(peer, stream, number)
 
@@ -528,7 +541,7 @@ def counted(monkeypatch):
 
     def known(peer, device, *args):
         opened(peer, device, *args)
-        peer._gpu, peer._rank = device, device._links.place[0]
+        device_of[peer], rank_of[peer] = device, links_of(device).place[0]
 
     for what, name, value in (
         (Event, "record", record),
@@ -550,7 +563,7 @@ def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
     original = GpuRegions.bring
 
     def bring(own, call, share, boxes, targets, local=None):
-        every = own._open(own._links, call)
+        every = own._open(links_of(own), call)
         own._near = {rank: every[rank] for rank in every if rank in {*boxes, *targets}}
         try:
             original(own, call, share, boxes, targets, local)
@@ -624,11 +637,11 @@ BOTH = without(start=True, end=True)
 @pytest.mark.parametrize(
     ("breaks", "part_bytes"),
     [
-        (nobody_waits_for(gpu_regions._WRITTEN), PART_BYTES),
-        (nobody_waits_for(gpu_regions._WRITTEN), 0),
-        (nobody_waits_for(gpu_regions._READ), PART_BYTES),
-        (recorded_elsewhere(gpu_regions._WRITTEN), PART_BYTES),
-        (recorded_elsewhere(gpu_regions._READ), PART_BYTES),
+        (nobody_waits_for(WRITTEN), PART_BYTES),
+        (nobody_waits_for(WRITTEN), 0),
+        (nobody_waits_for(READ), PART_BYTES),
+        (recorded_elsewhere(WRITTEN), PART_BYTES),
+        (recorded_elsewhere(READ), PART_BYTES),
         (without(start=False, end=True), PART_BYTES),
         (without(start=True, end=False), PART_BYTES),
         (one_stream_waits(0), 0),
@@ -644,7 +657,7 @@ def test_each_rule_is_needed(gpu, monkeypatch, breaks, part_bytes):
 def one_piece_for_all(monkeypatch):
     """As if a share were whole when its first piece is."""
     original = PeerMemory.wait
-    first = gpu_regions._WRITTEN
+    first = WRITTEN
     monkeypatch.setattr(
         PeerMemory,
         "wait",
@@ -659,9 +672,9 @@ def nobody_follows(monkeypatch):
 @pytest.mark.parametrize(
     "breaks",
     [
-        nobody_waits_for(gpu_regions._WRITTEN + 1),
-        nobody_waits_for(gpu_regions._READ),
-        recorded_elsewhere(gpu_regions._WRITTEN + 1),
+        nobody_waits_for(WRITTEN + 1),
+        nobody_waits_for(READ),
+        recorded_elsewhere(WRITTEN + 1),
         one_piece_for_all,
         nobody_follows,
     ],

@@ -26,6 +26,7 @@ from dask_p2p.sections import links as module
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.link import HEADER, AttemptEndedError, Peer
 from dask_p2p.sections.links import Links
+from tests.sections.gangs import link_to
 
 BOUND_S = 20
 LARGE = 5_000_000  # bytes: more than sockets take at once
@@ -46,9 +47,10 @@ def tls():
 class Gang:
     """Members that have started, each with a thread."""
 
-    def __init__(self, size, reach=TCP, messengers=None):
+    def __init__(self, size, reach=TCP, messengers=None, first=None):
+        """`first` is how the first member reaches others, if not as they do."""
         of_all = (
-            [reach] * size
+            [first or reach, *[reach] * (size - 1)]
             if messengers is None
             else [replace(reach, uses_ucx=each is not None) for each in messengers]
         )
@@ -222,7 +224,7 @@ def test_what_goes_on_beside_ends_with_the_link():
     with Gang(2) as gang:
         gang.run(lambda rank, links: links.exchange("x", {1 - rank: b""}, {1 - rank: None}))
         end = gang.links[0].begin("y", {1: b""}, {1: None}, beside=True)
-        gang.links[1]._links[0].socket.shutdown(socket.SHUT_RDWR)
+        link_to(gang.links[1], 0).socket.shutdown(socket.SHUT_RDWR)
         with pytest.raises(AttemptEndedError):
             end()
 
@@ -273,7 +275,7 @@ def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
     def exchange(rank, links):
         if rank == 1:
             links.exchange("first", {0: b"x"}, {})
-            return links._links[0].socket.shutdown(socket.SHUT_RDWR)
+            return link_to(links, 0).socket.shutdown(socket.SHUT_RDWR)
         if rank == 0:
             links.exchange("first", {}, {1: None})
             return links.exchange("second", {}, {1: None})
@@ -447,16 +449,14 @@ def test_clusters_that_must_encrypt_and_cannot_have_no_links_between_hosts(hosts
 
 
 def test_nobody_speaks_openly_with_a_member_that_encrypts(hosts):
-    with Gang(2, tls()) as gang:
-        gang.links[0]._endpoint._reach = TCP
+    with Gang(2, tls(), first=TCP) as gang:
         futures = gang.begin(lambda rank, links: rank or links.exchange("x", {1: b""}, {}))
         with pytest.raises(SectionError, match="got tcp here and tls on worker"):
             futures[0].result(BOUND_S)
 
 
 def test_members_without_a_certificate_of_the_cluster_are_sent_away(hosts):
-    with Gang(2, tls()) as gang:
-        gang.links[0]._endpoint._reach = tls.__wrapped__()  # of another one
+    with Gang(2, tls(), first=tls.__wrapped__()) as gang:  # of another one
         futures = gang.begin(lambda rank, links: links.exchange("x", {}, {1 - rank: None}))
         assert isinstance(futures[0].exception(BOUND_S), AttemptEndedError)
         assert not wait(futures[1:], 0.2).done

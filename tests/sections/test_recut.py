@@ -15,7 +15,7 @@ from dask_p2p.plans.orders import ORDERS
 from dask_p2p.sections import Context, regions
 from dask_p2p.sections.link import AttemptEndedError
 from dask_p2p.sections.links import Links
-from tests.sections.gangs import run_gang
+from tests.sections.gangs import links_of, run_gang
 
 DTYPES = [
     "?", "i1", ">i4", "f2", "f8", "c8", "longdouble", "M8[s]", "m8[ms]", "S3", "U2", "V5", "S0",
@@ -105,9 +105,9 @@ def test_large_parts_are_read(monkeypatch):
     """And counted as bytes that have come."""
 
     def counted(ctx):
-        before = ctx._links.received
+        before = links_of(ctx).received
         to_columns(ctx)
-        (_, count, _), *_ = ctx._links.received
+        (_, count, _), *_ = links_of(ctx).received
         assert not before
         assert count > 256 * 256 * 8
 

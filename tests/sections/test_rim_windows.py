@@ -20,9 +20,10 @@ from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.rim_windows import RimWindows
 from tests.sections.emulated import kernel, on_gpu, run_section, with_ucx
-from tests.sections.gangs import run_gang
+from tests.sections.gangs import links_of, run_gang
 from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import RaceError, Stream
+from tests.support import pairwise
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))
@@ -54,12 +55,15 @@ def check(gpu, y, steps=5, boundary="periodic", x=X, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("boundary", "overlap"),
-    [("periodic", True), ("periodic", False), ("nearest", True), (0.5, False)],
+    ("beyond", "members", "has_windows"),
+    pairwise(
+        [("periodic", True), ("periodic", False), ("nearest", True), (0.5, False)],
+        [1, 2, 6],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize("members", [1, 2, 6])
-@pytest.mark.parametrize("has_windows", [True, False])
-def test_values(gpu, opened, has_windows, members, boundary, overlap):
+def test_values(gpu, opened, beyond, members, has_windows):
+    boundary, overlap = beyond
     y = heat(gpu, members=members, boundary=boundary, overlap=overlap)
     check(gpu, y, boundary=boundary, device=partial(Gpu, has_windows=has_windows))
     assert len(opened) == (members if members > 1 else 0)
@@ -101,7 +105,7 @@ def test_windows_that_one_side_cannot_read_are_not_used(gpu, opened, monkeypatch
     original = windows.PeerWindow.__init__
 
     def opens(window, device, *args):
-        if device._links.place[0] == 0:
+        if links_of(device).place[0] == 0:
             raise cuda_ipc.TransferError("no peer access")
         original(window, device, *args)
 

@@ -18,6 +18,8 @@ from dask_p2p.sections.scheduler import (
     SAVES,
     SectionsSchedulerPlugin,
 )
+from dask_p2p.sections.waiting import Waiting
+from tests.sections.support import coordinator_of
 
 GOOD = {"gang": "x", "rank": 0, "ticket": "t0"}
 JOINING = {**GOOD, "size": 2, "worker": "a", "endpoint": "of a", "saved": []}
@@ -87,8 +89,7 @@ def test_nobody_joins_whose_task_is_not_in_process_there():
         assert (await plugin.join(**JOINING | {"worker": "b"}))["state"] == "stopped"
         del scheduler.tasks["x", 0]
         assert (await plugin.join(**JOINING))["state"] == "stopped"
-        assert plugin._coordinator.size("x") is None
-        assert not plugin._waiting._timers  # a gang of this name may come again
+        assert coordinator_of(plugin).size("x") is None
 
     running(main)
 
@@ -188,7 +189,7 @@ def test_members_come_again_after_the_plugin_was_taken_off(monkeypatch, taken):
         assert (await waiting)["state"] == "stopped"
         await plugin.leave(**GOOD)
         await plugin.leave(gang="x", rank=1, ticket="t1")
-        assert not plugin._coordinator.is_committed("x")
+        assert not coordinator_of(plugin).is_committed("x")
         assert scheduler.forgotten == [("a", "x")]
         assert scheduler.plugins == {plugin.name: other if taken == "by another" else plugin}
 
@@ -208,14 +209,18 @@ def test_outputs_of_a_gang_that_nobody_knows_are_released():
     assert running(main) == [("x", 1)]
 
 
-def test_a_gang_is_forgotten_with_its_last_task():
+def test_a_gang_is_forgotten_with_its_last_task(monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(Waiting, "forget", lambda waiting, gang: forgotten.append(gang))
+
     async def main(scheduler, plugin):
         await whole(plugin)
         for rank in range(2):
-            assert plugin._coordinator.size("x") == 2
+            assert coordinator_of(plugin).size("x") == 2
             plugin.transition(("x", rank), "released", "forgotten")
             del scheduler.tasks["x", rank]
-        assert plugin._coordinator.size("x") is None
+        assert coordinator_of(plugin).size("x") is None
+        assert forgotten == ["x"]  # another one of this name has not waited yet
 
     running(main)
 
@@ -243,7 +248,7 @@ def test_requests_that_no_member_sends_are_refused(op, data):
         answer = await scheduler.handlers[op](**good[op] | {name: wrong})
         assert answer["status"] == "error"
         assert "expected" in answer["message"]
-        assert plugin._coordinator.size("x") is None
+        assert coordinator_of(plugin).size("x") is None
         assert (await scheduler.handlers[op](**good[op], other=1))["status"] == "error"
 
     running(main)

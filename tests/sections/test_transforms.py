@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from functools import partial
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from dask_p2p.ops.fft_stages import order_in_memory
 from dask_p2p.plans.members import Members
 from dask_p2p.sections import Context, transforms
 from dask_p2p.sections.devices import Gpu
+from dask_p2p.sections.links import Links
 from tests.sections.emulated import emulated_gpu
 from tests.sections.gangs import run_gang
 from tests.sections.test_gpu_regions import filled, overwritten
@@ -180,15 +182,17 @@ def test_wavenumbers_are_those_of_the_transform(real):
 def test_slabs_take_one_exchange(monkeypatch):
     x = np.ones((4, 6, 3))
 
+    begin, calls_of = Links.begin, defaultdict(list)
+
+    def counting(links, call, *args):
+        calls_of[links.place[0]].append(call.partition(" ")[0])
+        return begin(links, call, *args)
+
+    monkeypatch.setattr(Links, "begin", counting)
+
     def function(ctx):
-        calls = []
-        begin = ctx._links.begin
-
-        def counting(call, *args):
-            calls.append(call.partition(" ")[0])
-            return begin(call, *args)
-
-        monkeypatch.setattr(ctx._links, "begin", counting)
+        calls = calls_of[ctx.rank]
+        calls.clear()
         y = ctx.fftn(x[box_slices(ctx.box)], cut=(1,))
         ctx.ifftn(y, from_cut=(1,))
         assert calls == ["fftn()", "ifftn()"]

@@ -590,6 +590,11 @@ def kernels(recorder):
     return SimpleNamespace(permute_into=permute_into)
 
 
+def drop_host_slots():
+    """Give the host's memory back that is kept for the next block."""
+    HostStreams._kept_host_slots.clear()
+
+
 def emulated(monkeypatch):
     """A recorder in the place of CuPy, of its kernels, and of what host arrays go through."""
     recorder = Recorder()

@@ -82,16 +82,15 @@ def test_a_host_link_is_measured_by_the_backend(monkeypatch):
             warn("host memory cannot be pinned", "again")
 
     monkeypatch.setattr(check_module, "worker_backend", Gpu)
-    measured = asyncio.run(check_module._host_link(None))
-    assert measured == {"host_link": None, "cannot_pin": "OSError: no"}
+    measure = check_module._host_link
+    assert asyncio.run(measure(None)) == {"host_link": None, "cannot_pin": "OSError: no"}
     assert threading.current_thread() not in threads, "it is not for event loops"
 
     def full(self, warn):
         raise MemoryError
 
     monkeypatch.setattr(Gpu, "host_link", full)
-    measured = asyncio.run(check_module._host_link(None))
-    assert measured == {"host_link": None, "cannot_pin": None}
+    assert asyncio.run(measure(None)) == {"host_link": None, "cannot_pin": None}
 
 
 def test_what_is_not_comparable_is_no_difference():
