@@ -103,9 +103,7 @@ class DaskWorkerContext(AttemptLog):
     def _keep_a_while(self, key: Key, block: Array) -> Any:
         """Keep a block that was read for a while: its other regions will be asked for soon."""
         self._from_disk[key] = block
-        while len(self._from_disk) > _SERVING_THREADS:
-            with suppress(KeyError, StopIteration):  # another thread was quicker
-                del self._from_disk[next(iter(self._from_disk))]
+        _keep_newest(self._from_disk, _SERVING_THREADS)
         forget = partial(self._from_disk.pop, key, None)
         self.loop.call_soon_threadsafe(self.loop.call_later, _KEEP_S, forget)
         return block
@@ -184,9 +182,7 @@ class DaskWorkerContext(AttemptLog):
         if not names:
             return {}
         self._published |= dict.fromkeys(names, 0)
-        while len(self._published) > _PUBLISHED_ARRAYS:
-            with suppress(KeyError, StopIteration):  # another thread was quicker
-                del self._published[next(iter(self._published))]
+        _keep_newest(self._published, _PUBLISHED_ARRAYS)
         held, data = {}, self._worker.data
         with suppress(RuntimeError):  # it changes just now: then they are asked for
             keys = [key for key in list(data) if isinstance(key, tuple) and key[0] in names]
@@ -292,6 +288,13 @@ def must_encrypt(worker: Worker) -> bool:
     """Return whether nothing may leave a worker unencrypted."""
     # Credentials from a configuration file do not make Dask require what they are used for.
     return bool(worker.security.require_encryption) or worker.address.startswith(_ENCRYPTED)
+
+
+def _keep_newest(kept: dict[Any, Any], most: int) -> None:
+    """Drop the oldest of what is kept, while other threads may add and drop as well."""
+    while len(kept) > most:
+        with suppress(KeyError, StopIteration, RuntimeError):  # another thread was quicker
+            del kept[next(iter(kept))]
 
 
 def _with_device(function: Callable[..., _T], *args: Any) -> _T:

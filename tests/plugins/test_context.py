@@ -14,6 +14,7 @@ from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options, transport_classes
 from dask_p2p.monitoring.records import Record
+from dask_p2p.plugins import context as context_module
 from dask_p2p.plugins.context import DaskWorkerContext
 
 
@@ -198,3 +199,27 @@ def test_outputs_lie_where_their_queue_wants_them(pinned):
     queue = HostQueue(NUMPY, pinned_output=pinned)
     made = DaskWorkerContext.empty_output(SimpleNamespace(**where), (3,), np.dtype("f8"), queue)
     assert made == ("pinned" if pinned else "outputs")
+
+
+class ForgottenMeanwhile(dict):
+    """Of which another thread drops something whenever one looks for the oldest."""
+
+    def __iter__(self):
+        found = super().__iter__()
+        self.pop(max(self.keys()), None)
+        return found
+
+
+def test_blocks_that_are_read_from_disk_may_be_forgotten_meanwhile(monkeypatch):
+    def not_in_memory(data, key):
+        raise KeyError(key)
+
+    async def main():
+        context = DaskWorkerContext(DeafWorker(), options())
+        context._from_disk = ForgottenMeanwhile()
+        assert [context.block(key) for key in "abcd"] == [*"abcd"]
+        assert len(context._from_disk) <= 2
+
+    monkeypatch.setattr(context_module, "find_in_memory", not_in_memory)
+    monkeypatch.setattr(context_module, "read_spilled", lambda data, key: key)
+    asyncio.run(main())
