@@ -38,8 +38,7 @@ class Links:
         self._own: Peer | None = None
         self._links: dict[int, Link] = {}  # by rank
         self._waiting = set[int]()  # ranks with which something of the exchange is on its way
-        self._found = dict[int, memoryview]()  # what has come of it
-        self._is_over = True
+        self._found: dict[int, memoryview] | None = None  # what has come of it; None: it is over
         self._beside: threading.Thread | None = None
         self._failure: P2PError | None = None
         self._timeout_s, self._look_s = reach.timeout_s, 0.0  # when connections are looked at
@@ -133,10 +132,10 @@ class Links:
         """
         if self._failure is not None:
             raise self._failure  # a function may have caught it when it was raised first
-        self._end(self._found)
+        if self._found is not None:
+            self._end(self._found)
         self._text, self._sends, self._receives = call.encode()[:TEXT_BYTES], sends, receives
-        found, self._is_over = dict[int, memoryview](), False
-        self._found = found
+        found = self._found = dict[int, memoryview]()
         self._awaited_s = inf  # not counted as waiting: what is done beside
         self._waiting = {*sends, *receives}
         for rank in sorted(self._waiting):
@@ -161,8 +160,8 @@ class Links:
 
     def _end(self, found: dict[int, memoryview]) -> dict[int, memoryview]:
         """Wait for the end of an exchange; return what has come."""
-        if self._is_over or found is not self._found:
-            return found  # another one has begun since
+        if found is not self._found:
+            return found  # it is over: whoever asks again gets the same
         self._awaited_s = time.perf_counter()
         self._join()
         self._advance_all()
@@ -170,7 +169,7 @@ class Links:
             link = self._links[rank]
             found[rank] = link.payload
             link.received_bytes += len(found[rank])
-        self._is_over = True  # whoever asks again gets the same
+        self._found = None
         return found
 
     def _advance_all(self) -> None:
