@@ -98,6 +98,9 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         backend = worker_backend()
         if backend.on_device:
             try:
+                # Imported by this thread, which unpickles messages: of two threads that import
+                # CuPy at the same time one may fail, and Dask then reads no more of a stream.
+                _ = backend.module
                 await self._context.offload(backend.warm_up)
             except Exception:  # the first task will fail in the same way, and say so
                 logger.debug("kernels could not be compiled ahead", exc_info=True)

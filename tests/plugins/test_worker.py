@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks
 from dask_p2p.plans import redistribution
+from dask_p2p.plugins import worker as worker_module
 from dask_p2p.plugins.worker import P2PPlugin
 from tests.support import in_process
 
@@ -139,5 +141,33 @@ def test_heartbeats_go_on_while_the_plugin_comes_and_goes():
             changed.set()
             assert (await metrics)["last"] == 2
             assert [*worker.metrics] == ["slow", "last"]
+
+    asyncio.run(main())
+
+
+def test_the_thread_that_unpickles_messages_imports_the_package_of_arrays(monkeypatch):
+    """Another thread would import CuPy at the same time: both would find it half made."""
+    threads = {}
+    warm = threading.Event()
+
+    class OnDevice:
+        on_device = True
+
+        @property
+        def module(self):
+            threads["import"] = threading.get_ident()
+
+        def warm_up(self):
+            threads["kernels"] = threading.get_ident()
+            warm.set()
+
+    monkeypatch.setattr(worker_module, "worker_backend", OnDevice)
+
+    async def main():
+        async with in_process(1) as (cluster, _):
+            (worker,) = cluster.workers.values()
+            await worker.plugin_add(P2PPlugin(), catch_errors=False)
+            assert await asyncio.to_thread(warm.wait, 10)
+            assert threads["import"] == threading.get_ident() != threads["kernels"]
 
     asyncio.run(main())
