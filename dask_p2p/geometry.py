@@ -98,18 +98,22 @@ class Runs(NamedTuple):
 
     axis: int
     least: int
+    #: Axes from here on may be cut in its place: along these, elements lie without gaps in memory.
+    others_from: int = 0
 
 
 def split_box(box: Box, max_elements: int, runs: Runs | None = None) -> Iterator[Box]:
     """Cut a box into boxes of at most `max_elements`, along its first axes first.
 
     So the parts of a C-ordered box stay as contiguous as can be. An empty box has no parts. Where
-    `runs` along the first axis would become too short, all others but the last are cut before it.
+    `runs` along the first axis would become too short, another one is cut before it.
 
     >>> list(split_box(((0, 4), (0, 2), (0, 5)), 20))
     [((0, 2), (0, 2), (0, 5)), ((2, 4), (0, 2), (0, 5))]
     >>> list(split_box(((0, 4), (0, 2), (0, 5)), 20, Runs(axis=0, least=4)))
     [((0, 4), (0, 1), (0, 5)), ((0, 4), (1, 2), (0, 5))]
+    >>> list(split_box(((0, 4), (0, 2), (0, 8)), 32, Runs(axis=0, least=4, others_from=2)))
+    [((0, 4), (0, 2), (0, 4)), ((0, 4), (0, 2), (4, 8))]
     """
     size = box_size(box)
     if size == 0:
@@ -118,10 +122,8 @@ def split_box(box: Box, max_elements: int, runs: Runs | None = None) -> Iterator
         yield box
         return
     axis, *others = (a for a, (start, stop) in enumerate(box) if stop - start > 1)
-    if runs is not None and axis == runs.axis and others and others[0] < len(box) - 1:
-        start, stop = box[axis]
-        if max_elements // (size // (stop - start)) < runs.least:
-            axis = others[0]
+    if runs is not None and axis == runs.axis:
+        axis = _cut_for_runs(box, size, max_elements, others, runs)
     start, stop = box[axis]
     row_elements = size // (stop - start)
     count = -(-(stop - start) // max(1, max_elements // row_elements))
@@ -129,6 +131,34 @@ def split_box(box: Box, max_elements: int, runs: Runs | None = None) -> Iterator
     for lo in range(start, stop, rows):
         part = (*box[:axis], (lo, min(lo + rows, stop)), *box[axis + 1 :])
         yield from split_box(part, max_elements, runs)
+
+
+def _cut_for_runs(box: Box, size: int, max_elements: int, others: Sequence[int], runs: Runs) -> int:
+    """Return which axis to cut: another one, if there would be too little of that of the runs.
+
+    The last one is cut if as much is left of it: what is read runs along it.
+    """
+    start, stop = box[runs.axis]
+    other = next((axis for axis in others if axis >= runs.others_from), None)
+    if other is None or max_elements // (size // (stop - start)) >= runs.least:
+        return runs.axis
+    start, stop = box[other]
+    is_last = other == len(box) - 1
+    return runs.axis if is_last and (stop - start) * max_elements // size < runs.least else other
+
+
+def gapless_from(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the first axis from which on items follow each other in memory without a gap.
+
+    >>> gapless_from((4, 5, 6), (240, 48, 8), 8), gapless_from((4, 5, 3), (240, 48, 8), 8)
+    (0, 2)
+    """
+    first, stride = len(shape), itemsize
+    for axis in reversed(range(len(shape))):
+        if shape[axis] > 1 and strides[axis] != stride:
+            break
+        first, stride = axis, stride * shape[axis]
+    return first
 
 
 def taper_box(box: Box, least_elements: int, runs: Runs | None = None) -> Iterator[Box]:

@@ -78,6 +78,11 @@ def test_split_box_cuts_another_axis_where_runs_would_be_too_short():
     assert {box_shape(part) for part in split_box(box, 64, Runs(0, 4))} == {(8, 2, 4)}
     assert {box_shape(part) for part in split_box(box, 128, Runs(0, 4))} == {(4, 8, 4)}
     assert {box_shape(part) for part in split_box(box, 64, Runs(2, 4))} == {(2, 8, 4)}
+    # Not one whose rows have gaps: nor the last one, if too little of that would be left.
+    assert {box_shape(part) for part in split_box(box, 64, Runs(0, 4, 2))} == {(2, 8, 4)}
+    long = ((0, 8), (0, 8), (0, 16))
+    assert {box_shape(part) for part in split_box(long, 256, Runs(0, 4, 2))} == {(8, 8, 4)}
+    assert {box_shape(part) for part in split_box(long, 256, Runs(0, 4, 3))} == {(2, 8, 16)}
     # Whatever lies in one row of the source stays together.
     assert {box_shape(part) for part in split_box(((0, 8), (0, 8)), 16, Runs(0, 8))} == {(2, 8)}
     assert {box_shape(part) for part in split_box(box, 16, Runs(0, 8))} == {(4, 1, 4)}

@@ -228,14 +228,13 @@ def transposed(dst: Array, src: Array, axes: Sequence[int]) -> Any:
     return view
 
 
-def order_of(array: Any) -> tuple[int, ...]:
-    """Return in which order the axes of an array lie in memory."""
-    strides = array.strides
-    return tuple(sorted(range(array.ndim), key=lambda axis: -abs(strides[axis])))
+def order_of(strides: Sequence[int]) -> tuple[int, ...]:
+    """Return in which order the axes of an array with these strides lie in memory."""
+    return tuple(sorted(range(len(strides)), key=lambda axis: -abs(strides[axis])))
 
 
 def as_it_lies(array: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return a view whose axes lie in memory in their order, and what turns such views back."""
-    order = order_of(array)
+    order = order_of(array.strides)
     back = tuple(map(order.index, range(array.ndim)))
     return array.transpose(order), lambda lies: lies.transpose(back)

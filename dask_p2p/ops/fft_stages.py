@@ -209,12 +209,13 @@ def local_transforms(
     """Return what is done with blocks at each stage, by its axes; None where that is nothing."""
     norm = norm or "backward"
     whole = scale_of(kind, norm, prod(lengths.values()))
-    last = max((number for number, axes in enumerate(stages) if axes), default=0)
+    # At first: others read what is there while the rest is scaled.
+    first = min((number for number, axes in enumerate(stages) if axes), default=0)
     return [
         LocalTransform(
             _steps_along(kind, special, axes, lengths),
             norm,
-            scale=(whole if number == last else 1.0) if on_device else None,
+            scale=(whole if number == first else 1.0) if on_device else None,
         )
         if axes
         else None

@@ -37,7 +37,7 @@ class LocalTransform:
     #: Axis ``i`` of the block is axis ``order[i]`` of the result; the block is its own then, to be
     #: overwritten. By default the axes have their order, and the block is another's.
     order: tuple[int, ...] | None = None
-    #: By which the result is multiplied at the end, in place of what `norm` says of each step: on a
+    #: By which what the steps make is multiplied, in place of what `norm` says of each step: on a
     #: GPU, where CuPy multiplies after each of them, which takes as long as to copy the block.
     scale: float | None = None
 
@@ -101,7 +101,7 @@ class LocalTransform:
             block.dtype.kind == "c" and self._shape(block.shape, *self.steps[0]) == block.shape
         )
         if backend.on_device:
-            order = self._best(order_of(block))
+            order = self._best(order_of(block.strides))
             is_copied |= not block.transpose(order).flags.c_contiguous
         extra_bytes = self.extra_bytes(block.shape, block.dtype) + is_copied * block.nbytes
         need = Need(extra_bytes, 0, in_memory_bytes(block), 0)
@@ -120,7 +120,7 @@ class LocalTransform:
         library = _fft_module(backend.fft_modules)
         if block.dtype == np.float16:  # of which libraries make different things
             block, is_own = block.astype(np.float32), True
-        way = _way(self, order_of(block) if self.order is None else None, backend.on_device)
+        way = _way(self, order_of(block.strides) if self.order is None else None, backend.on_device)
         block = block.transpose(way.before)
         if backend.on_device:
             is_own = is_own or not block.flags.c_contiguous

@@ -25,7 +25,7 @@ members of one process, and where the allocator's memory cannot be shared.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from dask_p2p.backends import RUN_BYTES, order_of
-from dask_p2p.geometry import Box, Runs, box_slices, split_box, taper_last
+from dask_p2p.geometry import Box, Runs, box_slices, gapless_from, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.link import Buffer
 from dask_p2p.sections.links import Links
@@ -210,28 +210,16 @@ class GpuRegions:
     ) -> None:
         """Put a piece of another member's region, which begins there along the axis, into place."""
         queue = self._gpu.queue
-        for part in self._parts(piece, call.axes, is_last):
-            copy = queue.prefetch(piece[box_slices(part)], self._gpu.part_bytes)
+        part_bytes = self._gpu.part_bytes
+        given = piece.shape, piece.strides, piece.itemsize, call.axes
+        for part in _parts(*given, part_bytes, is_last):
+            copy = queue.prefetch(piece[box_slices(part)], part_bytes)
             moved = part
             if part:
                 low, high = part[axis]
                 moved = along(axis, part, (start + low, start + high))
             place = box_slices(tuple(moved[each] for each in call.axes))
             queue.permute_prefetched(target[place], copy, call.axes)
-
-    def _parts(self, region: Array, axes: Sequence[int], is_last: bool) -> Iterator[Box]:
-        """Cut a region; what is read last is smaller and smaller, as nothing comes beside it."""
-        item_bytes, ndim = region.itemsize, region.ndim
-        whole = tuple((0, length) for length in region.shape)
-        if not self._gpu.part_bytes or not whole:
-            return iter([whole])
-        order = order_of(region)
-        in_memory = tuple(whole[axis] for axis in order)
-        runs = Runs(order.index(axes[-1]), RUN_BYTES // item_bytes)
-        parts = split_box(in_memory, max(1, self._gpu.part_bytes // item_bytes), runs)
-        if is_last:
-            parts = taper_last(parts, max(1, _LAST_PART_BYTES // item_bytes), runs)
-        return (tuple(part[order.index(axis)] for axis in range(ndim)) for part in parts)
 
     def _places(self, axis: int, region: Sequence[tuple[int, Array]]) -> bytes:
         """Return where a region lies, for the member that reads it; nothing if that cannot.
@@ -297,6 +285,30 @@ class GpuRegions:
             self._own = own
             self._through_host.prepare()
         return self._near
+
+
+@lru_cache(maxsize=256)  # a member reads the same regions again and again
+def _parts(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    item_bytes: int,
+    axes: Sequence[int],
+    part_bytes: int,
+    is_last: bool,
+) -> tuple[Box, ...]:
+    """Cut a region; what is read last is smaller and smaller, as nothing comes beside it."""
+    whole = tuple((0, length) for length in shape)
+    if not part_bytes or not whole:
+        return (whole,)
+    order = order_of(strides)
+    lies, steps = ([of[axis] for axis in order] for of in (shape, strides))
+    others_from = gapless_from(lies, steps, item_bytes)
+    runs = Runs(order.index(axes[-1]), RUN_BYTES // item_bytes, others_from)
+    in_memory = tuple(whole[axis] for axis in order)
+    parts = split_box(in_memory, max(1, part_bytes // item_bytes), runs)
+    if is_last:
+        parts = taper_last(parts, max(1, _LAST_PART_BYTES // item_bytes), runs)
+    return tuple(tuple(part[order.index(axis)] for axis in range(len(shape))) for part in parts)
 
 
 @lru_cache(maxsize=64)  # calls that are made again and again find the same memory

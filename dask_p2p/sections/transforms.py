@@ -291,7 +291,7 @@ class _Local:
 
     def in_pieces(self, share: Array, is_own: bool) -> tuple[Any, bool]:
         """Return the same, made piece by piece while others read what is made, where that pays."""
-        order = self.transform.order or order_of(share)
+        order = self.transform.order or order_of(share.strides)
         done = {axis for _, axes, _ in self.transform.steps for axis in axes}
         axis = next((axis for axis in order if axis not in done), None)
         if self.device.kind != "cupy" or axis is None:

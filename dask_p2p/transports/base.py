@@ -70,12 +70,13 @@ class Request:
     def __str__(self) -> str:
         return f"block {self.key!r} of {self.holder}"
 
-    @property
-    def runs(self) -> Runs | None:
-        """Of what is put into place at a time: a GPU's kernel writes them."""
+    def runs(self, box: Box) -> Runs | None:
+        """Of what of a box is put into place at a time: a GPU's kernel writes them."""
         if self.kind != "cupy" or self.fast_axis is None:
             return None
-        return Runs(self.fast_axis, RUN_BYTES // max(1, self.dtype.itemsize))
+        partial = (a for a, shape in enumerate(self.shape) if box[a][1] - box[a][0] < shape)
+        least = RUN_BYTES // max(1, self.dtype.itemsize)
+        return Runs(self.fast_axis, least, max(partial, default=0))
 
 
 @dataclass(slots=True)
@@ -173,11 +174,11 @@ class Reading(ABC):
         for number, request in enumerate(self.requests):
             itemsize = max(1, request.dtype.itemsize)
             for piece, box in enumerate(request.boxes):
-                size = box_size(box)
+                size, runs = box_size(box), request.runs(box)
                 limit = size if self.part_bytes is None else self.part_bytes // itemsize
-                boxes = split_box(box, max(1, limit), request.runs) if size else iter([box])
+                boxes = split_box(box, max(1, limit), runs) if size else iter([box])
                 if is_tapered and number == last and self.part_bytes is not None:
-                    boxes = taper_last(boxes, max(1, LAST_PART_BYTES // itemsize), request.runs)
+                    boxes = taper_last(boxes, max(1, LAST_PART_BYTES // itemsize), runs)
                 for part in boxes:
                     if number in self._dropped:
                         break

@@ -23,10 +23,10 @@ RFFT, IRFFT = ("rfft", (1,), (80,)), ("irfft", (1,), (158,))
 def test_blocks_are_transformed_as_they_lie(order):
     x = np.random.default_rng(0).random((4, 5, 6)) + 0j
     lies = x.transpose(order).copy().transpose(np.argsort(order))
-    assert order_of(lies) == order
+    assert order_of(lies.strides) == order
     got = LocalTransform((("fftn", (0, 2), (4, 6)),), "backward")(lies)
     np.testing.assert_allclose(got, np.fft.fftn(x, axes=(0, 2)), atol=1e-12)
-    assert order_of(got) == order
+    assert order_of(got.strides) == order
 
 
 def test_own_blocks_are_overwritten_and_others_are_not():

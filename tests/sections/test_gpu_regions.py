@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_p2p.backends.base import as_it_lies
 from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.pitch import engine_pitch
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.interprocess import cuda_ipc
@@ -291,15 +294,28 @@ def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, par
     [
         ((0, 1, 2), (1, 2, 0), (12, 1, 10)),  # what is made has whole rows along the first axis
         ((0, 1, 2), (0, 1, 2), (4, 4, 10)),
-        ((2, 0, 1), (0, 1, 2), (4, 4, 10)),  # and along the last one, which lies first
         ((1, 2, 0), (0, 1, 2), (12, 1, 10)),  # cut along the axis that lies first
     ],
 )
 def test_parts_keep_rows_whole_and_lie_together(gpu, monkeypatch, lies, axes, shape):
+    assert shapes_of_parts(gpu, monkeypatch, (24, 8, 10), lies, axes, 4 * 4 * 10) == {shape}
+
+
+def test_parts_of_rows_with_gaps_are_what_copy_engines_copy(gpu, monkeypatch):
+    """They are cut along what lies together, as rows of planes would have no one distance."""
+    monkeypatch.setattr(gpu_regions, "RUN_BYTES", 128)
+    given = (24, 128, 10), (2, 0, 1), (0, 1, 2), 12 * 22 * 10
+    assert shapes_of_parts(gpu, monkeypatch, *given) == {(12, 22, 10), (12, 20, 10)}
+
+
+def shapes_of_parts(gpu, monkeypatch, shape, lies, axes, part_elements):
+    """What is read at a time where an array is cut along axis 1 that was cut along axis 0."""
     shapes, original = set(), DeviceQueue.prefetch
-    whole = np.arange(24 * 8 * 10, dtype="f8").reshape(24, 8, 10)
+    whole = np.arange(prod(shape), dtype="f8").reshape(shape)
 
     def noted(queue, src, slot_bytes):
+        part = as_it_lies(src)[0]
+        assert part.shape[-1] * 8 < 128 or engine_pitch(part.shape, part.strides, 8)
         shapes.add(src.shape)
         return original(queue, src, slot_bytes)
 
@@ -313,8 +329,8 @@ def test_parts_keep_rows_whole_and_lie_together(gpu, monkeypatch, lies, axes, sh
         assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of(cut, wanted.shape))])
 
     monkeypatch.setattr(DeviceQueue, "prefetch", noted)
-    run(gpu, PAIR, recut, 4 * 4 * 10 * 8)
-    assert shapes == {shape}
+    run(gpu, PAIR, recut, part_elements * 8)
+    return shapes
 
 
 def test_bytes_are_counted(gpu):
