@@ -98,12 +98,6 @@ class Way:
     required: bool = False  # its failure ends the measurement; that of others becomes a row
     one_by_one: bool = False  # blocks one after the other: one transfer at a time in the cluster
     protocol: str | None = None  # of its cluster, if not the usual one
-    low_latency: bool = False  # of its cluster
-
-    @property
-    def cluster(self) -> tuple[str | None, bool]:
-        """What its cluster differs in from others."""
-        return self.protocol, self.low_latency
 
 
 def place_blocks(client: Any, make: Callable[[], Any], scattered: bool = False) -> Any:

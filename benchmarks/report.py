@@ -100,20 +100,18 @@ class Report:
             See `compare`.
         """
         self.measured |= {case: [] for case in ways}
-        clusters = [way.cluster for some in ways.values() for way in some.values()]
-        steps = (self.repeats + 1) * len(clusters)
+        protocols = [way.protocol for some in ways.values() for way in some.values()]
+        steps = (self.repeats + 1) * len(protocols)
         with ExitStack() as bar:
-            for cluster in dict.fromkeys(clusters):
-                protocol, low_latency = cluster
-                changes = {"p2p.low-latency": True} if low_latency else {}
+            for protocol in dict.fromkeys(protocols):
                 options = {} if protocol is None else {"protocol": protocol}
-                with dask.config.set(changes), start(self.spec, **options) as client:
+                with start(self.spec, **options) as client:
                     if not self.devices:
                         self.devices = device_names(client, self.spec.kind)
                         started(client)
                         step = bar.enter_context(progress(steps, doing))
                     for case, some in ways.items():
-                        here = {name: way for name, way in some.items() if way.cluster == cluster}
+                        here = {n: way for n, way in some.items() if way.protocol == protocol}
                         rows = compare(client, here, case, self.repeats, step, anew=anew)
                         self.measured[case] += rows
                         self._save()
@@ -276,10 +274,6 @@ def ways_on(
         ways[f"{OURS}, {other}"] = Way(p2p_with({"p2p.transports.order": [other]}))
         for name, size in _STAGING.items() if spec.gpus else ():
             ways[f"{OURS}, {name}"] = Way(p2p_with({"p2p.transports.ipc.staging-bytes": size}))
-        for name in (OURS, NO_OP) if spec.scheduler is None else ():
-            if name in ways:
-                way = replace(ways[name], required=False, low_latency=True)
-                ways[f"{name}, low latency"] = way
     if rivals:
         # On GPUs Dask's own way is quickest over UCX, and its p2p rechunk fails: it cannot put
         # CuPy blocks through host memory.

@@ -126,7 +126,6 @@ class Options:
 
     sections: tuple[Section, ...]  # of transports, one of a class
     mode: str = option("mode", _one_of("async", "sync"))
-    low_latency: bool = option("low-latency", yes_or_no)
     attempts: int = option("attempts", positive_int)
     groups: int | None = option("groups", _groups)  # 0: none; None: as many as seem best
     passes: int | None = option("passes", _passes)  # 1 or 2; None: as many as seem best

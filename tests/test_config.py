@@ -138,9 +138,9 @@ def test_a_misspelt_option_is_named_with_the_nearest(setting, wrong, nearest, op
 
 
 def test_names_with_underscores_and_empty_sections_are_none_misspelt():
-    with dask.config.set({"p2p": {"low_latency": True, "memory": None, "transports": {}}}):
+    with dask.config.set({"p2p": {"permute_numpy": "cpu", "memory": None, "transports": {}}}):
         chosen = checked_options()
-    assert chosen.low_latency
+    assert chosen.permute_numpy == "cpu"
     assert chosen.staging_limit_bytes == 2 * 2**30, "what a section lacks has its default"
     assert chosen.order("numpy") == ("cma", "comm")
 

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, overload
 from weakref import WeakSet
 
-from dask_p2p.config import options
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
 from dask_p2p.inputs import checked_client
@@ -142,10 +141,6 @@ async def _register_async(client: Any) -> None:
 async def _prepare(client: Any) -> dict[str, Any]:
     """Have a client's cluster take part, as far as it does; return what `ask` does."""
     check_dask()
-    if options().low_latency:
-        from dask_p2p.plugins.low_latency import shorten
-
-        shorten(client.scheduler_comm)
     return await ask(client.scheduler)
 
 

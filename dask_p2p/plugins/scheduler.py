@@ -19,7 +19,6 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol import deserialize
 from distributed.protocol.pickle import dumps
 
-from dask_p2p.config import options
 from dask_p2p.engine.parts import is_of_parts, run_name
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, MemberTask
 from dask_p2p.errors import RegistrationError
@@ -30,7 +29,7 @@ from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import Feed, Tasks
 from dask_p2p.monitoring.records import RECORDS_OP, Record, RecordStore, RunStarts, packed, unpacked
 from dask_p2p.monitoring.runs import runs_of
-from dask_p2p.plugins.low_latency import AtOnce, shorten_scheduler
+from dask_p2p.plugins.at_once import AtOnce
 from dask_p2p.plugins.placement import overlay_memory_check, overlay_placement
 from dask_p2p.plugins.worker import P2PPlugin, probe_peers, set_up
 from dask_p2p.transports.replies import answering
@@ -79,8 +78,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         scheduler.handlers["p2p_register"] = self.register
         scheduler.handlers[RECORDS_OP] = self.records
         prometheus.register(scheduler, "scheduler", self.figures)
-        self._low_latency = options().low_latency
-        self._shorten()
         overlay_placement(scheduler, self._is_registered)
         overlay_memory_check(scheduler, self._is_registered, self._obstacle)
         self._set_up_all()
@@ -95,17 +92,8 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         """See that a worker that joins has the plugin."""
-        self._shorten()
         if PLUGIN_NAME in scheduler.worker_plugins:
             self._begin_set_up(worker)
-
-    def add_client(self, scheduler: Any, client: str) -> None:
-        """Shorten the pauses towards a client that joins: its stream is made right after this."""
-        scheduler.loop.add_callback(self._shorten)
-
-    def _shorten(self) -> None:
-        if self._low_latency:
-            shorten_scheduler(self.scheduler)
 
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
         """Forget a worker that leaves."""

@@ -28,8 +28,8 @@ from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, Values
 from dask_p2p.monitoring.records import RECORDS_OP
 from dask_p2p.plans import stage_order
+from dask_p2p.plugins.at_once import AtOnce
 from dask_p2p.plugins.context import DaskWorkerContext
-from dask_p2p.plugins.low_latency import AtOnce, shorten_worker
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Key
@@ -71,8 +71,6 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         except BaseException:
             worker.plugins.pop(self.name, None)  # Dask keeps what has failed
             raise
-        if own.low_latency:
-            shorten_worker(worker)
         for refusal in {transport.refusal for transport in self._in_place()} - {None}:
             context.warn(_REFUSAL.format(refusal))
         for transport in self._transports.values():

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-import dask
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -157,11 +156,10 @@ def test_several_arrays_ways_and_cases(bench, tmp_path):
     made = json.loads(file.read_text())
     assert made["commit"] == "f00"
     ours = ["dask_p2p", "one no-op layer", "dask_p2p, comm"]
-    slow = [f"{way}, low latency" for way in ours[:2]]
     even = [row for row in made["rows"] if row["case"] == measure.EVEN]
     sizes = [("int8", 256), ("complex128", 64)]
     assert [(row["dtype"], row["size"], row["way"]) for row in even] == [
-        (dtype, size, way) for dtype, size in sizes for way in [*ours, *slow]
+        (dtype, size, way) for dtype, size in sizes for way in ours
     ]
     cases = [row for row in made["rows"] if row["case"] != measure.EVEN]
     assert len(cases) == len(sizes) * 4 * 2
@@ -341,11 +339,11 @@ def test_the_same_options_mean_the_same(monkeypatch):
     assert options.order_of_axes(None, (2, 3, 4)) == (2, 1, 0)
 
 
-def test_rivals_and_low_latency_have_clusters_of_their_own(monkeypatch, client):
+def test_rivals_have_clusters_of_their_own(monkeypatch, client):
     started = []
 
     def start(spec, **options):
-        started.append((options, dask.config.get("p2p.low-latency")))
+        started.append(options)
         return contextlib.nullcontext(client)
 
     monkeypatch.setattr(report, "start", start)
@@ -355,16 +353,14 @@ def test_rivals_and_low_latency_have_clusters_of_their_own(monkeypatch, client):
     ways = report.ways_on(spec, rivals=True, variants=True)
     assert "dask p2p" not in ways
     assert {"dask_p2p, ucx", "dask_p2p, kernels read in place"} < set(ways)
-    chosen = ("dask_p2p", "dask_p2p, low latency", "dask tasks")
+    chosen = ("dask_p2p", "dask tasks")
     ways = {name: ways[name] for name in chosen}
     made = report.Report(spec, 1)
     made.measure({CASE: ways}, lambda client: None)
-    assert started == [({}, False), ({}, True), ({"protocol": "ucx"}, False)]
+    assert started == [{}, {"protocol": "ucx"}]
     assert [row["way"] for row in made.measured[CASE]] == [*chosen]
     on_cpus = report.ways_on(AnyClusterSpec(4, (), None, 2**40), rivals=True)
     assert {"dask tasks", "dask p2p"} < set(on_cpus)
-    there = AnyClusterSpec(4, (), None, 2**40, "tcp://1.2.3.4:5")
-    assert not any(way.low_latency for way in report.ways_on(there, variants=True).values())
 
 
 @pytest.mark.parametrize(("dtype", "way"), [("int8", "mpi4py-fft"), (">f4", "rivals")])

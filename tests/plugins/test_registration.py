@@ -324,7 +324,6 @@ OF_CLIENT = {
     "p2p.transports.ucx.allow-unencrypted": True,
     "p2p.memory.staging-limit": "3 GiB",
     "p2p.transports.directory.retain": "1 s",
-    "p2p.low-latency": True,
 }
 
 
