@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
@@ -80,7 +81,44 @@ class Blocks(GraphNode):  # type: ignore[misc]
         return self if items == self.items else Blocks(*items)
 
 
-class AssembleTask(Task):  # type: ignore[misc]
+class ReferenceTask(Task):  # type: ignore[misc]
+    """Has dependencies that a worker with the plugin is given as references, its `blocks`."""
+
+    __slots__ = ()
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether this version of the package can read all of it; if not, it ends in an error."""
+        return not any(isinstance(arg, Unreadable) for arg in self.args)
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Blocks:
+        """Those dependencies."""
+
+    @abstractmethod
+    def reads(self) -> Iterable[tuple[Key, int]]:
+        """Return how much it reads of each dependency of which it reads any, in elements."""
+
+
+class WaitTask(ReferenceTask):
+    """Waits for its `blocks`, and reads nothing of these.
+
+    It calls a function with a list, of which nothing is to be read, and with whatever follows.
+    """
+
+    __slots__ = ()
+
+    @property
+    def blocks(self) -> Blocks:
+        blocks: Blocks = self.args[0]
+        return blocks
+
+    def reads(self) -> Iterable[tuple[Key, int]]:
+        return ((key, 1) for key in self.dependencies - self.blocks.dependencies)
+
+
+class AssembleTask(ReferenceTask):
     """Assembles one output block. The method `of` makes one."""
 
     __slots__ = ()
@@ -91,10 +129,8 @@ class AssembleTask(Task):  # type: ignore[misc]
             # The same object for all tasks that read the same, and so pickled once.
             self._dependencies = self.blocks.dependencies  # type: ignore[misc]
 
-    @property
-    def is_readable(self) -> bool:
-        """Whether this version of the package can read all of it; if not, it ends in an error."""
-        return not any(isinstance(arg, Unreadable) for arg in self.args)
+    def reads(self) -> Iterable[tuple[Key, int]]:
+        return zip(self.blocks.items, self.plan.source_elements(self.index), strict=True)
 
     @property
     def plan(self) -> Plan:
@@ -136,12 +172,11 @@ class AssembleTask(Task):  # type: ignore[misc]
         index: Index,
         output: OutputSpec,
         blocks: Blocks,
-        function: Callable[..., Any] | None = None,
         on_missing: OnMissing | None = None,
     ) -> AssembleTask:
-        """Make the task; by default `assemble_block` does its work."""
+        """Make the task."""
         others = () if on_missing is None else (on_missing,)
-        return cls(key, function or assemble_block, key, plan, index, output, blocks, *others)
+        return cls(key, assemble_block, key, plan, index, output, blocks, *others)
 
 
 class MemberTask(Task):  # type: ignore[misc]

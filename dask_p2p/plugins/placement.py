@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, MemberTask
+from dask_p2p.engine.task import PLUGIN_NAME, MemberTask, ReferenceTask, WaitTask
 
 #: Method of Dask's scheduler that refuses tasks.
 MEMORY_CHECK = "_add_to_processing"
@@ -71,7 +71,8 @@ def overlay_memory_check(
     """
 
     def decide(original: Any, ts: Any, ws: Any, stimulus_id: str) -> Any:
-        if not isinstance(ts.run_spec, AssembleTask) or PLUGIN_NAME not in scheduler.worker_plugins:
+        is_ours = isinstance(ts.run_spec, ReferenceTask)
+        if not is_ours or PLUGIN_NAME not in scheduler.worker_plugins:
             return original(ts, ws, stimulus_id=stimulus_id)
         limit_bytes, ws.memory_limit = ws.memory_limit, 0  # that is, none
         try:
@@ -93,7 +94,7 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
 
     def is_placed_here(ts: Any) -> bool:
         task = ts.run_spec
-        is_ours = isinstance(task, AssembleTask) and task.is_readable
+        is_ours = isinstance(task, ReferenceTask) and task.is_readable
         return is_ours and PLUGIN_NAME in scheduler.worker_plugins
 
     def is_rootish(original: Any, ts: Any) -> bool:
@@ -133,8 +134,8 @@ def _place_member(scheduler: Any, ts: Any) -> Any:
     valid = scheduler.valid_workers(ts)
     workers = scheduler.running if valid is None else scheduler.running & valid
     # The task that depends on all members knows the others.
-    commits = [each for each in ts.dependents if isinstance(each.run_spec, AssembleTask)]
-    siblings = set().union(*(commit.dependencies for commit in commits)) - {ts}
+    waiting = [each for each in ts.dependents if isinstance(each.run_spec, WaitTask)]
+    siblings = set().union(*(each.dependencies for each in waiting)) - {ts}
     taken = Counter(sibling.processing_on for sibling in siblings)
     held_bytes: Counter[Any] = Counter()
     for block in ts.dependencies:
@@ -147,14 +148,13 @@ def _place_member(scheduler: Any, ts: Any) -> Any:
     return min(workers, key=preference, default=None)
 
 
-def held_elements(task: AssembleTask, who_has: dict[Any, Any]) -> Counter[Any]:
+def held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter[Any]:
     """Return how much of what a task reads each worker holds, in elements.
 
-    `who_has` has the workers that hold them for the key of each of its input blocks.
+    `who_has` has the workers that hold them for the key of each of its dependencies.
     """
     held: Counter[Any] = Counter()
-    plan, index, blocks = task.plan, task.index, task.blocks
-    for key, elements in zip(blocks.items, plan.source_elements(index), strict=True):
+    for key, elements in task.reads():
         for worker in who_has[key]:
             held[worker] += elements
     return held

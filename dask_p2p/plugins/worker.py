@@ -1,7 +1,7 @@
 """The worker plugin: references in place of copies, and the holder's side of every transport.
 
 By default a Dask worker copies every dependency of a task to itself before the task runs. The
-plugin rewrites the scheduler's ``compute-task`` message for `AssembleTask` before the worker's
+plugin rewrites the scheduler's ``compute-task`` message for `ReferenceTask` before the worker's
 state machine sees it: dependencies that this worker does not hold are taken out of ``who_has``
 and ``nbytes`` and replaced in the task by a `BlockRef`. The task then runs at once, and brings
 only the regions that it needs.
@@ -23,7 +23,7 @@ from dask_p2p.backends import worker_backend
 from dask_p2p.backends.device import raise_if_lost
 from dask_p2p.config import Options, options
 from dask_p2p.engine.fetch import BlockRef
-from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, plugin_context
+from dask_p2p.engine.task import PLUGIN_NAME, ReferenceTask, plugin_context
 from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, Values
 from dask_p2p.monitoring.records import RECORDS_OP
@@ -172,10 +172,11 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def _on_compute_task(self, **message: Any) -> None:
         task = message.get("run_spec")
-        if isinstance(task, AssembleTask) and task.is_readable:
+        if isinstance(task, ReferenceTask) and task.is_readable:
             held, address = self._worker.data, self._worker.address  # in memory or spilled
             references = {}
-            for key, holders in message["who_has"].items():
+            for key in message["who_has"].keys() & task.blocks.dependencies:
+                holders = message["who_has"][key]
                 self._context.on_workers_named(holders)
                 if key not in held and (others := {*holders} - {address}):
                     references[key] = BlockRef(key, tuple(sorted(others)))

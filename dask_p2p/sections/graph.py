@@ -22,7 +22,7 @@ from dask_p2p.backends import as_array, backend_for, backend_named
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
 from dask_p2p.engine.memory import in_memory_bytes
-from dask_p2p.engine.task import AssembleTask, Blocks, MemberTask
+from dask_p2p.engine.task import Blocks, MemberTask, WaitTask
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Chunks, box_slices
 from dask_p2p.plans.members import Members
@@ -32,7 +32,6 @@ from dask_p2p.sections.estimate import SectionEstimate, check_memory
 from dask_p2p.sections.member import run_member
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, DaskArray, DType, Kind
-from dask_p2p.versioned import versioned
 
 
 def section_arrays(
@@ -103,12 +102,7 @@ class Section:
             blocks = [List(*(TaskRef((name, *index)) for index in indices)) for name in names]
             key, given = (gang, rank), (gang, rank, members, self.body, self.options)
             tasks[key] = MemberTask(key, run_member, *given, *blocks)
-        # References to what the members return: that stays where it is.
-        plan: Any = _ReadsNothing(members.size)
-        output: Any = None
-        tasks[gang, COMMIT] = AssembleTask.of(
-            (gang, COMMIT), plan, (), output, Blocks(*tasks), _depend_on_all
-        )
+        tasks[gang, COMMIT] = WaitTask((gang, COMMIT), _depend_on_all, Blocks(*tasks))
         return gang, tasks
 
     def _value(self, number: int) -> ValueSpec | None:
@@ -132,27 +126,16 @@ class Section:
 
     def hand_outs(self, name: str, gang: str, number: int) -> dict[Any, Task]:
         """Return the tasks that hand out the blocks of one of the arrays."""
-        tasks = {}
-        value = self._value(number)
+        tasks: dict[Any, Task] = {}
+        value, commit = self._value(number), Blocks((gang, COMMIT))
         for rank in range(self.body.members.size):
             indices = [index for index, _ in self.body.members.blocks(rank)]
             if value is not None:
                 indices = [(rank, *(0 for _ in value.shape))]
             for position, index in enumerate(indices):
-                key, refs = (name, *index), (TaskRef((gang, rank)), TaskRef((gang, COMMIT)))
-                tasks[key] = Task(key, _hand_out, *refs, number, position)
+                key, made = (name, *index), TaskRef((gang, rank))
+                tasks[key] = WaitTask(key, _hand_out, commit, made, number, position)
         return tasks
-
-
-@versioned()
-@dataclass(frozen=True)
-class _ReadsNothing:
-    """Plan of a task that depends on members, and reads nothing of what they return."""
-
-    members: int
-
-    def source_elements(self, index: Any) -> tuple[int, ...]:
-        return (0,) * self.members
 
 
 class Shares:
@@ -295,9 +278,9 @@ def _as_numbers(value: Any) -> Array:
         return np.asarray(None)
 
 
-def _depend_on_all(*args: Any) -> None:
+def _depend_on_all(members: list[Any]) -> None:
     """Do nothing: the members' outputs count as soon as this is done."""
 
 
-def _hand_out(made: list[list[Any]], _: None, number: int, position: int) -> Any:
+def _hand_out(commit: list[Any], made: list[list[Any]], number: int, position: int) -> Any:
     return made[number][position]

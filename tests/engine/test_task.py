@@ -8,6 +8,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from dask.task_spec import Task, TaskRef
 from distributed import Reschedule
 
 import dask_p2p
@@ -16,7 +17,7 @@ from dask_p2p.engine import task as module
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.attempts import AttemptLog, worst_case_s
 from dask_p2p.engine.fetch import BlockRef
-from dask_p2p.engine.task import AssembleTask, Blocks
+from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution
 
@@ -134,3 +135,17 @@ def test_what_is_told_of_attempts_is_bounded():
     assert "attempt 1000: 999 x" in causes
     assert "x ..." in causes, "what is cut is marked"
     assert len(causes) < 5000
+
+
+def test_a_task_that_waits_reads_nothing_of_what_it_waits_for():
+    waits = WaitTask("z", lambda _, read, by: read * by, Blocks(("all", 0)), TaskRef(KEYS[0]), 3)
+    assert waits.dependencies == {("all", 0), KEYS[0]}
+    assert waits.blocks.dependencies == {("all", 0)}
+    assert [*waits.reads()] == [(KEYS[0], 1)]
+    assert waits({("all", 0): None, KEYS[0]: 2}) == 6
+    rewritten = waits.substitute({("all", 0): BlockRef("all", ())})
+    assert type(rewritten) is WaitTask
+    assert rewritten.dependencies == {KEYS[0]}
+    assert rewritten({KEYS[0]: 2}) == 6
+    fused = Task.fuse(waits, Task("after", lambda z: z + 1, TaskRef("z")))
+    assert fused({("all", 0): None, KEYS[0]: 2}) == 7

@@ -260,3 +260,26 @@ def test_members_go_where_their_blocks_are():
                 assert y[:, 0].tolist() == order
 
     asyncio.run(main())
+
+
+def test_blocks_of_members_are_handed_out_where_they_are():
+    """However small they are, and nothing is sent for it, though all wait for one another."""
+
+    async def main():
+        async with in_process(3, threads_per_worker=1) as (cluster, client):
+            await dask_p2p.register(client)
+            x = da.ones((12, 2), chunks=(1, 2))
+            for _ in range(3):
+                y = client.persist(dask_p2p.spmd(place, x, members=3))
+                await wait(y)
+                blocks = await client.gather(client.compute([*y.blocks.ravel()]))
+                made_on = [cluster.workers[int(block[0, 0])].address for block in blocks]
+                holders = await client.who_has(y)
+                assert [holders[key] for key in sorted(holders)] == [[each] for each in made_on]
+                members = {key for key in cluster.scheduler.tasks if "members" in str(key)}
+                for worker in cluster.workers.values():
+                    sent = {key for each in worker.transfer_outgoing_log for key in each["keys"]}
+                    assert not members & sent
+                del y, blocks
+
+    asyncio.run(main())
