@@ -20,15 +20,15 @@ from typing import Literal
 #: In the place of a rank, in the key of the task that depends on all members.
 COMMIT = "commit"
 
-State = Literal["waiting", "running", "returned", "committed", "stopped"]
+State = Literal["waiting", "running", "committed", "stopped"]
 
 
 @dataclass(frozen=True)
 class Order:
     """What one run of a member is to do.
 
-    "waiting" and "returned" are to be waited out; "running" starts the user's function; "committed"
-    hands the output on; "stopped" ends the run. Without error and reason the member comes again.
+    "waiting" is to be waited out; "running" starts the user's function; "committed" hands the
+    output on; "stopped" ends the run. Without error and reason the member comes again.
     """
 
     state: State
@@ -62,16 +62,12 @@ class _Member:
     endpoint: str
     saved: Mapping[int, Sequence[int]]
     state: State = "waiting"
+    has_returned: bool = False  # its function has, while it runs
     error: bytes | None = None
     reason: str = ""
 
     def stop(self, error: bytes | None = None, reason: str = "") -> None:
         self.state, self.error, self.reason = "stopped", error, reason
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether it belongs to an attempt that has not ended."""
-        return self.state in ("running", "returned")
 
 
 @dataclass
@@ -183,13 +179,13 @@ class Coordinator:
     ) -> None:
         """Note that a member's function has ended."""
         member = self._member(gang, rank, ticket)
-        if member is None or member.state != "running":
+        if member is None or member.state != "running" or member.has_returned:
             return
         found = self._gangs[gang]
         if cause:
             self._end(found, cause, error)
         else:
-            member.state = "returned"
+            member.has_returned = True
             self._commit_if_complete(found)
         self._settle(gang)
 
@@ -199,7 +195,7 @@ class Coordinator:
         member = found.members.get(rank) if found else None
         if found is None or member is None:
             return
-        if member.takes_part:
+        if member.state == "running":
             self._end(found, cause)
         elif member.state == "waiting":
             member.stop()
@@ -244,11 +240,11 @@ class Coordinator:
             gang.failures = 0  # members that have retries left begin anew
         gang.phase = "gathering"
         for member in gang.members.values():
-            if member.takes_part:
+            if member.state == "running":
                 member.stop(error, reason)
 
     def _commit_if_complete(self, gang: _Gang) -> None:
-        if all(member.state == "returned" for member in gang.members.values()):
+        if all(member.has_returned for member in gang.members.values()):
             gang.phase, gang.failures, gang.resume = "committed", 0, None
             for member in gang.members.values():
                 member.state = "committed"

@@ -66,7 +66,7 @@ class Member:
     def leave(self, cause: str = "", error: bytes | None = None) -> Order:
         """Say that the function has ended; return the order that ends this run."""
         self._begin(self._call(LEAVE, cause=cause[:_CAUSE_CHARS], error=error))
-        return self.order_after("running", "returned")
+        return self.order_after("running")
 
     def checkpoints(self, order: Order, device: Host = HOST) -> Checkpoints:
         """Return what keeps this member's states, of arrays on a device, in this attempt."""

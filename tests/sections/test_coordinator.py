@@ -173,7 +173,7 @@ class Gangs(RuleBasedStateMachine):
         busy = {}
         for gang in SIZES:
             orders = [self.order(gang, rank) for rank in range(SIZES[gang])]
-            taking_part = [order for order in orders if order.state in ("running", "returned")]
+            taking_part = [order for order in orders if order.state == "running"]
             assert len(taking_part) in (0, SIZES[gang]), "some members run, others do not"
             if taking_part:
                 for worker in {task.worker for task in self.of(gang)}:

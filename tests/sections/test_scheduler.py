@@ -74,7 +74,7 @@ def test_members_start_together_and_commit_together():
         orders = await whole(plugin)
         assert {order["state"] for order in orders} == {"running"}
         assert orders[0]["peers"] == (("a", "t0", "of a"), ("b", "t1", "of b"))
-        waiting = asyncio.ensure_future(plugin.order(**GOOD, known="returned"))
+        waiting = asyncio.ensure_future(plugin.order(**GOOD, known="running"))
         await plugin.leave(**GOOD)
         await asyncio.sleep(0)
         assert not waiting.done()
