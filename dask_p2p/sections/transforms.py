@@ -32,7 +32,7 @@ from dask_p2p.types import Array, DType
 
 _Cut = Sequence[int] | None
 _Step = Callable[[Any, bool], tuple[Any, bool]]  # of a share, and whether it is our own
-_PIECE_BYTES = 2**28  # of a share, at least: the host needs 0.2 ms for each
+_PIECE_BYTES = 2**28  # of a share, where there are more than two: the host needs 0.1 ms for each
 
 
 class _Call(NamedTuple):
@@ -296,8 +296,8 @@ class _Local:
         axis = next((axis for axis in order if axis not in done), None)
         if self.device.kind != "cupy" or axis is None:
             return self(share, is_own)
-        count = min(MOST_PIECES, share.nbytes // _PIECE_BYTES, self.shape[axis])
-        if count < 2:
+        count = min(MOST_PIECES, max(2, share.nbytes // _PIECE_BYTES), self.shape[axis])
+        if count < 2 or share.nbytes < _PIECE_BYTES:
             return self(share, is_own)
         bounds = block_bounds(split_evenly(self.shape[axis], count))
         place = axis if self.transform.order is None else order.index(axis)
