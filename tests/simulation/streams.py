@@ -129,9 +129,10 @@ class Recorder:
             clock[timeline] += 1
             for arrays, is_write in ((reads, False), (writes, True)):
                 for array in arrays:
-                    self._access(what, timeline, clock, addresses(array), is_write)
+                    self.access(what, timeline, clock, addresses(array), is_write)
 
-    def _access(self, what, timeline, clock, where, is_write):
+    def access(self, what, timeline, clock, where, is_write):
+        """Note an access of these words, of which a test may know more."""
         for address in where:
             earlier = self.accesses[address]
             if not is_write and not any(written for *_, written in earlier):
