@@ -25,6 +25,7 @@ import numpy as np
 
 import dask_p2p.backends
 from dask_p2p.backends import device, host_through_device, part_streams, pinned
+from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.host_streams import HostStreams
 from dask_p2p.backends.slots import KeptSlots
 from tests.simulation.gpu import OneDevice
@@ -594,6 +595,11 @@ def kernels(recorder):
 def drop_host_slots():
     """Give the host's memory back that is kept for the next block."""
     HostStreams._kept_host_slots.clear()
+
+
+def drop_queue_slots():
+    """Give the device's memory back that queues have kept for the next one."""
+    DeviceQueue._kept_slots.clear()
 
 
 def emulated(monkeypatch):
