@@ -57,6 +57,7 @@ def emulated_gpu(monkeypatch):
         (DeviceQueue, "_per_thread", threading.local()),
         (DeviceQueue, "_kept_slots", KeptSlots()),
         (Gpu, "_idle", defaultdict(list)),
+        (Gpu, "_lost", []),
         (captured, "_pools", defaultdict(list)),
         (windows, "_mappings", mappings),
         (windows, "separation", lambda own, peer: None),

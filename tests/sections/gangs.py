@@ -28,6 +28,11 @@ def has_come(links, rank):
     return rank in {other for other, *_ in links.received} and link_to(links, rank).has_received
 
 
+def stop_listening(links):
+    """Have a member that nobody can reach any more."""
+    links._endpoint.close()
+
+
 def messenger():
     """Return what a member sends by UCX with; nothing here."""
 
