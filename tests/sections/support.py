@@ -6,6 +6,8 @@ import gc
 import sys
 import time
 
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import TransferError
 from dask_p2p.sections import endpoint
 from dask_p2p.sections.scheduler import SectionsSchedulerPlugin
 from dask_p2p.sections.worker import SectionsPlugin
@@ -40,6 +42,16 @@ def _is_of_member(frame):
     while frame is not None and frame.f_code.co_name != "run_member":
         frame = frame.f_back
     return frame is not None
+
+
+async def endpoints_of_ucx(dask_worker):
+    """To how many others a worker has ways by UCX."""
+    context = dask_worker.plugins[PLUGIN_NAME].context
+    try:
+        messenger = await context.offload(context.router.transports["ucx"].messenger)
+    except TransferError:
+        return 0
+    return len(messenger.endpoints)
 
 
 def be_on_hosts(next_name):
