@@ -37,14 +37,12 @@ BY_GPU = {"p2p.permute-numpy": "gpu", "p2p.memory.staging-limit": LIMIT_BYTES}
 def gpu(monkeypatch):
     """Every array of the host has been written: that is looked at elsewhere."""
     recorder = emulated(monkeypatch)
-    access = recorder.access
+    access, by_producer = recorder.access, (("its producer", HOST, 0, True),)
 
     def written(what, timeline, clock, where, is_write):
         if not is_write:
             for address in where:
-                recorder.accesses[address] = recorder.accesses[address] or [
-                    ("its producer", HOST, 0, True)
-                ]
+                recorder.accesses[address] = recorder.accesses[address] or by_producer
         access(what, timeline, clock, where, is_write)
 
     monkeypatch.setattr(recorder, "access", written)
