@@ -8,6 +8,8 @@ from contextlib import suppress
 import dask.array  # noqa: F401
 import distributed.protocol.numpy
 import distributed.versions
+import hypothesis  # noqa: F401  # as by modules of tests, whose functions they run
+import pytest  # noqa: F401
 import tornado.platform.asyncio  # noqa: F401
 
 import dask_p2p.ops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -35,6 +36,14 @@ def prepare_to_fork():
     with dask.config.set(FORKED):
         context = get_mp_context()  # which sets Dask's own preloads, once
     context.set_forkserver_preload(["tests.forked"])
+
+
+def loaded_anew(name):
+    """Another module of the same code, which has kept nothing yet; others have the one they had."""
+    spec = importlib.util.find_spec(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def import_path():

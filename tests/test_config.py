@@ -52,14 +52,6 @@ def test_schema_describes_every_default():
         assert node["description"].strip(), path
 
 
-def test_defaults_are_there_after_importing_the_package():
-    program = "import dask_p2p, dask; print(dask.config.get('p2p.mode'))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["async"]
-
-
 def test_defaults():
     chosen = options()
     assert chosen.mode == "async"
@@ -158,10 +150,13 @@ def test_checksums_travel_with_tasks():
     assert all(spec.options.checksum for spec in specs)
 
 
-def test_environment_variables_are_read():
-    program = "from dask_p2p.config import options; print(options().mode, options().attempts)"
+def test_defaults_are_there_after_importing_the_package_and_environment_variables_are_read():
+    program = (
+        "import dask_p2p, dask; print(*map(dask.config.get, ('p2p.checksum', 'p2p.mode')));"
+        "from dask_p2p.config import options; print(options().mode, options().attempts)"
+    )
     env = {**os.environ, "DASK_P2P__MODE": "sync", "DASK_P2P__ATTEMPTS": "3"}
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["sync", "3"]
+    assert done.stdout.split() == ["False", "sync", "sync", "3"]

@@ -51,7 +51,7 @@ def test_the_transport(example, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_deflate.py"],
         cwd=tmp_path,
-        env={"PYTHONPATH": import_path()},
+        env={"PYTHONPATH": import_path(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,

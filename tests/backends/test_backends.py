@@ -20,6 +20,7 @@ from dask_p2p.backends.checksum import checksum
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.transports.probe import PROBE_BYTES, Probes, probe_key
+from tests.support import loaded_anew
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,7 @@ def test_unknown_names_are_refused():
 
 def test_a_missing_cupy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    backend = backend_named("cupy")
-    backends_cupy._kernels.cache_clear()
+    backend = loaded_anew(backends_cupy.__name__).CUPY
     for use in (
         lambda: backend.module,
         lambda: backend.empty((2,), "f4"),
@@ -201,16 +201,23 @@ class PoolMemoryResource(Resource):
 )
 def test_what_rmm_takes_memory_from(monkeypatch, resource, expected_bytes, status):
     """Statistics and pools are looked through; managed memory goes beyond the GPU's own."""
-    runtime = SimpleNamespace(getDevice=lambda: 0, memGetInfo=lambda: (500, 1000))
-    cuda = SimpleNamespace(runtime=runtime, Device=lambda number: nullcontext())
+    runtime = SimpleNamespace(
+        CUDARuntimeError=RuntimeError,
+        getDevice=lambda: 0,
+        getDeviceProperties=lambda device: {"name": b"A GPU", "uuid": bytes(16)},
+        memGetInfo=lambda: (500, 1000),
+    )
+    cuda = SimpleNamespace(
+        runtime=runtime, Device=lambda number: nullcontext(), get_allocator=lambda: None
+    )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     mr = SimpleNamespace(get_current_device_resource=lambda: resource)
     monkeypatch.setitem(sys.modules, "rmm", SimpleNamespace(mr=mr))
-    backends_cupy._total_bytes.cache_clear()
-    assert backend_named("cupy").memory_below(1000, 1) is None
-    assert backend_named("cupy").memory_below(1001, None) == expected_bytes
-    backends_cupy._total_bytes.cache_clear()
-    found = backends_cupy._rmm_status()
+    module = loaded_anew(backends_cupy.__name__)
+    monkeypatch.setattr(module, "link_gbs", lambda uuid: None)
+    assert module.CUPY.memory_below(1000, 1) is None
+    assert module.CUPY.memory_below(1001, None) == expected_bytes
+    found = module.CUPY.device_status()
     assert (found["memory_resource"], found["pool_bytes"]) == status
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 from contextlib import nullcontext
-from functools import cache
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 
-from dask_p2p.backends import device
 from dask_p2p.errors import DeviceLostError, TransferError
+from tests.support import loaded_anew
 
 
 class CUDARuntimeError(RuntimeError):
@@ -57,12 +57,16 @@ def runtime(monkeypatch):
     )
     cuda.Stream.null = SimpleNamespace(record=lambda: runtime.calls.append("record null"))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(device, "_private", {})
-    monkeypatch.setattr(device, "_keep_page", cache(device._keep_page.__wrapped__))
     return runtime
 
 
-def test_a_block_is_waited_for_once(runtime):
+@pytest.fixture
+def device():
+    """The module, as before the first use of a GPU."""
+    return loaded_anew("dask_p2p.backends.device")
+
+
+def test_a_block_is_waited_for_once(runtime, device):
     first, second = Block(), Block()
     device.wait_until_written([first])
     assert runtime.calls == ["getDevice", "malloc", "malloc", "free"]  # one is kept
@@ -72,29 +76,33 @@ def test_a_block_is_waited_for_once(runtime):
     device.wait_until_written([])
 
 
-def test_what_is_marked_need_not_be_waited_for(runtime):
+def test_what_is_marked_need_not_be_waited_for(runtime, device):
     block = Block()
     device.mark_written(block)
     device.wait_until_written([block])
     assert runtime.calls == []
 
 
-def test_another_block_in_the_place_of_one_that_is_gone_is_waited_for(runtime):
-    known = len(device._written)
+def test_another_block_in_the_place_of_one_that_is_gone_is_waited_for(runtime, device):
+    before = dead_references()
     for _ in range(100):  # Python soon gives the same id again
         device.wait_until_written([Block()])
     gc.collect()
     assert runtime.calls.count("free") == 100
-    assert len(device._written) == known
+    assert dead_references() == before
 
 
-def test_blocks_of_default_streams_need_the_null_stream_only(runtime):
+def dead_references():
+    return sum(type(each) is ref and each() is None for each in gc.get_objects())
+
+
+def test_blocks_of_default_streams_need_the_null_stream_only(runtime, device):
     device.wait_until_written([Block()], any_stream=False)
     assert "malloc" not in runtime.calls
     assert runtime.calls[-3:] == ["record null", "wait event", "synchronize"]
 
 
-def test_without_memory_the_whole_device_is_waited_for(runtime):
+def test_without_memory_the_whole_device_is_waited_for(runtime, device):
     runtime.status["malloc"] = 2
     device.wait_for_all_streams()
     assert runtime.calls == ["getDevice", "malloc", "deviceSynchronize"]
@@ -103,7 +111,9 @@ def test_without_memory_the_whole_device_is_waited_for(runtime):
     assert runtime.calls[3:] == ["getDevice", "malloc", "malloc", "free"]
 
 
-def test_the_null_stream_is_left_alone_while_a_blocking_stream_is_captured(runtime, monkeypatch):
+def test_the_null_stream_is_left_alone_while_a_blocking_stream_is_captured(
+    runtime, device, monkeypatch
+):
     pauses = []
 
     def pause(seconds):
@@ -119,7 +129,7 @@ def test_the_null_stream_is_left_alone_while_a_blocking_stream_is_captured(runti
     assert runtime.calls[-1] == "record null"
 
 
-def test_a_capture_that_does_not_end_is_named(runtime, monkeypatch):
+def test_a_capture_that_does_not_end_is_named(runtime, device, monkeypatch):
     now_s = iter(range(0, 1000, 30))
     clock = SimpleNamespace(monotonic=lambda: next(now_s), sleep=lambda seconds: None)
     monkeypatch.setattr(device, "time", clock)
@@ -129,7 +139,7 @@ def test_a_capture_that_does_not_end_is_named(runtime, monkeypatch):
 
 
 @pytest.mark.parametrize("status", [700, 710, 719, 214])
-def test_whatever_fails_on_a_lost_device_the_loss_is_named(runtime, status):
+def test_whatever_fails_on_a_lost_device_the_loss_is_named(runtime, device, status):
     runtime.status["memGetInfo"] = status
     with (
         pytest.raises(DeviceLostError, match=f"error {status}.*new process"),
@@ -139,14 +149,14 @@ def test_whatever_fails_on_a_lost_device_the_loss_is_named(runtime, status):
 
 
 @pytest.mark.parametrize("status", [0, 2, 900])
-def test_other_errors_are_what_they_are(runtime, status):
+def test_other_errors_are_what_they_are(runtime, device, status):
     runtime.status["memGetInfo"] = status
     with pytest.raises(ValueError, match="mine"), device.device_work():
         raise ValueError("mine")
     device.raise_if_lost()
 
 
-def test_a_process_without_a_gpu_says_why(runtime, monkeypatch):
+def test_a_process_without_a_gpu_says_why(runtime, device, monkeypatch):
     assert device.gpu_obstacle() == "no GPU is visible"
     monkeypatch.setattr(Runtime, "getDeviceCount", lambda self: 2, raising=False)
     assert device.gpu_obstacle() is None

@@ -54,8 +54,7 @@ def assembled(gpu):
     for at, part in ahead:
         queue.permute_prefetched(places[at], part, (1, 0))
     for n in range(1, 3):  # that came by messages, and are dropped at once
-        received = queue.scratch((ROWS, COLUMNS), "f8")
-        received.set(values(PARTS + n), stream=queue._stream)
+        received = gpu.written(values(PARTS + n), gpu.cupy.cuda.Stream.null)  # as Dask makes it
         queue.permute_and_drop(places[PARTS + n], received, (1, 0))
         del received
     queue.fill(places[PARTS + 3], np.full((), 7.0))
@@ -163,12 +162,15 @@ def test_work_within_another_stream(gpu):
 
 
 def test_streams_of_a_queues_own(gpu):
-    of_thread, own = (
-        [{stream.name for stream in DeviceQueue("cupy", False, has)._all} for _ in range(2)]
-        for has in (False, True)
-    )
-    assert of_thread[0] == of_thread[1]
-    assert len({*of_thread[0], *own[0], *own[1]}) == 12
+    streams = []
+    for has_own_streams in (False, False, True, True):
+        before = len(gpu.streams)
+        queue = DeviceQueue("cupy", False, has_own_streams)
+        streams.append((len(gpu.streams) - before, {each.name for each in queue.reading}))
+    (made, of_thread), (again, same), *own = streams
+    assert (made - 1, again, of_thread) == (4, 0, same), "besides one for memory"
+    assert [made for made, _ in own] == [4, 4]
+    assert len(of_thread.union(*(names for _, names in own))) == 3 * len(of_thread)
 
 
 def ignore(*args, **kwargs):

@@ -12,13 +12,14 @@ from dask_p2p.backends.numpy import NUMPY
 from tests.simulation.streams import HOST, drop_host_slots, emulated
 
 BYTES = 2**12
-REPEATS = module._REPEATS  # of each measurement
+REPEATS = 3  # of each measurement
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     recorder = emulated(monkeypatch)
     monkeypatch.setattr(module, "_BYTES", BYTES)
+    monkeypatch.setattr(module, "_REPEATS", REPEATS)
     recorder.copies = []
     do = recorder.do
 

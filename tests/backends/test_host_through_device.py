@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dask_p2p.backends
 from dask_p2p.backends import host_through_device as module
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.host_streams import HostStreams
@@ -22,7 +23,7 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pinned import Pinned
 from dask_p2p.errors import BlockMismatchError
 from tests.backends.support import DTYPES, bits, permutations, random_bits
-from tests.simulation.streams import HOST, RaceError, Stream, drop_host_slots, emulated
+from tests.simulation.streams import HOST, Event, RaceError, Stream, drop_host_slots, emulated
 
 PART_BYTES = 1024
 ROWS, COLUMNS = 128, 8  # a part is 16 rows, which in the output are as long as copy engines take
@@ -108,7 +109,7 @@ def test_any_region_of_any_dtype_bit_for_bit(shape_and_axes, dtype, pins, is_rev
     with pytest.MonkeyPatch.context() as patch:
         gpu = emulated(patch)
         # Words of 8 bytes are recorded: items that share one are written by different streams.
-        patch.setattr(gpu, "_access", lambda *args: None)
+        patch.setattr(gpu, "access", lambda *args: None)
         src = source(gpu, random_bits(shape, dtype), pins[0])
         if is_reversed:
             src = src[(*[slice(None, None, -1)] * len(shape), ...)]
@@ -164,14 +165,15 @@ def test_without_pinned_memory_values_are_right(gpu, monkeypatch):
 
 def test_a_kernel_that_fails_leaves_nothing_behind(gpu, monkeypatch):
     queue, done = queue_of(), []
-    real = queue._kernels.permute_into
+    kernels = dask_p2p.backends.cupy_kernels
+    real = kernels.permute_into
 
     def fails(*args, **kwargs):
         if len(done) == SLOTS + 1:
             raise KeyError("of the driver")
         done.append(real(*args, **kwargs))
 
-    monkeypatch.setattr(queue._kernels, "permute_into", fails)
+    monkeypatch.setattr(kernels, "permute_into", fails)
     src, out = source(gpu, values(), True), pinned(np.zeros((COLUMNS, ROWS)))
     with pytest.raises(KeyError):
         queue.permute(out, src, (1, 0))
@@ -203,9 +205,9 @@ def test_without_its_order_a_race_is_found(gpu, monkeypatch, left_out, pins):
     """So the tests above would fail if the queue lost one of these."""
     if left_out == "the end":
         monkeypatch.setattr(HostStreams, "synchronize", lambda self: None)
-        monkeypatch.setattr(HostThroughDeviceQueue, "_finish_first", forgotten)
+        nothing_down_is_waited_for(monkeypatch)
     elif left_out == "a slot waits for its part":
-        monkeypatch.setattr(HostThroughDeviceQueue, "_finish_first", forgotten)
+        nothing_down_is_waited_for(monkeypatch)
     elif left_out == "the source is kept":
         kept = module._UnderWay
         monkeypatch.setattr(module, "_UnderWay", lambda source, *others: kept(None, *others))
@@ -222,8 +224,17 @@ def test_without_its_order_a_race_is_found(gpu, monkeypatch, left_out, pins):
         assembled(gpu, *pins)
 
 
-def forgotten(queue):
-    queue._under_way.popleft()
+def nothing_down_is_waited_for(monkeypatch):
+    record, synchronize, down = Event.record, Event.synchronize, HostStreams(None).streams["down"]
+
+    def noted(event, stream):
+        event.stream = stream
+        record(event, stream)
+
+    monkeypatch.setattr(Event, "record", noted)
+    monkeypatch.setattr(
+        Event, "synchronize", lambda event: event.stream is down or synchronize(event)
+    )
 
 
 @pytest.mark.parametrize(

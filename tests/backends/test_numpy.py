@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.backends import numpy as numpy_backend
-from dask_p2p.backends.numpy import NUMPY, _boxes, block_shape
+from dask_p2p.backends.numpy import NUMPY, block_shape
 from dask_p2p.errors import AxesError, BlockMismatchError
 
 from .support import DTYPES, bits, boxes, permutations, random_bits
@@ -101,12 +101,3 @@ def test_a_target_that_does_not_fit_is_refused(shape, dtype, match):
 def test_axes_that_are_no_permutation_are_refused(axes):
     with pytest.raises(AxesError, match="permutation of the 2 axes"):
         NUMPY.permute_into(np.zeros((3, 2)), np.zeros((2, 3)), axes)
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=4))
-def test_boxes_cover_each_item_once(sides):
-    shape = [extent for extent, _ in sides]
-    seen = np.zeros(shape, int)
-    for box in _boxes(shape, [step for _, step in sides]):
-        seen[box] += 1
-    assert (seen == 1).all()

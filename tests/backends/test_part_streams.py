@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,8 +14,8 @@ from dask_p2p.backends import part_streams
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.part_streams import PartStreams
 from dask_p2p.backends.pinned import Pinned
-from dask_p2p.plans.parts import Input, plan_parts, steps
-from tests.simulation.streams import HOST, RaceError, Stream, drop_host_slots, emulated
+from dask_p2p.plans.parts import Input, Step, plan_parts, steps
+from tests.simulation.streams import HOST, Event, RaceError, Stream, drop_host_slots, emulated
 from tests.support import pairwise
 
 ROWS, COLUMNS = 4, 64  # of a part: as many bytes as allocations are aligned to
@@ -198,14 +199,17 @@ def test_the_next_block_begins_in_the_same_slots(gpu, pins, in_place):
     assert gpu.live_bytes == 0, "and none of the results is left"
 
 
-@pytest.mark.parametrize(("where", "pinned_in"), [("_slots", True), ("_host_slots", False)])
+@pytest.mark.parametrize(("where", "pinned_in"), [("device_slots", True), ("host_slots", False)])
 def test_without_waiting_for_the_block_before_a_race_is_found(gpu, monkeypatch, where, pinned_in):
-    real = part_streams._Block._of_block_before
+    real = getattr(PartStreams, where)
 
-    def fewer(block, slots, part, slot):
-        return [] if slots is getattr(block, where) else real(block, slots, part, slot)
+    def as_if_free(streams, *args):
+        slots = real(streams, *args)
+        for slot in slots:
+            slot.is_used = False
+        return slots
 
-    monkeypatch.setattr(part_streams._Block, "_of_block_before", fewer)
+    monkeypatch.setattr(PartStreams, where, as_if_free)
     with pytest.raises(RaceError):
         followed(gpu, *(Work(gpu, array(pinned_in), in_place=True) for _ in range(2)))
 
@@ -222,10 +226,12 @@ def test_the_next_block_begins_in_the_slot_that_is_free_first(gpu):
 
     @contextmanager
     def begin():
-        (taken[:],) = PartStreams._kept_slots._kept[0]
+        taken.extend(streams.device_slots(SLOTS, work.plan.slot_bytes))
         yield
+        streams.keep(taken, [])
 
-    PartStreams(NEVER, pytest.fail, hand_on=begin).run(work, array(True))
+    streams = PartStreams(NEVER, pytest.fail, hand_on=begin)
+    streams.run(work, array(True))
     assert len(work.plan.parts) % SLOTS == 1
     next_up, then, last_down = (slot.memory.data.ptr for slot in taken)
     assert last_down < next_up < then, "the last part lies in the slot that was the first one"
@@ -233,15 +239,25 @@ def test_the_next_block_begins_in_the_slot_that_is_free_first(gpu):
 
 def test_one_block_at_a_time_is_waited_for_beside_others(gpu):
     """However many a worker has: the next one begins when the one before is done."""
-    waiting = PartStreams._waits
+    begun, ended = [], threading.Event()
 
     @contextmanager
     def begin():
-        assert waiting.locked()
+        begun.append(threading.current_thread())
+        if len(begun) == 1:
+            other.start()
+            assert not ended.wait(0.1)
+            assert len(begun) == 1
         yield
 
-    PartStreams(NEVER, pytest.fail, hand_on=begin).run(Work(gpu, array()), array(True))
-    assert not waiting.locked()
+    def run():
+        PartStreams(NEVER, pytest.fail, hand_on=begin).run(Work(gpu, array()), array(True))
+
+    other = threading.Thread(target=lambda: (run(), ended.set()))
+    run()
+    assert ended.wait(20)
+    other.join()
+    assert begun == [threading.current_thread(), other]
 
 
 def test_nothing_is_handed_on_where_threads_bring_the_last_part_home(gpu):
@@ -329,13 +345,19 @@ def test_without_an_event_a_race_is_found(
     def fewer(*args):
         for step in steps(*args):
             after = tuple(each for each in step.after if (each[0], step.what) != left_out)
-            yield step._replace(after=after)
+            yield Step(step.what, step.part, after)
+
+    begin_copy = part_streams.begin_copy
+
+    def never_waited_for(to, of):
+        begin_copy(to, of)
+        return lambda: None
 
     monkeypatch.setattr(part_streams, "steps", fewer)
-    if left_out == "the end":
-        monkeypatch.setattr(part_streams._Block, "wait", lambda self: None)
+    if left_out == "the end":  # of which the host waits for nothing else
+        monkeypatch.setattr(Event, "synchronize", lambda self: None)
     if left_out == "the threads":
-        monkeypatch.setattr(part_streams._Block, "_wait_until_filled", lambda *args: None)
+        monkeypatch.setattr(part_streams, "begin_copy", never_waited_for)
     out = np.empty((ROWS, COLUMNS)) if is_reduced else array(pinned_out)
     work = Work(gpu, array(pinned_in), is_reduced=is_reduced, in_place=True)
     with pytest.raises(RaceError):

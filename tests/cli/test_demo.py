@@ -8,9 +8,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from dask_p2p.cli import _options, p2p
 from dask_p2p.cli import demo as command
-from dask_p2p.cli._options import ClusterSpec
+from dask_p2p.cli import p2p
+from dask_p2p.cli._options import ClusterSpec, choose_cluster, default_side
 
 pytestmark = pytest.mark.programs
 
@@ -115,25 +115,23 @@ def test_wrong_usage(demo, args, words):
 
 
 def test_the_default_matrix_fits():
-    assert _options.default_side(ClusterSpec(4, (), None, 64 * GIB), 8) == 6000
-    assert _options.default_side(ClusterSpec(2, ("0", "1"), None, 280 * GIB), 4) == 32768
-    assert _options.default_side(ClusterSpec(2, ("0", "1"), None, 16 * GIB), 4) == 23170
-    assert _options.default_side(ClusterSpec(4, (), None, GIB), 8) == 4096
-    assert _options.default_side(ClusterSpec(4, (), None, 8), 8) == 4
+    assert default_side(ClusterSpec(4, (), None, 64 * GIB), 8) == 6000
+    assert default_side(ClusterSpec(2, ("0", "1"), None, 280 * GIB), 4) == 32768
+    assert default_side(ClusterSpec(2, ("0", "1"), None, 16 * GIB), 4) == 23170
+    assert default_side(ClusterSpec(4, (), None, GIB), 8) == 4096
+    assert default_side(ClusterSpec(4, (), None, 8), 8) == 4
 
 
 def test_gpus_are_chosen_where_there_is_more_than_one(monkeypatch):
     found = ["0", "1", "2"]
     monkeypatch.setattr("dask_p2p.tools.cluster.usable_gpus", lambda: found)
     monkeypatch.setattr("dask_p2p.tools.cluster.free_gpu_bytes", lambda names: [GIB] * len(names))
-    assert _options.choose_cluster(None, cpu=False) == ClusterSpec(
-        3, ("0", "1", "2"), None, 3 * GIB
-    )
-    assert _options.choose_cluster(2, cpu=False).gpus == ("0", "1")
-    assert _options.choose_cluster(2, cpu=False).kind == "cupy"
-    assert _options.choose_cluster(9, cpu=True).gpus == ()
+    assert choose_cluster(None, cpu=False) == ClusterSpec(3, ("0", "1", "2"), None, 3 * GIB)
+    assert choose_cluster(2, cpu=False).gpus == ("0", "1")
+    assert choose_cluster(2, cpu=False).kind == "cupy"
+    assert choose_cluster(9, cpu=True).gpus == ()
     found[1:] = []
-    spec = _options.choose_cluster(None, cpu=False)
+    spec = choose_cluster(None, cpu=False)
     assert (spec.workers, spec.kind) == (4, "numpy")
     assert spec.note.startswith("There is one usable GPU only")
 

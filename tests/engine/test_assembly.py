@@ -266,8 +266,7 @@ def test_all_blocks_here():
     check(Assembly(plan, output, [BLOCKS["x", *s.block] for s in plan.sources]).run())
 
 
-def test_async_asks_ahead_and_sync_does_not(quick, peers, log, monkeypatch):
-    quick.part_bytes, quick.ahead = 24, 2  # three parts a piece
+def note_permutes(monkeypatch, log):
     real = HostQueue.permute
 
     def permute(self, *args, **kwargs):
@@ -275,6 +274,11 @@ def test_async_asks_ahead_and_sync_does_not(quick, peers, log, monkeypatch):
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(HostQueue, "permute", permute)
+
+
+def test_async_asks_ahead_and_sync_does_not(quick, peers, log, monkeypatch):
+    quick.part_bytes, quick.ahead = 24, 2  # three parts a piece
+    note_permutes(monkeypatch, log)
     check(assembly(peers).run())
     kinds = [entry[0] for entry in log]
     # Two requests are under way before anything is computed; own pieces come before the first
@@ -292,17 +296,11 @@ def test_the_next_block_is_opened_while_the_last_parts_of_the_one_before_are_on_
     quick, peers, log, monkeypatch
 ):
     quick.part_bytes, quick.ahead = 8, 2  # nine parts a piece
-    place = Assembly._place_first
-
-    def placed(self, *args):
-        log.append(("place",))
-        return place(self, *args)
-
-    monkeypatch.setattr(Assembly, "_place_first", placed)
+    note_permutes(monkeypatch, log)
     check(assembly(peers).run())
     before = log[: log.index(("open", "quick", "a", ("x", 0, 0)))]
     assert before.count(("request", ("x", 2, 0))) == 9
-    assert before.count(("place",)) == 9 - quick.ahead
+    assert before.count(("permute",)) == 1 + 9 - quick.ahead, "besides that of the own piece"
 
 
 def test_parts_are_cut_to_size(quick, peers, log):

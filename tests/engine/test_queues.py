@@ -17,14 +17,15 @@ from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host_streams import HostStreams
 from dask_p2p.backends.host_through_device import HostThroughDeviceQueue, slots_bytes
 from dask_p2p.config import options
 from dask_p2p.engine import assembly as module
 from dask_p2p.engine.assembly import queue_for
-from dask_p2p.errors import NoDeviceError
+from dask_p2p.errors import MemoryLimitError, NoDeviceError
 from dask_p2p.plans import redistribution
 from tests.backends.support import bits, random_bits
-from tests.engine.test_assembly import FakePeers, FakeTransport, assembly, check
+from tests.engine.test_assembly import FakePeers, FakeTransport, X, assembly, check
 from tests.simulation.streams import HOST, emulated
 
 PLAN = redistribution(((4,), (4,)), (1, 0), ((4,), (4,))).block((0, 0))
@@ -36,17 +37,15 @@ BY_GPU = {"p2p.permute-numpy": "gpu", "p2p.memory.staging-limit": LIMIT_BYTES}
 def gpu(monkeypatch):
     """Every array of the host has been written: that is looked at elsewhere."""
     recorder = emulated(monkeypatch)
-    access = recorder._access
+    access, by_producer = recorder.access, (("its producer", HOST, 0, True),)
 
     def written(what, timeline, clock, where, is_write):
         if not is_write:
             for address in where:
-                recorder.accesses[address] = recorder.accesses[address] or [
-                    ("its producer", HOST, 0, True)
-                ]
+                recorder.accesses[address] = recorder.accesses[address] or by_producer
         access(what, timeline, clock, where, is_write)
 
-    monkeypatch.setattr(recorder, "_access", written)
+    monkeypatch.setattr(recorder, "access", written)
     return recorder
 
 
@@ -54,13 +53,13 @@ def gpu(monkeypatch):
 def parts(monkeypatch):
     """The shapes of parts that went through the GPU."""
     seen = []
-    put = HostThroughDeviceQueue._put
+    copy_up = HostStreams.copy_up
 
-    def noted(self, dst, src, axes):
-        seen.append(src.shape)
-        put(self, dst, src, axes)
+    def noted(streams, to, of, pitch):
+        seen.append(to.shape)
+        copy_up(streams, to, of, pitch)
 
-    monkeypatch.setattr(HostThroughDeviceQueue, "_put", noted)
+    monkeypatch.setattr(HostStreams, "copy_up", noted)
     return seen
 
 
@@ -192,5 +191,9 @@ def test_what_slots_take_is_counted(gpu):
     by_cpu, by_gpu, by_either = staging_bytes
     assert by_gpu >= by_cpu + 6 * 2**24
     assert by_either == by_gpu
-    need = assembly(FakePeers(), permute_numpy="gpu")._need("numpy")
-    assert need.staging_bytes >= 2 * SLOTS * 2**24
+    worker = FakePeers(FakeTransport("quick", []), FakeTransport("slow", []))
+    block_bytes = X[:3].nbytes  # of the output, and of the input that is there
+    worker.memory = 2 * SLOTS * 2**24 + 2 * block_bytes - 1
+    check(assembly(worker, permute_numpy="cpu").run())
+    with pytest.raises(MemoryLimitError):
+        assembly(worker, permute_numpy="gpu").run()

@@ -117,7 +117,7 @@ def three_workers(transport):
         workers = addresses(client)
         # dask-cuda makes one worker for each device, of which this is another name.
         cluster.worker_spec["bystander"] = dict(min(cluster.worker_spec.items())[1])
-        cluster.sync(cluster._correct_state)
+        cluster.scale(3)
         client.wait_for_workers(3, timeout=BOUND_S)
         (bystander,) = set(addresses(client)) - set(workers)
         dask_p2p.register(client)

@@ -83,22 +83,24 @@ def test_no_more_memory_of_the_gpu_is_taken_than_slots_have(monkeypatch):
         cupy.cuda.set_allocator(before)
 
 
-def late(monkeypatch, queue):
+def late(monkeypatch):
     """Have kernels begin long after the copies that are queued could be done."""
-    permute = queue._kernels.permute_into
+    from dask_p2p.backends import cupy_kernels
+
+    permute = cupy_kernels.permute_into
 
     def permute_into(*args, stream, **kwargs):
         spin(stream, 20_000_000)
         permute(*args, stream=stream, **kwargs)
 
-    monkeypatch.setattr(queue._kernels, "permute_into", permute_into)
+    monkeypatch.setattr(cupy_kernels, "permute_into", permute_into)
 
 
 @pytest.mark.parametrize("left_out", [None, "_finish_first"])
 def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, left_out):
     """With what waits for them left out, values are wrong: so the test would find that."""
     queue = HostThroughDeviceQueue(NUMPY, 2**16, None)
-    late(monkeypatch, queue)
+    late(monkeypatch)
     if left_out:
         monkeypatch.setattr(queue, left_out, lambda: queue._under_way.popleft())
     values = random_bits((1024, 1024), "f8")

@@ -16,6 +16,7 @@ from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.faults.support import addresses, one_block_each, set_trap
 from tests.gpu.support import POOL, forgotten
 from tests.gpu.support import held as held_blocks
+from tests.simulation.streams import drop_queue_slots
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
@@ -195,9 +196,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
     from distributed import Client
 
     def give_all_back():
-        from dask_p2p.backends.device_queue import DeviceQueue
-
-        DeviceQueue._kept_slots.clear()  # which are kept for a second
+        drop_queue_slots()  # which are kept for a second
         give_memory_back()
 
     def reserved_bytes():

@@ -24,7 +24,7 @@ from dask_p2p.backends.slots import KeptSlots
 from dask_p2p.engine import part_work
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
-from dask_p2p.plans.parts import Input, plan_parts, steps
+from dask_p2p.plans.parts import Input, Step, plan_parts, steps
 from tests.gpu.test_streams import spin
 from tests.support import persisted
 
@@ -157,7 +157,7 @@ def doubled(monkeypatch, func, left_out=None):
     def fewer(*args):
         for step in steps(*args):
             after = tuple(each for each in step.after if (each[0], step.what) != left_out)
-            yield step._replace(after=after)
+            yield Step(step.what, step.part, after)
 
     monkeypatch.setattr(part_streams, "steps", fewer)
     monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
@@ -190,14 +190,14 @@ def test_no_more_memory_is_taken_than_is_estimated():
     need = dask_p2p.estimate(y).total_bytes
     assert array.nbytes >= 10 * need
     pool, before = cupy.cuda.MemoryPool(), cupy.cuda.get_allocator()
+    HostStreams.drop_slots()  # so they are taken from that pool
     cupy.cuda.set_allocator(pool.malloc)
-    kept, HostStreams._kept_slots = HostStreams._kept_slots, KeptSlots()
     try:
         y.compute(scheduler="sync")
         # `a * 2` is there beside the result; a pool has some left over.
         assert pool.total_bytes() <= need + 2**18 + 2**20
     finally:
-        HostStreams._kept_slots = kept
+        HostStreams.drop_slots()
         cupy.cuda.set_allocator(before)
 
 

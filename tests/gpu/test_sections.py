@@ -16,13 +16,12 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
-from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.sections import transforms
 from tests.gpu.support import POOL, on_gpu
 from tests.gpu.test_operations import on_host
 from tests.gpu.test_streams import spin
-from tests.sections.support import nothing_is_left
+from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
 from tests.sections.test_iterate import reference
 from tests.support import own_client, persisted, result_of
 
@@ -120,9 +119,22 @@ def way(request):
 
 def windows_of(ctx, x):
     """How many windows a member reads."""
+    from dask_p2p.sections import rim_windows
+
+    read, opened = [], rim_windows.opened
+
+    def noted(*args):
+        by_rank = opened(*args)
+        read.extend(by_rank)
+        return by_rank
+
     p = ctx.padded(x, boundary="periodic")
-    ctx.halo(p)
-    return x, len(p.exchange._moved._windows)
+    rim_windows.opened = noted  # a process has one member
+    try:
+        ctx.halo(p)
+    finally:
+        rim_windows.opened = opened
+    return x, len(read)
 
 
 @pytest.mark.gpu(2)
@@ -331,22 +343,15 @@ CUBE_CHUNKS = ((13, 40, 7, 36), (33, 37), (12,))
 
 def turned(ctx, x, axes, to):
     """Whether a share of another cut is right, and whether any of it came by way of the host."""
-    found, regions = [], ctx._redistribution._regions
-    original = regions._bring_through_host
-
-    def noted(call, axis, *both):
-        found.extend(map(len, both))
-        original(call, axis, *both)
-
-    regions._bring_through_host = noted
-    out = None
+    found, to_host, out = [], ctx.device.to_host, None
+    ctx.device.to_host = lambda value: found.append(value.nbytes) or to_host(value)
     for _ in range(3):
         x += 1  # which others may not have read yet
         out = ctx.redistribute(x, to, axes=axes, out=out)
     shape = tuple(CUBE.shape[axis] for axis in axes)
     box = tuple(slice(*each) for each in ctx.box_of(to, shape))
     wanted = (CUBE + 3).transpose(axes)[box].astype(x.dtype)
-    return x, np.array([np.array_equal(out.get(), wanted), any(found)])
+    return x, np.array([np.array_equal(out.get(), wanted), bool(found)])
 
 
 def by_turned(char="f", axes=(1, 0, 2), to=(0,)):
@@ -416,7 +421,7 @@ def pretend(is_far):
     from dask_p2p.sections import endpoint, link
 
     here = endpoint.kernel_and_namespace()[0]
-    endpoint._kernel_and_network = lambda: f"{here}-{os.getpid()}" if is_far else here
+    be_on_hosts(lambda: f"{here}-{os.getpid()}" if is_far else here)
     link.LEAST_BYTES = 64 if is_far else 1 << 16
 
 
@@ -427,11 +432,6 @@ def far(client):
     with dask.config.set({"p2p.transports.order": ["ipc", "ucx", "comm"]}):
         yield
     client.run(pretend, False)
-
-
-def endpoints_of_ucx(dask_worker):
-    messenger = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]._messenger
-    return messenger is not None and len(messenger.endpoints)
 
 
 @pytest.mark.gpu(2)

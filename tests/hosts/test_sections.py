@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import time
 from contextlib import contextmanager
 
@@ -15,12 +15,11 @@ from distributed import Security, wait
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
-from dask_p2p.plugins.worker import PLUGIN_NAME
 from dask_p2p.sections.worker import SectionsPlugin
 from tests.faults.support import addresses, one_block_each
 from tests.hosts.cluster import BOUND_S, HostsCluster
 from tests.hosts.network import Network, obstacle
-from tests.sections.support import nothing_is_left
+from tests.sections.support import endpoints_of_ucx, nothing_is_left
 from tests.support import result_of
 from tests.transports.loopback import wait_until
 
@@ -110,6 +109,10 @@ def stepped(steps=100):
     return x
 
 
+def kill():
+    signal.raise_signal(signal.SIGKILL)
+
+
 def attempts(path):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -126,7 +129,7 @@ def test_a_worker_on_another_host_dies(client, tmp_path):
     future = client.compute(spmd(stepping, laid_out(client), path=tmp_path / "runs"))
     wait_until(lambda: attempts(tmp_path / "runs") == 1)
     time.sleep(0.2)
-    client.run(os._exit, 1, workers=addresses(client)[-1:], on_error="ignore")
+    client.run(kill, workers=addresses(client)[-1:], on_error="ignore")
     assert np.array_equal(result_of(client, future), stepped())
     future.release()
 
@@ -176,11 +179,6 @@ def turned_and_back(ctx, x, times):
     return x
 
 
-async def endpoints_of_ucx(dask_worker):
-    messenger = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]._messenger
-    return 0 if messenger is None else len(messenger.endpoints)
-
-
 def sent_by_both_networks(host):
     """UCX uses both at a time."""
     return sum(map(host.sent_bytes, (0, 1)))
@@ -218,7 +216,7 @@ def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
         future = client.compute(spmd(function, wide, path=tmp_path / "runs"))
     wait_until(lambda: attempts(tmp_path / "runs") == 1)
     time.sleep(0.2)
-    client.run(os._exit, 1, workers=addresses(client)[-1:], on_error="ignore")
+    client.run(kill, workers=addresses(client)[-1:], on_error="ignore")
     np.testing.assert_array_equal(result_of(client, future), WIDE + 100)
     assert attempts(tmp_path / "runs") > 1
     future.release()

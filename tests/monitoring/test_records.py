@@ -81,10 +81,10 @@ def some_stages(i, count):
 
 @pytest.mark.parametrize("stages", [0, 999])
 def test_a_full_store_takes_at_most_thirty_megabytes(stages):
-    """One of a quarter of the size: a quarter of that."""
+    """One of an eighth of the size: an eighth of that."""
     import tracemalloc
 
-    store, tasks = RecordStore(RecordStore().size // 4), 10_000 // (1 + stages)
+    store, tasks = RecordStore(RecordStore().size // 8), 5_000 // (1 + stages)
     tracemalloc.start()
     try:
         for first in range(0, tasks * 5 // 4, 10):
@@ -92,7 +92,7 @@ def test_a_full_store_takes_at_most_thirty_megabytes(stages):
             sent = packed(record(i, i, some_stages(i, stages), name=f"y-{i}") for i in batch)
             store.add("a", first, unpacked(sent))
         assert len(store) == tasks
-        assert tracemalloc.get_traced_memory()[0] <= 30e6 / 4
+        assert tracemalloc.get_traced_memory()[0] <= 30e6 / 8
     finally:
         tracemalloc.stop()
 

@@ -121,8 +121,19 @@ def test_objects_on_a_gpu_are_refused(monkeypatch):
         check_array(x)
 
 
+class Sparse:
+    """What Dask takes for an array."""
+
+    dtype, ndim, shape = np.dtype("f8"), 1, (0,)
+
+    def __array_function__(self, *args):
+        return self
+
+    def __getitem__(self, place):
+        return self
+
+
 def test_a_sparse_meta_is_refused():
-    x = da.ones(2, chunks=2)
-    x._meta = type("Sparse", (), {})()
+    x = da.ones(2, chunks=2).map_blocks(lambda block: block, dtype="f8", meta=Sparse())
     with pytest.raises(UnsupportedArrayError, match="Sparse"):
         check_array(x)

@@ -12,7 +12,7 @@ from dask_p2p.backends.numpy import NumpyBackend
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.ops.long_axes import Long, long_axis
 from dask_p2p.plans.fft import Transform, stages
-from tests.support import persisted, run_of
+from tests.support import pairwise, persisted, run_of
 from tests.test_fft import assert_close, numbers
 
 LIMIT_BYTES = 16_000
@@ -31,9 +31,14 @@ def largest_block_bytes(y):
     return max(16 * np.prod(task.plan.block(task.index).shape) for task in tasks)
 
 
-@pytest.mark.parametrize("name", ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"])
-@pytest.mark.parametrize("n", [None, 3 * 5 * 7 * 11, 5000])
-@pytest.mark.parametrize("norm", [None, "ortho", "forward"])
+@pytest.mark.parametrize(
+    ("name", "n", "norm"),
+    pairwise(
+        ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"],
+        [None, 3 * 5 * 7 * 11, 5000],
+        [None, "ortho", "forward"],
+    ),
+)
 def test_vectors(name, n, norm):
     a = numbers(4096, "d" if name in ("rfft", "ihfft") else "D")
     y = getattr(fft, name)(da.from_array(a, chunks=500), n, norm=norm)

@@ -80,7 +80,7 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
         shape = list(each.shape)
         if each.axis is not None:
             shape[each.axis] = length + sum(each.rims)
-        blocks.append(each._replace(shape=tuple(shape)))
+        blocks.append(Input(tuple(shape), *each[1:]))
     plan = plan_parts(blocks, length, part_bytes, row_bytes, is_reduced)
     ranges = [part.own for part in plan.parts]
     assert ranges[0][0] == 0

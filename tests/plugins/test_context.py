@@ -218,7 +218,7 @@ def test_blocks_that_are_read_from_disk_may_be_forgotten_meanwhile(monkeypatch):
         context = DaskWorkerContext(DeafWorker(), options())
         context._from_disk = ForgottenMeanwhile()
         assert [context.block(key) for key in "abcd"] == [*"abcd"]
-        assert len(context._from_disk) <= 2
+        assert context.usage()["from disk"] <= 2
 
     monkeypatch.setattr(context_module, "find_in_memory", not_in_memory)
     monkeypatch.setattr(context_module, "read_spilled", lambda data, key: key)

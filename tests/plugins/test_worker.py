@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,24 +16,36 @@ from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins import worker as worker_module
 from dask_p2p.plugins.worker import P2PPlugin
+from tests.plugins.test_context import DeafWorker
 from tests.support import in_process
 
 
-def rewritten(who_has):
+def rewritten(who_has, folder):
     """Return a message as it was sent, and as Dask gets it on a worker "a" that holds "here"."""
     task = AssembleTask.of("y", None, (0, 0), None, Blocks(*who_has))
     sent = {"who_has": who_has, "nbytes": dict.fromkeys(who_has, 8), "run_spec": task, "key": 1}
     got = []
-    plugin = P2PPlugin(options())
-    plugin._worker = SimpleNamespace(data={"here"}, address="a")
-    plugin._context = SimpleNamespace(on_workers_named=lambda addresses: None)
-    plugin._originals = {"compute-task": lambda **message: got.append(message)}
-    plugin._on_compute_task(**sent)
+
+    async def main():
+        worker = DeafWorker()
+        worker.address, worker.data = "a", {"here": None}
+        worker.handlers, worker.metrics, worker.plugins = {}, {}, {}
+        worker.local_directory = folder
+        worker.stream_handlers = {
+            "compute-task": lambda **message: got.append(message),
+            "remove-worker": None,
+        }
+        plugin = P2PPlugin(options())
+        plugin.setup(worker)
+        worker.stream_handlers["compute-task"](**sent)
+        await plugin.teardown(worker)
+
+    asyncio.run(main())
     return sent, got[0]
 
 
-def test_references_replace_what_is_elsewhere():
-    sent, got = rewritten({"here": ("a", "b"), "there": ("b", "a", "c"), "only": ("c",)})
+def test_references_replace_what_is_elsewhere(tmp_path):
+    sent, got = rewritten({"here": ("a", "b"), "there": ("b", "a", "c"), "only": ("c",)}, tmp_path)
     assert got["who_has"] == {"here": ("a", "b")}
     assert got["nbytes"] == {"here": 8}
     references = BlockRef("there", ("b", "c")), BlockRef("only", ("c",))
@@ -42,8 +53,8 @@ def test_references_replace_what_is_elsewhere():
     assert sent["nbytes"] == {"here": 8, "there": 8, "only": 8}  # not changed in place
 
 
-def test_what_cannot_be_replaced_is_left_alone():
-    sent, got = rewritten({"here": ("a",), "said-to-be-here": ("a",), "nowhere": ()})
+def test_what_cannot_be_replaced_is_left_alone(tmp_path):
+    sent, got = rewritten({"here": ("a",), "said-to-be-here": ("a",), "nowhere": ()}, tmp_path)
     assert got == sent
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import defaultdict
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -25,9 +27,10 @@ from tests.simulation.streams import HOST, Array, emulated, kernels
 def emulated_gpu(monkeypatch):
     """A recorder in the place of CuPy. All members have one GPU, and read each other's windows."""
     recorder = emulated(monkeypatch)
-    mappings = cuda_ipc.Mappings()
     # It would close what is unused when another test runs, without this CuPy.
-    monkeypatch.setattr(mappings._timer, "start", lambda: None)
+    never = SimpleNamespace(start=lambda: None, cancel=lambda: None)
+    monkeypatch.setattr(cuda_ipc, "RepeatingTimer", lambda *args: never)
+    mappings = recorder.mappings = cuda_ipc.Mappings()
 
     def export(block):
         """As of a pool of RMM, which is one allocation."""
@@ -53,8 +56,9 @@ def emulated_gpu(monkeypatch):
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
         (DeviceQueue, "_per_thread", threading.local()),
         (DeviceQueue, "_kept_slots", KeptSlots()),
-        (Gpu, "_idle", type(Gpu._idle)(list)),
-        (captured, "_pools", type(captured._pools)(list)),
+        (Gpu, "_idle", defaultdict(list)),
+        (Gpu, "_lost", []),
+        (captured, "_pools", defaultdict(list)),
         (windows, "_mappings", mappings),
         (windows, "separation", lambda own, peer: None),
         (cuda_ipc, "export", export),

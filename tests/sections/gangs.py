@@ -23,14 +23,29 @@ def link_to(links, rank):
     return links._links[rank]
 
 
+def has_come(links, rank):
+    """Whether all of the exchange with another member is here, though nobody waits for it."""
+    return rank in {other for other, *_ in links.received} and link_to(links, rank).has_received
+
+
+def stop_listening(links):
+    """Have a member that nobody can reach any more."""
+    links._endpoint.close()
+
+
 def messenger():
     """Return what a member sends by UCX with; nothing here."""
 
 
-def run_gang(members, function, device=lambda links: HOST, **kwargs):
+def no_checkpoints(rank, links, device):
+    pass
+
+
+def run_gang(members, function, device=lambda links: HOST, checkpoints=no_checkpoints, **kwargs):
     """Call a function of a context on each member; return the results, or raise what one raised.
 
-    `device` makes of a member's links where its shares lie.
+    `device` makes of a member's links where its shares lie, `checkpoints` of its rank, its links
+    and that what keeps its states.
     """
     links = [Links(Reach()) for _ in range(members.size)]
     peers = [Peer("worker", f"{rank:032}", each.endpoint) for rank, each in enumerate(links)]
@@ -38,12 +53,14 @@ def run_gang(members, function, device=lambda links: HOST, **kwargs):
     for rank, each in enumerate(links):
         each.start(rank, peers)
         own = each if members.size > 1 else None
-        contexts.append(Context(members, rank, own, device=device(own), **kwargs))
+        at = device(own)
+        keeps = checkpoints(rank, own, at)
+        contexts.append(Context(members, rank, own, keeps, device=at, **kwargs))
 
     def run(ctx):
         links[ctx.rank].open_channels(messenger)
         result = function(ctx)
-        ctx._gather("nothing more", b"")  # as members do
+        links[ctx.rank].gather("nothing more", b"")  # as members do
         ctx.device.let_go(is_orderly=True)
         return result
 

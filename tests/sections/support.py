@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import TransferError
+from dask_p2p.sections import endpoint
 from dask_p2p.sections.scheduler import SectionsSchedulerPlugin
 from dask_p2p.sections.worker import SectionsPlugin
 
@@ -23,18 +27,36 @@ def _of_scheduler(dask_scheduler):
 
 
 def _of_worker(dask_worker):
-    import sys
-
     plugin = dask_worker.plugins.get(SectionsPlugin.name)
     members = [member.rank for member in plugin._members.values()] if plugin else []
     members += plugin.saved.gangs if plugin else []
-    stacks = sys._current_frames().values()
-    functions = []
-    for frame in stacks:
-        while frame is not None:
-            functions.append(frame.f_code.co_name)
-            frame = frame.f_back
-    return members + [name for name in functions if name == "run_member"]
+    return members + ["run_member"] * members_that_run()
+
+
+def members_that_run():
+    """How many threads of this process are in a member's function."""
+    return sum(map(_is_of_member, sys._current_frames().values()))
+
+
+def _is_of_member(frame):
+    while frame is not None and frame.f_code.co_name != "run_member":
+        frame = frame.f_back
+    return frame is not None
+
+
+async def endpoints_of_ucx(dask_worker):
+    """To how many others a worker has ways by UCX."""
+    context = dask_worker.plugins[PLUGIN_NAME].context
+    try:
+        messenger = await context.offload(context.router.transports["ucx"].messenger)
+    except TransferError:
+        return 0
+    return len(messenger.endpoints)
+
+
+def be_on_hosts(next_name):
+    """Have members of this process think that they are on the host that is named then."""
+    endpoint._kernel_and_network = next_name
 
 
 def nothing_is_left(client):

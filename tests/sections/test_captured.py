@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import InputError
-from dask_p2p.sections import captured, rim_windows, windows
+from dask_p2p.sections import rim_windows, windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.link import AttemptEndedError
 from dask_p2p.sections.links import Links
@@ -21,7 +22,7 @@ from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.sections.windows import Meeting
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.test_iterate import reference, star
-from tests.simulation.streams import Meet, Pool, RaceError
+from tests.simulation.streams import Meet, Pool, RaceError, Stream
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))
@@ -30,13 +31,13 @@ CHUNKS = ((3, 4, 5), (6, 4))
 @pytest.fixture
 def replayed(monkeypatch):
     """How often graphs were, by members."""
-    found, original = [], captured._graph
+    found, original = [], Stream.end_capture
 
-    def noted(device, work):
-        graph = original(device, work)
-        return lambda: (found.append(device), graph())
+    def noted(stream):
+        graph = original(stream)
+        return SimpleNamespace(launch=lambda on: (found.append(stream), graph.launch(on)))
 
-    monkeypatch.setattr(captured, "_graph", noted)
+    monkeypatch.setattr(Stream, "end_capture", noted)
     return found
 
 
@@ -228,14 +229,28 @@ def nobody_waits(monkeypatch):
 
 
 def met_before_it_is_packed(monkeypatch):
-    pack, put = RimWindows._pack, Meeting.put
+    meetings, make, make_ready = {}, Meeting.__init__, RimWindows.can_put
+    put_all, put = RimWindows.put, Meeting.put
 
-    def early(rims, slot, data):
-        if rims._gpu.module.cuda is not None and rims._meeting is not None:
-            put(rims._meeting)
-        pack(rims, slot, data)
+    def noted(meeting, *args):
+        make(meeting, *args)
+        meetings[threading.get_ident()] = meeting
 
-    monkeypatch.setattr(RimWindows, "_pack", early)
+    def can_put(rims):
+        meetings.pop(threading.get_ident(), None)
+        can = make_ready(rims)
+        if (meeting := meetings.get(threading.get_ident())) is not None:
+            meetings[rims] = meeting
+        return can
+
+    def early(rims, data):
+        if rims in meetings:
+            put(meetings[rims])
+        put_all(rims, data)
+
+    monkeypatch.setattr(Meeting, "__init__", noted)
+    monkeypatch.setattr(RimWindows, "can_put", can_put)
+    monkeypatch.setattr(RimWindows, "put", early)
     monkeypatch.setattr(Meeting, "put", lambda meeting: None)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from types import ModuleType, SimpleNamespace
+from weakref import ref
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
+from dask.array.utils import meta_from_array
 
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.backends import cupy as cupy_backend
@@ -28,7 +30,7 @@ from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
-from tests.sections.gangs import links_of, run_gang
+from tests.sections.gangs import run_gang
 from tests.sections.test_iterate import X as LARGE
 from tests.sections.test_iterate import reference, star, wave
 from tests.simulation.streams import Array
@@ -209,8 +211,8 @@ def test_redistribute_and_transforms(gpu, monkeypatch):
 
 def test_values_of_members_are_numpys(gpu):
     y, most = spmd(lambda ctx, x: (x, x.made(np.max)), array(gpu), per_member=[0.0], members=1)
-    assert type(most._meta) is np.ndarray
-    assert isinstance(y._meta, Array)
+    assert type(meta_from_array(most)) is np.ndarray
+    assert isinstance(meta_from_array(y), Array)
 
 
 def test_states_are_copies_on_the_host_and_come_back(gpu):
@@ -218,16 +220,18 @@ def test_states_are_copies_on_the_host_and_come_back(gpu):
     members, saved = Members(((4, 4),), (2,)), [SavedStates(), SavedStates()]
 
     def attempt(resume, steps):
+        def checkpoints(rank, links, device):
+            states = States(saved[rank], "gang", resume, [0, 1], lambda: None)
+            return Checkpoints(rank, ["a", "b"], links, states, device)
+
         def function(ctx):
-            states = States(saved[ctx.rank], "gang", resume, [0, 1], lambda: None)
-            ctx._checkpoints = Checkpoints(ctx.rank, ["a", "b"], links_of(ctx), states, ctx.device)
             with ctx.device.running([]):
                 field = ctx.padded(gpu.written(np.arange(4.0)), {0: 1}, boundary="periodic")
                 for _ in ctx.steps(steps, [field.inner], every=3):
                     field.inner[...] = field.inner.made(lambda values: values + 1)
                 return ctx.progress.first, field.inner.copy().get()
 
-        return run_gang(members, function, device=Gpu)
+        return run_gang(members, function, device=Gpu, checkpoints=checkpoints)
 
     assert attempt(None, 5)[0][0] == 0
     for first, values in attempt(3, 7):
@@ -336,7 +340,9 @@ def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
     with pytest.raises(DeviceLostError, match=r"has waited 0\.05 s for a member"):
         run()
     assert waited
-    assert not Gpu._idle[0], "its streams are nobody's"
+    gpu.cupy.cuda.runtime.streamQuery = lambda stream: 0
+    with (other := Gpu(None)).running([]):
+        assert other.stream is not device.stream, "which is nobody's"
 
 
 def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
@@ -383,14 +389,26 @@ def test_what_is_on_the_gpu_and_what_on_the_host(gpu):
 
 def test_streams_outlive_what_a_function_that_raised_has_allocated(monkeypatch):
     """RMM gives memory back on its stream: a garbage collector could drop that one before."""
-    emulated_gpu(monkeypatch)
-    device = Gpu(None)
-    with pytest.raises(ValueError, match="no more"), device.running([]):
-        raise ValueError("no more")
-    assert Gpu._idle[0] == [device._streams]
-    device = Gpu(None)
-    monkeypatch.setattr(device, "_drain", lambda: pytest.fail("the GPU is lost"))
-    with pytest.raises(pytest.fail.Exception), device.running([]):
-        pass
-    assert not Gpu._idle[0]
-    assert Gpu._lost.pop() is device._streams
+    runtime, queues = emulated_gpu(monkeypatch).cupy.cuda.runtime, []
+
+    def work(error=None, query=lambda stream: 0):
+        device = Gpu(None)
+        with device.running([]):
+            queues.append(ref(device.queue))
+            runtime.streamQuery = query
+            if error is not None:
+                raise error
+
+    def lost(stream):
+        raise ValueError("the GPU is lost")
+
+    with pytest.raises(ValueError, match="no more"):
+        work(ValueError("no more"))
+    with pytest.raises(ValueError, match="the GPU is lost"):
+        work(query=lost)
+    work()
+    gc.collect()
+    of_first, of_second, of_third = (queue() for queue in queues)
+    assert of_first is of_second, "with its streams"
+    assert None not in (of_second, of_third)
+    assert of_third is not of_second, "whose streams nobody gets any more"

@@ -12,14 +12,13 @@ import pytest
 from distributed import Reschedule
 
 from dask_p2p import iterate, spmd
-from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.errors import DeviceLostError
-from dask_p2p.sections import devices, member
-from dask_p2p.sections.rim_windows import RimWindows
+from dask_p2p.sections import devices, member, rim_windows
 from tests.sections.emulated import emulated_gpu, kernel
 from tests.sections.gangs import link_to, links_of
 from tests.sections.support import nothing_is_left
 from tests.sections.test_iterate import reference, star
+from tests.simulation.streams import drop_queue_slots
 from tests.support import own_client
 from tests.transports.loopback import wait_until
 
@@ -64,13 +63,14 @@ def on_host(y):
 
 
 def test_values_and_what_is_left(gpu, client, monkeypatch):
-    made, original = [], RimWindows._open
+    made, original = [], rim_windows.opened
 
-    def noted(rims):
-        original(rims)
-        made.append(len(rims._windows))
+    def noted(*args):
+        by_rank = original(*args)
+        made.append(len(by_rank))
+        return by_rank
 
-    monkeypatch.setattr(RimWindows, "_open", noted)
+    monkeypatch.setattr(rim_windows, "opened", noted)
     (wanted,) = reference(star, [X], 1, 7, "periodic")
     left_bytes = []
     for _ in range(3):
@@ -140,7 +140,7 @@ def test_redistributions(gpu, client, monkeypatch, order, fails):
         gpu.check()
         nothing_is_left(client)
         time.sleep(0.1 * fails)
-        DeviceQueue._kept_slots.clear()
+        drop_queue_slots()
         # Workers drop blocks later than the client does.
         wait_until(lambda: not any(client.run(blocks_here).values()))
         gc.collect()

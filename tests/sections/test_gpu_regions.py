@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager
@@ -23,18 +25,19 @@ from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
-from dask_p2p.sections import gpu_regions, link, windows
+from dask_p2p.sections import gpu_regions, link
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.link import AttemptEndedError
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces
-from dask_p2p.sections.regions import Call
+from dask_p2p.sections.recut import Redistribution
+from dask_p2p.sections.regions import Call, Regions
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
 from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.gangs import links_of, run_gang
 from tests.sections.test_recut import cases
-from tests.simulation.streams import Event, RaceError
+from tests.simulation.streams import Event, RaceError, Stream, drop_queue_slots
 from tests.support import pairwise
 
 X = np.random.default_rng(0).normal(size=(48, 40))
@@ -42,19 +45,19 @@ SLABS = Members(((10, 14, 12, 12), (40,)), (4, 1))
 PAIR = Members(((20, 28), (40,)), (2, 1))
 PART_BYTES = 512  # several parts of a region, in turns through the same slots
 #: Numbers of a member's events: others have read its share; it has written its first piece.
-READ, WRITTEN = gpu_regions._READ, gpu_regions._WRITTEN
+READ, WRITTEN = range(2)
 
 
 @pytest.fixture
 def through_host(monkeypatch):
-    """The regions that members have copied to the host, by the rank of who gets them."""
-    found, original = [], GpuRegions._bring_through_host
+    """Of each exchange through the host the member, who gets regions, and who gives some."""
+    found, original = [], Regions.give
 
-    def noted(own, call, axis, regions, targets):
+    def noted(own, call, regions, targets):
         found.append((links_of(own).place[0], sorted(regions), sorted(targets)))
-        original(own, call, axis, regions, targets)
+        original(own, call, regions, targets)
 
-    monkeypatch.setattr(GpuRegions, "_bring_through_host", noted)
+    monkeypatch.setattr(Regions, "give", noted)
     return found
 
 
@@ -106,11 +109,12 @@ def there_and_back(gpu, ctx, own, times=2, **kwargs):
 )
 def test_values(gpu, through_host, part_bytes, members, has_windows):
     run(gpu, members, partial(there_and_back, gpu), part_bytes, has_windows=has_windows)
-    moved = [sends or receives for _, sends, receives in through_host]
-    assert not any(moved) if has_windows else all(moved)
+    calls = 0 if has_windows or members.size == 1 else 4 * members.size
+    assert len(through_host) == calls
+    assert all(sends and receives for _, sends, receives in through_host)
 
 
-def in_pieces(gpu, ctx, own, axis=0, count=3):
+def in_pieces(gpu, members, ctx, own, axis=0, count=3):
     """Turn a share that is made piece by piece; its pieces are overwritten as soon as they may."""
     bounds, made = block_bounds(split_evenly(own.shape[axis], count)), []
 
@@ -120,7 +124,8 @@ def in_pieces(gpu, ctx, own, axis=0, count=3):
         return made[-1]
 
     share = Pieces(own.dtype, axis, bounds, make)
-    out = ctx._redistribution.recut((0,), axes=(1, 0))(share)
+    turn = Redistribution(members, ctx.rank, links_of(ctx), device=ctx.device)
+    out = turn.recut((0,), axes=(1, 0))(share)
     for piece in made:
         overwritten(gpu, piece, -1)
     assert len(made) == count
@@ -138,10 +143,11 @@ def in_pieces(gpu, ctx, own, axis=0, count=3):
     ),
 )
 def test_pieces(gpu, through_host, members, count, has_windows, axis, part_bytes):
-    turned = partial(in_pieces, gpu, axis=axis, count=count)
+    turned = partial(in_pieces, gpu, members, axis=axis, count=count)
     run(gpu, members, turned, part_bytes, has_windows=has_windows)
-    moved = [sends or receives for _, sends, receives in through_host]
-    assert not any(moved) if has_windows else all(moved)
+    calls = 0 if has_windows or members.size == 1 else members.size
+    assert len(through_host) == calls
+    assert all(sends and receives for _, sends, receives in through_host)
 
 
 def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
@@ -153,7 +159,7 @@ def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
         wait(peer, stream, number)
 
     monkeypatch.setattr(PeerMemory, "wait", noted)
-    run(gpu, PAIR, partial(in_pieces, gpu, count=3))
+    run(gpu, PAIR, partial(in_pieces, gpu, PAIR, count=3))
     first = WRITTEN
     assert waited == {READ, first, first + 1, first + 2}
 
@@ -161,7 +167,7 @@ def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
 @pytest.mark.parametrize("exchange", ORDERS[1:])
 def test_orders(gpu, through_host, exchange):
     run(gpu, SLABS, partial(there_and_back, gpu, exchange=exchange))
-    assert not any(sends or receives for _, sends, receives in through_host)
+    assert not through_host
 
 
 def test_what_is_read_takes_two_messages(gpu, monkeypatch):
@@ -220,7 +226,7 @@ def test_views_of_any_strides_are_read(gpu, through_host):
         assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of((1,)))])
 
     run(gpu, PAIR, reversed_and_spread)
-    assert not any(sends or receives for _, sends, receives in through_host)
+    assert not through_host
 
 
 def test_the_second_time_nothing_is_opened_or_allocated(gpu, monkeypatch):
@@ -264,8 +270,9 @@ def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
     monkeypatch.setattr(runtime, "eventDestroy", lambda event: events.pop())
     run(gpu, PAIR, partial(there_and_back, gpu))
     assert not events
-    assert not any(mapping.users for mapping in windows._mappings._open.values())
-    DeviceQueue._kept_slots.clear()
+    gpu.mappings.close()
+    assert len(gpu.mappings) == 0, "nobody uses one"
+    drop_queue_slots()
     gc.collect()
     assert not gpu.live_bytes
     gpu.check()
@@ -368,8 +375,7 @@ def test_members_of_other_hosts_by_ucx(gpu, through_host, monkeypatch, order):
     """From memory of the GPU: nothing is left that goes through the host's."""
     messenger = with_ucx(gpu, monkeypatch)
     run(gpu, SLABS, partial(there_and_back, gpu, times=2, exchange=order))
-    assert len(through_host) == 4 * 4
-    assert not any(sends or receives for _, sends, receives in through_host)
+    assert not through_host
     assert len(messenger.sent) == 4 * 4 * 2
     assert not messenger.waiting
 
@@ -377,8 +383,8 @@ def test_members_of_other_hosts_by_ucx(gpu, through_host, monkeypatch, order):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_pieces_for_other_hosts_by_ucx(gpu, through_host, monkeypatch, axis):
     messenger = with_ucx(gpu, monkeypatch)
-    run(gpu, SLABS, partial(in_pieces, gpu, axis=axis))
-    assert not any(sends or receives for _, sends, receives in through_host)
+    run(gpu, SLABS, partial(in_pieces, gpu, SLABS, axis=axis))
+    assert not through_host
     assert len(messenger.sent) == 4 * 2
 
 
@@ -534,7 +540,7 @@ def one_after_the_other(gpu, slow):
 def counted(monkeypatch):
     """Have each wait for an event find that it was recorded as often as the waiting one's own."""
     original, wait = Event.record, PeerMemory.wait
-    own_of, device_of, rank_of, wrong = {}, {}, {}, []
+    own_of, device_of, rank_of, events_of, wrong = {}, {}, {}, {}, []
 
     def record(event, stream):
         event.count = getattr(event, "count", 0) + 1
@@ -548,16 +554,18 @@ def counted(monkeypatch):
 
     def slowly(peer, stream, number):
         time.sleep(0.02 * (rank_of[peer] == 0))
-        event = stream.recorder.events[peer._events[number]]
+        event = stream.recorder.events[events_of[peer][number]]
         if event.count != own_of[device_of[peer]][number].count:
             wrong.append(number)
         wait(peer, stream, number)
 
     opened = PeerMemory.__init__
 
-    def known(peer, device, *args):
-        opened(peer, device, *args)
+    def known(peer, device, told):
+        opened(peer, device, told)
         device_of[peer], rank_of[peer] = device, links_of(device).place[0]
+        handles = map(bytes.fromhex, json.loads(told)["events"])
+        events_of[peer] = [*map(device.module.cuda.runtime.ipcOpenEventHandle, handles)]
 
     for what, name, value in (
         (Event, "record", record),
@@ -625,16 +633,32 @@ def recorded_elsewhere(number):
 def without(*, start, end):
     """The queue does not wait for the stream, or the stream for the queue."""
 
-    @contextmanager
-    def within(queue, stream):
-        given = stream.record()
-        for own in queue._all if start else ():
-            own.wait_event(given)
-        yield
-        for own in queue._all if end else ():
-            stream.wait_event(own.record())
+    within, wait, of_thread = DeviceQueue.within, Stream.wait_event, threading.local()
 
-    return lambda monkeypatch: monkeypatch.setattr(DeviceQueue, "within", within)
+    @contextmanager
+    def waiting(is_on):
+        of_thread.is_off = not is_on
+        yield
+        of_thread.is_off = False
+
+    @contextmanager
+    def broken(queue, stream):
+        context = within(queue, stream)
+        with waiting(start):
+            context.__enter__()
+        yield
+        with waiting(end):
+            context.__exit__(None, None, None)
+
+    def wait_event(stream, event):
+        if not getattr(of_thread, "is_off", False):
+            wait(stream, event)
+
+    def breaks(monkeypatch):
+        monkeypatch.setattr(DeviceQueue, "within", broken)
+        monkeypatch.setattr(Stream, "wait_event", wait_event)
+
+    return breaks
 
 
 def one_stream_waits(number):
@@ -699,7 +723,7 @@ def nobody_follows(monkeypatch):
 def test_each_rule_is_needed_for_pieces(gpu, monkeypatch, breaks, part_bytes):
     breaks(monkeypatch)
     with pytest.raises(RaceError):
-        run(gpu, PAIR, partial(in_pieces, gpu), part_bytes)
+        run(gpu, PAIR, partial(in_pieces, gpu, PAIR), part_bytes)
 
 
 @pytest.mark.parametrize("part_bytes", [0, PART_BYTES])

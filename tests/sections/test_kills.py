@@ -75,7 +75,7 @@ def test_an_output_that_is_lost_is_made_again(client):
     for _ in range(2):
         holders = client.who_has(y)
         victim = next(iter(holders.values()))[0]
-        client.run(os._exit, 1, workers=[victim], on_error="ignore")
+        client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
         assert np.array_equal(result_of(client, client.compute(y)), X + 3)
     del y
     nothing_is_left(client)
@@ -88,7 +88,7 @@ def test_a_worker_dies_when_only_some_blocks_are_handed_out(client, tmp_path):
         total = ctx.allreduce(1.0)
         if ctx.rank == 1 and not path.exists():
             path.touch()
-            Timer(0.3, os._exit, [1]).start()  # about when it commits
+            Timer(0.3, signal.raise_signal, [signal.SIGKILL]).start()  # about when it commits
             time.sleep(0.25)
         return x + total
 

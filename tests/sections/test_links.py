@@ -26,7 +26,7 @@ from dask_p2p.sections import links as module
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.link import HEADER, AttemptEndedError, Peer
 from dask_p2p.sections.links import Links
-from tests.sections.gangs import link_to
+from tests.sections.gangs import has_come, link_to, stop_listening
 
 BOUND_S = 20
 LARGE = 5_000_000  # bytes: more than sockets take at once
@@ -200,19 +200,24 @@ def test_an_exchange_goes_on_beside_its_member(gang):
         end = links.begin("x", dict.fromkeys(others, bytes(LARGE)), others, beside=True)
         arrived.wait(BOUND_S)
         deadline_s = time.monotonic() + BOUND_S
-        while links._waiting and time.monotonic() < deadline_s:
+        while not is_here(links, others) and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        assert not links._waiting, "all is here before anybody waits for it"
+        assert is_here(links, others), "before anybody waits for it"
         return [len(data) for data in end().values()]
 
     assert gang.run(exchange) == [[LARGE, LARGE]] * 3
 
 
+def is_here(links, ranks):
+    return all(has_come(links, rank) for rank in ranks)
+
+
 def test_links_that_are_closed_end_what_goes_on_beside():
     gang = Gang(2)
     gang.run(lambda rank, links: links.exchange("x", {1 - rank: b""}, {1 - rank: None}))
+    before = {*threading.enumerate()}
     gang.links[0].begin("y", {1: bytes(LARGE)}, {1: None}, beside=True)
-    beside = gang.links[0]._beside
+    (beside,) = {*threading.enumerate()} - before
     assert beside.is_alive()
     gang.links[0].close()
     assert not beside.is_alive()
@@ -288,8 +293,7 @@ def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
 
 @UNLINKED
 def test_a_peer_that_has_gone_cannot_be_reached(gang):
-    for listener in gang.links[1]._endpoint._listeners:
-        listener.close()
+    stop_listening(gang.links[1])
     error = gang.begin(lambda rank, links: rank or links.exchange("x", {1: b""}, {}))[0].exception()
     assert isinstance(error, AttemptEndedError)
 
@@ -331,8 +335,7 @@ def test_a_handshake_that_ends_while_a_member_reads(hosts, monkeypatch):
 
 @UNLINKED
 def test_a_failure_that_a_function_catches_is_raised_again(gang):
-    for listener in gang.links[1]._endpoint._listeners:
-        listener.close()
+    stop_listening(gang.links[1])
 
     def exchange(rank, links):
         with suppress(AttemptEndedError):
@@ -371,11 +374,12 @@ headers = st.builds(
 
 @given(said=headers.flatmap(lambda h: st.binary().map(lambda more: h + more)) | st.binary())
 def test_headers_that_no_member_sends_are_refused(said):
-    with Gang(2) as gang:
+    with Gang(2) as gang, socket.socket(socket.AF_UNIX) as made:
+        *_, name, _, _, _ = gang.links[1].endpoint.split()
 
         def exchange(rank, links):
             if rank == 0:
-                made = links._connect(1).socket
+                made.connect(bytes.fromhex(name))
                 made.sendall(f"{gang.peers[0].ticket}{gang.peers[1].ticket}".encode() + said)
                 made.shutdown(socket.SHUT_WR)
                 return None
@@ -466,8 +470,8 @@ def test_members_without_a_certificate_of_the_cluster_are_sent_away(hosts):
 def test_members_spin_where_each_has_a_core(monkeypatch, cores, spins):
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: range(cores))
     looks = []
-    wait_for = Links._wait
-    monkeypatch.setattr(Links, "_wait", lambda *args: looks.append(1) or wait_for(*args))
+    poll = module.select.poll
+    monkeypatch.setattr(module.select, "poll", lambda: looks.append(1) or poll())
     monkeypatch.setattr(module, "_SPIN_S", BOUND_S)
 
     def exchange(rank, links):

@@ -118,16 +118,16 @@ def test_large_parts_are_read(monkeypatch):
 
 def test_who_cannot_read_gets_messages(monkeypatch):
     """As where the process of that number is another one, and where nobody is to read."""
-    sees = regions.Reads._sees
+    holds = regions.process_memory.holds
     monkeypatch.setattr(
-        regions.Reads,
-        "_sees",
-        lambda own, rank, proof: sees(own, rank, bytes([*proof[:-1], proof[-1] ^ 1])),
+        regions.process_memory,
+        "holds",
+        lambda pid, address, token: holds(pid, address, bytes([*token[:-1], token[-1] ^ 1])),
     )
     sent = bytes_sent(monkeypatch)
     run_gang(SLABS, to_columns)
     assert sent == [256 * 256 * 8] * 2
-    monkeypatch.setattr(regions.Reads, "_sees", sees)
+    monkeypatch.setattr(regions.process_memory, "holds", holds)
     run_gang(SLABS, to_columns, reads_memory=False)
     assert sent == [256 * 256 * 8] * 4
     monkeypatch.setattr(Links, "is_on_other_host", lambda links, rank: True)
@@ -148,10 +148,10 @@ def test_memory_stays_until_it_is_read(monkeypatch):
     """A member does not go on before the others have read from it."""
     read, slept = regions.Reads.read, []
 
-    def slowly(own, *args):
-        if own._rank == 0:
+    def slowly(own, holder, *args):
+        if holder == 1:
             slept.append(time.sleep(0.1))
-        return read(own, *args)
+        return read(own, holder, *args)
 
     monkeypatch.setattr(regions.Reads, "read", slowly)
 

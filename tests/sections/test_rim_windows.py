@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from functools import partial
-from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -18,11 +17,10 @@ from dask_p2p.plans.orders import ORDERS
 from dask_p2p.sections import rim_windows, windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.links import Links
-from dask_p2p.sections.rim_windows import RimWindows
 from tests.sections.emulated import kernel, on_gpu, run_section, with_ucx
 from tests.sections.gangs import links_of, run_gang
 from tests.sections.test_iterate import reference, star
-from tests.simulation.streams import RaceError, Stream
+from tests.simulation.streams import Event, RaceError, Stream
 from tests.support import pairwise
 
 X = np.random.default_rng(0).normal(size=(12, 10))
@@ -32,13 +30,14 @@ CHUNKS = ((3, 4, 5), (6, 4))
 @pytest.fixture
 def opened(monkeypatch):
     """Of each exchange that is made, the ranks whose windows it reads."""
-    found, original = [], RimWindows._open
+    found, original = [], rim_windows.opened
 
-    def noted(rims):
-        original(rims)
-        found.append(sorted(rims._windows))
+    def noted(*args):
+        by_rank = original(*args)
+        found.append(sorted(by_rank))
+        return by_rank
 
-    monkeypatch.setattr(RimWindows, "_open", noted)
+    monkeypatch.setattr(rim_windows, "opened", noted)
     return found
 
 
@@ -157,46 +156,47 @@ def test_calls_that_differ_are_found(gpu):
 # --- what is lost if one of the rules is
 
 
-def one_slot(monkeypatch):
+def one_slot(gpu, monkeypatch):
     for module in (windows, rim_windows):
         monkeypatch.setattr(module, "SLOTS", 1)
 
 
-def nobody_waits_for_peers(monkeypatch):
+def nobody_waits_for_peers(gpu, monkeypatch):
     monkeypatch.setattr(windows.PeerWindow, "wait", lambda window, stream, slot: None)
 
 
-def recorded_before_it_is_packed(monkeypatch):
-    pack, begin = RimWindows._pack, RimWindows.begin
+def recorded_before_it_is_packed(gpu, monkeypatch):
+    make = windows.OwnWindow.__init__
 
-    def early(rims, slot, data):
-        event = rims._own.events[slot]
-        event.record(rims._gpu.stream)
-        pack(rims, slot, data)
-        rims._own.events[slot] = SimpleNamespace(record=lambda stream: None)
-        rims._early = slot, event
+    def early(own, device, sizes_bytes):
+        make(own, device, sizes_bytes)
+        for event in own.events:  # the other stream follows what was packed for exchanges before
+            event.record = lambda stream, event=event: Event.record(event, device.copies)
 
-    def without(rims, data, beside):
-        end = begin(rims, data, beside)
-        slot, event = rims._early
-        rims._own.events[slot] = event
-        return end
-
-    monkeypatch.setattr(RimWindows, "_pack", early)
-    monkeypatch.setattr(RimWindows, "begin", without)
+    monkeypatch.setattr(windows.OwnWindow, "__init__", early)
 
 
-def unpacked_before_it_is_there(monkeypatch):
-    original = RimWindows._open_windows
+def unpacked_before_it_is_there(gpu, monkeypatch):
+    copies, opens, record, original = set(), rim_windows.opened, Event.record, Stream.wait_event
 
-    def opens(rims, links):
-        original(rims, links)
-        rims._pulled = SimpleNamespace(record=lambda stream: None, clock={})
+    def noted(device, *args):
+        copies.add(device.copies)
+        return opens(device, *args)
 
-    monkeypatch.setattr(RimWindows, "_open_windows", opens)
+    def recorded(event, stream):
+        record(event, stream)
+        event.of_copies = stream in copies and not hasattr(event, "ptr")
+
+    def wait(stream, event):
+        if not getattr(event, "of_copies", False):
+            original(stream, event)
+
+    monkeypatch.setattr(rim_windows, "opened", noted)
+    monkeypatch.setattr(Event, "record", recorded)
+    monkeypatch.setattr(Stream, "wait_event", wait)
 
 
-def pulled_over_what_is_not_unpacked(monkeypatch):
+def pulled_over_what_is_not_unpacked(gpu, monkeypatch):
     original = Stream.wait_event
 
     def wait(stream, event):
@@ -205,9 +205,9 @@ def pulled_over_what_is_not_unpacked(monkeypatch):
 
     monkeypatch.setattr(Stream, "wait_event", wait)
     monkeypatch.setattr(
-        windows.PeerWindow,
-        "wait",
-        lambda w, stream, slot: original(stream, stream.recorder.events[w._events[slot]]),
+        gpu.cupy.cuda.runtime,
+        "streamWaitEvent",
+        lambda stream, event: original(gpu.streams[stream], gpu.events[event]),
     )
 
 
@@ -223,7 +223,7 @@ def pulled_over_what_is_not_unpacked(monkeypatch):
     ],
 )
 def test_each_rule_is_needed(gpu, monkeypatch, broken, overlap):
-    broken(monkeypatch)
+    broken(gpu, monkeypatch)
     with pytest.raises((RaceError, AssertionError)):
         check(gpu, heat(gpu, steps=9, overlap=overlap), steps=9)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 
 import dask.array as da
 import pytest
@@ -14,9 +13,10 @@ from distributed.protocol.pickle import loads
 from dask_p2p import spmd
 from dask_p2p.config import options
 from dask_p2p.engine.attempts import pause_s
-from dask_p2p.sections import endpoint, member
+from dask_p2p.sections import member
 from dask_p2p.sections.coordinator import Order
 from dask_p2p.sections.worker import SectionsPlugin, plugin_on
+from tests.sections.support import be_on_hosts, members_that_run
 from tests.support import in_process, tls_client
 from tests.transports.loopback import wait_until
 
@@ -24,16 +24,6 @@ from tests.transports.loopback import wait_until
 def endless(ctx, x):
     while True:
         ctx.barrier()
-
-
-def members_that_run():
-    return sum(map(is_of_member, sys._current_frames().values()))
-
-
-def is_of_member(frame):
-    while frame is not None and frame.f_code.co_name != "run_member":
-        frame = frame.f_back
-    return frame is not None
 
 
 def test_no_thread_outlives_its_worker():
@@ -92,9 +82,8 @@ def test_encrypted_clusters_have_encrypted_links():
     """Members of one host exchange by Unix sockets, which do not leave it; so they are told."""
 
     def think_of_hosts(dask_worker):
-        endpoint._kernel_and_network = lambda: f"kernel-{next(kernels)}"
+        be_on_hosts(map("kernel-{}".format, itertools.count()).__next__)
 
-    kernels = itertools.count()
     x = da.ones((4, 2), chunks=(1, 2))
     with tls_client() as client:
         for _ in range(2):

@@ -25,6 +25,7 @@ import numpy as np
 
 import dask_p2p.backends
 from dask_p2p.backends import device, host_through_device, part_streams, pinned
+from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.host_streams import HostStreams
 from dask_p2p.backends.slots import KeptSlots
 from tests.simulation.gpu import OneDevice
@@ -49,7 +50,7 @@ class Recorder:
         self.base = address_of(self.memory)
         self.used_bytes = 0
         self.idle = defaultdict(list)  # memory that came back, by stream and size
-        self.accesses = defaultdict(list)  # (what, timeline, tick, is_write) by word
+        self.accesses = defaultdict(tuple)  # of (what, timeline, tick, is_write), by word
         self.streams, self.events = {}, {}
         self._numbers = iter(range(1, 2**62))  # which can be pickled
         self.lock = threading.RLock()
@@ -129,21 +130,30 @@ class Recorder:
             clock[timeline] += 1
             for arrays, is_write in ((reads, False), (writes, True)):
                 for array in arrays:
-                    self._access(what, timeline, clock, addresses(array), is_write)
+                    self.access(what, timeline, clock, addresses(array), is_write)
 
-    def _access(self, what, timeline, clock, where, is_write):
+    def access(self, what, timeline, clock, where, is_write):
+        """Note an access of these words, of which a test may know more."""
+        own, followed = (what, timeline, clock[timeline], is_write), {}
         for address in where:
             earlier = self.accesses[address]
-            if not is_write and not any(written for *_, written in earlier):
-                raise RaceError(f"{what} on {timeline} reads what nobody has written")
-            for other, its_timeline, tick, written in earlier:
-                if (written or is_write) and clock[its_timeline] < tick:
-                    raise RaceError(
-                        f"{what} on {timeline} may come before {other} on {its_timeline}"
-                    )
-            if is_write:  # later accesses that are ordered after this are after those, too
-                earlier.clear()
-            earlier.append((what, timeline, clock[timeline], is_write))
+            if id(earlier) not in followed:  # most words have them in common
+                self._check_order(earlier, what, timeline, clock, is_write)
+                # Later accesses that are ordered after a write are after those before it, too.
+                followed[id(earlier)] = earlier, (own,) if is_write else (*earlier, own)
+            _, self.accesses[address] = followed[id(earlier)]
+
+    def _check_order(self, earlier, what, timeline, clock, is_write):
+        if not is_write and not any(written for *_, written in earlier):
+            raise RaceError(f"{what} on {timeline} reads what nobody has written")
+        for other, its_timeline, tick, written in earlier:
+            if (written or is_write) and clock[its_timeline] < tick:
+                raise RaceError(f"{what} on {timeline} may come before {other} on {its_timeline}")
+
+    def _of_words(self, start, size_bytes):
+        """What has accessed one of these words."""
+        words = range(start // _WORD_BYTES, (start + size_bytes) // _WORD_BYTES)
+        return {each for word in words for each in self.accesses.get(word, ())}
 
     # --- memory ---
 
@@ -183,13 +193,9 @@ class Recorder:
         clock = defaultdict(int, self.clocks[HOST])
         for timeline, tick in self.clocks[stream.name].items():
             clock[timeline] = max(clock[timeline], tick)
-        first = (self.base + start) // _WORD_BYTES
-        for address in range(first, first + size_bytes // _WORD_BYTES):
-            for what, timeline, tick, _ in self.accesses[address]:
-                if clock[timeline] < tick:
-                    self.failed = RaceError(
-                        f"memory is given back before {what} on {timeline} is done"
-                    )
+        for what, timeline, tick, _ in self._of_words(self.base + start, size_bytes):
+            if clock[timeline] < tick:
+                self.failed = RaceError(f"memory is given back before {what} on {timeline} is done")
 
     failed = None  # what a finalizer found, which may not raise
 
@@ -229,10 +235,9 @@ class Recorder:
     def unpin(self, pointer):
         size_bytes = self.pinned.pop(pointer)
         clock = self.clocks[HOST]
-        for address in range(pointer // _WORD_BYTES, (pointer + size_bytes) // _WORD_BYTES):
-            for what, timeline, tick, _ in self.accesses.get(address, ()):
-                if clock[timeline] < tick:
-                    self.failed = RaceError(f"memory is unpinned before {what} on {timeline}")
+        for what, timeline, tick, _ in self._of_words(pointer, size_bytes):
+            if clock[timeline] < tick:
+                self.failed = RaceError(f"memory is unpinned before {what} on {timeline}")
 
     def synchronize(self):
         """As allocating memory does: wait for all streams."""
@@ -460,12 +465,16 @@ def address_of(values):
 
 
 def addresses(array):
-    """The words of 8 bytes that an array has a part in."""
-    first = address_of(getattr(array, "values", array))
-    offsets = np.zeros((), int)
-    for length, stride in zip(array.shape, array.strides, strict=True):
+    """The words of 8 bytes in which items of an array begin."""
+    values = getattr(array, "values", array)
+    first = address_of(values)
+    if values.flags.c_contiguous and values.size and values.itemsize <= _WORD_BYTES:
+        last = first + values.nbytes - values.itemsize
+        return range(first // _WORD_BYTES, last // _WORD_BYTES + 1)
+    offsets = np.full((), first)
+    for length, stride in zip(values.shape, values.strides, strict=True):
         offsets = np.add.outer(offsets, np.arange(length) * stride)
-    return {(first + int(offset)) // _WORD_BYTES for offset in offsets.ravel()}
+    return set((offsets.ravel() // _WORD_BYTES).tolist())
 
 
 def _cupy(recorder):
@@ -593,6 +602,11 @@ def kernels(recorder):
 def drop_host_slots():
     """Give the host's memory back that is kept for the next block."""
     HostStreams._kept_host_slots.clear()
+
+
+def drop_queue_slots():
+    """Give the device's memory back that queues have kept for the next one."""
+    DeviceQueue._kept_slots.clear()
 
 
 def emulated(monkeypatch):

@@ -11,7 +11,7 @@ import dask_p2p
 from dask_p2p.errors import InputError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import cluster
-from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, _visible, round_down, usable_gpus
+from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, round_down, usable_gpus
 
 
 class FakeNvml(types.ModuleType):
@@ -130,8 +130,11 @@ def test_the_pool_is_for_the_gpus_that_are_used(monkeypatch):
         ("GPU-a,MIG-b", ["GPU-a", "MIG-b"]),
     ],
 )
-def test_visible_devices(setting, names):
-    assert _visible(setting, 2) == names
+@pytest.mark.usefixtures("two_gpus")
+def test_visible_devices(monkeypatch, setting, names):
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert usable_gpus() == names
 
 
 @pytest.mark.usefixtures("two_gpus")

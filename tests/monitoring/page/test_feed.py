@@ -187,7 +187,7 @@ def test_hundreds_of_runs_leave_the_memory_flat():
         workers.store.size = 1000
         some = do(workers, range(30))
         # Caches keep the runs' names, up to a number. The records alone would take four times this.
-        assert do(workers, range(30, 430)) < some + 1e6
+        assert do(workers, range(30, 230)) < some + 5e5
     finally:
         tracemalloc.stop()
 

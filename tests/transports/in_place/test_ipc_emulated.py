@@ -96,9 +96,9 @@ def setup(device, loop, tmp_path):
 def nothing_is_kept(setup, key):
     """No lease and no user of a mapping."""
     setup.drop(key)
-    return len(setup.serving.directory) == 0 and not any(
-        mapping.users for mapping in setup.reader.mappings._open.values()
-    )
+    setup.reader.mappings.retire(None)  # none is kept for the next user
+    setup.reader.mappings.close_unused()
+    return len(setup.serving.directory) == 0 and len(setup.reader.mappings) == 0
 
 
 TOO_FAR = Obstacle("too-far", "too far apart", "Bring them together")
@@ -242,8 +242,9 @@ class TestIpcEmulated(Conformance):
         remote.close()
         remote.close()
         remote = self.open(setup, key, array)
-        (mapping,) = setup.reader.mappings._open.values()
-        assert mapping.users == 1
+        setup.reader.mappings.retire(None)
+        setup.reader.mappings.close_unused()
+        assert setup.reader.usage()["mapped"] == 1, "it is in use"
         remote.close()
 
     def test_nothing_is_published_before_its_values_are_there(self, setup, block, monkeypatch):

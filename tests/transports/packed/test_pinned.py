@@ -412,12 +412,20 @@ def test_memory_that_is_mapped_is_bounded(setup, loop, monkeypatch):
             request = {**GOOD, "where": tuple(segment.name)}
             assert loop.run(setup.host.handlers["p2p_pinned_read"](**request))["status"] == "ok"
     assert setup.serving.usage()["mapped"] == 4
-    assert {used.name, others[-1].name} < set(setup.serving._mapped)
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "open", lambda name: pytest.fail("it is mapped"))
+        assert setup.serving.segment(used.name) is not None
+        assert setup.serving.segment(others[-1].name) is not None
+        with pytest.raises(pytest.fail.Exception):
+            setup.serving.segment(others[0].name)
     del segment, other, others[:]
     gc.collect()
     last = Segment.make(8192)
     loop.run(setup.host.handlers["p2p_pinned_read"](**GOOD, where=tuple(last.name)))
-    assert set(setup.serving._mapped) == {used.name, last.name}, "its readers gave up the others"
+    assert setup.serving.usage()["mapped"] == 2, "its readers gave up the others"
+    monkeypatch.setattr(Segment, "open", lambda name: pytest.fail("it is mapped"))
+    for segment in (used, last):
+        assert setup.serving.segment(segment.name) is not None
 
 
 def test_memory_that_goes_leaves_nothing():

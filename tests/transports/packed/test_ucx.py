@@ -9,12 +9,14 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
 
 from dask_p2p.backends import backend_named
 from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, SilentError, TransferError
 from dask_p2p.interprocess.messenger import Message
@@ -51,8 +53,13 @@ def resting(loop):
 )
 def test_a_spilled_block_does_not_go_into_memory_of_a_gpu(monkeypatch, there, more, is_taken):
     monkeypatch.setattr(stream, "backend_for", backend_named)
-    message = Outgoing(None, None, None, b"")
-    message._memory = there
+    pools = {
+        name: SimpleNamespace(take=lambda *args, name=name: name) for name in ("numpy", "cupy")
+    }
+    message = Outgoing(SimpleNamespace(buffers=pools), None, None, b"")
+    message.size_bytes = 8
+    if there is not None:
+        assert message.memory(backend_named(there)) == there
     assert message.takes(more) == is_taken
 
 
@@ -293,7 +300,11 @@ class TestUcx(PackedConformance):
     def test_blocks_that_do_not_go_into_one_message_come_in_several(
         self, setup, blocks, monkeypatch
     ):
-        monkeypatch.setattr(Outgoing, "takes", lambda message, block: message._memory is None)
+        packed, pack = set(), Outgoing.pack
+        monkeypatch.setattr(Outgoing, "takes", lambda message, block: message not in packed)
+        monkeypatch.setattr(
+            Outgoing, "pack", lambda message, *args: packed.add(message) or pack(message, *args)
+        )
         came = self.read_blocks(setup, blocks)
         for key, array in blocks.items():
             np.testing.assert_array_equal(came[key][0], array[1:3, :4])
@@ -313,17 +324,17 @@ class TestUcx(PackedConformance):
     def test_a_message_is_packed_while_those_before_are_sent(self, setup, monkeypatch):
         array = np.arange(4 * 2**14).reshape(4, 2**14)  # rows that UCX does not send at once
         setup.put("block", array)
-        packed, packing, result = [], setup.serving._begin_to_pack, Message.result
+        packed, packing, result = [], Outgoing.pack, Message.result
 
-        def pack(target):
-            packing(target)
+        def pack(target, *args):
+            packing(target, *args)
             packed.append(target)
 
         def wait(message, timeout_s):
             wait_until(lambda: len(packed) >= 3)
             result(message, timeout_s)
 
-        setup.serving._begin_to_pack = pack
+        monkeypatch.setattr(Outgoing, "pack", pack)
         monkeypatch.setattr(Message, "result", wait)
         remote = self.rows(setup, "block", array, host_part_bytes=2**17)
         requests = [remote.request(), remote.request()]
@@ -353,14 +364,14 @@ class TestUcx(PackedConformance):
         """Its reader is told that it comes."""
         array = np.arange(4 * 2**14).reshape(4, 2**14)
         setup.put("block", array)
-        begin, count = setup.serving._begin_to_pack, itertools.count()
+        begin, count = Outgoing.pack, itertools.count()
 
-        def pack(target):
+        def pack(target, *args):
             if next(count) == 2:
                 raise TransferError("no more")
-            begin(target)
+            begin(target, *args)
 
-        setup.serving._begin_to_pack = pack
+        monkeypatch.setattr(Outgoing, "pack", pack)
         remote = self.rows(setup, "block", array, host_part_bytes=2**17)
         requests = [remote.request() for _ in range(4)]
         for i, request in enumerate(requests[:2]):
@@ -373,14 +384,22 @@ class TestUcx(PackedConformance):
     def test_memory_is_given_back_when_nothing_is_copied_there_any_more(self, setup, monkeypatch):
         array = np.arange(2 * 2**14).reshape(2, 2**14)
         setup.put("block", array)
-        begin, waited = setup.serving._begin_to_pack, []
+        make_room, pack, waited = Outgoing.begin, Outgoing.pack, []
 
-        def pack(target):
-            begin(target)
-            target.wait_until_packed = lambda: waited.append(target._memory is not None)
-            raise TransferError("no more")
+        def packed(target, *args):
+            pack(target, *args)
+            memory = ref(target.memory(NUMPY))
+            target.wait_until_packed = lambda: waited.append(memory() is not None)
 
-        setup.serving._begin_to_pack = pack
+        def begin(target, asked, reserved):
+            if waiting:
+                raise TransferError("no more")
+            waiting.append(target)
+            make_room(target, asked, reserved)
+
+        waiting = []
+        monkeypatch.setattr(Outgoing, "pack", packed)
+        monkeypatch.setattr(Outgoing, "begin", begin)
         remote = self.rows(setup, "block", array, host_part_bytes=2**17)
         with pytest.raises(TransferError, match="no more"):
             remote.request().result(20)
@@ -391,7 +410,7 @@ class TestUcx(PackedConformance):
         """As the pool of Dask closes those of calls that are cancelled."""
         array = np.arange(3 * 2**14).reshape(3, 2**14)
         setup.put("block", array)
-        worker, ended, stream_all = setup.reader.worker, [], setup.serving._stream_all
+        worker, ended, packed_for = setup.reader.worker, [], setup.serving.packed_for
         calling = worker.call
 
         async def call(*args, **kwargs):
@@ -400,12 +419,12 @@ class TestUcx(PackedConformance):
             finally:
                 ended.append(sys.exc_info()[0])
 
-        def late(*args):
-            answers = stream_all(*args)
-            time.sleep(0.3)
+        async def late(*args):
+            answers = await packed_for(*args)
+            await asyncio.sleep(0.3)
             return answers
 
-        worker.call, setup.serving._stream_all = call, late
+        worker.call, setup.serving.packed_for = call, late
         for count in (3, 2):
             remote = self.rows(setup, "block", array, host_part_bytes=2**17)
             for request in [remote.request() for _ in range(count)]:
