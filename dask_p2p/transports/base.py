@@ -280,10 +280,6 @@ class Transport(ABC):
         self._in_background.add(running)  # the loop itself keeps only a weak reference
         running.add_done_callback(self._in_background.discard)
 
-    def usage(self) -> dict[str, int]:
-        """Count what is kept for others, or of others: all zero when nobody reads or is read."""
-        return {}
-
     @abstractmethod
     async def close(self) -> None:
         """Refuse further requests, wait for readers within reason, free everything."""

@@ -134,9 +134,10 @@ class UcxTransport(PackedTransport):
             await asyncio.sleep(_REST_S)
             await self.worker.offload(messenger.rest, _REST_S)
 
-    def usage(self) -> dict[str, int]:
-        messages = 0 if self._messenger is None else self._messenger.under_way
-        return {**super().usage(), "messages": messages}
+    @property
+    def under_way(self) -> int:
+        """Count the messages that UCX is not done with."""
+        return 0 if self._messenger is None else self._messenger.under_way
 
     def on_worker_left(self, holder: str) -> None:
         super().on_worker_left(holder)
