@@ -23,7 +23,8 @@ def usage(transport):
     if isinstance(transport, PinnedTransport):
         held["mapped"] = len(transport.mapped)
     if isinstance(transport, UcxTransport):
-        held["messages"] = transport.under_way
+        messenger = transport._messenger
+        held["messages"] = 0 if messenger is None else messenger.under_way
     return held
 
 

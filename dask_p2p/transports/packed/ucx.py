@@ -134,11 +134,6 @@ class UcxTransport(PackedTransport):
             await asyncio.sleep(_REST_S)
             await self.worker.offload(messenger.rest, _REST_S)
 
-    @property
-    def under_way(self) -> int:
-        """Count the messages that UCX is not done with."""
-        return 0 if self._messenger is None else self._messenger.under_way
-
     def on_worker_left(self, holder: str) -> None:
         super().on_worker_left(holder)
         address = self.addresses.pop(holder, None)
