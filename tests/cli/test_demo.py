@@ -28,7 +28,9 @@ def demo(client, monkeypatch):
     """Run the command with the tests' cluster, of four workers."""
 
     def run(*args):
-        monkeypatch.setattr(command, "own_cluster", lambda *_, **__: contextlib.nullcontext(client))
+        monkeypatch.setattr(
+            _options, "own_cluster", lambda *_, **__: contextlib.nullcontext(client)
+        )
         return CliRunner().invoke(p2p, ["demo", "--cpu", *args])
 
     return run
