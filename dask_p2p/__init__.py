@@ -16,38 +16,20 @@ from dask_p2p.errors import *  # noqa: F403  # all of them, by its own list
 
 if TYPE_CHECKING:
     from dask_p2p import fft as fft
-    from dask_p2p.monitoring.runs import last_runs
-    from dask_p2p.ops.estimate import MemoryEstimate, estimate
-    from dask_p2p.ops.on_gpu import map_on_gpu
-    from dask_p2p.ops.overlap import map_overlap
-    from dask_p2p.ops.rechunk import rechunk
-    from dask_p2p.ops.transpose import transpose
-    from dask_p2p.plugins.registration import register
-    from dask_p2p.sections.iterate import iterate
-    from dask_p2p.sections.spmd import spmd
-    from dask_p2p.tools.check import check
-    from dask_p2p.tools.cluster import local_cluster
-    from dask_p2p.tools.dropin import install, uninstall
-
-__all__ = [
-    "MemoryEstimate",
-    "check",
-    "estimate",
-    "install",
-    "iterate",
-    "last_runs",
-    "local_cluster",
-    "map_on_gpu",
-    "map_overlap",
-    "rechunk",
-    "register",
-    "spmd",
-    "transpose",
-    "uninstall",
-]
-__all__ += errors.__all__
-__all__.remove("Obstacle")  # which errors have
-__all__.sort()
+    from dask_p2p.monitoring.runs import last_runs as last_runs
+    from dask_p2p.ops.estimate import MemoryEstimate as MemoryEstimate
+    from dask_p2p.ops.estimate import estimate as estimate
+    from dask_p2p.ops.on_gpu import map_on_gpu as map_on_gpu
+    from dask_p2p.ops.overlap import map_overlap as map_overlap
+    from dask_p2p.ops.rechunk import rechunk as rechunk
+    from dask_p2p.ops.transpose import transpose as transpose
+    from dask_p2p.plugins.registration import register as register
+    from dask_p2p.sections.iterate import iterate as iterate
+    from dask_p2p.sections.spmd import spmd as spmd
+    from dask_p2p.tools.check import check as check
+    from dask_p2p.tools.cluster import local_cluster as local_cluster
+    from dask_p2p.tools.dropin import install as install
+    from dask_p2p.tools.dropin import uninstall as uninstall
 
 ensure_defaults()
 
@@ -69,6 +51,7 @@ _FUNCTIONS = {
     "transpose": "dask_p2p.ops.transpose",
     "uninstall": "dask_p2p.tools.dropin",
 }
+__all__ = sorted({*_FUNCTIONS, *errors.__all__} - {"Obstacle"})  # which errors have
 # Python's imports fail where threads begin at different modules of one package at the same time.
 _loading = RLock()
 

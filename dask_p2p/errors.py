@@ -8,30 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-__all__ = [
-    "AxesError",
-    "BlockMismatchError",
-    "BlockUnavailableError",
-    "ChunksError",
-    "ConfigError",
-    "DeviceLostError",
-    "FileError",
-    "InputError",
-    "MemoryLimitError",
-    "NoDeviceError",
-    "Obstacle",
-    "P2PError",
-    "P2PWarning",
-    "RegistrationError",
-    "SectionError",
-    "SilentError",
-    "TransferError",
-    "UnreachableError",
-    "UnsuitableError",
-    "UnsupportedArrayError",
-    "VersionError",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
@@ -204,3 +180,8 @@ class FileError(P2PError, OSError):
 
 class P2PWarning(UserWarning):
     """Something works, but not in the way or at the speed that was asked for."""
+
+
+__all__ = [
+    name for name, of in globals().items() if isinstance(of, type) and of.__module__ == __name__
+]

@@ -161,33 +161,24 @@ def gapless_from(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
     return first
 
 
-def taper_box(box: Box, least_elements: int, runs: Runs | None = None) -> Iterator[Box]:
-    """Cut a box into smaller and smaller boxes, of about `least_elements` in the end.
-
-    >>> list(taper_box(((0, 8), (0, 10)), 20))
-    [((0, 4), (0, 10)), ((4, 6), (0, 10)), ((6, 8), (0, 10))]
-    """
-    while box_size(box) > least_elements:
-        *halves, last = split_box(box, -(-box_size(box) // 2), runs)
-        if not halves:
-            break
-        yield from halves
-        box = last
-    yield box
-
-
 def taper_last(
     boxes: Iterable[Box], least_elements: int, runs: Runs | None = None
 ) -> Iterator[Box]:
-    """Taper the last of some boxes.
+    """Cut the last of some boxes into smaller and smaller ones, of about so many elements at last.
 
-    >>> list(taper_last([((0, 8), (0, 10)), ((8, 10), (0, 10))], 10))
-    [((0, 8), (0, 10)), ((8, 9), (0, 10)), ((9, 10), (0, 10))]
+    >>> list(taper_last([((0, 8), (0, 10)), ((8, 16), (0, 10))], 20))
+    [((0, 8), (0, 10)), ((8, 12), (0, 10)), ((12, 14), (0, 10)), ((14, 16), (0, 10))]
     """
-    waiting: Box | None = None
+    last: Box | None = None
     for box in boxes:
-        if waiting is not None:
-            yield waiting
-        waiting = box
-    if waiting is not None:
-        yield from taper_box(waiting, least_elements, runs)
+        if last is not None:
+            yield last
+        last = box
+    while last is not None and box_size(last) > least_elements:
+        *halves, rest = split_box(last, -(-box_size(last) // 2), runs)
+        if not halves:
+            break
+        yield from halves
+        last = rest
+    if last is not None:
+        yield last

@@ -18,12 +18,13 @@ from typing import (
 )
 
 if TYPE_CHECKING:  # `dask` itself imports this package at each start, and need load nothing else
+    import dask.array
     import numpy as np
-    from dask.array import Array as DaskArray
-    from distributed import Client, LocalCluster
-    from numpy.typing import DTypeLike
+    from distributed import Client as Client
+    from distributed import LocalCluster as LocalCluster
+    from numpy.typing import DTypeLike as DTypeLike
 else:
-    Client = DTypeLike = DaskArray = LocalCluster = Any
+    Client = DTypeLike = LocalCluster = Any
 
 
 class AsynchronousClient(Protocol):
@@ -37,23 +38,9 @@ class AsynchronousClient(Protocol):
         """Whether that is so."""
 
 
-__all__ = [
-    "Array",
-    "AsynchronousClient",
-    "BoundaryLike",
-    "ChunksLike",
-    "Client",
-    "DType",
-    "DTypeLike",
-    "DaskArray",
-    "DepthLike",
-    "Key",
-    "Kind",
-    "LocalCluster",
-]
-
 #: A block, or a part of one: of NumPy, CuPy, or another library that has a backend.
 Array: TypeAlias = Any
+DaskArray: TypeAlias = "dask.array.Array"
 #: What NumPy and CuPy share.
 DType: TypeAlias = "np.dtype[Any]"
 #: Name of the backend of an array: "numpy", "cupy".

@@ -39,6 +39,7 @@ from tests.simulation.actors import PLACES, GaveUpError, KilledError
 from tests.simulation.gpu import CELLS
 from tests.simulation.workers import World
 from tests.support import with_section
+from tests.usage import usage_of_worker
 
 ADDRESSES = ("a", "b", "c")
 KEYS = (("x", 0, 0), ("x", 1, 0))  # two blocks of 2 x 4
@@ -361,7 +362,7 @@ class Protocol(RuleBasedStateMachine):
         self.world.pass_time(10.0)
         self.world.pass_time(10.0)
         for worker in self.world.alive.values():
-            held = worker.plugin.context.usage()
+            held = usage_of_worker(worker.plugin.context)
             assert {what for what, count in held.items() if count} <= {"ipc.mapped"}, held
         if any(worker.memory.used > len(worker.data) for worker in self.world.alive.values()):
             gc.collect()

@@ -60,31 +60,10 @@ ENTRIES = tuple(f"permute_{variant}_{size}" for variant in _VARIANTS for size in
 MAX_GRID = 2**31 - 1
 MAX_OUTER = 6  # outer axes that a kernel takes; the host loops over further ones
 
-_AXIS_DTYPE = np.dtype([("extent", "i8"), ("src_stride", "i8"), ("dst_stride", "i8")])
-# The struct `Work` of transpose.cu, member by member.
-WORK_DTYPE = np.dtype(
-    [
-        ("src", "u8"),
-        ("dst", "u8"),
-        ("k", _AXIS_DTYPE),
-        ("i", _AXIS_DTYPE),
-        ("j", _AXIS_DTYPE),
-        ("head_k", "i8"),
-        ("head_i", "i8"),
-        ("step_k", "i8"),
-        ("step_i", "i8"),
-        ("step_j", "i8"),
-        ("tiles_k", "i8"),
-        ("tiles_i", "i8"),
-        ("first_tile", "i8"),
-        ("cells", "i8"),
-        ("outer_count", "i8"),
-        ("outer", _AXIS_DTYPE, (MAX_OUTER,)),
-    ]
-)
-_WORK_STRUCT = Struct(f"=2Q{WORK_DTYPE.itemsize // 8 - 2}q")  # far quicker to fill than the dtype
+# The struct `Work` of transpose.cu: two addresses, and integers of 64 bits.
+_WORK = Struct(f"=2Q{9 + 10 + 3 * MAX_OUTER}q")
 # CuPy asks an argument for its dtype's description, which takes long where there are many fields.
-_OPAQUE = np.dtype((np.void, WORK_DTYPE.itemsize))
+_OPAQUE = np.dtype((np.void, _WORK.size))
 
 
 class Launch(NamedTuple):
@@ -114,7 +93,7 @@ class Launch(NamedTuple):
         """Return the kernel's one argument: an array of one item, passed by value."""
         outer = chain(*self.outer, NO_AXIS * (MAX_OUTER - len(self.outer)))
         # fmt: off
-        packed = _WORK_STRUCT.pack(
+        packed = _WORK.pack(
             self.src, self.dst, *self.k, *self.i, *self.j, *self.head, *self.step, *self.tiles,
             self.first_tile, self.cells, len(self.outer), *outer,
         )

@@ -28,7 +28,6 @@ class Backend(ABC):
 
     Making one imports nothing: its package is imported when a method needs it, and
     `UnsupportedArrayError` says so if that fails.
-
     """
 
     name: ClassVar[str]  # of the package whose arrays these are; tasks and messages carry it

@@ -20,9 +20,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 from dask_p2p.backends.driver import driver
 from dask_p2p.errors import DeviceLostError, TransferError
@@ -37,7 +37,7 @@ _STREAM_CAPTURE_IMPLICIT = 906  # of CUDA: a blocking stream is captured
 _STICKY = frozenset({214, 219, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 
 _private: dict[tuple[int, str], Any] = {}  # streams, by device and use
-_written: dict[int, ref[Any]] = {}  # id -> block
+_written: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id: arrays have no hash
 
 
 def current_device() -> int | None:
@@ -157,7 +157,7 @@ def wait_until_written(blocks: Iterable[Any], *, any_stream: bool = True) -> Non
     be on any GPUs of this process, and written on any stream; else only on the null stream, or on
     streams that the null stream waits for.
     """
-    new = [block for block in blocks if not _is_written(block)]
+    new = [block for block in blocks if _written.get(id(block)) is not block]
     if not new:
         return
     import cupy
@@ -176,18 +176,7 @@ def wait_until_written(blocks: Iterable[Any], *, any_stream: bool = True) -> Non
 
 def mark_written(block: Array) -> None:
     """Note that a block need not be waited for."""
-    number = id(block)
-    _written[number] = ref(block, partial(_forget_written, number))
-
-
-def _is_written(block: Array) -> bool:
-    known = _written.get(id(block))
-    return known is not None and known() is block
-
-
-def _forget_written(number: int, dead: ref[Any]) -> None:
-    if _written.get(number) is dead:  # not one that took its place in the meantime
-        del _written[number]
+    _written[id(block)] = block
 
 
 # --- what may go wrong ---

@@ -12,7 +12,7 @@
 // contiguous on both sides. All other axes of the copy are a batch around the tiles. The idea is
 // that of G. Ruetsch and P. Micikevicius, "Optimizing Matrix Transpose in CUDA" (NVIDIA, 2009).
 //
-// The host plans: see _launch.py, whose WORK_DTYPE is the struct Work below, member by member.
+// The host plans: see _launch.py, whose `Launch.pack` fills the struct Work below, member by member.
 //
 // - Nothing is included, so that NVRTC, nvcc and (for tests) a C++ compiler take this file as it is.
 // - Strides are in bytes, offsets have 64 bits, and the grid has one dimension: a block for a tile.
@@ -54,7 +54,7 @@ struct Work {
     Axis outer[MAX_OUTER];  // the axes around the tiles, the fastest first
 };
 
-static_assert(sizeof(Work) == 8 * (2 + 9 + 10 + 3 * MAX_OUTER), "WORK_DTYPE differs");
+static_assert(sizeof(Work) == 8 * (2 + 9 + 10 + 3 * MAX_OUTER), "_WORK in _launch.py differs");
 
 // ---------------------------------------------------------------------------------------------
 // Which tile

@@ -6,22 +6,13 @@ from typing import Any
 
 import click
 
-from dask_p2p.cli._options import (
-    choose_cluster,
-    connect,
-    cpu_option,
-    one_line_errors,
-    own_cluster,
-    scheduler_option,
-    worker_count,
-    workers_option,
-)
+from dask_p2p.cli import _options as shared
 
 
 @click.command()
-@scheduler_option
-@workers_option
-@cpu_option
+@shared.scheduler_option
+@shared.workers_option
+@shared.cpu_option
 @click.pass_context
 def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: bool) -> None:
     """Show how workers reach each other, how fast, and what is in the way.
@@ -31,11 +22,11 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
     from dask_p2p.plugins.registration import register
     from dask_p2p.tools.check import check as find
 
-    with one_line_errors(), _cluster(scheduler, workers, cpu) as client:
+    with shared.one_line_errors(), _cluster(scheduler, workers, cpu) as client:
         if scheduler is None:
             register(client)
         else:
-            worker_count(client)
+            shared.worker_count(client)
         report = find(client)
     click.echo(report)
     if any(link.error for link in report.links):
@@ -45,8 +36,8 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
 def _cluster(scheduler: str | None, workers: int | None, cpu: bool) -> Any:
     """Give a client of the cluster named, or of one on this machine that ends with the command."""
     if scheduler is None:
-        spec = choose_cluster(workers, cpu)
-        return own_cluster(spec.workers, gpus=bool(spec.gpus))
+        spec = shared.choose_cluster(workers, cpu)
+        return shared.own_cluster(spec.workers, gpus=bool(spec.gpus))
     if workers or cpu:
         raise click.UsageError("--workers and --cpu are for a cluster that is started here")
-    return connect(scheduler)
+    return shared.connect(scheduler)

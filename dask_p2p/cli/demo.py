@@ -15,18 +15,7 @@ import numpy as np
 from dask.utils import format_bytes
 from distributed import wait
 
-from dask_p2p.cli._options import (
-    COUNT,
-    ClusterSpec,
-    check_fits,
-    choose_cluster,
-    cpu_option,
-    default_side,
-    devices_text,
-    one_line_errors,
-    own_cluster,
-    workers_option,
-)
+from dask_p2p.cli import _options as shared
 from dask_p2p.geometry import split_evenly
 from dask_p2p.monitoring.runs import last_runs
 from dask_p2p.monitoring.tables import cells, text_table
@@ -53,28 +42,28 @@ _NEXT = (
 @click.command()
 @click.option(
     "--size",
-    type=COUNT,
+    type=shared.COUNT,
     metavar="N",
     help="Rows and columns of the matrix.  [default: 6000, on GPUs 32768, or what fits]",
 )
-@workers_option
-@cpu_option
+@shared.workers_option
+@shared.cpu_option
 def demo(size: int | None, workers: int | None, cpu: bool) -> None:
     """Start a cluster, transpose a matrix that it makes, and check every element.
 
     Dask's own ways are timed too. On GPUs where there is more than one, else on CPU workers.
     """
-    with one_line_errors():
-        spec = choose_cluster(workers, cpu)
+    with shared.one_line_errors():
+        spec = shared.choose_cluster(workers, cpu)
         dtype = np.dtype("float32" if spec.gpus else "float64")
-        side = size or default_side(spec, dtype.itemsize)
-        check_fits(spec, (side, side), dtype, (1, 0), "--size")
+        side = size or shared.default_side(spec, dtype.itemsize)
+        shared.check_fits(spec, (side, side), dtype, (1, 0), "--size")
         if spec.note:
             click.echo(spec.note)
         click.echo("Starting a cluster ...")
         tried: dict[str, tuple[list[float], int]] = {}  # seconds of each run, and wrong elements
         for options, named in ways(bool(spec.gpus)):
-            own = own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
+            own = shared.own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
             with own as client, client.as_current():
                 if not tried:
                     _introduce(client, spec, side, dtype)
@@ -107,9 +96,9 @@ def _rechunked(method: str, x: DaskArray) -> DaskArray:
     return x.T.rechunk(slab_chunks(x.chunks, (1, 0)), method=method)
 
 
-def _introduce(client: Any, spec: ClusterSpec, side: int, dtype: Any) -> None:
+def _introduce(client: Any, spec: shared.ClusterSpec, side: int, dtype: Any) -> None:
     """Say in words what is there, and what is about to happen."""
-    click.echo(f"Started {devices_text(spec, device_names(client, spec.kind))}.")
+    click.echo(f"Started {shared.devices_text(spec, device_names(client, spec.kind))}.")
     click.echo(f"Dashboard: {client.dashboard_link or 'none'}, while this runs.")
     click.echo(
         f"The matrix, {side} x {side} {dtype}, {format_bytes(side**2 * dtype.itemsize)}, is made "
@@ -120,7 +109,7 @@ def _introduce(client: Any, spec: ClusterSpec, side: int, dtype: Any) -> None:
 
 
 def _tried(
-    client: Any, way: Callable[[DaskArray], Any], spec: ClusterSpec, side: int, dtype: Any
+    client: Any, way: Callable[[DaskArray], Any], spec: shared.ClusterSpec, side: int, dtype: Any
 ) -> tuple[list[float], int]:
     """Time a way to transpose a matrix in one slab a worker; count the wrong elements at last."""
     shape, kind = (side, side), spec.kind

@@ -81,20 +81,22 @@ class Blocks(GraphNode):  # type: ignore[misc]
         return self if items == self.items else Blocks(*items)
 
 
+def _argument(place: int) -> Any:
+    """Return a property: one of the arguments of a task's function."""
+    return property(lambda task: task.args[place])
+
+
 class ReferenceTask(Task):  # type: ignore[misc]
     """Has dependencies that a worker with the plugin is given as references, its `blocks`."""
 
     __slots__ = ()
 
+    blocks: Blocks  # those dependencies
+
     @property
     def is_readable(self) -> bool:
         """Whether this version of the package can read all of it; if not, it ends in an error."""
         return not any(isinstance(arg, Unreadable) for arg in self.args)
-
-    @property
-    @abstractmethod
-    def blocks(self) -> Blocks:
-        """Those dependencies."""
 
     @abstractmethod
     def reads(self) -> Iterable[tuple[Key, int]]:
@@ -109,10 +111,7 @@ class WaitTask(ReferenceTask):
 
     __slots__ = ()
 
-    @property
-    def blocks(self) -> Blocks:
-        blocks: Blocks = self.args[0]
-        return blocks
+    blocks: Blocks = _argument(0)
 
     def reads(self) -> Iterable[tuple[Key, int]]:
         return ((key, 1) for key in self.dependencies - self.blocks.dependencies)
@@ -123,6 +122,13 @@ class AssembleTask(ReferenceTask):
 
     __slots__ = ()
 
+    #: Of the whole output. A worker makes the pieces of its own block from it: all together are as
+    #: many as blocks squared, too many for one client to make and to send.
+    plan: Plan = _argument(1)
+    index: Index = _argument(2)  # of the output block
+    output: OutputSpec = _argument(3)  # what all blocks of the output have in common
+    blocks: Blocks = _argument(4)  # the input blocks, in the plan's order
+
     def __init__(self, key: Key, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         super().__init__(key, func, *args, **kwargs)
         if len(args) > 4 and isinstance(args[4], Blocks):
@@ -131,33 +137,6 @@ class AssembleTask(ReferenceTask):
 
     def reads(self) -> Iterable[tuple[Key, int]]:
         return zip(self.blocks.items, self.plan.source_elements(self.index), strict=True)
-
-    @property
-    def plan(self) -> Plan:
-        """Of the whole output. A worker makes the pieces of its own block from it.
-
-        There are as many pieces as blocks squared, too many for one client to make and to send.
-        """
-        plan: Plan = self.args[1]
-        return plan
-
-    @property
-    def index(self) -> Index:
-        """Of the output block."""
-        index: Index = self.args[2]
-        return index
-
-    @property
-    def output(self) -> OutputSpec:
-        """What all blocks of the output have in common."""
-        output: OutputSpec = self.args[3]
-        return output
-
-    @property
-    def blocks(self) -> Blocks:
-        """The input blocks, in the plan's order."""
-        blocks: Blocks = self.args[4]
-        return blocks
 
     @property
     def block_fusion(self) -> bool:
@@ -184,10 +163,7 @@ class MemberTask(Task):  # type: ignore[misc]
 
     __slots__ = ()
 
-    @property
-    def body(self) -> Any:
-        """What it calls: one for all members."""
-        return self.args[3]
+    body: Any = _argument(3)  # what it calls: one for all members
 
     @property
     def block_fusion(self) -> bool:

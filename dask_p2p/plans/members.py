@@ -31,14 +31,7 @@ class Members:
     def at_most(cls, chunks: Chunks, members: int, cut: Sequence[int] | None = None) -> Members:
         """Return as many members as there can be, with the smallest surface between their shares.
 
-        Parameters
-        ----------
-        chunks
-            Of the array.
-        members
-            At most so many.
-        cut
-            The axes that may be divided between members; by default all.
+        Only the axes of the cut may be divided between members; by default all.
         """
         axes = range(len(chunks)) if cut is None else cut
         most = [len(sizes) if axis in axes else 1 for axis, sizes in enumerate(chunks)]

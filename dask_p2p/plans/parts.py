@@ -95,28 +95,17 @@ class PartPlan:
 
 
 def plan_parts(
-    inputs: Sequence[Input],
-    length: int,
-    part_bytes: int,
+    inputs: Sequence[Input],  # the blocks that are read
+    length: int,  # of the output block along the axis
+    part_bytes: int,  # that all inputs of a part take together, rims included
+    #: Of what the function makes for one element along the axis, other axes' rims included; if
+    #: parts are reduced, of what it makes of any part.
     result_row_bytes: int,
-    is_reduced: bool = False,
+    is_reduced: bool = False,  # whether results are combined, rather than put one after another
 ) -> PartPlan:
     """Cut a block into parts of nearly the same length.
 
-    Parameters
-    ----------
-    inputs
-        The blocks that are read.
-    length
-        Of the output block along the axis.
-    part_bytes
-        What all inputs of a part take together, rims included. A part has one element along the
-        axis at least, even if that takes more.
-    result_row_bytes
-        Of what the function makes for one element along the axis, other axes' rims included; if
-        parts are reduced, of what it makes of any part.
-    is_reduced
-        Whether the results of parts are combined, rather than put one after another.
+    A part has one element along the axis at least, even if that takes more than it may.
 
     Examples
     --------
@@ -172,22 +161,18 @@ class Step(NamedTuple):
     after: tuple[tuple[str, int], ...] = ()
 
 
-def steps(count: int, slots: int, is_reduced: bool = False) -> Iterator[Step]:
+def steps(
+    count: int,  # of parts
+    #: At least 2. Each holds a part from its way up until its result is down, since a result may
+    #: lie in the memory of the part that it was made of.
+    slots: int,
+    is_reduced: bool = False,  # whether only what was made of all parts goes down
+) -> Iterator[Step]:
     """Yield the steps of so many parts in the order in which the host does them, or issues them.
 
     A part goes up before the function is called for the one before it: a function that waits for
     its own work does not keep copies waiting. Threads begin to fill the next slot before that, and
     are at it meanwhile. The slot of a part is its number modulo `slots`.
-
-    Parameters
-    ----------
-    count
-        Of parts.
-    slots
-        At least 2. Each holds a part from its way up until its result is down, since a result may
-        lie in the memory of the part that it was made of.
-    is_reduced
-        Whether only what was made of all parts goes down.
 
     Examples
     --------

@@ -78,9 +78,9 @@ class DaskWorkerContext(AttemptLog):
         self._gone: set[str] = set()
         # Names of arrays, the oldest first, and how many of their blocks are still there.
         self._published: dict[Any, int] = {}
-        self._calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
+        self.calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
-        self._from_disk: dict[Any, Any] = {}  # blocks by key, the oldest first
+        self.from_disk: dict[Any, Any] = {}  # blocks by key, the oldest first
 
     def block(self, key: Key) -> Any:
         """Return a block; one that is spilled is read, and left where it is."""
@@ -91,7 +91,7 @@ class DaskWorkerContext(AttemptLog):
             with suppress(KeyError):
                 return find_in_memory(data, key)
             with suppress(KeyError):
-                return self._from_disk[key]
+                return self.from_disk[key]
             with suppress(KeyError):
                 return self._keep_a_while(key, read_spilled(data, key))
         raise KeyError(key)
@@ -102,29 +102,17 @@ class DaskWorkerContext(AttemptLog):
 
     def _keep_a_while(self, key: Key, block: Array) -> Any:
         """Keep a block that was read for a while: its other regions will be asked for soon."""
-        self._from_disk[key] = block
-        _keep_newest(self._from_disk, _SERVING_THREADS)
-        forget = partial(self._from_disk.pop, key, None)
+        self.from_disk[key] = block
+        _keep_newest(self.from_disk, _SERVING_THREADS)
+        forget = partial(self.from_disk.pop, key, None)
         self.loop.call_soon_threadsafe(self.loop.call_later, _KEEP_S, forget)
         return block
-
-    def usage(self) -> dict[str, int]:
-        """Count what transfers hold on this worker, by transport and kind.
-
-        When no task runs, and all that readers asked for is sent, everything is zero, except for
-        what is kept a while on purpose: mappings of `ipc`, published blocks, blocks read from disk.
-        """
-        calls = sum(len(calls) for calls in list(self._calls.values()))
-        held = {"calls": calls, "from disk": len(self._from_disk)}
-        for name, transport in self.router.transports.items():
-            held |= {f"{name}.{what}": count for what, count in transport.usage().items()}
-        return held
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         if address in self._gone:
             raise ConnectionAbortedError("it has left the cluster")
         call = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**kwargs))
-        self._calls[address].add(call)
+        self.calls[address].add(call)
         try:
             reply: dict[str, Any] = await call
             self.router.silences.heard(address)
@@ -133,15 +121,15 @@ class DaskWorkerContext(AttemptLog):
                 raise ConnectionAbortedError("it has left the cluster") from None
             raise
         finally:
-            self._calls[address].discard(call)
-            if not self._calls[address]:
-                del self._calls[address]
+            self.calls[address].discard(call)
+            if not self.calls[address]:
+                del self.calls[address]
         return reply
 
     def on_worker_left(self, address: str) -> None:
         """Cancel calls to a worker that has left: it would take long until connecting fails."""
         self._gone.add(address)
-        for call in self._calls.pop(address, ()):
+        for call in self.calls.pop(address, ()):
             call.cancel()
 
     def on_workers_named(self, addresses: Iterable[str]) -> None:
@@ -278,7 +266,7 @@ class DaskWorkerContext(AttemptLog):
         return True
 
     def close(self) -> None:
-        self._from_disk.clear()
+        self.from_disk.clear()
         self.outputs.close()
         self.pinned.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -24,24 +24,24 @@ members of one process, and where the allocator's memory cannot be shared.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dask_p2p.backends import RUN_BYTES, order_of
 from dask_p2p.geometry import Box, Runs, box_slices, gapless_from, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.sections.gpu_places import mapped, told
 from dask_p2p.sections.link import Buffer
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.regions import Call, Local, Regions
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.sections.windows import OwnEvents, PeerMemory, if_possible, opened
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 #: What is read last is no larger. A kernel puts it into place in 50 µs: the host needs as long for
 #: one more part.
 _LAST_PART_BYTES = 2**26
-#: Number, shape, strides, and where it lies.
-_Piece: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], cuda_ipc.Place]
 _READ, _WRITTEN = range(2)  # events of a member; from the second on one for each piece
 
 
@@ -191,7 +189,7 @@ class GpuRegions:
         said = links.exchange(text, told, dict.fromkeys(near))
         found = {}
         for rank in call.in_turn(links, [rank for rank, place in said.items() if len(place)]):
-            region = if_possible(gpu, partial(_region, near[rank], said[rank], call.dtype))
+            region = if_possible(gpu, partial(mapped, near[rank], said[rank], call.dtype))
             if region is not None:
                 found[rank] = region
         for turn, (rank, (its_axis, pieces)) in enumerate(found.items(), 1):
@@ -232,7 +230,7 @@ class GpuRegions:
             if place is None:
                 return b""
             found.append((number, piece.shape, piece.strides, place))
-        return _told(axis, tuple(found)) if found else b""
+        return told(axis, tuple(found)) if found else b""
 
     def _readers(self, links: Links, call: Call, read: set[int]) -> set[int]:
         """Tell others what was read, and have the stream wait for those that read from here."""
@@ -309,43 +307,6 @@ def _parts(
     if is_last:
         parts = taper_last(parts, max(1, _LAST_PART_BYTES // item_bytes), runs)
     return tuple(tuple(part[order.index(axis)] for axis in range(len(shape))) for part in parts)
-
-
-@lru_cache(maxsize=64)  # calls that are made again and again find the same memory
-def _told(axis: int, pieces: tuple[_Piece, ...]) -> bytes:
-    """Return what other members are told of a region: its axis, and where its pieces lie."""
-    return json.dumps((axis, [(*piece, asdict(place)) for *piece, place in pieces])).encode()
-
-
-@lru_cache(maxsize=64)
-def _said(told: bytes) -> tuple[int, list[_Piece]]:
-    """Return what `_told` was given."""
-    axis, pieces = json.loads(told)
-    return axis, [
-        (number, tuple(length), tuple(strides), cuda_ipc.Place(**place))
-        for number, length, strides, place in pieces
-    ]
-
-
-def _region(of: PeerMemory, said: Buffer, dtype: DType) -> tuple[int, list[tuple[int, Any]]]:
-    """Return another member's region, as it is mapped here: its axis, and pieces by number."""
-    axis, pieces = _said(bytes(said))
-    return axis, [
-        (number, _mapped(of, place, length, strides, dtype))
-        for number, length, strides, place in pieces
-    ]
-
-
-def _mapped(
-    of: PeerMemory,
-    place: cuda_ipc.Place,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: DType,
-) -> Any:
-    along = zip(shape, strides, strict=True)
-    spread_bytes = sum((length - 1) * abs(stride) for length, stride in along) + dtype.itemsize
-    return cuda_ipc.array_at(of.mapped(place, spread_bytes), shape, strides, dtype)
 
 
 def _bytes_of(whole: Array) -> Array:

@@ -217,7 +217,10 @@ class _Pair:
         context, holder = self.context, self.holder
         order = self.options.order(self.kind)
         try:
-            latency_s, time_s, transport = self._measure()
+            # The first one is tried before anything is timed.
+            context.router.routes([holder], self.kind, PROBE_DTYPE, order)
+            latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(REPEATS)
+            time_s, transport = self._time(REPEATS)
             quicker = self._quicker(time_s, transport)
         except P2PError as exc:
             error = f"{type(exc).__name__}: {exc}"
@@ -233,15 +236,6 @@ class _Pair:
             self.holder, self.kind, PROBE_DTYPE
         )
         return obstacle or router.failure(self.holder, transport)
-
-    def _measure(self) -> tuple[float, float, str]:
-        """Return the time of a small block and of a large one, and what brought that one."""
-        # The first one is tried before anything is timed.
-        self.context.router.routes(
-            [self.holder], self.kind, PROBE_DTYPE, self.options.order(self.kind)
-        )
-        latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(REPEATS)
-        return latency_s, *self._time(REPEATS)
 
     def _quicker(self, time_s: float, transport: str) -> str | None:
         """Return the quickest later transport, if it takes less than half the time."""

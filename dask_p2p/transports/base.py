@@ -110,12 +110,8 @@ class Region:
 
         That is `into`, where the region belongs, if the transport can bring it straight there.
 
-        Raises
-        ------
-        TransferError, BlockMismatchError
-            If it will not come.
-        TimeoutError
-            If it does not come in time, and nobody has noticed.
+        `TransferError` or `BlockMismatchError` if it will not come, `TimeoutError` if it does not
+        come in time and nobody has noticed.
         """
         if self.error is not None:
             raise self.error
@@ -124,24 +120,15 @@ class Region:
 
 
 class Reading(ABC):
-    """Regions of one holder's blocks on their way here.
-
-    Iterating asks for one region after another.
-
-    Attributes
-    ----------
-    ahead : int
-        Regions that may be asked for while the one before them is put into place.
-    part_bytes : int or None
-        Of the largest part; None if there is no limit.
-    """
+    """Regions of one holder's blocks on their way here: iterating asks for one after another."""
 
     def __init__(self, requests: Sequence[Request], footprint: Footprint, options: Options) -> None:
         self.requests = requests
-        self.part_bytes = footprint.part_bytes
+        self.part_bytes = footprint.part_bytes  # of the largest; None if there is no limit
         # A part has one item at least: larger ones go one at a time.
         is_small = self.part_bytes is not None and self.part_bytes < requests[0].dtype.itemsize
         is_alone = is_small or options.mode == "sync"
+        #: Regions that may be asked for while the one before them is put into place.
         self.ahead = 0 if is_alone else footprint.parts_in_flight
         self._dropped: set[int] = set()
 
@@ -186,15 +173,7 @@ class Reading(ABC):
 
 
 class Transport(ABC):
-    """How regions get from worker to worker.
-
-    Parameters
-    ----------
-    worker
-        The worker that this transport lives on.
-    options
-        The worker's own, for what does not depend on a task.
-    """
+    """How regions get from worker to worker."""
 
     name: ClassVar[str]
 
@@ -211,8 +190,8 @@ class Transport(ABC):
     sections: ClassVar[tuple[type[Section], ...]] = ()
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:
-        self.worker = worker
-        self.options = options
+        self.worker = worker  # that it is on
+        self.options = options  # the worker's own, for what does not depend on a task
         #: What is packed for readers; the transports of one worker share one.
         self.packed = ByteBudget(options.staging_limit_bytes)
         self.pools: list[Buffers] = []  # those that it has
@@ -262,12 +241,9 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
-        """Begin to read blocks of one holder.
+        """Begin to read blocks of one holder; `TransferError` if nothing of it will come.
 
-        Raises
-        ------
-        TransferError
-            If nothing of it will come. What fails for one block only is told by its regions.
+        What fails for one block only is told by its regions.
         """
 
     # --- arithmetic, which needs no worker ---
@@ -303,10 +279,6 @@ class Transport(ABC):
         running = asyncio.ensure_future(self.worker.offload(function, *args))
         self._in_background.add(running)  # the loop itself keeps only a weak reference
         running.add_done_callback(self._in_background.discard)
-
-    def usage(self) -> dict[str, int]:
-        """Count what is kept for others, or of others: all zero when nobody reads or is read."""
-        return {}
 
     @abstractmethod
     async def close(self) -> None:

@@ -25,7 +25,7 @@ from dask_p2p.errors import AxesError, ChunksError
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.transpose import transpose
-from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
+from dask_p2p.xarray.by_name import as_dask, by_dimension, iterated, named_in_errors
 from dask_p2p.xarray.spectra import spectrum, undone
 
 __all__ = ["P2PAccessor"]
@@ -169,9 +169,8 @@ class P2PAccessor:
             if not rims:
                 return before
             beyond = {i: kinds[dim] for i, dim in enumerate(before.dims) if dim in kinds}
-            x = before.chunk().data if before.chunks is None else before.data
             with named_in_errors(before.dims, rims, beyond):
-                y = map_overlap(func, x, depth=rims, boundary=beyond, **kwargs)
+                y = map_overlap(func, as_dask(before), depth=rims, boundary=beyond, **kwargs)
             after = before.copy(deep=False, data=y)
             after.encoding = {}  # of other values
             return after

@@ -56,14 +56,14 @@ def iterated(
     levels = _levels(given, fields)
     first = levels[0]
     dims = first.dims
-    arrays = [_as_dask(first)]
+    arrays = [as_dask(first)]
     for level in levels[1:]:
         if set(level.dims) != set(dims):
             raise InputError(
                 f"fields: expected the dimensions of the newest, {dims}, for all, got {level.dims}."
             )
         _check_coordinates(first, level, "fields")
-        data = _as_dask(level.transpose(*dims))
+        data = as_dask(level.transpose(*dims))
         arrays.append(data if data.chunks == arrays[0].chunks else rechunk(data, arrays[0].chunks))
     read = [_constant(given, each, first, arrays[0]) for each in _listed(constants)]
     each = depth if isinstance(depth, list) else [depth]
@@ -152,7 +152,8 @@ def _by_axis(dims: Sequence[Hashable], what: str, given: Any) -> dict[int, Any]:
     return {axis: named[dim] for axis, dim in enumerate(dims) if dim in named}
 
 
-def _as_dask(a: Any) -> Any:
+def as_dask(a: Any) -> Any:
+    """Return the data of an array or variable as a Dask array, in one block if in memory."""
     return a.data if is_dask_array(a.data) else a.chunk().data
 
 

@@ -17,6 +17,7 @@ import xarray as xr
 from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+from dask_p2p.xarray.by_name import as_dask
 
 _EVEN = 1e-3  # how much distances of coordinates may differ, relative to the first
 
@@ -59,7 +60,7 @@ def spectrum(
         axes.append(_Axis(f"{prefix}{name}", number, frequencies, factor * amplitude, attrs))
     numbers = [axis.number for axis in axes]
     transform = transforms.fftn if real_dim is None else transforms.rfftn
-    y = transform(_blocks(a), axes=numbers)
+    y = transform(as_dask(a), axes=numbers)
     shifted = numbers if real_dim is None else numbers[:-1]
     if shift and shifted:
         y = transforms.fftshift(y, shifted)
@@ -91,7 +92,7 @@ def undone(
         title = str(name).removeprefix(prefix)
         axes.append(_Axis(title, number, values, factor * amplitude, {"spacing": step}))
         lengths.append(n)
-    y = _scaled(_blocks(a), axes)
+    y = _scaled(as_dask(a), axes)
     if shifted:
         y = transforms.ifftshift(y, shifted)
     transform = transforms.ifftn if real_dim is None else transforms.irfftn
@@ -133,10 +134,6 @@ def _even(values: Any, name: Hashable) -> Any:
             f"{values[:4]}... Interpolate the array, or drop the coordinate: a.drop_vars({name!r})."
         )
     return values
-
-
-def _blocks(a: Any) -> Any:
-    return a.chunk().data if a.chunks is None else a.data
 
 
 def _scaled(x: Any, axes: Sequence[_Axis]) -> Any:

@@ -13,7 +13,6 @@ from dask_p2p.backends._launch import (
     MAX_GRID,
     MAX_OUTER,
     WORD_SIZES_BYTES,
-    WORK_DTYPE,
     plan_launches,
 )
 from dask_p2p.backends._tiling import COPY_WORDS, VECTOR_TILE
@@ -21,6 +20,17 @@ from tests.support import pairwise
 
 from .emulator import guarded, library, needs_compiler, permute
 from .support import POISON, bits, boxes, permutations, random_bits
+
+AXIS = np.dtype([("extent", "i8"), ("src_stride", "i8"), ("dst_stride", "i8")])
+# The struct `Work` of transpose.cu, member by member.
+WORK = np.dtype(
+    [
+        *(("src", "u8"), ("dst", "u8"), ("k", AXIS), ("i", AXIS), ("j", AXIS)),
+        *(("head_k", "i8"), ("head_i", "i8"), ("step_k", "i8"), ("step_i", "i8"), ("step_j", "i8")),
+        *(("tiles_k", "i8"), ("tiles_i", "i8"), ("first_tile", "i8"), ("cells", "i8")),
+        *(("outer_count", "i8"), ("outer", AXIS, (MAX_OUTER,))),
+    ]
+)
 
 
 def launches(shape, itemsize, axes=None):
@@ -53,8 +63,9 @@ def guarded_array(name, shape, itemsize, flush="end", shift=0):
 
 
 @needs_compiler
-def test_the_struct_is_the_dtype():
-    assert library().work_bytes() == WORK_DTYPE.itemsize
+def test_the_struct_is_what_is_packed():
+    (launch,) = launches((64, 64), 8)
+    assert library().work_bytes() == launch.pack().nbytes == WORK.itemsize
 
 
 @needs_compiler
@@ -329,7 +340,7 @@ def test_offsets_have_64_bits():
     (launch,) = plan_launches(
         0x7F00_0000_0000, 0x7E00_0000_0000, (columns, rows), 16, (rows * 16, 16), (16, columns * 16)
     )
-    (packed,) = launch.pack().view(WORK_DTYPE)
+    (packed,) = launch.pack().view(WORK)
     assert int(packed["k"]["dst_stride"]) * (columns - 1) > 1 << 37
     assert int(packed["src"]) == 0x7E00_0000_0000
     assert prod(launch.tiles) * prod(axis.extent for axis in launch.outer) == (1 << 12) ** 2

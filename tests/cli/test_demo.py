@@ -8,8 +8,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from dask_p2p.cli import _options, p2p
 from dask_p2p.cli import demo as command
-from dask_p2p.cli import p2p
 from dask_p2p.cli._options import ClusterSpec, choose_cluster, default_side
 
 pytestmark = pytest.mark.programs
@@ -28,7 +28,9 @@ def demo(client, monkeypatch):
     """Run the command with the tests' cluster, of four workers."""
 
     def run(*args):
-        monkeypatch.setattr(command, "own_cluster", lambda *_, **__: contextlib.nullcontext(client))
+        monkeypatch.setattr(
+            _options, "own_cluster", lambda *_, **__: contextlib.nullcontext(client)
+        )
         return CliRunner().invoke(p2p, ["demo", "--cpu", *args])
 
     return run

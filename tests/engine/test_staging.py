@@ -30,6 +30,7 @@ from dask_p2p.transports.packed.ucx import UcxTransport
 from dask_p2p.transports.router import Router
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.transports.reading import open_block
+from tests.usage import usage
 
 X = np.arange(24 * 24.0).reshape(24, 24)
 CHUNKS = ((8, 8, 8), (24,))
@@ -369,7 +370,7 @@ def test_a_holder_that_never_has_room_says_so(workers, cls):
     read = partial(read_at_once, reader, "x", BOXES, chosen)
     with pytest.raises(TransferError, match="outgoing staging limit"):
         read(times=1)
-    wait_until(lambda: not any(serving.usage().values()))
+    wait_until(lambda: not any(usage(serving).values()))
     taken()
     wait_until(lambda: serving.packed.reserved_bytes == 0)
     assert read_at_once(reader, "x", BOXES, options(), times=1) == [EXPECTED]

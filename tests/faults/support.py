@@ -23,6 +23,7 @@ from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.transports.packed.ucx import Outgoing
 from tests.support import FORKED, prepare_to_fork
 from tests.transports.loopback import wait_until
+from tests.usage import usage_of_worker
 
 BOUND_S = 60  # within which everything must have ended
 CLOSING = {Status.closing_gracefully, Status.closing}  # which takes Dask two seconds
@@ -133,7 +134,7 @@ def held(client):
 
 
 def _held(dask_worker):
-    return dask_worker.plugins[PLUGIN_NAME].context.usage()
+    return usage_of_worker(dask_worker.plugins[PLUGIN_NAME].context)
 
 
 def assert_nothing_is_held(client):

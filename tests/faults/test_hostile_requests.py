@@ -57,6 +57,7 @@ from tests.faults.hostile import (
 )
 from tests.support import with_section
 from tests.transports.loopback import EventLoop, LoopbackHost
+from tests.usage import usage
 
 # Hypothesis makes an example's requests faster than as many examples: 2,000 in all, and 11,000 with
 # --slow, which has five times as many examples.
@@ -139,7 +140,7 @@ def holder(tmp_path_factory):
             ask=ask,
             directories=directories,
             sent=sent,
-            mapped=lambda: pinned.usage()["mapped"],
+            mapped=lambda: usage(pinned)["mapped"],
         )
     for transport in (ipc, cma, pinned):
         loop.run(transport.close())

@@ -28,6 +28,7 @@ from tests.faults.support import (
     source,
 )
 from tests.transports.loopback import EventLoop, wait_until
+from tests.usage import usage_of_worker
 
 SHAPE = (384, 384)  # 1.1 MiB
 LIMIT_BYTES = 2**30
@@ -137,8 +138,8 @@ def test_a_block_on_disk_stays_there_and_is_not_read_for_each_region(spilled, mo
         host.block("x")
     assert read == ["x"]
     assert list(buffer.disk) == ["x"]
-    assert host.usage()["from disk"] == 1
-    wait_until(lambda: host.usage()["from disk"] == 0)
+    assert usage_of_worker(host)["from disk"] == 1
+    wait_until(lambda: usage_of_worker(host)["from disk"] == 0)
     host.block("x")
     assert read == ["x", "x"], "the first one is not in memory any more"
 
@@ -165,7 +166,7 @@ def test_of_blocks_on_disk_only_the_last_are_kept(spilled):
             buffer.evict()
     for key in range(5):
         np.testing.assert_array_equal(host.block(key), expected((10, 10)) + key)
-        assert host.usage()["from disk"] <= 2
+        assert usage_of_worker(host)["from disk"] <= 2
     assert len(buffer.disk) == 6
 
 

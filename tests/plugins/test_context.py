@@ -16,6 +16,7 @@ from dask_p2p.config import options, transport_classes
 from dask_p2p.monitoring.records import Record
 from dask_p2p.plugins import context as context_module
 from dask_p2p.plugins.context import DaskWorkerContext
+from tests.usage import usage_of_worker
 
 
 class DeafWorker:
@@ -159,14 +160,14 @@ def test_nothing_is_kept_of_calls_that_ended():
         for address in ("a", "b"):
             call = asyncio.ensure_future(context.call(address, "op"))
             await asyncio.sleep(0.01)
-            assert context.usage()["calls"] == 1
+            assert usage_of_worker(context)["calls"] == 1
             if address == "a":
                 context.on_worker_left(address)
             else:
                 call.cancel()
             await asyncio.wait([call])
             assert not call.cancelled() or address == "b"
-        assert context.usage()["calls"] == 0
+        assert usage_of_worker(context)["calls"] == 0
         context.close()
 
     asyncio.run(main())
@@ -216,9 +217,9 @@ def test_blocks_that_are_read_from_disk_may_be_forgotten_meanwhile(monkeypatch):
 
     async def main():
         context = DaskWorkerContext(DeafWorker(), options())
-        context._from_disk = ForgottenMeanwhile()
+        context.from_disk = ForgottenMeanwhile()
         assert [context.block(key) for key in "abcd"] == [*"abcd"]
-        assert context.usage()["from disk"] <= 2
+        assert len(context.from_disk) <= 2
 
     monkeypatch.setattr(context_module, "find_in_memory", not_in_memory)
     monkeypatch.setattr(context_module, "read_spilled", lambda data, key: key)

@@ -102,9 +102,6 @@ class IpcTransport(SameHostTransport):
             self.mappings.retire(known[0].folder)
             self.offload(self.mappings.close_unused)
 
-    def usage(self) -> dict[str, int]:
-        return {**super().usage(), "mapped": len(self.mappings)}
-
     async def close(self) -> None:
         await super().close()
         with suppress(DeviceLostError):  # what was mapped is gone with it

@@ -162,9 +162,6 @@ class SameHostTransport(Transport):
     def on_worker_left(self, holder: str) -> None:
         self._peers.pop(holder, None)
 
-    def usage(self) -> dict[str, int]:
-        return {"published": len(self.directory)}
-
     async def close(self) -> None:
         self.is_closed = True
         if self.expiring is not None:

@@ -161,13 +161,6 @@ class PackedTransport(Transport):
         self.opened.add(reading)
         return reading
 
-    def usage(self) -> dict[str, int]:
-        return {
-            "opened": len(self.opened),
-            "requested": sum(reading.under_way for reading in list(self.opened)),
-            "serving": self.serving,
-        }
-
     def on_worker_left(self, holder: str) -> None:
         self._paces.pop(holder, None)
 

@@ -120,7 +120,7 @@ class PinnedTransport(PackedTransport):
         self.buffers = {kind: Buffers(kind, nbytes) for kind, nbytes in idle_bytes.items()}
         self.pools += [*self.segments.values(), *self.buffers.values()]
         self._obstacles: dict[str, Obstacle | None] = {}  # by holder
-        self._mapped: OrderedDict[SegmentName, Segment] = OrderedDict()  # of readers, by last use
+        self.mapped: OrderedDict[SegmentName, Segment] = OrderedDict()  # of readers, by last use
         self._mapping = threading.Lock()
         self.threads: ThreadPoolExecutor = ThreadPoolExecutor(_THREADS, "p2p-pinned")
 
@@ -167,29 +167,26 @@ class PinnedTransport(PackedTransport):
     def segment(self, name: SegmentName) -> Segment:
         """Return a reader's memory, mapped once; what its readers gave up is not kept."""
         with self._mapping:
-            if name not in self._mapped:
-                for other in [other for other in self._mapped if not other.is_open()]:
-                    del self._mapped[other]
-                self._mapped[name] = Segment.open(name)
-            self._mapped.move_to_end(name)
-            while len(self._mapped) > _MOST_MAPPED:
-                self._mapped.popitem(last=False)
-            return self._mapped[name]
+            if name not in self.mapped:
+                for other in [other for other in self.mapped if not other.is_open()]:
+                    del self.mapped[other]
+                self.mapped[name] = Segment.open(name)
+            self.mapped.move_to_end(name)
+            while len(self.mapped) > _MOST_MAPPED:
+                self.mapped.popitem(last=False)
+            return self.mapped[name]
 
     # --- both sides ---
-
-    def usage(self) -> dict[str, int]:
-        return {**super().usage(), "mapped": len(self._mapped)}
 
     def on_worker_left(self, holder: str) -> None:
         super().on_worker_left(holder)
         self._obstacles.pop(holder, None)
-        if self._mapped:  # perhaps its memory, which exists as long as it is mapped here
+        if self.mapped:  # perhaps its memory, which exists as long as it is mapped here
             self.offload(self._unmap)
 
     def _unmap(self) -> None:
         with self._mapping:
-            self._mapped.clear()
+            self.mapped.clear()
 
     def let_go(self) -> None:
         super().let_go()

@@ -124,15 +124,10 @@ class PackedReading(Reading):
         self.timeout_s = options.request_timeout_s
         # Objects are pickled: their bytes are others here than there.
         self._with_sums = options.checksum and not requests[0].dtype.hasobject
-        self._calls: set[Future[Any]] = set()
+        self.calls: set[Future[Any]] = set()  # that have no answer yet
         all_items = sum(box_size(box) for request in requests for box in request.boxes)
         self.part_bytes: int = min(self.part_bytes or 1, pace.most_bytes)
         self.batch_bytes = min(all_items * requests[0].dtype.itemsize, self.part_bytes)
-
-    @property
-    def under_way(self) -> int:
-        """Number of calls that have no answer yet."""
-        return len(self._calls)
 
     def places(self, parts: Sequence[Region]) -> tuple[list[int], int]:
         """Return where in one memory these parts lie, and how long it is, in bytes."""
@@ -177,12 +172,12 @@ class PackedReading(Reading):
     def _begun(self, asking: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Have the event loop run a call, which closing cancels."""
         call = asyncio.run_coroutine_threadsafe(asking, self.worker.loop)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        self.calls.add(call)
+        call.add_done_callback(self.calls.discard)
         return call
 
     def close(self) -> None:
-        for call in list(self._calls):
+        for call in list(self.calls):
             call.cancel()
         self._transport.opened.discard(self)
 

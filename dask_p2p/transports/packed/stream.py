@@ -159,7 +159,7 @@ class StreamedReading(PackedReading):
         """
         self._missing[call] -= 1
         if not self._missing[call]:
-            self._calls.discard(call)
+            self.calls.discard(call)
 
     def ask_again(self, landing: Incoming) -> Any:
         """Return a part by itself, since its row has ended before."""

@@ -115,7 +115,7 @@ class UcxTransport(PackedTransport):
             if self.is_closed:
                 raise TransferError("the worker is closing")
             if self._messenger is None:
-                if (obstacle := self._own_obstacle()) is not None:
+                if (obstacle := self.holder_obstacle(self.worker.address)) is not None:
                     raise TransferError(obstacle.full_text, obstacle=obstacle)
                 self._messenger = Messenger(current_device())
                 resting = self._rest(self._messenger)
@@ -134,10 +134,6 @@ class UcxTransport(PackedTransport):
             await asyncio.sleep(_REST_S)
             await self.worker.offload(messenger.rest, _REST_S)
 
-    def usage(self) -> dict[str, int]:
-        messages = 0 if self._messenger is None else self._messenger.under_way
-        return {**super().usage(), "messages": messages}
-
     def on_worker_left(self, holder: str) -> None:
         super().on_worker_left(holder)
         address = self.addresses.pop(holder, None)
@@ -152,7 +148,7 @@ class UcxTransport(PackedTransport):
                 self._messenger.close()
         super().let_go()
 
-    def _own_obstacle(self) -> Obstacle | None:
+    def holder_obstacle(self, holder: str) -> Obstacle | None:  # the same for each
         if self.worker.encrypted_only and not UcxOptions.of(self.options).allow_unencrypted:
             return Obstacle(
                 "unencrypted",
@@ -163,9 +159,6 @@ class UcxTransport(PackedTransport):
         return ucxx_obstacle()
 
     # --- the reader's side, in task threads ---
-
-    def holder_obstacle(self, holder: str) -> Obstacle | None:
-        return self._own_obstacle()
 
     def mailboxes(self, holder: str, number: int = 1) -> Mailboxes:
         """Return where so many messages are looked out for."""

@@ -28,6 +28,7 @@ from dask_p2p.transports.probe import PROBE_BYTES
 from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, linked, wait_until
+from tests.usage import usage
 
 F8 = np.dtype("f8")
 
@@ -113,7 +114,7 @@ class TestCma(Conformance):
         for key in range(65):
             setup.put(key, array + key)
         setup.serving.publish(setup.host.blocks)
-        assert setup.serving.usage() == {"published": 64}
+        assert usage(setup.serving) == {"published": 64}
         with pytest.raises(UnsuitableError, match="no entry is free"):
             self.read(setup, 64, array, whole)
         np.testing.assert_array_equal(self.read(setup, 63, array, whole), array + 63)
@@ -159,32 +160,32 @@ class TestCma(Conformance):
 
         monkeypatch.setattr(CmaTransport, "place_of", place_of)
         setup.serving.publish_block(key, array.shape)
-        assert setup.serving.usage() == {"published": 1}
+        assert usage(setup.serving) == {"published": 1}
 
     def test_what_is_no_numpy_block_is_not_published(self, setup, block, monkeypatch):
         monkeypatch.setattr(same_host, "backend_for", lambda block: SimpleNamespace(name="cupy"))
         setup.serving.publish(setup.host.blocks)
-        assert setup.serving.usage() == {"published": 0}
+        assert usage(setup.serving) == {"published": 0}
 
     def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         setup.drop(key)
-        assert setup.serving.usage() == {"published": 1}, "it is being read"
+        assert usage(setup.serving) == {"published": 1}, "it is being read"
         np.testing.assert_array_equal(remote.request().result(), array)
         remote.close()
         setup.serving.directory.expire(60)
-        assert setup.serving.usage() == {"published": 0}
+        assert usage(setup.serving) == {"published": 0}
 
     def test_a_block_is_let_go_of_with_its_last_region(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 3), (0, 10)), ((3, 6), (0, 10)))
         np.testing.assert_array_equal(remote.request().result(), array[:3])
         setup.drop(key)
-        assert setup.serving.usage() == {"published": 1}
+        assert usage(setup.serving) == {"published": 1}
         np.testing.assert_array_equal(remote.request().result(), array[3:])
         setup.serving.directory.expire(60)
-        assert setup.serving.usage() == {"published": 0}
+        assert usage(setup.serving) == {"published": 0}
         remote.confirm()
         remote.close()
 
@@ -194,11 +195,11 @@ class TestCma(Conformance):
             setup.put(key, array + key)
         setup.host.on_disk = set(range(4))
         setup.serving.publish(setup.host.blocks)
-        assert setup.serving.usage() == {"published": 1}, "what is in memory"
+        assert usage(setup.serving) == {"published": 1}, "what is in memory"
         for key in (0, 1, 2, 3, 3, 0):
             got = self.read(setup, key, array, ((0, 6), (0, 10)))
             np.testing.assert_array_equal(got, array + key)
-            assert setup.serving.usage()["published"] <= 1 + 2
+            assert usage(setup.serving)["published"] <= 1 + 2
         assert setup.host.calls.count("p2p_cma_publish") == 5
 
     def test_a_block_on_disk_is_kept_while_it_is_read(self, setup):
@@ -208,11 +209,11 @@ class TestCma(Conformance):
         setup.host.on_disk = set(range(4))
         whole = ((0, 6), (0, 10))
         opened = [self.open(setup, key, array, whole) for key in range(4)]
-        assert setup.serving.usage() == {"published": 4}
+        assert usage(setup.serving) == {"published": 4}
         for key, remote in enumerate(opened):
             np.testing.assert_array_equal(remote.request().result(), array + key)
         setup.serving.directory.expire(60)
-        assert setup.serving.usage() == {"published": 2}
+        assert usage(setup.serving) == {"published": 2}
 
     def test_regions_that_are_empty_come_though_all_else_was_read(self, setup, block):
         key, array = block
@@ -222,7 +223,7 @@ class TestCma(Conformance):
         assert remote.request().result().shape == (0, 10)
         setup.drop(key)
         setup.serving.directory.expire(60)
-        assert setup.serving.usage() == {"published": 0}
+        assert usage(setup.serving) == {"published": 0}
         remote.close()
 
     def test_what_is_closed_is_not_read(self, setup, block):
@@ -258,7 +259,7 @@ class TestCma(Conformance):
             with pytest.raises(UnsuitableError, match="in runs of"):
                 region.result()
             setup.drop("rows")
-            assert setup.serving.usage() == {"published": 0}
+            assert usage(setup.serving) == {"published": 0}
 
     @pytest.mark.parametrize(
         ("width", "rows", "comes"), [(15, 20_000, False), (16, 20_000, True), (1, 10_000, True)]
@@ -273,7 +274,7 @@ class TestCma(Conformance):
         with pytest.raises(UnsuitableError, match="in runs of 120 bytes"):
             self.read(setup, "rows", array, box)
         setup.drop("rows")
-        assert setup.serving.usage() == {"published": 0}
+        assert usage(setup.serving) == {"published": 0}
 
     def test_other_blocks_are_not_for_cma(self, setup):
         obstacle = setup.reader.obstacle("holder", "cupy", F8)
@@ -327,7 +328,7 @@ class TestCma(Conformance):
         with pytest.raises(TransferError, match="has no address"):
             self.open(setup, key, array)
         setup.drop(key)
-        assert setup.serving.usage() == {"published": 0}
+        assert usage(setup.serving) == {"published": 0}
 
     def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):
         key, array = block
@@ -378,9 +379,9 @@ class TestCma(Conformance):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         setup.close_holder()
-        assert setup.serving.usage() == {"published": 1}
+        assert usage(setup.serving) == {"published": 1}
         np.testing.assert_array_equal(remote.request().result(), array)
-        wait_until(lambda: setup.serving.usage() == {"published": 0})
+        wait_until(lambda: usage(setup.serving) == {"published": 0})
         wait_until(lambda: not os.path.exists(setup.serving.directory.folder))
 
     def test_a_reader_with_its_last_file_descriptor(self, setup, block, monkeypatch):
@@ -401,5 +402,5 @@ class TestCma(Conformance):
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
         setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
         setup.serving.publish(setup.host.blocks)
-        assert setup.serving.usage() == {"published": 1}
-        wait_until(lambda: setup.serving.usage() == {"published": 0})
+        assert usage(setup.serving) == {"published": 1}
+        wait_until(lambda: usage(setup.serving) == {"published": 0})

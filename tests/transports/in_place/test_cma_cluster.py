@@ -17,6 +17,7 @@ from dask_p2p.plugins.registration import workers_of
 from tests.support import own_client, persisted, result_of, tls_client, used
 from tests.transports.loopback import wait_until
 from tests.transports.transposes import check_bits, check_objects
+from tests.usage import usage, usage_of_worker
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_nothing_is_kept(client):
     del a, y
 
     def in_use(dask_worker):
-        return sum(dask_worker.plugins[PLUGIN_NAME].context.usage().values())
+        return sum(usage_of_worker(dask_worker.plugins[PLUGIN_NAME].context).values())
 
     wait_until(lambda: set(client.run(in_use).values()) == {0})
 
@@ -159,7 +160,7 @@ def test_no_holder_is_asked_to_publish_what_another_task_will_read(client):
     def count(dask_worker):
         transport = dask_worker.plugins[PLUGIN_NAME].context.router.transports["cma"]
         held = sum(key[0] == x.name for key in dask_worker.data)
-        return held, transport.usage()["published"] if held else 0
+        return held, usage(transport)["published"] if held else 0
 
     y = persisted(client, dask_p2p.rechunk(x, (16, 48)))
     for held, published in client.run(count).values():

@@ -35,6 +35,7 @@ from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import linked, wait_until
 from tests.transports.reading import open_block
+from tests.usage import usage
 
 MIB = 2**20
 
@@ -220,7 +221,7 @@ class TestIpcEmulated(Conformance):
         assert len(setup.device.runtime.open) == 1, "it is being read"
         remote.close()
         wait_until(lambda: setup.device.runtime.open == {})
-        assert setup.reader.usage()["mapped"] == 0
+        assert usage(setup.reader)["mapped"] == 0
 
     def test_a_worker_that_left_is_not_known_any_more(self, setup, block, loop):
         key, array = block
@@ -230,9 +231,9 @@ class TestIpcEmulated(Conformance):
 
         for _ in range(2):
             self.read(setup, key, array, ((0, 6), (0, 10)))
-            assert setup.reader.usage()["mapped"] == 1
+            assert usage(setup.reader)["mapped"] == 1
             loop.run(forget())
-            wait_until(lambda: setup.reader.usage()["mapped"] == 0)
+            wait_until(lambda: usage(setup.reader)["mapped"] == 0)
         assert setup.device.runtime.open == {}
         assert setup.host.calls.count("p2p_ipc_peer") == 2
 
@@ -244,7 +245,7 @@ class TestIpcEmulated(Conformance):
         remote = self.open(setup, key, array)
         setup.reader.mappings.retire(None)
         setup.reader.mappings.close_unused()
-        assert setup.reader.usage()["mapped"] == 1, "it is in use"
+        assert usage(setup.reader)["mapped"] == 1, "it is in use"
         remote.close()
 
     def test_nothing_is_published_before_its_values_are_there(self, setup, block, monkeypatch):
@@ -261,8 +262,8 @@ class TestIpcEmulated(Conformance):
     def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
         setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
         setup.serving.publish(setup.host.blocks)
-        assert setup.serving.usage()["published"] == 1
-        wait_until(lambda: setup.serving.usage()["published"] == 0)
+        assert usage(setup.serving)["published"] == 1
+        wait_until(lambda: usage(setup.serving)["published"] == 0)
 
     @pytest.mark.parametrize("error", [OSError("full"), ValueError("closed"), TransferError("no")])
     def test_what_cannot_be_published_does_not_keep_a_task_from_its_work(
@@ -281,7 +282,7 @@ class TestIpcEmulated(Conformance):
         key, array = block
         with pytest.raises(BlockMismatchError):
             self.open(setup, key, array.T)
-        assert setup.serving.usage()["published"] == 0
+        assert usage(setup.serving)["published"] == 0
 
     def test_an_event_loop_that_is_stuck(self, setup, loop):
         loop.loop.call_soon_threadsafe(time.sleep, 1)
@@ -328,13 +329,13 @@ class TestIpcEmulated(Conformance):
     def test_closing_lets_go_of_everything(self, setup, block, loop):
         key, array = block
         self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert setup.reader.usage()["mapped"] == setup.serving.usage()["published"] == 1
+        assert usage(setup.reader)["mapped"] == usage(setup.serving)["published"] == 1
         assert setup.serving.directory.leased_bytes == array.nbytes
         loop.run(setup.reader.close())
         loop.run(setup.serving.close())
         assert setup.serving.expiring.cancelled()
         assert setup.device.runtime.open == {}
-        assert setup.serving.usage()["published"] == setup.serving.directory.leased_bytes == 0
+        assert usage(setup.serving)["published"] == setup.serving.directory.leased_bytes == 0
 
 
 def test_a_block_that_is_spilled_to_host_memory_comes_another_way(setup, monkeypatch):
@@ -351,6 +352,6 @@ def test_a_block_that_is_spilled_to_host_memory_comes_another_way(setup, monkeyp
         UnsuitableError, match=r"is for another transport: .* where arrays of numpy do"
     ):
         read()
-    assert setup.serving.usage() == {"published": 0, "mapped": 0}
+    assert usage(setup.serving) == {"published": 0, "mapped": 0}
     monkeypatch.setattr(same_host, "backend_for", lambda block: CUPY)
     np.testing.assert_array_equal(read(), array)  # Dask has brought it back

@@ -13,6 +13,7 @@ from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.transports.packed.comm import CommTransport
 from tests.transports.loopback import linked, wait_until
 from tests.transports.packed.conformance import PackedConformance
+from tests.usage import usage
 
 F8 = {"dtype": "float64 <f8", "item_bytes": 8, "wait_s": 1.0}
 
@@ -85,16 +86,16 @@ class TestComm(PackedConformance):
     def test_what_is_under_way_is_counted(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)), ((0, 1), (0, 1)))
-        assert setup.reader.usage() == {"opened": 1, "requested": 0, "serving": 0}
+        assert usage(setup.reader) == {"opened": 1, "requested": 0, "serving": 0}
         setup.host.delay_s = 0.2
         requests = [remote.request(), remote.request()]
         # Both by one call.
-        assert setup.reader.usage() == {"opened": 1, "requested": 1, "serving": 0}
+        assert usage(setup.reader) == {"opened": 1, "requested": 1, "serving": 0}
         for request in requests:
             request.result(20)
-        wait_until(lambda: setup.reader.usage()["requested"] == 0)
+        wait_until(lambda: usage(setup.reader)["requested"] == 0)
         remote.close()
-        assert setup.reader.usage()["opened"] == setup.serving.usage()["serving"] == 0
+        assert usage(setup.reader)["opened"] == usage(setup.serving)["serving"] == 0
 
     def test_room_is_given_back_where_packing_fails(self, setup, block, monkeypatch):
         def fail(*args, **kwargs):
@@ -110,7 +111,7 @@ class TestComm(PackedConformance):
         key, _ = block
         asked = {"blocks": [(key, (6, 10))], "parts": [(0, ((0, 6), (0, 1)))], **F8}
         kept = loop.run(setup.host.handlers["p2p_comm_read"](**asked))
-        wait_until(lambda: not setup.serving.usage()["serving"])
+        wait_until(lambda: not usage(setup.serving)["serving"])
         assert kept["parts"][0]["data"].data.nbytes == setup.serving.packed.reserved_bytes == 48
         del kept
         assert setup.serving.packed.reserved_bytes == 0

@@ -28,6 +28,7 @@ from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
 from tests.support import with_section
 from tests.transports.loopback import linked, wait_until
 from tests.transports.packed.conformance import PackedConformance
+from tests.usage import usage
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ class TestUcx(PackedConformance):
         assert asked.wait(10)
         remote.close()
         assert ended.wait(10)
-        wait_until(lambda: not any(setup.reader.usage().values()))
+        wait_until(lambda: not any(usage(setup.reader).values()))
 
     def test_closing_before_anything_is_asked(self, setup, loop, block):
         key, array = block
@@ -123,7 +124,7 @@ class TestUcx(PackedConformance):
         remote.request()
         remote.close()
         go_on.set()
-        wait_until(lambda: not any(setup.reader.usage().values()))
+        wait_until(lambda: not any(usage(setup.reader).values()))
 
     def test_tags_do_not_start_at_the_same_place(self, setup):
         """What was meant for a process that died must not come for the right thing here."""
@@ -207,7 +208,7 @@ class TestUcx(PackedConformance):
         for _ in range(20):
             self.read(setup, key, array, ((0, 6), (2, 10)))
         for side in (setup.reader, setup.serving):
-            wait_until(lambda side=side: side.usage()["messages"] == 0)
+            wait_until(lambda side=side: usage(side)["messages"] == 0)
             assert 512 <= side.buffers["numpy"].idle_bytes <= 3 * 512
 
     def test_a_reader_that_is_not_there(self, setup, loop, block):
@@ -223,7 +224,7 @@ class TestUcx(PackedConformance):
         reply = loop.run(setup.host.handlers["p2p_ucx_read"](**request))
         assert reply["status"] == "error"
         assert "nobody" in reply["message"]
-        assert setup.serving.usage()["messages"] == 0
+        assert usage(setup.serving)["messages"] == 0
 
     @pytest.mark.parametrize("tags", [[], [1] * 65], ids=len)
     def test_a_row_of_no_messages_or_of_too_many(self, setup, loop, block, tags):
@@ -290,7 +291,7 @@ class TestUcx(PackedConformance):
         with pytest.raises(TransferError, match="no room"):
             remote.request().result(20)
         remote.close()
-        wait_until(lambda: setup.reader.usage()["messages"] == 0)
+        wait_until(lambda: usage(setup.reader)["messages"] == 0)
 
     def rows(self, setup, key, array, **parts):
         rows = [((i, i + 1), (0, array.shape[1])) for i in range(array.shape[0])]
@@ -430,7 +431,7 @@ class TestUcx(PackedConformance):
             for request in [remote.request() for _ in range(count)]:
                 request.result(20)
             remote.close()
-        assert setup.reader.usage()["requested"] == 0
+        assert usage(setup.reader)["requested"] == 0
         wait_until(lambda: len(ended) == 2)
         assert sorted(map(str, ended)) == [str(asyncio.CancelledError), "None"]
 
@@ -450,7 +451,7 @@ class TestUcx(PackedConformance):
         array = np.arange(20 * 2**14).reshape(20, 2**14)
         setup.put("block", array)
         remote = self.rows(setup, "block", array, parts_in_flight=2, host_part_bytes=2**17)
-        assert setup.reader.usage()["messages"] == 0
+        assert usage(setup.reader)["messages"] == 0
         ahead = deque()
         for i in range(20):
             while len(ahead) < min(3, 20 - i):

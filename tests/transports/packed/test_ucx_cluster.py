@@ -16,6 +16,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from tests.support import own_client, persisted, tls_client, used
 from tests.transports.loopback import wait_until
 from tests.transports.transposes import check_bits, check_objects
+from tests.usage import usage_of_worker
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def test_many_parts_on_and_on(client):
         del y
 
     def in_use(dask_worker):
-        return sum(dask_worker.plugins[PLUGIN_NAME].context.usage().values())
+        return sum(usage_of_worker(dask_worker.plugins[PLUGIN_NAME].context).values())
 
     wait_until(lambda: set(client.run(in_use).values()) == {0})
 

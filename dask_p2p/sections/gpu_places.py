@@ -1,0 +1,53 @@
+"""What members tell each other of regions in memory of GPUs: where they lie."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.sections.link import Buffer
+from dask_p2p.sections.windows import PeerMemory
+from dask_p2p.types import DType
+
+#: Number, shape, strides, and where it lies.
+Piece: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], cuda_ipc.Place]
+
+
+@lru_cache(maxsize=64)  # calls that are made again and again find the same memory
+def told(axis: int, pieces: tuple[Piece, ...]) -> bytes:
+    """Return what other members are told of a region: its axis, and where its pieces lie."""
+    return json.dumps((axis, [(*piece, asdict(place)) for *piece, place in pieces])).encode()
+
+
+@lru_cache(maxsize=64)
+def _said(text: bytes) -> tuple[int, list[Piece]]:
+    """Return what `told` was given."""
+    axis, pieces = json.loads(text)
+    return axis, [
+        (number, tuple(length), tuple(strides), cuda_ipc.Place(**place))
+        for number, length, strides, place in pieces
+    ]
+
+
+def mapped(of: PeerMemory, said: Buffer, dtype: DType) -> tuple[int, list[tuple[int, Any]]]:
+    """Return another member's region, as it is mapped here: its axis, and pieces by number."""
+    axis, pieces = _said(bytes(said))
+    return axis, [
+        (number, _piece(of, place, length, strides, dtype))
+        for number, length, strides, place in pieces
+    ]
+
+
+def _piece(
+    of: PeerMemory,
+    place: cuda_ipc.Place,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: DType,
+) -> Any:
+    along = zip(shape, strides, strict=True)
+    spread_bytes = sum((length - 1) * abs(stride) for length, stride in along) + dtype.itemsize
+    return cuda_ipc.array_at(of.mapped(place, spread_bytes), shape, strides, dtype)

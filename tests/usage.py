@@ -1,0 +1,41 @@
+"""What transports hold for others, or of others: all zero when nobody reads or is read."""
+
+from __future__ import annotations
+
+from dask_p2p.transports.in_place.ipc import IpcTransport
+from dask_p2p.transports.in_place.same_host import SameHostTransport
+from dask_p2p.transports.packed.base import PackedTransport
+from dask_p2p.transports.packed.pinned import PinnedTransport
+from dask_p2p.transports.packed.ucx import UcxTransport
+
+
+def usage(transport):
+    """Count what one transport holds, by what it is."""
+    held = {}
+    if isinstance(transport, SameHostTransport):
+        held["published"] = len(transport.directory)
+    if isinstance(transport, PackedTransport):
+        held["opened"] = len(transport.opened)
+        held["requested"] = sum(len(reading.calls) for reading in list(transport.opened))
+        held["serving"] = transport.serving
+    if isinstance(transport, IpcTransport):
+        held["mapped"] = len(transport.mappings)
+    if isinstance(transport, PinnedTransport):
+        held["mapped"] = len(transport.mapped)
+    if isinstance(transport, UcxTransport):
+        messenger = transport._messenger
+        held["messages"] = 0 if messenger is None else messenger.under_way
+    return held
+
+
+def usage_of_worker(context):
+    """Count what a worker's transfers hold, by transport and kind.
+
+    Everything is zero when no task runs, and all that readers asked for is sent, except for what is
+    kept a while on purpose: mappings of `ipc`, published blocks, blocks read from disk.
+    """
+    calls = sum(map(len, list(context.calls.values())))
+    held = {"calls": calls, "from disk": len(context.from_disk)}
+    for name, transport in context.router.transports.items():
+        held |= {f"{name}.{what}": count for what, count in usage(transport).items()}
+    return held
