@@ -50,12 +50,12 @@ def pytest_xdist_auto_num_workers(config):
     """Run all tests in parallel, but one by one those that are named, and those on GPUs.
 
     Tests with clusters wait a good deal, and stand beside others that compute: then there are two
-    processes for each core. The others alone keep their cores busy, and each process more has to
-    collect all tests. So do programs, a little less.
+    processes for each core. The others alone, and programs, wait less, and each process more has
+    to collect all tests.
     """
     if config.args_source is config.ArgsSource.ARGS or gpu_count():
         return 0
-    for_two_cores = {"not programs": 4, "not cluster": 2}.get(config.option.markexpr, 3)
+    for_two_cores = 4 if config.option.markexpr == "not programs" else 3
     return min(for_two_cores * (os.cpu_count() or 1) // 2 or 1, MOST_PROCESSES)
 
 
