@@ -30,7 +30,6 @@ from benchmarks.rivals.mpi_stencil import five_points, least_noted, noted
 
 __all__ = ["main"]
 
-_WORKERS = 2
 OURS, KERNEL, MPI = "dask_p2p.iterate", "the kernel alone", "mpi4py"
 OUR_LAYERS, DASK_LAYERS = "dask_p2p.map_overlap", "dask.array.map_overlap"
 LEAST = ", five steps in a row"
@@ -85,8 +84,9 @@ def counts(side: int) -> tuple[int, int]:
     return min(6400, max(20, 400 * 512**2 // side**2)), min(40, max(2, 10 * 512 // side))
 
 
-def ways(client: Any, side: int, x: Any) -> dict[str, Callable[[], float]]:
+def ways(client: Any, x: Any) -> dict[str, Callable[[], float]]:
     """Return what measures each way: the seconds of a step."""
+    workers, side = x.numblocks[0], x.shape[1]
     steps, few = counts(side)
 
     def of_many(make: Callable[[Any, int], Any], many: int) -> float:
@@ -104,7 +104,7 @@ def ways(client: Any, side: int, x: Any) -> dict[str, Callable[[], float]]:
         DASK_LAYERS: partial(of_layers, da.map_overlap),
     }
     if find_spec("mpi4py") is not None:
-        run = partial(mpi_stencil.seconds, side, _WORKERS, steps)
+        run = partial(mpi_stencil.seconds, side, workers, steps)
         for suffix, of in (("", "seconds"), (LEAST, "least_s")):
             found[MPI + suffix] = partial(run, of=of)
             found[KERNEL + suffix] = partial(run, exchanges=False, of=of)
@@ -136,24 +136,25 @@ def exchanges(times: dict[str, list[float]]) -> dict[str, float]:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--side", "sides", multiple=True, type=int, default=(512, 1024), help="Of a square.")
+@click.option("--workers", default=2, help="Of one thread, with a square each.")
 @click.option("--repeats", default=5, help="Rounds after a first one.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
-def main(sides: Sequence[int], repeats: int, path: Path | None) -> None:
+def main(sides: Sequence[int], workers: int, repeats: int, path: Path | None) -> None:
     """Time a step of a stencil by one layer for all steps, beside other ways."""
     from distributed import Client, LocalCluster
 
     rows = []
     with (
-        LocalCluster(n_workers=_WORKERS, threads_per_worker=1, dashboard_address=":0") as cluster,
+        LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         dask_p2p.register(client)
         for side in sides:
-            shape, rng = (side * _WORKERS, side), da.random.default_rng(0)
+            shape, rng = (side * workers, side), da.random.default_rng(0)
             x = client.persist(rng.random(shape, chunks=(side, side)))
             if count := wrong(x):
                 raise click.ClickException(f"{count} elements are wrong")
-            measured = ways(client, side, x)
+            measured = ways(client, x)
             times: dict[str, list[float]] = {way: [] for way in measured}
             for repeat in range(repeats + 1):
                 for way, measure in measured.items():
@@ -172,7 +173,7 @@ def main(sides: Sequence[int], repeats: int, path: Path | None) -> None:
                 print(f"{side:>5} {way:>32}: exchange {exchange_s * 1e6:9.1f} us")
             for name, ratio in rows[-1]["ratios"].items():  # type: ignore[attr-defined]
                 print(f"{side:>5} {name:>42}: {ratio:8.2f}", flush=True)
-    write(path, {**environment(), "workers": _WORKERS, "repeats": repeats, "rows": rows})
+    write(path, {**environment(), "workers": workers, "repeats": repeats, "rows": rows})
 
 
 if __name__ == "__main__":
