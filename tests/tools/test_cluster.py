@@ -159,7 +159,8 @@ def test_pools_are_whole_granules(size_bytes, rounded_bytes):
 
 @pytest.mark.gpu(2)
 def test_gpu_names():
-    with dask_p2p.local_cluster(2) as made, Client(made) as client:
+    # A pool of its own size: the default is most of what other tests leave.
+    with dask_p2p.local_cluster(2, rmm_pool_size=2**30) as made, Client(made) as client:
         names = cluster.device_names(client, "cupy")
         assert len(names) == 2
         assert all(names)
