@@ -19,6 +19,7 @@ from dask_p2p.plans.members import Members
 from dask_p2p.sections import Context, transforms
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.links import Links
+from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from tests.sections.emulated import emulated_gpu
 from tests.sections.gangs import run_gang
 from tests.sections.test_gpu_regions import filled, overwritten
@@ -143,6 +144,31 @@ def test_members_on_gpus(case, how, piece_bytes, is_reversed, norm):
         run_gang(members, partial(function, gpu), device=partial(Gpu, part_bytes=part_bytes))
         gc.collect()
         gpu.check()
+
+
+@pytest.mark.parametrize(
+    ("piece_bytes", "count"), [(8193, 0), (8192, 2), (4096, 2), (2048, 4), (1, MOST_PIECES)]
+)
+def test_large_shares_are_made_in_two_pieces_or_more(monkeypatch, piece_bytes, count):
+    x = np.random.default_rng(0).normal(size=(16, 16, 4)).astype("c16")  # a share has 8192 bytes
+    counts = []
+
+    def pieces(dtype, axis, bounds, make):
+        counts.append(len(bounds) - 1)
+        return Pieces(dtype, axis, bounds, make)
+
+    def function(gpu, ctx):
+        with ctx.device.running([]):
+            y = ctx.fftn(filled(gpu, x[box_slices(ctx.box)]), cut=(1,))
+            wanted = np.fft.fftn(x)[box_slices(ctx.box_of((1,)))]
+            np.testing.assert_allclose(y.get(), wanted, rtol=0, atol=1e-10)
+
+    gpu, library = emulated_gpu(monkeypatch), cuffts_place()
+    monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
+    monkeypatch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(transforms, "Pieces", pieces)
+    run_gang(Members(((8, 8), (16,), (4,)), (2, 1, 1)), partial(function, gpu), device=Gpu)
+    assert counts == [count] * 2 * (count > 0)
 
 
 def test_other_arrays_than_those_of_the_section():
