@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import pytest
 from distributed import Client, LocalCluster
 
+from dask_p2p.sections import rim_windows
 from tests.sections.emulated import emulated_gpu
 
 
@@ -23,3 +24,17 @@ def client(request):
 def gpu(monkeypatch):
     """A recorder in the place of CuPy."""
     return emulated_gpu(monkeypatch)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Of each exchange that is made, the ranks whose windows it reads."""
+    found, original = [], rim_windows.opened
+
+    def noted(*args):
+        by_rank = original(*args)
+        found.append(sorted(by_rank))
+        return by_rank
+
+    monkeypatch.setattr(rim_windows, "opened", noted)
+    return found

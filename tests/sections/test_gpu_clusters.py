@@ -13,7 +13,7 @@ from distributed import Reschedule
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import DeviceLostError
-from dask_p2p.sections import devices, member, rim_windows
+from dask_p2p.sections import devices, member
 from tests.sections.emulated import emulated_gpu, kernel
 from tests.sections.gangs import link_to, links_of
 from tests.sections.support import nothing_is_left
@@ -62,15 +62,7 @@ def on_host(y):
     return y.map_blocks(down, dtype=y.dtype, meta=np.empty((0, 0))).compute()
 
 
-def test_values_and_what_is_left(gpu, client, monkeypatch):
-    made, original = [], rim_windows.opened
-
-    def noted(*args):
-        by_rank = original(*args)
-        made.append(len(by_rank))
-        return by_rank
-
-    monkeypatch.setattr(rim_windows, "opened", noted)
+def test_values_and_what_is_left(gpu, client, opened):
     (wanted,) = reference(star, [X], 1, 7, "periodic")
     left_bytes = []
     for _ in range(3):
@@ -79,7 +71,7 @@ def test_values_and_what_is_left(gpu, client, monkeypatch):
         gpu.check()
         nothing_is_left(client)
         left_bytes.append(gpu.live_bytes)
-    assert made == [1] * 6
+    assert [*map(len, opened)] == [1] * 6
     assert len(set(left_bytes)) == 1, "windows, padded shares and outputs have gone"
 
 

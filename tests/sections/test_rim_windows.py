@@ -27,20 +27,6 @@ X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))
 
 
-@pytest.fixture
-def opened(monkeypatch):
-    """Of each exchange that is made, the ranks whose windows it reads."""
-    found, original = [], rim_windows.opened
-
-    def noted(*args):
-        by_rank = original(*args)
-        found.append(sorted(by_rank))
-        return by_rank
-
-    monkeypatch.setattr(rim_windows, "opened", noted)
-    return found
-
-
 def heat(gpu, steps=5, members=4, x=X, **kwargs):
     a = on_gpu(gpu, da.from_array(x, chunks=CHUNKS))
     return iterate(kernel(gpu, star), a, 1, steps, members=members, **kwargs)
