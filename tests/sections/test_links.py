@@ -212,11 +212,20 @@ def is_here(links, ranks):
     return all(has_come(links, rank) for rank in ranks)
 
 
-def test_links_that_are_closed_end_what_goes_on_beside():
+class EndsLate(threading.Thread):
+    def run(self):
+        super().run()
+        time.sleep(0.1)
+
+
+def test_links_that_are_closed_end_what_goes_on_beside(monkeypatch):
+    """They wait for it: what it waits on is closed next."""
     gang = Gang(2)
     gang.run(lambda rank, links: links.exchange("x", {1 - rank: b""}, {1 - rank: None}))
     before = {*threading.enumerate()}
-    gang.links[0].begin("y", {1: bytes(LARGE)}, {1: None}, beside=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", EndsLate)
+        gang.links[0].begin("y", {1: bytes(LARGE)}, {1: None}, beside=True)
     (beside,) = {*threading.enumerate()} - before
     assert beside.is_alive()
     gang.links[0].close()

@@ -406,6 +406,8 @@ def test_memory_that_is_mapped_is_bounded(setup, loop, monkeypatch):
     """What is used is kept, whoever asks for it; of what nobody uses for long, nothing."""
     setup.put(("x-1", 0, 0), np.ones((6, 10)))
     monkeypatch.setattr(module, "_MOST_MAPPED", 4)
+    opened, original = [], Segment.open
+    monkeypatch.setattr(Segment, "open", lambda name: opened.append(name) or original(name))
     used = Segment.make(4096)
     others = [Segment.make(4096) for _ in range(10)]
     for other in others:
@@ -413,20 +415,19 @@ def test_memory_that_is_mapped_is_bounded(setup, loop, monkeypatch):
             request = {**GOOD, "where": tuple(segment.name)}
             assert loop.run(setup.host.handlers["p2p_pinned_read"](**request))["status"] == "ok"
     assert usage(setup.serving)["mapped"] == 4
-    with monkeypatch.context() as patch:
-        patch.setattr(Segment, "open", lambda name: pytest.fail("it is mapped"))
-        assert setup.serving.segment(used.name) is not None
-        assert setup.serving.segment(others[-1].name) is not None
-        with pytest.raises(pytest.fail.Exception):
-            setup.serving.segment(others[0].name)
+    assert opened == [used.name, *(other.name for other in others)], "each once"
+    for segment in (used, others[-1], others[0]):
+        assert setup.serving.segment(segment.name) is not None
+    assert opened[11:] == [others[0].name], "the only one that was no longer mapped"
     del segment, other, others[:]
     gc.collect()
     last = Segment.make(8192)
     loop.run(setup.host.handlers["p2p_pinned_read"](**GOOD, where=tuple(last.name)))
     assert usage(setup.serving)["mapped"] == 2, "its readers gave up the others"
-    monkeypatch.setattr(Segment, "open", lambda name: pytest.fail("it is mapped"))
+    assert opened[12:] == [last.name]
     for segment in (used, last):
         assert setup.serving.segment(segment.name) is not None
+    assert opened[13:] == []
 
 
 def test_memory_that_goes_leaves_nothing():

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from weakref import ref
 
@@ -344,14 +343,23 @@ class TestUcx(PackedConformance):
         remote.close()
 
     def test_a_message_is_packed_before_it_is_sent(self, setup, monkeypatch):
-        """Copies of a GPU are queued; so that they take long here each is made when waited for."""
+        """Copies of a GPU are queued; so that they take long here each is made when waited for.
+
+        By then the next one is queued, too.
+        """
         array = np.arange(4 * 2**14).reshape(4, 2**14)
         setup.put("block", array)
-        queued = []
+        done, numbers = [], itertools.count()
 
         def pack(queue, dst, src):
-            queued.append(dst)
-            return partial(np.copyto, dst, src.copy())
+            number, copy = next(numbers), src.copy()
+            done.append(f"queue {number}")
+
+            def wait():
+                np.copyto(dst, copy)
+                done.append(f"make {number}")
+
+            return wait
 
         monkeypatch.setattr(HostQueue, "pack", pack)
         remote = self.rows(setup, "block", array, host_part_bytes=2**17)
@@ -359,7 +367,8 @@ class TestUcx(PackedConformance):
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.result(20), array[i : i + 1])
         remote.close()
-        assert len(queued) == 4
+        first = ["queue 0", "queue 1", "make 0", "queue 2", "make 1", "queue 3", "make 2", "make 3"]
+        assert done == first
 
     def test_a_message_goes_whose_next_one_cannot_be_packed(self, setup, monkeypatch):
         """Its reader is told that it comes."""
