@@ -155,7 +155,7 @@ def gapless_from(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
     """
     first, stride = len(shape), itemsize
     for axis in reversed(range(len(shape))):
-        if shape[axis] > 1 and strides[axis] != stride:
+        if shape[axis] != 1 and strides[axis] != stride:
             break
         first, stride = axis, stride * shape[axis]
     return first

@@ -14,11 +14,13 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
+from math import prod
 from secrets import token_bytes
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dask_p2p.geometry import gapless_from
 from dask_p2p.types import DType
 
 TOKEN_BYTES = 16
@@ -69,11 +71,9 @@ def _in_memory(
     # Elements that are repeated are read once.
     extents = [n if step else 1 for n, step in zip(shape, steps, strict=True)]
     order = sorted(range(len(shape)), key=lambda axis: -steps[axis] * (extents[axis] > 1))
-    outer = list(order)
-    run_bytes = itemsize
-    while outer and (extents[outer[-1]] == 1 or steps[outer[-1]] == run_bytes):
-        run_bytes *= extents[outer.pop()]
-    return extents, steps, order, outer, run_bytes
+    lie = [extents[axis] for axis in order]
+    run = gapless_from(lie, [steps[axis] for axis in order], itemsize)
+    return extents, steps, order, order[:run], itemsize * prod(lie[run:])
 
 
 def read(pid: int, runs: Runs, dtype: DType, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
