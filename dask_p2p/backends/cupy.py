@@ -36,7 +36,7 @@ class CupyBackend(Backend):
     checksum_algorithm = "mixed64"
     checksum_words = 2**21  # so much that launches do not matter; twice as much is needed beside it
     most_probe_bytes = 256 * 2**20
-    fft_modules = ("cupyx.scipy.fft",)
+    fft_modules = ("dask_p2p.backends.cufft",)
 
     @property
     def module(self) -> Any:

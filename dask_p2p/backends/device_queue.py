@@ -215,11 +215,6 @@ class DeviceQueue:
                 event.record(own)
                 stream.wait_event(event)
 
-    def follow(self, stream: Any) -> None:
-        """Have the worker's own pieces, which are `concurrent`, wait for a stream as it is now."""
-        self._event.record(stream)
-        self._concurrent.wait_event(self._event)
-
     @cached_property
     def _event(self) -> Any:
         """One that is recorded anew each time: whatever waits for it waits for the time before."""
@@ -229,6 +224,11 @@ class DeviceQueue:
     def reading(self) -> Sequence[Any]:
         """The streams on which parts of peers' blocks are read."""
         return self._copies, self._stream
+
+    @property
+    def concurrent(self) -> Any:
+        """The stream of what is `concurrent`."""
+        return self._concurrent
 
     def pack(self, dst: Array, src: Array) -> Callable[[], None]:
         # By a copy engine too: beside UCX's copies it takes less from them than a kernel does.

@@ -17,6 +17,9 @@ has waited for what was written.
 A share may be made in `Pieces`, one after the other, with an event behind each: others read the
 first while the next is made.
 
+Nobody waits at the end for the others to say what they read, but who does something with the share
+or in its memory: see `GpuRegions.settle`. Meanwhile the host puts more work on the stream.
+
 What cannot be read is sent. Between hosts it goes by UCX, in one piece of memory of the GPU, where
 a link carries so many bytes. The rest goes through host memory: to other hosts without UCX, between
 members of one process, and where the allocator's memory cannot be shared.
@@ -24,10 +27,10 @@ members of one process, and where the allocator's memory cannot be shared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -49,7 +52,20 @@ if TYPE_CHECKING:
 #: What is read last is no larger. A kernel puts it into place in 50 µs: the host needs as long for
 #: one more part.
 _LAST_PART_BYTES = 2**26
+#: What is larger does not stay until later: memory may be short, and the host is ahead anyway.
+_MOST_UNSETTLED_BYTES = 2**30
 _READ, _WRITTEN = range(2)  # events of a member; from the second on one for each piece
+
+
+class _Unsettled(NamedTuple):
+    """What others may still read."""
+
+    call: Call
+    axis: int  # of pieces
+    made: list[Array]  # these
+    regions: dict[int, list[Array]]  # of these, by the rank of those to whom they belong
+    targets: dict[int, Array]  # what has not been read here, and must come otherwise
+    said: Callable[[], Mapping[int, Buffer]]  # waits for what others say: whether they read
 
 
 class GpuRegions:
@@ -68,6 +84,7 @@ class GpuRegions:
         self._through_host = Regions(links, reads_memory)
         self._own: OwnEvents | None = None
         self._near: dict[int, PeerMemory] | None = None  # by rank, from the first exchange on
+        self._unsettled: _Unsettled | None = None
 
     def bring(
         self,
@@ -77,24 +94,39 @@ class GpuRegions:
         targets: Mapping[int, Array],
         local: Local | None = None,
     ) -> None:
-        """Do what `Regions.bring` does, on the member's stream."""
+        """Do what `Regions.bring` does, on the member's stream.
+
+        Others may still read the share: it must stay as it is until `settle` has returned.
+        """
+        self.settle()
         pieces = share if isinstance(share, Pieces) else Pieces.one(share)
         made: list[Array] = []
         try:
-            readers, read = self._bring_directly(call, pieces, made, boxes, targets, local)
+            self._unsettled = self._bring_directly(call, pieces, made, boxes, targets, local)
         except BaseException:
             self._gpu.exported.append(made)  # others may still be reading
             raise
-        if self._links is not None:
-            regions = {
-                rank: [made[number][box_slices(part)] for number, part, _ in pieces.of(box)]
-                for rank, box in boxes.items()
-                if rank not in readers
-            }
-            targets = {rank: each for rank, each in targets.items() if rank not in read}
-            if self._links.use_ucx and (regions or targets):
-                self._bring_by_ucx(self._links, call, pieces.axis, regions, targets)
-            self._bring_through_host(call, pieces.axis, regions, targets)
+        is_large = sum(each.nbytes for each in made) > _MOST_UNSETTLED_BYTES
+        if self._unsettled is not None and (is_large or self._unsettled.targets):
+            self.settle()
+
+    def settle(self) -> None:
+        """Have the stream wait for those that read the last share, and send what they did not."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None or self._links is None:
+            return
+        call, axis, made, regions, targets, said = unsettled
+        try:
+            readers = {rank for rank, has_read in said().items() if any(has_read)}
+        except BaseException:
+            self._gpu.exported.append(made)
+            raise
+        for rank in readers:
+            self._open(self._links, call)[rank].wait(self._gpu.stream, _READ)
+            regions.pop(rank, None)
+        if self._links.use_ucx and (regions or targets):
+            self._bring_by_ucx(self._links, call, axis, regions, targets)
+        self._bring_through_host(call, axis, regions, targets)
 
     def _bring_by_ucx(
         self,
@@ -148,46 +180,52 @@ class GpuRegions:
         boxes: Mapping[int, Box],
         targets: Mapping[int, Array],
         local: Local | None,
-    ) -> tuple[set[int], set[int]]:
-        """Read from others; return the members that read here, and those that were read."""
-        gpu, links, read = self._gpu, self._links, set[int]()
+    ) -> _Unsettled | None:
+        """Make a share and read from others, as far as that is possible; return what is left."""
+        gpu, links = self._gpu, self._links
         near = {} if links is None else self._open(links, call)
-        stays = {} if local is None else {n: at for n, *at in pieces.of(local.box)}
+        written = []
         with gpu.queue.within(gpu.stream):
             for number in range(len(pieces.bounds) - 1):
                 made.append(pieces.make(number))
-                if self._own is not None:
-                    self._own.events[_WRITTEN + number].record(gpu.stream)
-                if local is not None and number in stays:
-                    self._place_own(call, made[number], local.target, *stays[number])
+                written.append(self._record(_WRITTEN + number))
+            regions = {
+                rank: [(n, made[n][box_slices(part)]) for n, part, _ in pieces.of(box)]
+                for rank, box in boxes.items()
+            }
             if links is not None:
-                regions = {
-                    rank: [(n, made[n][box_slices(part)]) for n, part, _ in pieces.of(boxes[rank])]
-                    for rank in near.keys() & boxes.keys()
-                }
-                read = self._read(links, call, pieces.axis, regions, targets)
-        return set() if links is None else self._readers(links, call, read), read
+                told = {rank: self._places(pieces.axis, regions.get(rank, ())) for rank in near}
+                text = f"{call.text}, {call.order}, places"
+                said = links.begin(text, told, dict.fromkeys(near))
+            if local is not None:
+                for number, part, inside in pieces.of(local.box):
+                    gpu.queue.concurrent.wait_event(written[number])
+                    place = box_slices(tuple(inside[axis] for axis in call.axes))
+                    own = made[number][box_slices(part)]
+                    gpu.queue.permute(local.target[place], own, call.axes, concurrent=True)
+            if links is None:
+                return None
+            read = self._read(links, call, said(), targets)
+        return _Unsettled(
+            call,
+            pieces.axis,
+            made,
+            {rank: [piece for _, piece in of] for rank, of in regions.items()},
+            {rank: target for rank, target in targets.items() if rank not in read},
+            self._tell_read(links, call, read),
+        )
 
-    def _place_own(self, call: Call, piece: Array, target: Array, part: Box, inside: Box) -> None:
-        """Put on the queue the part of a piece that stays here, inside of what does."""
-        queue, place = self._gpu.queue, box_slices(tuple(inside[axis] for axis in call.axes))
-        queue.follow(self._gpu.stream)
-        queue.permute(target[place], piece[box_slices(part)], call.axes, concurrent=True)
+    def _record(self, number: int) -> Any:
+        """Record an event behind what the stream was given; return it."""
+        if self._own is None:  # nobody else waits
+            return self._gpu.stream.record()
+        return self._gpu.stream.record(self._own.events[number])
 
     def _read(
-        self,
-        links: Links,
-        call: Call,
-        axis: int,
-        regions: Mapping[int, Sequence[tuple[int, Array]]],
-        targets: Mapping[int, Array],
+        self, links: Links, call: Call, said: Mapping[int, Buffer], targets: Mapping[int, Array]
     ) -> set[int]:
-        """Put reads of regions on the queue; return whose these are."""
-        gpu, near = self._gpu, self._open(links, call)
-        told = {rank: self._places(axis, regions.get(rank, ())) for rank in near}
-        text = f"{call.text}, {call.order}, places"
-        said = links.exchange(text, told, dict.fromkeys(near))
-        found = {}
+        """Put reads of regions that others named on the queue; return whose these are."""
+        gpu, near, found = self._gpu, self._open(links, call), {}
         for rank in call.in_turn(links, [rank for rank, place in said.items() if len(place)]):
             region = if_possible(gpu, partial(mapped, near[rank], said[rank], call.dtype))
             if region is not None:
@@ -232,18 +270,15 @@ class GpuRegions:
             found.append((number, piece.shape, piece.strides, place))
         return told(axis, tuple(found)) if found else b""
 
-    def _readers(self, links: Links, call: Call, read: set[int]) -> set[int]:
-        """Tell others what was read, and have the stream wait for those that read from here."""
-        gpu, near = self._gpu, self._open(links, call)
-        if self._own is not None:
-            self._own.events[_READ].record(gpu.stream)
+    def _tell_read(
+        self, links: Links, call: Call, read: set[int]
+    ) -> Callable[[], Mapping[int, Buffer]]:
+        """Tell others whether they were read; return what waits for what they say."""
+        self._record(_READ)
+        near = self._open(links, call)
         told = {rank: bytes([rank in read]) for rank in near}
         into: dict[int, Buffer | None] = {rank: bytearray(1) for rank in near}
-        said = links.exchange(f"{call.text}, read", told, into)
-        readers = {rank for rank, has_read in said.items() if any(has_read)}
-        for rank in readers:
-            near[rank].wait(gpu.stream, _READ)
-        return readers
+        return links.begin(f"{call.text}, read", told, into)
 
     def _bring_through_host(
         self,

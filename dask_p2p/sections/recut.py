@@ -80,6 +80,10 @@ class Redistribution:
         found: _T = self._known[asked]
         return found
 
+    def settle(self) -> None:
+        """End what was begun: see `Recut.begin`."""
+        self._regions.settle()
+
     def _recut(self, cut: Any, from_cut: Any, axes: Any, shape: Any) -> Recut:
         own = self.shape
         ndim = len(own if shape is None else checked_shape(shape))
@@ -125,8 +129,17 @@ class Recut:
     def __call__(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
         """Return this member's share of the other cut, of its share of the one before.
 
-        On a GPU that may be `Pieces` of it. `InputError` if `share` or `out` is not what is
-        expected, `SectionError` if the members made different calls.
+        `InputError` if `share` or `out` is not what is expected, `SectionError` if the members made
+        different calls.
+        """
+        made = self.begin(share, out, order)
+        self.regions.settle()
+        return made
+
+    def begin(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
+        """Do the same, of what must stay as it is until `Redistribution.settle`.
+
+        On a GPU that may be `Pieces` of a share.
         """
         if not isinstance(share, Pieces):
             share = self.device.as_array(share)

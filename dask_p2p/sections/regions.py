@@ -86,6 +86,9 @@ class Regions:
         if local is not None:
             NUMPY.permute_into(local.target, share[box_slices(local.box)], call.axes)
 
+    def settle(self) -> None:
+        """Have the share as free as before. Here nobody reads it any more."""
+
     def prepare(self) -> None:
         """Find out, once, who reads whose memory. All members must call this at the same time.
 

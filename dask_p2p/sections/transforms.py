@@ -220,8 +220,11 @@ class Transforms:
         make = partial(self._steps, call, given.dtype.itemsize)
         steps = self._redistribution.once(f"{call!r} {given.dtype.itemsize}", make)
         share, is_own = given, False
-        for step in steps:
-            share, is_own = step(share, is_own)
+        try:
+            for step in steps:
+                share, is_own = step(share, is_own)
+        finally:
+            self._redistribution.settle()
         return share if is_own else share.copy()
 
     def _steps(self, call: _Call, item_bytes: int) -> list[_Step]:
@@ -260,7 +263,7 @@ def _exchanged(recut: Any, is_there: bool, share: Any, is_own: bool) -> tuple[Ar
     if is_there:
         recut.check(share)
         return share, is_own
-    return recut(share), True
+    return recut.begin(share), True
 
 
 @dataclass(frozen=True)

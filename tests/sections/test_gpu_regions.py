@@ -456,7 +456,7 @@ def test_a_lack_of_memory_for_slots(gpu, monkeypatch):
 
 def test_a_member_that_has_gone_ends_the_attempt(gpu, monkeypatch):
     """What the others have put on their queues is done before memory is given back."""
-    original = Links.exchange
+    original = Links.begin
 
     def dies(links, call, *args):
         if call.endswith("places") and links.place[0] == 1 and len(calls) < 2:
@@ -466,7 +466,7 @@ def test_a_member_that_has_gone_ends_the_attempt(gpu, monkeypatch):
         return original(links, call, *args)
 
     calls = []
-    monkeypatch.setattr(Links, "exchange", dies)
+    monkeypatch.setattr(Links, "begin", dies)
     with pytest.raises((OSError, AttemptEndedError)):
         run(gpu, SLABS, partial(there_and_back, gpu))
     gc.collect()
@@ -475,7 +475,7 @@ def test_a_member_that_has_gone_ends_the_attempt(gpu, monkeypatch):
 
 def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
     """A member that gives its share up cannot know whether another one still reads it."""
-    original = Links.exchange
+    original = Links.begin
 
     def fails(links, call, *args):
         if call.endswith("read") and links.place[0] == 1:
@@ -497,7 +497,7 @@ def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
             gpu.check()
             raise OSError("no more")
 
-    monkeypatch.setattr(Links, "exchange", fails)
+    monkeypatch.setattr(Links, "begin", fails)
     with pytest.raises((OSError, AttemptEndedError)):
         run(gpu, PAIR, gives_up)
 
@@ -591,6 +591,7 @@ def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
         own._near = {rank: every[rank] for rank in every if rank in {*boxes, *targets}}
         try:
             original(own, call, share, boxes, targets, local)
+            own.settle()
         finally:
             own._near = every
 
@@ -623,7 +624,8 @@ def recorded_elsewhere(number):
         def early(own, device, count):
             make(own, device, count)
             event, other = own.events[number], device.copies
-            own.events[number] = SimpleNamespace(record=lambda stream: event.record(other))
+            record = event.record
+            event.record = lambda stream: record(other)
 
         monkeypatch.setattr(OwnEvents, "__init__", early)
 
@@ -705,8 +707,9 @@ def one_piece_for_all(monkeypatch):
     )
 
 
-def nobody_follows(monkeypatch):
-    monkeypatch.setattr(DeviceQueue, "follow", lambda queue, stream: None)
+def own_pieces_do_not_wait(monkeypatch):
+    careless = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr(DeviceQueue, "concurrent", careless)
 
 
 @pytest.mark.parametrize(
@@ -716,7 +719,7 @@ def nobody_follows(monkeypatch):
         nobody_waits_for(READ),
         recorded_elsewhere(WRITTEN + 1),
         one_piece_for_all,
-        nobody_follows,
+        own_pieces_do_not_wait,
     ],
 )
 @pytest.mark.parametrize("part_bytes", [0, PART_BYTES])

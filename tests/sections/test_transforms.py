@@ -129,11 +129,12 @@ def test_members_on_gpus(case, how, piece_bytes, is_reversed, norm):
             own = x[box_slices(ctx.box_of(from_cut))]
             a = filled(gpu, own.T).transpose() if is_reversed else filled(gpu, own)
             y = there(a, axes, cut=cut, from_cut=from_cut, norm=norm)
-            z = back(y, axes, cut=from_cut, from_cut=cut, norm=norm)
             assert np.array_equal(a.get(), own)
             overwritten(gpu, a, -1)
             box = box_slices(ctx.box_of(cut, wanted.shape))
             np.testing.assert_allclose(y.get(), wanted[box], rtol=0, atol=1e-4)
+            z = back(y, axes, cut=from_cut, from_cut=cut, norm=norm)
+            overwritten(gpu, y, -1)
             np.testing.assert_allclose(z.get(), own, rtol=0, atol=1e-4)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -144,6 +145,24 @@ def test_members_on_gpus(case, how, piece_bytes, is_reversed, norm):
         run_gang(members, partial(function, gpu), device=partial(Gpu, part_bytes=part_bytes))
         gc.collect()
         gpu.check()
+
+
+def test_what_was_transformed_may_be_overwritten_at_once(monkeypatch):
+    """Others read it where it lies, as this transform begins with an exchange."""
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype("c16")
+
+    def function(gpu, ctx):
+        with ctx.device.running([]):
+            a = filled(gpu, x[box_slices(ctx.box)])
+            y = ctx.fftn(a, (0,), cut=(1,))
+            overwritten(gpu, a, -1)
+            wanted = np.fft.fftn(x, axes=(0,))[box_slices(ctx.box_of((1,)))]
+            np.testing.assert_allclose(y.get(), wanted, rtol=0, atol=1e-10)
+
+    gpu, library = emulated_gpu(monkeypatch), cuffts_place()
+    monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
+    run_gang(Members(((8, 8), (16,)), (2, 1)), partial(function, gpu), device=Gpu)
+    gpu.check()
 
 
 @pytest.mark.parametrize(

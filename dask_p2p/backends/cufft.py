@@ -1,0 +1,105 @@
+"""Transforms of CuPy arrays, by plans that are kept.
+
+What `cupyx.scipy.fft` does before and after it calls a plan takes the host 0.1 ms, as long as a GPU
+needs to transform 30 MB. Here that is done once for all calls that are alike. What this does not
+know is left to `cupyx.scipy.fft`: other dtypes, arrays to be cut or filled up, scaling, and other
+functions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from dask_p2p.types import Array
+
+_MOST_PLANS = 16  # that a thread keeps, as CuPy does: each has memory to work in
+# What a function makes of which numbers, and cuFFT's direction.
+_KINDS = {"fftn": ("C2C", -1), "ifftn": ("C2C", 1), "rfftn": ("R2C", -1), "irfftn": ("C2R", 1)}
+_KNOWN = {"C2C": ("complex64", "complex128"), "R2C": ("float32", "float64")}
+_KNOWN["C2R"] = _KNOWN["C2C"]
+
+
+class _OfThread(threading.local):
+    """A plan has one memory to work in: so a thread has its own, and for each stream another."""
+
+    def __init__(self) -> None:
+        self.plans: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+
+
+_own = _OfThread()
+
+
+def _transformed(
+    name: str,
+    block: Array,
+    lengths: Sequence[int],
+    axes: Sequence[int],
+    norm: str = "backward",
+    overwrite_x: bool = False,
+) -> Array:
+    """Do what the function of `cupyx.scipy.fft` with this name does, of an array in C order."""
+    values, direction = _KINDS[name]
+    is_unscaled = norm == ("forward" if direction > 0 else "backward")
+    plan = _plan(values, block, tuple(lengths), tuple(axes)) if is_unscaled else None
+    if plan is None:
+        return _by_cupy(name, block, lengths, axes, norm=norm, overwrite_x=overwrite_x)
+    if values == "C2R" and not overwrite_x:
+        block = block.copy()  # cuFFT works in it
+    is_in_place = values == "C2C" and overwrite_x
+    out: Array = block if is_in_place else plan.get_output_array(block)
+    plan.fft(block, out, direction)
+    return out
+
+
+def _by_cupy(name: str, block: Array, *args: Any, **options: Any) -> Array:
+    made: Array = getattr(_library(), name)(block, *args, **options)
+    return made
+
+
+def _along_one_axis(name: str, block: Array, length: int, axis: int, **options: Any) -> Array:
+    return _transformed(name, block, (length,), (axis,), **options)
+
+
+fftn, ifftn, rfftn, irfftn = (partial(_transformed, name) for name in _KINDS)
+rfft, irfft = (partial(_along_one_axis, name) for name in ("rfftn", "irfftn"))
+hfft, ihfft = (partial(_by_cupy, name) for name in ("hfft", "ihfft"))
+
+
+def _plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Any:
+    """Return a plan for the current stream, made now or before; None if there is none."""
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    key = values, block.shape, block.dtype, lengths, axes, stream.ptr, block.data.device_id
+    plans = _own.plans
+    if key in plans:
+        plans.move_to_end(key)
+    else:
+        plans[key] = _new_plan(values, block, lengths, axes)
+        if len(plans) > _MOST_PLANS:
+            plans.popitem(last=False)
+    return plans[key]
+
+
+def _new_plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Any:
+    given = list(lengths)
+    if values == "C2R":
+        given[-1] = given[-1] // 2 + 1
+    if block.dtype.name not in _KNOWN[values] or [block.shape[axis] for axis in axes] != given:
+        return None
+    in_order = sorted(axes) if values == "C2C" else [*axes]
+    if in_order != [*range(block.ndim)][-len(axes) :]:
+        return None
+    try:
+        return _library().get_fft_plan(block, lengths, axes, values)
+    except ValueError:  # of CuPy: cuFFT has no such plan
+        return None
+
+
+def _library() -> Any:
+    return import_module("cupyx.scipy.fft")
