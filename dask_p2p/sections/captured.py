@@ -94,15 +94,15 @@ def _graph(gpu: Gpu, work: Callable[[], None]) -> Callable[[], None]:
     gpu.closing.append(partial(pools.append, pool))
     gpu.closing.append(pool.free_all_blocks)  # which is called before
     try:
-        with cuda.using_allocator(pool.malloc):
-            stream.begin_capture()
+        with cuda.using_allocator(pool.malloc), gpu.capturing() as capturing:
+            capturing.begin_capture()
             try:
                 work()
             except BaseException:
                 with suppress(cuda.runtime.CUDARuntimeError):
-                    stream.end_capture()
+                    capturing.end_capture()
                 raise
-            graph = stream.end_capture()
+            graph = capturing.end_capture()
     except RuntimeError as exc:  # of CUDA; or of CuPy, which refuses some calls itself
         if not isinstance(exc, cuda.runtime.CUDARuntimeError) and "captur" not in str(exc):
             raise

@@ -168,6 +168,20 @@ class Gpu(Host):
                     while self.closing:
                         self.closing.pop()()
 
+    @contextmanager
+    def capturing(self) -> Iterator[Any]:
+        """Return a context in which work goes to a stream that can be captured, which it yields.
+
+        That has no memory of its own: RMM ends the capture of a stream as soon as any thread gives
+        memory back that was allocated on it, and the garbage collector may do so at any time.
+        """
+        own, self.stream = self.stream, self._streams.capturing
+        try:
+            with self.stream:
+                yield self.stream
+        finally:
+            self.stream = own
+
     @property
     def queue(self) -> DeviceQueue:
         """What reads regions of others, and permutes: always `within` the stream."""
@@ -275,7 +289,7 @@ class _Streams:
     """What one member after the other has: a pool keeps the memory of a stream for that one."""
 
     def __init__(self, make: Callable[..., Any]) -> None:  # makes a stream of the current device
-        self.stream, self.copies = make(non_blocking=True), make(non_blocking=True)
+        self.stream, self.copies, self.capturing = (make(non_blocking=True) for _ in range(3))
         self.queue = DeviceQueue("cupy", leave_bandwidth=True, has_own_streams=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -186,6 +187,24 @@ def test_what_cannot_be_captured_is_named(gpu):
         run_section(gpu, y, [X])
 
 
+def test_memory_may_go_while_steps_are_captured(gpu, replayed):
+    """The garbage collector gives some back at any time, and RMM ends captures of its stream."""
+    held, apply = {}, kernel(gpu, star)
+
+    def loses(u, out):
+        mine = held.setdefault(threading.get_ident(), [gpu.empty(u.shape, u.dtype)])
+        if gpu.capture is not None:
+            mine.clear()
+        apply(u, out=out)
+
+    a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
+    y = iterate(loses, a, 1, 9, boundary="periodic", members=4, capture=True)
+    (got,) = run_section(gpu, y, [X])
+    assert np.array_equal(got, reference(star, [X], 1, 9, "periodic")[0])
+    assert len(replayed) == 12
+    assert not any(held.values())
+
+
 @pytest.mark.parametrize("how", ["counts steps", "uses another stream"])
 def test_a_function_whose_graph_does_something_else_is_named(gpu, how):
     steps, other = [], gpu.stream()
@@ -264,6 +283,7 @@ def test_each_rule_is_needed(gpu, monkeypatch, broken):
 
 def test_memory_of_a_graph_is_its_own(gpu, monkeypatch):
     monkeypatch.setattr(Pool, "append", lambda pool, owner: None)
+    monkeypatch.setattr(Gpu, "capturing", lambda device: nullcontext(device.stream))
     with pytest.raises((RaceError, AssertionError, InputError)):
         test_a_function_that_allocates(gpu, [None] * 13)
 

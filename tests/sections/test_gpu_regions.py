@@ -532,6 +532,7 @@ def one_after_the_other(gpu, slow):
             )
             if ctx.rank in gets:
                 assert np.array_equal(out.get(), np.full((4, 20), number))
+        regions.settle()
 
     run(gpu, Members(((16, 16, 16), (40,)), (3, 1)), function)
 

@@ -107,16 +107,18 @@ class Recorder:
         """
         reads, writes = ([getattr(each, "values", each) for each in of] for of in (reads, writes))
 
-        def now():
+        def on(timeline):
             self.do(timeline, what, reads, writes)
             action()
 
         if self.capture is None:
-            now()
+            on(timeline)
         else:
             stream, operations = self.capture
             assert timeline == stream.name
-            operations.append(now)
+            if stream.is_invalidated:
+                raise RuntimeError("cudaErrorStreamCaptureInvalidated")
+            operations.append(on)
 
     def check_no_capture(self):
         if self.capture is not None:
@@ -176,13 +178,20 @@ class Recorder:
             start, self.used_bytes = self.used_bytes, self.used_bytes + size_bytes
             assert self.used_bytes <= _MEMORY_BYTES
         owner = Allocation()
+        give_back = self._give_back
         if self.pool is not None:
             self.pool.append(owner)
-        weakref.finalize(owner, self._give_back, stream, start, size_bytes).atexit = False
+            give_back = self._give_back_to_cupy
+        weakref.finalize(owner, give_back, stream, start, size_bytes).atexit = False
         values = self.memory[start : start + nbytes].view(dtype).reshape(shape)
         return Array(self, values, owner)
 
     def _give_back(self, stream, start, size_bytes):
+        """Do so as RMM does, which ends a capture of the stream, of whatever thread that is."""
+        stream.is_invalidated = True
+        self._give_back_to_cupy(stream, start, size_bytes)
+
+    def _give_back_to_cupy(self, stream, start, size_bytes):
         """What comes next on the stream of its allocation may use it; on others it must be idle."""
         with self.lock:
             self._check_idle(stream, start, size_bytes)
@@ -362,6 +371,8 @@ class Array:
 
 
 class Stream:
+    is_invalidated = False  # the capture that it has begun
+
     def __init__(self, recorder, ptr, name):
         self.recorder, self.ptr, self.name = recorder, ptr, name
 
@@ -379,11 +390,11 @@ class Stream:
             self.recorder.join(HOST, self.recorder.clocks[self.name])
 
     def begin_capture(self):
-        self.recorder.capture = self, []
+        self.recorder.capture, self.is_invalidated = (self, []), False
 
     def end_capture(self):
         (_, operations), self.recorder.capture = self.recorder.capture, None
-        return SimpleNamespace(launch=lambda stream: [operation() for operation in operations])
+        return SimpleNamespace(launch=lambda stream: [put(stream.name) for put in operations])
 
     def __enter__(self):
         self.recorder.current.append(self)
