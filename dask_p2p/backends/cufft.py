@@ -20,8 +20,8 @@ from dask_p2p.types import Array
 _MOST_PLANS = 16  # that a thread keeps, as CuPy does: each has memory to work in
 # What a function makes of which numbers, and cuFFT's direction.
 _KINDS = {"fftn": ("C2C", -1), "ifftn": ("C2C", 1), "rfftn": ("R2C", -1), "irfftn": ("C2R", 1)}
-_KNOWN = {"C2C": ("complex64", "complex128"), "R2C": ("float32", "float64")}
-_KNOWN["C2R"] = _KNOWN["C2C"]
+_COMPLEX, _REAL = ("complex64", "complex128"), ("float32", "float64")
+_DTYPES = {"C2C": _COMPLEX, "C2R": _COMPLEX, "R2C": _REAL}
 
 
 class _OfThread(threading.local):
@@ -90,7 +90,7 @@ def _new_plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[i
     given = list(lengths)
     if values == "C2R":
         given[-1] = given[-1] // 2 + 1
-    if block.dtype.name not in _KNOWN[values] or [block.shape[axis] for axis in axes] != given:
+    if block.dtype.name not in _DTYPES[values] or [block.shape[axis] for axis in axes] != given:
         return None
     in_order = sorted(axes) if values == "C2C" else [*axes]
     if in_order != [*range(block.ndim)][-len(axes) :]:

@@ -20,29 +20,24 @@ first while the next is made.
 Nobody waits at the end for the others to say what they read, but who does something with the share
 or in its memory: see `GpuRegions.settle`. Meanwhile the host puts more work on the stream.
 
-What cannot be read is sent. Between hosts it goes by UCX, in one piece of memory of the GPU, where
-a link carries so many bytes. The rest goes through host memory: to other hosts without UCX, between
-members of one process, and where the allocator's memory cannot be shared.
+What cannot be read is sent: see `gpu_messages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dask_p2p.backends import RUN_BYTES, order_of
 from dask_p2p.geometry import Box, Runs, box_slices, gapless_from, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.sections.gpu_messages import GpuMessages
 from dask_p2p.sections.gpu_places import mapped, told
 from dask_p2p.sections.link import Buffer
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces, along
-from dask_p2p.sections.regions import Call, Local, Regions
-from dask_p2p.sections.staged import begin_in_order
+from dask_p2p.sections.regions import Call, Local
 from dask_p2p.sections.windows import OwnEvents, PeerMemory, if_possible, opened
 from dask_p2p.types import Array
 
@@ -57,13 +52,16 @@ _MOST_UNSETTLED_BYTES = 2**30
 _READ, _WRITTEN = range(2)  # events of a member; from the second on one for each piece
 
 
+_Region: TypeAlias = Sequence[tuple[int, Array]]  # of pieces, each with its number
+
+
 class _Unsettled(NamedTuple):
     """What others may still read."""
 
     call: Call
     axis: int  # of pieces
     made: list[Array]  # these
-    regions: dict[int, list[Array]]  # of these, by the rank of those to whom they belong
+    regions: Mapping[int, _Region]  # of these, by the rank of those to whom they belong
     targets: dict[int, Array]  # what has not been read here, and must come otherwise
     said: Callable[[], Mapping[int, Buffer]]  # waits for what others say: whether they read
 
@@ -81,7 +79,7 @@ class GpuRegions:
 
     def __init__(self, gpu: Gpu, links: Links | None, reads_memory: bool) -> None:
         self._gpu, self._links = gpu, links
-        self._through_host = Regions(links, reads_memory)
+        self._messages = GpuMessages(gpu, links, reads_memory)
         self._own: OwnEvents | None = None
         self._near: dict[int, PeerMemory] | None = None  # by rank, from the first exchange on
         self._unsettled: _Unsettled | None = None
@@ -123,54 +121,12 @@ class GpuRegions:
             raise
         for rank in readers:
             self._open(self._links, call)[rank].wait(self._gpu.stream, _READ)
-            regions.pop(rank, None)
-        if self._links.use_ucx and (regions or targets):
-            self._bring_by_ucx(self._links, call, axis, regions, targets)
-        self._bring_through_host(call, axis, regions, targets)
-
-    def _bring_by_ucx(
-        self,
-        links: Links,
-        call: Call,
-        axis: int,
-        regions: dict[int, list[Array]],
-        targets: dict[int, Array],
-    ) -> None:
-        """Send regions from memory of the GPU; take those out that were brought so."""
-        gpu, sends, receives = self._gpu, {}, {}
-        with gpu.queue.within(gpu.stream):
-            for rank, pieces in [*regions.items()]:
-                if links.carries(rank, sum(piece.nbytes for piece in pieces)):
-                    sends[rank] = self._in_one_piece(regions.pop(rank), axis)
-            for rank, target in targets.items():
-                if links.carries(rank, target.nbytes):
-                    receives[rank] = gpu.empty(call.shape_before(target.shape), call.dtype)
-        gpu.wait()  # for those pieces, and for what used this memory before
-        end = begin_in_order(
-            links,
-            call.order,
-            f"{call.text}, by UCX",
-            {rank: _bytes_of(each) for rank, each in sends.items()},
-            {rank: _bytes_of(each) for rank, each in receives.items()},
-        )
-        end()
-        with gpu.queue.within(gpu.stream):
-            for rank, arrived in receives.items():
-                gpu.queue.permute(targets.pop(rank), arrived, call.axes)
-
-    def _in_one_piece(self, pieces: Sequence[Array], axis: int) -> Array:
-        """Put on the queue what copies pieces of a region, along an axis, to where they lie so."""
-        shape = list(pieces[0].shape)
-        if shape:
-            shape[axis] = sum(piece.shape[axis] for piece in pieces)
-        whole, start = self._gpu.empty(shape, pieces[0].dtype), 0
-        for piece in pieces:
-            place = tuple((0, length) for length in piece.shape)
-            if place:
-                place = along(axis, place, (start, start + piece.shape[axis]))
-                start += piece.shape[axis]
-            self._gpu.queue.permute(whole[box_slices(place)], piece, range(piece.ndim))
-        return whole
+        unread = {
+            rank: [piece for _, piece in region]
+            for rank, region in regions.items()
+            if rank not in readers
+        }
+        self._messages.bring(call, axis, unread, targets)
 
     def _bring_directly(
         self,
@@ -198,22 +154,29 @@ class GpuRegions:
                 text = f"{call.text}, {call.order}, places"
                 said = links.begin(text, told, dict.fromkeys(near))
             if local is not None:
-                for number, part, inside in pieces.of(local.box):
-                    gpu.queue.concurrent.wait_event(written[number])
-                    place = box_slices(tuple(inside[axis] for axis in call.axes))
-                    own = made[number][box_slices(part)]
-                    gpu.queue.permute(local.target[place], own, call.axes, concurrent=True)
+                self._place_own(call, pieces, made, written, local)
             if links is None:
                 return None
             read = self._read(links, call, said(), targets)
-        return _Unsettled(
-            call,
-            pieces.axis,
-            made,
-            {rank: [piece for _, piece in of] for rank, of in regions.items()},
-            {rank: target for rank, target in targets.items() if rank not in read},
-            self._tell_read(links, call, read),
-        )
+        unread = {rank: target for rank, target in targets.items() if rank not in read}
+        told_read = self._tell_read(links, call, read)
+        return _Unsettled(call, pieces.axis, made, regions, unread, told_read)
+
+    def _place_own(
+        self,
+        call: Call,
+        pieces: Pieces,
+        made: Sequence[Array],
+        written: Sequence[Any],  # an event behind each piece
+        local: Local,
+    ) -> None:
+        """Put on the queue what of each piece stays here."""
+        queue = self._gpu.queue
+        for number, part, inside in pieces.of(local.box):
+            queue.concurrent.wait_event(written[number])
+            place = box_slices(tuple(inside[axis] for axis in call.axes))
+            source = made[number][box_slices(part)]
+            queue.permute(local.target[place], source, call.axes, concurrent=True)
 
     def _record(self, number: int) -> Any:
         """Record an event behind what the stream was given; return it."""
@@ -257,7 +220,7 @@ class GpuRegions:
             place = box_slices(tuple(moved[each] for each in call.axes))
             queue.permute_prefetched(target[place], copy, call.axes)
 
-    def _places(self, axis: int, region: Sequence[tuple[int, Array]]) -> bytes:
+    def _places(self, axis: int, region: _Region) -> bytes:
         """Return where a region lies, for the member that reads it; nothing if that cannot.
 
         Members may have their shares in pieces along other axes, or in one.
@@ -280,28 +243,6 @@ class GpuRegions:
         into: dict[int, Buffer | None] = {rank: bytearray(1) for rank in near}
         return links.begin(f"{call.text}, read", told, into)
 
-    def _bring_through_host(
-        self,
-        call: Call,
-        axis: int,
-        regions: Mapping[int, Sequence[Array]],
-        targets: Mapping[int, Array],
-    ) -> None:
-        if not regions and not targets:
-            return
-        gpu = self._gpu
-        straight = replace(call, axes=tuple(range(len(call.axes))))
-        down = {rank: _joined([*map(gpu.to_host, each)], axis) for rank, each in regions.items()}
-        up = {
-            rank: np.empty(call.shape_before(target.shape), call.dtype)
-            for rank, target in targets.items()
-        }
-        self._through_host.give(straight, down, up)
-        arrived = {rank: gpu.module.asarray(each) for rank, each in up.items()}
-        with gpu.queue.within(gpu.stream):
-            for rank, each in arrived.items():
-                gpu.queue.permute(targets[rank], each, call.axes)
-
     def _open(self, links: Links, call: Call) -> dict[int, PeerMemory]:
         """Find out, once, which members of the host read each other's memory."""
         if self._near is None:
@@ -316,7 +257,7 @@ class GpuRegions:
                 gpu, links, call.text, told, lambda rank, said: PeerMemory(gpu, said)
             )
             self._own = own
-            self._through_host.prepare()
+            self._messages.prepare()
         return self._near
 
 
@@ -342,12 +283,3 @@ def _parts(
     if is_last:
         parts = taper_last(parts, max(1, _LAST_PART_BYTES // item_bytes), runs)
     return tuple(tuple(part[order.index(axis)] for axis in range(len(shape))) for part in parts)
-
-
-def _bytes_of(whole: Array) -> Array:
-    flat: Array = whole.reshape(-1).view(np.uint8)
-    return flat
-
-
-def _joined(pieces: Sequence[Any], axis: int) -> Any:
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)

@@ -1,0 +1,131 @@
+"""Regions in memory of GPUs that their members cannot read: sent to them.
+
+Between hosts they go by UCX, each in one piece of memory of the GPU, where a link carries so many
+bytes. The rest goes through host memory: to other hosts without UCX, between members of one
+process, and where the allocator's memory cannot be shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dask_p2p.geometry import box_slices
+from dask_p2p.sections.links import Links
+from dask_p2p.sections.pieces import along
+from dask_p2p.sections.regions import Call, Regions
+from dask_p2p.sections.staged import begin_in_order
+from dask_p2p.types import Array
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.devices import Gpu
+
+
+class GpuMessages:
+    """Sends regions again and again.
+
+    Parameters
+    ----------
+    gpu
+        Of this member.
+    links, reads_memory
+        As of `Regions`.
+    """
+
+    def __init__(self, gpu: Gpu, links: Links | None, reads_memory: bool) -> None:
+        self._gpu, self._links = gpu, links
+        self._of_host = Regions(links, reads_memory)
+
+    def prepare(self) -> None:
+        """Do what `Regions.prepare` does."""
+        self._of_host.prepare()
+
+    def bring(
+        self,
+        call: Call,
+        axis: int,  # along which regions are in pieces
+        regions: dict[int, list[Array]],  # by rank
+        targets: dict[int, Array],
+    ) -> None:
+        """Send regions, and bring those of others to where they belong."""
+        if self._links is not None and self._links.use_ucx and (regions or targets):
+            self._by_ucx(self._links, call, axis, regions, targets)
+        if regions or targets:
+            self._through_host(call, axis, regions, targets)
+
+    def _by_ucx(
+        self,
+        links: Links,
+        call: Call,
+        axis: int,
+        regions: dict[int, list[Array]],
+        targets: dict[int, Array],
+    ) -> None:
+        """Send regions from memory of the GPU; take those out that were brought so."""
+        gpu, sends, receives = self._gpu, {}, {}
+        with gpu.queue.within(gpu.stream):
+            for rank, pieces in [*regions.items()]:
+                if links.carries(rank, sum(piece.nbytes for piece in pieces)):
+                    sends[rank] = self._in_one_piece(regions.pop(rank), axis)
+            for rank, target in targets.items():
+                if links.carries(rank, target.nbytes):
+                    receives[rank] = gpu.empty(call.shape_before(target.shape), call.dtype)
+        gpu.wait()  # for those pieces, and for what used this memory before
+        end = begin_in_order(
+            links,
+            call.order,
+            f"{call.text}, by UCX",
+            {rank: _bytes_of(each) for rank, each in sends.items()},
+            {rank: _bytes_of(each) for rank, each in receives.items()},
+        )
+        end()
+        with gpu.queue.within(gpu.stream):
+            for rank, arrived in receives.items():
+                gpu.queue.permute(targets.pop(rank), arrived, call.axes)
+
+    def _in_one_piece(self, pieces: Sequence[Array], axis: int) -> Array:
+        """Put on the queue what copies pieces of a region, along an axis, to where they lie so."""
+        shape = list(pieces[0].shape)
+        if shape:
+            shape[axis] = sum(piece.shape[axis] for piece in pieces)
+        whole, start = self._gpu.empty(shape, pieces[0].dtype), 0
+        for piece in pieces:
+            place = tuple((0, length) for length in piece.shape)
+            if place:
+                place = along(axis, place, (start, start + piece.shape[axis]))
+                start += piece.shape[axis]
+            self._gpu.queue.permute(whole[box_slices(place)], piece, range(piece.ndim))
+        return whole
+
+    def _through_host(
+        self,
+        call: Call,
+        axis: int,
+        regions: Mapping[int, Sequence[Array]],
+        targets: Mapping[int, Array],
+    ) -> None:
+        """Copy regions down, send them or have them read there, and copy up what comes."""
+        gpu = self._gpu
+        straight = replace(call, axes=tuple(range(len(call.axes))))
+        down = {rank: _joined([*map(gpu.to_host, each)], axis) for rank, each in regions.items()}
+        up = {
+            rank: np.empty(call.shape_before(target.shape), call.dtype)
+            for rank, target in targets.items()
+        }
+        self._of_host.give(straight, down, up)
+        arrived = {rank: gpu.module.asarray(each) for rank, each in up.items()}
+        with gpu.queue.within(gpu.stream):
+            for rank, each in arrived.items():
+                gpu.queue.permute(targets[rank], each, call.axes)
+
+
+def _bytes_of(whole: Array) -> Array:
+    flat: Array = whole.reshape(-1).view(np.uint8)
+    return flat
+
+
+def _joined(pieces: Sequence[Any], axis: int) -> Any:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
