@@ -20,6 +20,7 @@ from typing import Any
 from distributed import Worker, WorkerPlugin
 
 from dask_p2p.backends import worker_backend
+from dask_p2p.backends.allocator import keep_small_buffers
 from dask_p2p.backends.device import raise_if_lost
 from dask_p2p.config import Options, options
 from dask_p2p.engine.fetch import BlockRef
@@ -64,6 +65,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         """Take the place of the worker's handlers, and add the transports': all, or nothing."""
         try:
             check_dask()
+            keep_small_buffers()
             self.options = own = self.options or options()
             self._worker = worker
             self._context = context = DaskWorkerContext(worker, own)
