@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import dask
 import dask.array as da
 import pytest
 from distributed import Reschedule
@@ -117,3 +118,23 @@ def test_the_scheduler_is_told_of_states_though_the_member_ends(monkeypatch):
             await asyncio.wait_for(told.wait(), 10)
 
     asyncio.run(main())
+
+
+def test_dask_takes_fewer_samples_while_there_are_members():
+    def sampled_ms(worker):
+        return worker.periodic_callbacks["profile"].callback_time
+
+    async def main():
+        async with in_process(2) as (cluster, client):
+            workers = list(cluster.workers.values())
+            workers[1].periodic_callbacks["profile"].callback_time = 250
+            y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), members=4)
+            future = client.compute(y)
+            await asyncio.to_thread(wait_until, lambda: members_that_run() == 4)
+            assert [sampled_ms(worker) for worker in workers] == [100, 250]
+            await future.cancel()
+            await asyncio.to_thread(wait_until, lambda: sampled_ms(workers[0]) == 10)
+            assert sampled_ms(workers[1]) == 250
+
+    with dask.config.set({"distributed.worker.profile.enabled": True}):
+        asyncio.run(main())
