@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 import benchmarks
 import dask_p2p
+from dask_p2p import sections
 from tests.docs.pages import DOCS, NOTEBOOKS, OTHERS, PAGES, README, REPOSITORY, ROOT
 
 MODULES = sorted(
@@ -99,15 +100,15 @@ def test_the_walk_is_counted():
     assert set(records) <= classes
 
 
-def test_the_design_names_every_module():
-    design = (DOCS / "design.md").read_text("utf-8")
-    table = design.partition("| module |")[2].partition("\n\n")[0]
+@pytest.mark.parametrize("page, package", [("design.md", dask_p2p), ("sections.md", sections)])
+def test_every_module_is_named(page, package):
+    table = (DOCS / page).read_text("utf-8").partition("| module ")[2].partition("\n\n")[0]
     named = {
         name
-        for row in table.splitlines()
+        for row in table.splitlines()[2:]
         for name in re.findall(r"`(\w+)`", row[: row.find("|", 2)])
     }
-    assert named == {module.name for module in pkgutil.iter_modules(dask_p2p.__path__)}
+    assert named == {module.name for module in pkgutil.iter_modules(package.__path__)}
 
 
 def test_the_reference_names_all_that_is_public():
