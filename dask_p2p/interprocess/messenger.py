@@ -100,10 +100,13 @@ class Messenger:
         try:
             import ucxx
             from ucxx._lib.arr import Array
+            from ucxx._lib.libucxx import Feature
 
             self._lib = ucxx.libucxx
             self._wrap = Array
-            self._worker = self._lib.UCXWorker(self._lib.UCXContext({}))
+            # By default also one-sided memory, streams and active messages are made ready.
+            features = (Feature.TAG, Feature.WAKEUP)
+            self._worker = self._lib.UCXWorker(self._lib.UCXContext({}, feature_flags=features))
             self.address: bytes = self._worker.address.tobytes()
         except Exception as exc:
             raise TransferError(f"UCX does not start: {type(exc).__name__}: {exc}") from exc

@@ -48,51 +48,60 @@ namespace {
 const size_t STACK_BYTES = 32 << 10;
 
 struct Fiber {
-    ucontext_t context;
+    jmp_buf at;  // where it goes on: a jump makes no system call, as swapcontext() does
     std::unique_ptr<char[]> stack;
     Dim3 thread;
     bool done;
 };
 
-ucontext_t scheduler;
+jmp_buf scheduler;
 std::vector<Fiber> fibers;
 Fiber *running;
 void (*kernel)(const Work);
 Work work;
 sigjmp_buf escape;
 
-void run_thread()
+void leave()
 {
-    kernel(work);
-    running->done = true;
+    if (!_setjmp(running->at))
+        _longjmp(scheduler, 1);
+}
+
+void run_threads()
+{
+    for (;;) {
+        kernel(work);
+        running->done = true;
+        leave();
+    }
 }
 
 void resume(Fiber &fiber)
 {
     running = &fiber;
     threadIdx = fiber.thread;
-    swapcontext(&scheduler, &fiber.context);
-}
-
-void start(Fiber &fiber, Dim3 thread)
-{
-    if (!fiber.stack)
-        fiber.stack.reset(new char[STACK_BYTES]);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = STACK_BYTES;
-    fiber.context.uc_link = &scheduler;
-    fiber.thread = thread;
-    fiber.done = false;
-    makecontext(&fiber.context, run_thread, 0);
+    if (_setjmp(scheduler))
+        return;
+    if (fiber.stack)
+        _longjmp(fiber.at, 1);
+    fiber.stack.reset(new char[STACK_BYTES]);
+    ucontext_t first;
+    getcontext(&first);
+    first.uc_stack.ss_sp = fiber.stack.get();
+    first.uc_stack.ss_size = STACK_BYTES;
+    makecontext(&first, run_threads, 0);
+    setcontext(&first);
 }
 
 void run_block(unsigned x, unsigned y, bool backwards)
 {
     const unsigned count = x * y;
-    fibers.resize(count);
-    for (unsigned n = 0; n < count; ++n)
-        start(fibers[n], {n % x, n / x, 0});
+    if (fibers.size() < count)
+        fibers.resize(count);
+    for (unsigned n = 0; n < count; ++n) {
+        fibers[n].thread = {n % x, n / x, 0};
+        fibers[n].done = false;
+    }
     for (bool left = true; left;) {
         left = false;
         for (unsigned n = 0; n < count; ++n) {
@@ -123,8 +132,7 @@ const struct {
 
 static void __syncthreads()
 {
-    Fiber *self = running;
-    swapcontext(&self->context, &scheduler);
+    leave();
 }
 
 // Returns 0, the number of the signal that stopped it, or -1 for an unknown name.
@@ -151,6 +159,8 @@ extern "C" int launch(
             blockIdx = {backwards ? grid - 1 - block : block, 0, 0};
             run_block(x, y, backwards);
         }
+    else
+        fibers.clear();  // they are somewhere in a kernel
     for (int n = 0; n < 3; ++n)
         sigaction(signals[n], &before[n], nullptr);
     return failure;

@@ -100,7 +100,7 @@ def test_the_walk_is_counted():
     assert set(records) <= classes
 
 
-@pytest.mark.parametrize("page, package", [("design.md", dask_p2p), ("sections.md", sections)])
+@pytest.mark.parametrize(("page", "package"), [("design.md", dask_p2p), ("sections.md", sections)])
 def test_every_module_is_named(page, package):
     table = (DOCS / page).read_text("utf-8").partition("| module ")[2].partition("\n\n")[0]
     named = {
