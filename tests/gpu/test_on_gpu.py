@@ -36,6 +36,7 @@ pytestmark = [
 
 SHAPE = (4096, 1024)
 PART_BYTES = 2**20
+SPIN_CYCLES = 20_000_000  # about 10 ms
 
 
 def values(dtype):
@@ -114,12 +115,12 @@ def late(a):
     """Read what is given long after the copies that are queued could be done."""
     import cupy
 
-    spin(cupy.cuda.get_current_stream(), 20_000_000)
+    spin(cupy.cuda.get_current_stream(), SPIN_CYCLES)
     return a * 2
 
 
 def at_once(a):
-    """Read what is given before a copy that has just been queued is done."""
+    """Read what is given before a copy that has been queued is done: `doubled` makes these late."""
     return a * 2
 
 
@@ -159,6 +160,14 @@ def doubled(monkeypatch, func, left_out=None):
             after = tuple(each for each in step.after if (each[0], step.what) != left_out)
             yield Step(step.what, step.part, after)
 
+    up = PartStreams._up
+
+    def up_late(self, part, slot, stream):
+        spin(stream, SPIN_CYCLES)
+        up(self, part, slot, stream)
+
+    if func is at_once:
+        monkeypatch.setattr(PartStreams, "_up", up_late)
     monkeypatch.setattr(part_streams, "steps", fewer)
     monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
     work = InPinnedMemory(func)
