@@ -9,20 +9,22 @@ has to touch new pages: 27 us a call. Five points of 128 x 128 elements took 155
 from __future__ import annotations
 
 import ctypes
-import os
+from pathlib import Path
 
 _TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD
 _LEAST_BYTES = 2**20  # 256 KiB are enough for one buffer; each arena keeps at most this much
+_VARIABLE = b"MALLOC_TRIM_THRESHOLD_="
+# As the process was started with, and the C library with it: a nanny leaves the variable in the
+# environment of its own process, where glibc chooses by itself, and keeps more.
+_ENVIRONMENT = Path("/proc/self/environ")
 
 
 def keep_small_buffers() -> None:
-    """Have this process keep up to 1 MiB of free memory an arena, if it was to keep less.
-
-    Without the variable glibc keeps more by itself. Other C libraries know neither.
-    """
-    told = os.environ.get("MALLOC_TRIM_THRESHOLD_")
-    if told is None or (told.isdecimal() and int(told) >= _LEAST_BYTES):
+    """Have this process keep up to 1 MiB of free memory an arena, if it was to keep less."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    if mallopt is None or not _ENVIRONMENT.exists():
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)
+    for each in _ENVIRONMENT.read_bytes().split(b"\0"):
+        told = each.removeprefix(_VARIABLE)
+        if told != each and not (told.isdigit() and int(told) >= _LEAST_BYTES):
+            mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)

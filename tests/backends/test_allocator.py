@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,29 @@ def test_no_call_of_a_ufunc_touches_new_pages(threshold):
 
 def test_dask_s_own_threshold_gives_buffers_back():
     assert faults(ALONE.format(path=""), "65536") > 1000
+
+
+def test_what_the_process_was_started_with_counts(monkeypatch, tmp_path):
+    """Where glibc chooses by itself it would stop to do so."""
+    called = []
+    libc = SimpleNamespace(mallopt=lambda *args: called.append(args))
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: libc)
+    monkeypatch.setattr(allocator, "_ENVIRONMENT", tmp_path / "environ")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
+    allocator.keep_small_buffers()  # on a system without such files
+    for variables in (
+        b"",
+        b"A=1\0B=MALLOC_TRIM_THRESHOLD_=0\0",
+        b"MALLOC_TRIM_THRESHOLD_=1048576\0",
+    ):
+        (tmp_path / "environ").write_bytes(variables)
+        allocator.keep_small_buffers()
+    assert not called
+    (tmp_path / "environ").write_bytes(b"A=1\0MALLOC_TRIM_THRESHOLD_=65536\0")
+    allocator.keep_small_buffers()
+    assert called == [(-1, 2**20)]
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
+    allocator.keep_small_buffers()  # with another C library
 
 
 @pytest.mark.cluster
