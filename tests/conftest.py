@@ -17,9 +17,6 @@ settings.load_profile("default")
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands would fold what they print
 
-# While tests are collected nothing is garbage, and looking for it takes a third of the time.
-gc.disable()
-
 SHARING = 2  # workers on one GPU, by `--share-gpu`
 MOST_PROCESSES = 8  # each may have a cluster of its own
 
@@ -76,8 +73,14 @@ def pytest_collection_modifyitems(config, items):
     skip_without_gpus(items)
 
 
-def pytest_collection_finish(session):
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Look for no garbage meanwhile: there is hardly any, and it would take a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def places_in_order(items):

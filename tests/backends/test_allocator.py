@@ -59,7 +59,7 @@ def faults(program: str, threshold: str | None) -> int:
     return int(subprocess.run(command, env=env, check=True, capture_output=True).stdout)
 
 
-@pytest.mark.parametrize("threshold", ["65536", str(2**21), "much", None])
+@pytest.mark.parametrize("threshold", ["65536", "0", str(2**21), "much", None])
 def test_no_call_of_a_ufunc_touches_new_pages(threshold):
     assert faults(ALONE.format(path=allocator.__file__), threshold) < 100
 
