@@ -20,9 +20,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import uuid4
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.errors import TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer, separation
+from dask_p2p.interprocess.processes import own_name
 from dask_p2p.sections.links import Links
 from dask_p2p.types import Array
 
@@ -56,8 +56,6 @@ extern "C" __global__ void meet(
 }
 """
 _MEETING_THREADS = 32
-
-_mappings = cuda_ipc.Mappings()  # of all members of this process: a pool is mapped once
 
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound="PeerMemory")
@@ -136,7 +134,7 @@ class PeerMemory:
         if obstacle is not None:
             raise TransferError(str(obstacle), obstacle=obstacle)
         self._runtime, self._events = gpu.module.cuda.runtime, list[int]()
-        self._process, self._mapped = peer.folder, dict[int, cuda_ipc.Mapping]()
+        self._peer, self._mapped = peer, dict[int, cuda_ipc.Mapping]()
         try:
             for handle in said["events"]:
                 self._events.append(self._runtime.ipcOpenEventHandle(bytes.fromhex(handle)))
@@ -152,9 +150,9 @@ class PeerMemory:
         if place.buffer_id not in self._mapped:
             # What was at its addresses is gone, so all that read it here is done.
             for mapping in [*self._mapped.values()]:
-                if mapping.overlaps(self._process, place):
-                    _mappings.release(self._mapped.pop(mapping.place.buffer_id))
-            mapping = _mappings.acquire(self._process, place, size_bytes)
+                if mapping.overlaps(self._peer.process, place):
+                    cuda_ipc.MAPPINGS.release(self._mapped.pop(mapping.place.buffer_id))
+            mapping = cuda_ipc.MAPPINGS.acquire(self._peer, place, size_bytes)
             self._mapped[place.buffer_id] = mapping
         return self._mapped[place.buffer_id].address + place.offset_bytes
 
@@ -168,7 +166,7 @@ class PeerMemory:
             self._runtime.eventDestroy(event)
         self._events.clear()
         while self._mapped:
-            _mappings.release(self._mapped.popitem()[1])
+            cuda_ipc.MAPPINGS.release(self._mapped.popitem()[1])
 
 
 class PeerWindow(PeerMemory):
@@ -263,10 +261,5 @@ def opened(
 
 def _own_peer() -> Peer:
     boot_id, namespace = kernel_and_namespace()
-    return Peer(boot_id, namespace, os.getuid(), os.getpid(), _process(), cuda_ipc.gpu_uuid())
-
-
-@cache
-def _process() -> str:
-    """Return a name of this process that no other has."""
-    return f"{os.getpid()}-{uuid4().hex}"
+    own = own_name()
+    return Peer(boot_id, namespace, os.getuid(), os.getpid(), own, "", cuda_ipc.gpu_uuid())

@@ -12,6 +12,7 @@ import pytest
 from dask_p2p.errors import TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.cuda_ipc import Mappings, Place, array_at
+from dask_p2p.interprocess.peer import Peer
 from tests.transports.loopback import wait_until
 
 MIB = 2**20
@@ -65,8 +66,13 @@ def place(buffer_id, handle="aa", base=None, nbytes=MIB):
     return Place("gpu", handle, buffer_id, base, nbytes, 0)
 
 
+def peer(process, pid=0):
+    """A process; by default the kernel knows none of this number."""
+    return Peer("boot", "namespace", 0, pid, process, "folder", "gpu")
+
+
 def acquire(mappings, process, *args, block_bytes=1, **more):
-    return mappings.acquire(process, place(*args, **more), block_bytes)
+    return mappings.acquire(peer(process), place(*args, **more), block_bytes)
 
 
 def opened(runtime):

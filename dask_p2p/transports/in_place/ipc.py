@@ -62,7 +62,7 @@ class IpcTransport(SameHostTransport):
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:
         super().__init__(worker, options)
-        self.mappings = cuda_ipc.Mappings()
+        self.mappings = cuda_ipc.MAPPINGS
 
     def memory_proof(self) -> str:
         return cuda_ipc.gpu_uuid()
@@ -89,7 +89,7 @@ class IpcTransport(SameHostTransport):
         if place.gpu != peer.memory_proof and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
             raise TransferError(f"{wanted} is on another GPU than its holder's: {obstacle}")
         block_bytes = prod(wanted.shape) * wanted.dtype.itemsize
-        mapping = self.mappings.acquire(peer.folder, place, block_bytes)
+        mapping = self.mappings.acquire(peer, place, block_bytes)
         reading.ending[number].callback(self.mappings.release, mapping)
         address = mapping.address + place.offset_bytes
         strides = descriptor.strides
@@ -99,7 +99,7 @@ class IpcTransport(SameHostTransport):
         known = self._peers.get(holder)
         super().on_worker_left(holder)
         if known is not None:
-            self.mappings.retire(known[0].folder)
+            self.mappings.retire(known[0].process)
             self.offload(self.mappings.close_unused)
 
     async def close(self) -> None:

@@ -1,0 +1,94 @@
+"""Other processes of this host: a name for each, and the end of each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import TypeAlias
+from uuid import uuid4
+
+logger = logging.getLogger(__name__)
+
+#: Called with the name of a process that has ended.
+OnEnd: TypeAlias = Callable[[str], object]
+
+
+@cache
+def own_name() -> str:
+    """Return a name of this process that no other process has, before or after it."""
+    return f"{os.getpid()}-{uuid4().hex}"
+
+
+class Processes:
+    """Other processes, watched by one thread until they end.
+
+    The kernel reports the end of a process when all that the process had is closed: its sockets,
+    and its memory on GPUs, except for memory that others have mapped.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._poll: select.epoll | None = None  # made with the first process
+        self._names: dict[int, str] = {}  # by file descriptor
+        self._calls: dict[str, set[OnEnd]] = {}  # by name, of those that are watched
+        self._ended = set[str]()  # names; few processes of a host end
+
+    def watch(self, name: str, pid: int, on_end: OnEnd | None = None) -> None:
+        """Watch a process, if the kernel allows it, and call a function once when it has ended.
+
+        The function is called in another thread; at once, in this one, if the end is known already.
+        """
+        with self._lock:
+            if name not in self._ended and name not in self._calls:
+                self._begin(name, pid)
+            if on_end is not None and name in self._calls:
+                self._calls[name].add(on_end)
+            has_ended = name in self._ended
+        if has_ended and on_end is not None:
+            on_end(name)
+
+    def has_ended(self, name: str) -> bool:
+        """Return whether a process that is watched has ended."""
+        return name in self._ended
+
+    def _begin(self, name: str, pid: int) -> None:
+        try:
+            number = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended.add(name)
+            return
+        except OSError as exc:  # an old container forbids the call
+            logger.debug("process %s cannot be watched: %s", name, exc)
+            return
+        if self._poll is None:
+            self._poll = select.epoll()
+            thread = threading.Thread(target=self._run, name="dask-p2p-processes", daemon=True)
+            thread.start()
+        self._names[number], self._calls[name] = name, set()
+        self._poll.register(number, select.EPOLLIN)
+
+    def _run(self) -> None:
+        assert self._poll is not None
+        while True:
+            for number, _ in self._poll.poll():
+                self._end(number)
+
+    def _end(self, number: int) -> None:
+        with self._lock:
+            name = self._names.pop(number)
+            self._ended.add(name)
+            calls = self._calls.pop(name)
+            os.close(number)  # and with it what watches it
+        for call in calls:
+            try:
+                call(name)
+            except Exception:
+                logger.exception("the end of process %s could not be handled", name)
+
+
+#: Those that this process has to do with.
+PROCESSES = Processes()
