@@ -40,16 +40,21 @@ class Processes:
     def watch(self, name: str, pid: int, on_end: OnEnd | None = None) -> None:
         """Watch a process, if the kernel allows it, and call a function once when it has ended.
 
-        The function is called in another thread; at once, in this one, if the end is known already.
+        The function is called in a thread of its own, until `forget` is: one may wait for a GPU
+        until another one has ended that.
         """
         with self._lock:
             if name not in self._ended and name not in self._calls:
                 self._begin(name, pid)
             if on_end is not None and name in self._calls:
                 self._calls[name].add(on_end)
-            has_ended = name in self._ended
-        if has_ended and on_end is not None:
-            on_end(name)
+            elif on_end is not None and name in self._ended:
+                _call(name, on_end)
+
+    def forget(self, name: str, on_end: OnEnd) -> None:
+        """Do not call a function any more."""
+        with self._lock:
+            self._calls.get(name, set()).discard(on_end)
 
     def has_ended(self, name: str) -> bool:
         """Return whether a process that is watched has ended."""
@@ -82,12 +87,19 @@ class Processes:
             name = self._names.pop(number)
             self._ended.add(name)
             calls = self._calls.pop(name)
-            os.close(number)  # and with it what watches it
-        for call in calls:
-            try:
-                call(name)
-            except Exception:
-                logger.exception("the end of process %s could not be handled", name)
+            os.close(number)  # which ends the watch too
+        for on_end in calls:
+            _call(name, on_end)
+
+
+def _call(name: str, on_end: OnEnd) -> None:
+    def call() -> None:
+        try:
+            on_end(name)
+        except Exception:
+            logger.exception("the end of process %s could not be handled", name)
+
+    threading.Thread(target=call, name="dask-p2p-process-ended", daemon=True).start()
 
 
 #: Those that this process has to do with.

@@ -32,6 +32,7 @@ from dask_p2p.sections.links import Links
 from dask_p2p.sections.regions import Regions
 from dask_p2p.sections.rim_messages import RimCall, RimMessages
 from dask_p2p.sections.rim_windows import RimWindows
+from dask_p2p.sections.windows import PeerMemory
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
@@ -42,6 +43,7 @@ _PAUSE_S = 5e-5
 # for it on a GPU ends with this process only.
 _LONGEST_S = 30.0
 _LINGER_S = 60.0  # that windows stay which peers may still read, after an attempt that failed
+_LOOK_S = 0.05  # between looks at the processes of these peers
 _NOT_READY = 600  # of CUDA: cudaErrorNotReady
 
 
@@ -49,6 +51,7 @@ class Host:
     """The host: what is called has been done when it returns."""
 
     kind: ClassVar[Kind] = "numpy"
+    has_ended = False  # for a device that works on while members are lost
 
     @property
     def backend(self) -> Backend:
@@ -139,7 +142,10 @@ class Gpu(Host):
         self.exported: list[Any] = []
         #: Called when the attempt has ended: has the GPU wait for others no more.
         self.ending: list[Callable[[], None]] = []
-        self._has_ended = False
+        #: Memory of others, for whose events the GPU may wait, and who read what is exported.
+        self.peers: list[PeerMemory] = []
+        #: Whether the GPU has stopped waiting for others: nothing made since then is right.
+        self.has_ended = False
         self._step = 0  # at which the GPU was waited for last
 
     @contextmanager
@@ -195,10 +201,10 @@ class Gpu(Host):
         AttemptEndedError
             If the attempt has, and with it meetings: nothing made since then is right.
         DeviceLostError
-            If it does not end though the attempt has: a peer has gone for whose event it waits.
+            If it does not end though the attempt has, and nothing can end it.
         """
         self._drain()
-        if self._has_ended:
+        if self.has_ended:
             raise AttemptEndedError("the attempt has ended")
 
     def _drain(self) -> None:
@@ -209,8 +215,10 @@ class Gpu(Host):
             if self._links is not None and self._links.has_ended:
                 ended_s = min(ended_s, now_s)
                 while self.ending:
-                    self._has_ended = True
+                    self.has_ended = True
                     self.ending.pop()()
+                for peer in self.peers:
+                    peer.check_waits()
             if now_s - ended_s > _LONGEST_S:
                 raise DeviceLostError(
                     f"the GPU has waited {_LONGEST_S:g} s for a member of its gang that has gone. "
@@ -278,9 +286,8 @@ class Gpu(Host):
     def let_go(self, is_orderly: bool) -> None:
         exported, self.exported = self.exported, []
         if exported and not is_orderly:
-            later = threading.Timer(_LINGER_S, _drop, [exported])
-            later.daemon = True
-            later.start()
+            readers = [*self.peers]
+            threading.Thread(target=_drop_later, args=(exported, readers), daemon=True).start()
         else:
             _drop(exported)
 
@@ -291,6 +298,16 @@ class _Streams:
     def __init__(self, make: Callable[..., Any]) -> None:  # makes a stream of the current device
         self.stream, self.copies, self.capturing = (make(non_blocking=True) for _ in range(3))
         self.queue = DeviceQueue("cupy", leave_bandwidth=True, has_own_streams=True)
+
+
+def _drop_later(exported: list[Any], readers: Sequence[PeerMemory]) -> None:
+    """Drop it when its readers' processes have ended; when they must have closed it, at last."""
+    deadline_s = time.monotonic() + _LINGER_S
+    while time.monotonic() < deadline_s:
+        if readers and all(reader.has_ended for reader in readers):
+            break
+        time.sleep(_LOOK_S)
+    _drop(exported)
 
 
 def _drop(exported: list[Any]) -> None:

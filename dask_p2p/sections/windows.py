@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,12 +26,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from dask_p2p.backends.device import device_work
 from dask_p2p.backends.hardware import kernel_and_namespace
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer, separation
-from dask_p2p.interprocess.processes import own_name
+from dask_p2p.interprocess.processes import PROCESSES, own_name
 from dask_p2p.sections.links import Links
+from dask_p2p.sections.lost_events import LostEvents
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -135,12 +138,16 @@ class PeerMemory:
             raise TransferError(str(obstacle), obstacle=obstacle)
         self._runtime, self._events = gpu.module.cuda.runtime, list[int]()
         self._peer, self._mapped = peer, dict[int, cuda_ipc.Mapping]()
+        self._gpu, self._device = gpu, self._runtime.getDevice()
+        self._lost: LostEvents | None = None  # of a process that has ended
+        self._lock = threading.Lock()  # held while events may be destroyed
         try:
             for handle in said["events"]:
                 self._events.append(self._runtime.ipcOpenEventHandle(bytes.fromhex(handle)))
         except BaseException:
             self.close()
             raise
+        PROCESSES.watch(peer.process, peer.pid, self._on_end)
 
     def mapped(self, place: cuda_ipc.Place, size_bytes: int) -> int:
         """Return where something of the other member is mapped, until this is closed.
@@ -160,11 +167,33 @@ class PeerMemory:
         """Have a stream wait for one of the events, as it has been recorded last."""
         self._runtime.streamWaitEvent(stream.ptr, self._events[number])
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other member's process has ended: it reads nothing any more."""
+        return PROCESSES.has_ended(self._peer.process)
+
+    def _on_end(self, process: str) -> None:
+        """End all waits for events of the other member, whose process has ended."""
+        with self._lock, device_work():
+            if self._events:
+                self._gpu.has_ended = True  # first: from now on streams do not wait for values
+                self._lost = LostEvents(self._gpu.module.cuda, self._device, self._events)
+
+    def check_waits(self) -> None:
+        """Raise `DeviceLostError` if the GPU waits for ever: for what a process has not done."""
+        if self._lost is not None and self._lost.are_waited_for:
+            raise DeviceLostError(
+                f"the GPU waits for an event of process {self._peer.pid}, which has ended. Only a "
+                f"new process helps."
+            )
+
     def close(self) -> None:
         """Close it: nothing of this member reads it any more."""
-        for event in self._events:
-            self._runtime.eventDestroy(event)
-        self._events.clear()
+        PROCESSES.forget(self._peer.process, self._on_end)
+        with self._lock:
+            for event in self._events:
+                self._runtime.eventDestroy(event)
+            self._events.clear()
         while self._mapped:
             cuda_ipc.MAPPINGS.release(self._mapped.popitem()[1])
 
@@ -253,6 +282,7 @@ def opened(
         one = if_possible(gpu, partial(make, rank, bytes(said))) if told[rank] and said else None
         if one is not None:
             found[rank] = one
+            gpu.peers.append(one)
             gpu.closing.append(one.close)
     seen = {rank: bytes([rank in found]) for rank in told}
     answers = links.exchange(f"{call}, windows seen", seen, dict.fromkeys(told))

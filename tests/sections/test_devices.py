@@ -34,6 +34,7 @@ from tests.sections.gangs import run_gang
 from tests.sections.test_iterate import X as LARGE
 from tests.sections.test_iterate import reference, star, wave
 from tests.simulation.streams import Array
+from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(8, 6))
 
@@ -360,6 +361,21 @@ def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
     device.exported.append(gpu.empty((100,), "f8"))
     device.let_go(is_orderly=True)
     assert gpu.live_bytes < used
+
+
+@pytest.mark.parametrize("ended", [(True, True), (True, False)])
+def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ended):
+    """The next attempt may need their memory."""
+    device = Gpu(None)
+    device.peers.extend(SimpleNamespace(has_ended=each) for each in ended)
+    device.exported.append(gpu.empty((100,), "f8"))
+    used = gpu.live_bytes
+    device.let_go(is_orderly=False)
+    if not all(ended):
+        time.sleep(3 * devices._LOOK_S)
+        assert gpu.live_bytes == used
+        device.peers[1].has_ended = True
+    wait_until(lambda: gpu.live_bytes < used, 20)
 
 
 def test_links_tell_that_they_have_ended():
