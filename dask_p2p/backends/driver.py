@@ -86,8 +86,8 @@ def allocation(address: int) -> tuple[int, int]:
 def close_ipc(address: int) -> None:
     """Close a mapping of another process' memory, made by `cudaIpcOpenMemHandle`.
 
-    The driver may wait for all work on the device, and what that work waits for may need another
-    thread of this process. CuPy's call would keep all of them from running.
+    The driver may wait for all work on the device, and that work for another thread of this
+    process. CuPy's call would keep all other threads from running.
     """
     import cupy
 

@@ -260,7 +260,7 @@ class Mappings:
                 self._opening.pop(process, None)
 
     def _on_end(self, process: str) -> None:
-        """Close what was mapped of a process that has ended. Its memory is free from then on."""
+        """Close all unused mappings of a process that has ended, so that its memory is free."""
         self.retire(process)
         with suppress(DeviceLostError), device_work():  # with the device all that it had is gone
             self.close_unused(process)

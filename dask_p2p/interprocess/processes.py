@@ -102,5 +102,5 @@ def _call(name: str, on_end: OnEnd) -> None:
     threading.Thread(target=call, name="dask-p2p-process-ended", daemon=True).start()
 
 
-#: Those that this process has to do with.
+#: All other processes whose memory this one has mapped, or may map.
 PROCESSES = Processes()

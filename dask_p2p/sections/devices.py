@@ -142,9 +142,9 @@ class Gpu(Host):
         self.exported: list[Any] = []
         #: Called when the attempt has ended: has the GPU wait for others no more.
         self.ending: list[Callable[[], None]] = []
-        #: Memory of others, for whose events the GPU may wait, and who read what is exported.
+        #: Memory and events of others. The GPU may wait for these events.
         self.peers: list[PeerMemory] = []
-        #: Whether the GPU has stopped waiting for others: nothing made since then is right.
+        #: The GPU waits for others no more: nothing made since then is right.
         self.has_ended = False
         self._step = 0  # at which the GPU was waited for last
 

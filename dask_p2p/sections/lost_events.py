@@ -5,8 +5,8 @@ event never happens, and a stream of another process that waits for it would wai
 lets each process that has opened an event record it. So this process records such events itself, on
 a stream that has nothing else to do, and all waits end.
 
-The stream then goes on with memory that may not have been written. That harms nobody: the attempt
-has lost a member, and its results are dropped.
+The stream then goes on with memory that may not have been written. Its results are dropped: the
+attempt has lost a member.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class LostEvents:
     cuda
         CuPy's module.
     device : int
-        Number of the GPU for which the events were opened.
+        Number of the GPU that opened them.
     events : sequence of int
-        Those that were opened.
+        Opened events of that process.
     """
 
     def __init__(self, cuda: Any, device: int, events: Sequence[int]) -> None:
@@ -48,6 +48,6 @@ class LostEvents:
 
     @property
     def are_waited_for(self) -> bool:
-        """Whether streams wait for the events though they have been recorded long enough ago."""
+        """Streams still wait for the events, which were recorded long enough ago."""
         is_late = time.monotonic() - self._recorded_s > _LONGEST_S
         return is_late and self._runtime.streamQuery(self._waiting.ptr) == _NOT_READY
