@@ -180,7 +180,7 @@ class PeerMemory:
                 self._lost = LostEvents(self._gpu.module.cuda, self._device, self._events)
 
     def check_waits(self) -> None:
-        """Raise `DeviceLostError` if the GPU waits for ever: for work of a process that has ended."""
+        """Raise `DeviceLostError` if the GPU waits for ever, for a process that has ended."""
         if self._lost is not None and self._lost.are_waited_for:
             raise DeviceLostError(
                 f"the GPU waits for an event of process {self._peer.pid}, which has ended. Only a "

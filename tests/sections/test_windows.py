@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -143,6 +144,7 @@ class Waiting:
 
     def __init__(self, monkeypatch, runtime, ends=True):
         self.ends, self.recorded, self.waited = ends, [], []
+        self.until_s = time.monotonic() + 20  # the wait of a test that fails
         monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if self.is_done else 600)
         monkeypatch.setattr(runtime, "eventRecord", self.record)
         wait_for = runtime.streamWaitEvent
@@ -155,6 +157,7 @@ class Waiting:
 
     @property
     def is_done(self):
+        assert time.monotonic() < self.until_s, "the GPU waits for ever"
         return self.ends and len(self.recorded) == 2
 
     def record(self, event, stream):
