@@ -37,6 +37,9 @@ from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
 STEPS_AHEAD = 64  # that the host is ahead of a GPU at most
+# The same, of longer steps. The GPU does them also when the attempt has ended, and memory of a
+# process that has died is not free before.
+_SECONDS_AHEAD = 0.5
 _SPIN_S = 2e-4  # that a GPU is asked without a pause
 _PAUSE_S = 5e-5
 # After the end of an attempt. An event of a process that is gone may never happen, and what waits
@@ -147,6 +150,7 @@ class Gpu(Host):
         #: The GPU waits for others no more: nothing made since then is right.
         self.has_ended = False
         self._step = 0  # at which the GPU was waited for last
+        self._steps_ahead = STEPS_AHEAD  # that the host may be until the next wait
 
     @contextmanager
     def running(self, blocks: Sequence[Array]) -> Iterator[None]:
@@ -228,9 +232,12 @@ class Gpu(Host):
         self.stream.synchronize()  # which raises what has gone wrong
 
     def keep_up(self, step: int) -> None:
-        if step - self._step >= STEPS_AHEAD or step < self._step:
-            self._step = step
+        if step - self._step >= self._steps_ahead or step < self._step:
+            self._step, began_s = step, time.monotonic()
             self.wait()
+            waited_s = time.monotonic() - began_s
+            most = self._steps_ahead * _SECONDS_AHEAD / max(waited_s, 1e-9)
+            self._steps_ahead = int(min(max(most, 1), STEPS_AHEAD))
 
     # --- memory
 

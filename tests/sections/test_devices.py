@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from weakref import ref
 
@@ -268,6 +269,26 @@ def test_the_host_is_not_far_ahead(gpu, monkeypatch):
     for body in (iterated, looped):
         few = counted(STEPS_AHEAD - 1, body)
         assert counted(3 * STEPS_AHEAD, body) == few + 3
+
+
+def test_the_host_is_not_far_ahead_of_long_steps(gpu, monkeypatch):
+    """What the GPU was given keeps memory of others, whatever becomes of the attempt."""
+    now_s, step_s, waited, device = [0.0], [0.1], [0], Gpu(None)
+
+    def wait(device):
+        now_s[0] += (step - waited[-1]) * step_s[0]
+        waited.append(step)
+
+    monkeypatch.setattr(Gpu, "wait", wait)
+    monkeypatch.setattr(devices, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    for step in range(1, 201):
+        if step == 100:
+            step_s[0] = 0.0  # the host takes all the time
+        device.keep_up(step)
+    ahead = [late - early for early, late in pairwise(waited)]
+    assert ahead[0] == STEPS_AHEAD
+    assert ahead[1:-1] == [5] * (len(ahead) - 2), "half a second"
+    assert ahead[-1] == STEPS_AHEAD
 
 
 # --- what may go wrong
