@@ -200,7 +200,7 @@ class Mappings:
                     return mapping
                 freed = self._take_freed(process, place)
             _close(freed)
-            PROCESSES.watch(process, peer.pid, self._on_end)
+            PROCESSES.watch(process, peer.pid, self._on_end, last=True)
             if PROCESSES.has_ended(process):
                 raise TransferError(f"the memory cannot be mapped: process {peer.pid} has ended")
             address = self._map(process, bytes.fromhex(place.handle))

@@ -6,7 +6,7 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TypeAlias
 from uuid import uuid4
@@ -34,27 +34,28 @@ class Processes:
         self._lock = threading.Lock()
         self._poll: select.epoll | None = None  # made with the first process
         self._names: dict[int, str] = {}  # by file descriptor
-        self._calls: dict[str, set[OnEnd]] = {}  # by name, of those that are watched
+        # By name, of those that are watched: functions, and whether each waits for the others.
+        self._calls: dict[str, dict[OnEnd, bool]] = {}
         self._ended = set[str]()  # names; few processes of a host end
 
-    def watch(self, name: str, pid: int, on_end: OnEnd | None = None) -> None:
+    def watch(self, name: str, pid: int, on_end: OnEnd | None = None, last: bool = False) -> None:
         """Watch a process, if the kernel allows it, and call a function once when it has ended.
 
-        The function is called in a thread of its own, until `forget` is: one may wait for a GPU
-        until another one has ended that.
+        The functions for one process are called in another thread, one after the other. Those that
+        are `last` may wait for a GPU, which waits for the process until the others have returned.
         """
         with self._lock:
             if name not in self._ended and name not in self._calls:
                 self._begin(name, pid)
             if on_end is not None and name in self._calls:
-                self._calls[name].add(on_end)
+                self._calls[name][on_end] = last
             elif on_end is not None and name in self._ended:
-                _call(name, on_end)
+                _call(name, [on_end])
 
     def forget(self, name: str, on_end: OnEnd) -> None:
         """Do not call a function any more."""
         with self._lock:
-            self._calls.get(name, set()).discard(on_end)
+            self._calls.get(name, {}).pop(on_end, None)
 
     def has_ended(self, name: str) -> bool:
         """Return whether a process that is watched has ended."""
@@ -73,7 +74,7 @@ class Processes:
             self._poll = select.epoll()
             thread = threading.Thread(target=self._run, name="dask-p2p-processes", daemon=True)
             thread.start()
-        self._names[number], self._calls[name] = name, set()
+        self._names[number], self._calls[name] = name, {}
         self._poll.register(number, select.EPOLLIN)
 
     def _run(self) -> None:
@@ -88,16 +89,16 @@ class Processes:
             self._ended.add(name)
             calls = self._calls.pop(name)
             os.close(number)  # which ends the watch too
-        for on_end in calls:
-            _call(name, on_end)
+        _call(name, sorted(calls, key=calls.__getitem__))
 
 
-def _call(name: str, on_end: OnEnd) -> None:
+def _call(name: str, functions: Sequence[OnEnd]) -> None:
     def call() -> None:
-        try:
-            on_end(name)
-        except Exception:
-            logger.exception("the end of process %s could not be handled", name)
+        for on_end in functions:
+            try:
+                on_end(name)
+            except Exception:
+                logger.exception("the end of process %s could not be handled", name)
 
     threading.Thread(target=call, name="dask-p2p-process-ended", daemon=True).start()
 

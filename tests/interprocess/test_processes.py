@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+from functools import partial
 
 import pytest
 
@@ -50,20 +51,23 @@ def test_the_end_of_a_process_is_found_once(sleeper):
     assert threading.current_thread() not in calls.threads + others.threads
 
 
-def test_no_call_waits_for_another(sleeper):
-    processes, go_on, calls = Processes(), threading.Event(), Calls()
-    processes.watch("sleeper", sleeper.pid, lambda name: go_on.wait(BOUND_S))
+def test_some_are_called_after_all_others(sleeper):
+    processes, called = Processes(), []
+    for number, last in enumerate((True, False, True, False)):
+        on_end = partial(lambda number, name: called.append(number), number)
+        processes.watch("sleeper", sleeper.pid, on_end, last=last)
+    sleeper.kill()
+    wait_until(lambda: len(called) == 4, BOUND_S)
+    assert called == [1, 3, 0, 2]
+
+
+def test_a_call_that_fails_is_logged_and_others_follow(sleeper, caplog):
+    processes, calls = Processes(), Calls()
+    processes.watch("sleeper", sleeper.pid, lambda name: 1 / 0)
     processes.watch("sleeper", sleeper.pid, calls)
     sleeper.kill()
     wait_until(lambda: calls.names, BOUND_S)
-    go_on.set()
-
-
-def test_a_call_that_fails_is_logged(sleeper, caplog):
-    processes = Processes()
-    processes.watch("sleeper", sleeper.pid, lambda name: 1 / 0)
-    sleeper.kill()
-    wait_until(lambda: "the end of process sleeper" in caplog.text, BOUND_S)
+    assert "the end of process sleeper" in caplog.text
 
 
 def test_a_process_that_has_ended_before(sleeper):

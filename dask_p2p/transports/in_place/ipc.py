@@ -35,6 +35,11 @@ from dask_p2p.types import Array, Kind
 _SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
 
 
+# From the departure of a worker until its process ends, if it does, and its mappings are closed.
+# Until then that could wait for a GPU which waits for the process.
+_ENDING_S = 1.0
+
+
 @section("transports.ipc")
 class IpcOptions(Section):
     """See p2p-schema.yaml."""
@@ -100,6 +105,10 @@ class IpcTransport(SameHostTransport):
         super().on_worker_left(holder)
         if known is not None:
             self.mappings.retire(known[0].process)
+            self.worker.loop.call_later(_ENDING_S, self._close_unused)
+
+    def _close_unused(self) -> None:
+        if not self.is_closed:
             self.offload(self.mappings.close_unused)
 
     async def close(self) -> None:
