@@ -41,8 +41,8 @@ class Processes:
     def watch(self, name: str, pid: int, on_end: OnEnd | None = None, last: bool = False) -> None:
         """Watch a process, if the kernel allows it, and call a function once when it has ended.
 
-        The functions for one process are called in another thread, one after the other. Those that
-        are `last` may wait for a GPU, which waits for the process until the others have returned.
+        The functions for one process are called in another thread, one after the other. A function
+        that waits for the GPU comes `last`: the GPU may wait until another function has returned.
         """
         with self._lock:
             if name not in self._ended and name not in self._calls:

@@ -37,9 +37,7 @@ from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
 STEPS_AHEAD = 64  # that the host is ahead of a GPU at most
-# The same, of longer steps. The GPU does them also when the attempt has ended, and memory of a
-# process that has died is not free before.
-_SECONDS_AHEAD = 0.5
+_SECONDS_AHEAD = 0.5  # the same: memory of a process that dies is not free before these are over
 _SPIN_S = 2e-4  # that a GPU is asked without a pause
 _PAUSE_S = 5e-5
 # After the end of an attempt. An event of a process that is gone may never happen, and what waits
@@ -150,7 +148,7 @@ class Gpu(Host):
         #: The GPU waits for others no more: nothing made since then is right.
         self.has_ended = False
         self._step = 0  # at which the GPU was waited for last
-        self._steps_ahead = STEPS_AHEAD  # that the host may be until the next wait
+        self._steps_ahead = STEPS_AHEAD  # until the next wait
 
     @contextmanager
     def running(self, blocks: Sequence[Array]) -> Iterator[None]:
@@ -235,8 +233,7 @@ class Gpu(Host):
         if step - self._step >= self._steps_ahead or step < self._step:
             self._step, began_s = step, time.monotonic()
             self.wait()
-            waited_s = time.monotonic() - began_s
-            most = self._steps_ahead * _SECONDS_AHEAD / max(waited_s, 1e-9)
+            most = self._steps_ahead * _SECONDS_AHEAD / max(time.monotonic() - began_s, 1e-9)
             self._steps_ahead = int(min(max(most, 1), STEPS_AHEAD))
 
     # --- memory
@@ -293,8 +290,8 @@ class Gpu(Host):
     def let_go(self, is_orderly: bool) -> None:
         exported, self.exported = self.exported, []
         if exported and not is_orderly:
-            readers = [*self.peers]
-            threading.Thread(target=_drop_later, args=(exported, readers), daemon=True).start()
+            given = exported, [*self.peers]
+            threading.Thread(target=_drop_later, args=given, daemon=True).start()
         else:
             _drop(exported)
 
@@ -308,11 +305,9 @@ class _Streams:
 
 
 def _drop_later(exported: list[Any], readers: Sequence[PeerMemory]) -> None:
-    """Drop it when its readers' processes have ended; when they must have closed it, at last."""
+    """Drop it when its readers' processes have ended, or must have closed it."""
     deadline_s = time.monotonic() + _LINGER_S
-    while time.monotonic() < deadline_s:
-        if readers and all(reader.has_ended for reader in readers):
-            break
+    while time.monotonic() < deadline_s and not (readers and all(r.has_ended for r in readers)):
         time.sleep(_LOOK_S)
     _drop(exported)
 
