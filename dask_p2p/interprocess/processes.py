@@ -42,7 +42,8 @@ class Processes:
         """Watch a process, if the kernel allows it, and call a function once when it has ended.
 
         The functions for one process are called in another thread, one after the other. A function
-        that waits for the GPU comes `last`: the GPU may wait until another function has returned.
+        that waits for the GPU comes `last`, in a thread of its own: the GPU may wait until another
+        function has returned.
         """
         with self._lock:
             if name not in self._ended and name not in self._calls:
@@ -89,16 +90,21 @@ class Processes:
             self._ended.add(name)
             calls = self._calls.pop(name)
             os.close(number)  # which ends the watch too
-        _call(name, sorted(calls, key=calls.__getitem__))
+        first, last = (
+            [on_end for on_end in calls if calls[on_end] == is_last] for is_last in (0, 1)
+        )
+        _call(name, first, last)
 
 
-def _call(name: str, functions: Sequence[OnEnd]) -> None:
+def _call(name: str, first: Sequence[OnEnd], last: Sequence[OnEnd] = ()) -> None:
     def call() -> None:
-        for on_end in functions:
+        for on_end in first:
             try:
                 on_end(name)
             except Exception:
                 logger.exception("the end of process %s could not be handled", name)
+        for on_end in last:
+            _call(name, [on_end])
 
     threading.Thread(target=call, name="dask-p2p-process-ended", daemon=True).start()
 

@@ -29,6 +29,7 @@ from dask_p2p.errors import DeviceLostError, InputError, UnsupportedArrayError
 from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.link import AttemptEndedError
 from dask_p2p.sections.links import Links
+from dask_p2p.sections.lost_events import NOT_READY
 from dask_p2p.sections.regions import Regions
 from dask_p2p.sections.rim_messages import RimCall, RimMessages
 from dask_p2p.sections.rim_windows import RimWindows
@@ -40,12 +41,9 @@ STEPS_AHEAD = 64  # that the host is ahead of a GPU at most
 _SECONDS_AHEAD = 0.5  # the same: memory of a process that dies is not free before these are over
 _SPIN_S = 2e-4  # that a GPU is asked without a pause
 _PAUSE_S = 5e-5
-# After the end of an attempt. An event of a process that is gone may never happen, and what waits
-# for it on a GPU ends with this process only.
-_LONGEST_S = 30.0
+_LONGEST_S = 30.0  # after the end of an attempt: then only the end of this process helps
 _LINGER_S = 60.0  # that windows stay which peers may still read, after an attempt that failed
 _LOOK_S = 0.05  # between looks at the processes of these peers
-_NOT_READY = 600  # of CUDA: cudaErrorNotReady
 
 
 class Host:
@@ -145,6 +143,7 @@ class Gpu(Host):
         self.ending: list[Callable[[], None]] = []
         #: Memory and events of others. The GPU may wait for these events.
         self.peers: list[PeerMemory] = []
+        self.reading = threading.Lock()  # held while streams are given reads of others' memory
         #: The GPU waits for others no more: nothing made since then is right.
         self.has_ended = False
         self._step = 0  # at which the GPU was waited for last
@@ -206,13 +205,17 @@ class Gpu(Host):
             If it does not end though the attempt has, and nothing can end it.
         """
         self._drain()
+        self.check_goes_on()
+
+    def check_goes_on(self) -> None:
+        """Raise `AttemptEndedError` if the attempt has ended while the GPU waited for others."""
         if self.has_ended:
             raise AttemptEndedError("the attempt has ended")
 
     def _drain(self) -> None:
         runtime = self.module.cuda.runtime
         began_s, ended_s = time.monotonic(), inf
-        while runtime.streamQuery(self.stream.ptr) == _NOT_READY:
+        while runtime.streamQuery(self.stream.ptr) == NOT_READY:
             now_s = time.monotonic()
             if self._links is not None and self._links.has_ended:
                 ended_s = min(ended_s, now_s)

@@ -157,7 +157,10 @@ class GpuRegions:
                 self._place_own(call, pieces, made, written, local)
             if links is None:
                 return None
-            read = self._read(links, call, said(), targets)
+            places = said()
+            with gpu.reading:
+                gpu.check_goes_on()
+                read = self._read(links, call, places, targets)
         unread = {rank: target for rank, target in targets.items() if rank not in read}
         told_read = self._tell_read(links, call, read)
         return _Unsettled(call, pieces.axis, made, regions, unread, told_read)

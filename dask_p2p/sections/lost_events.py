@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-_NOT_READY = 600  # of CUDA: cudaErrorNotReady
+NOT_READY = 600  # of CUDA: cudaErrorNotReady
 # Priorities of two streams, lower than those of others: streams of one priority may share a queue
 # of the GPU, where the first that waits stops all.
 _OF_WAITING, _OF_RECORDING = -2, -3
@@ -50,4 +50,4 @@ class LostEvents:
     def are_waited_for(self) -> bool:
         """Streams still wait for the events, which were recorded long enough ago."""
         is_late = time.monotonic() - self._recorded_s > _LONGEST_S
-        return is_late and self._runtime.streamQuery(self._waiting.ptr) == _NOT_READY
+        return is_late and self._runtime.streamQuery(self._waiting.ptr) == NOT_READY

@@ -147,10 +147,12 @@ class RimWindows:
         if self._own is not None:
             # Its own event too: what reads the rims as they were is done by then.
             copies.wait_event(self._own.events[slot])
-            for rank, window in self._windows.items():
-                window.wait(copies, slot)
-                self._pull(rank, window.address(slot), data, copies)
-                links.count(rank, self._received[rank].whole.nbytes)
+            with self._gpu.reading:
+                self._gpu.check_goes_on()
+                for rank, window in self._windows.items():
+                    window.wait(copies, slot)
+                    self._pull(rank, window.address(slot), data, copies)
+                    links.count(rank, self._received[rank].whole.nbytes)
             self._pulled.record(copies)
             stream.wait_event(self._pulled)
         for packed, place in self._up.values():

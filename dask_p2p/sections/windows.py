@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -33,7 +34,7 @@ from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer, separation
 from dask_p2p.interprocess.processes import PROCESSES, own_name
 from dask_p2p.sections.links import Links
-from dask_p2p.sections.lost_events import LostEvents
+from dask_p2p.sections.lost_events import NOT_READY, LostEvents
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ extern "C" __global__ void meet(
 }
 """
 _MEETING_THREADS = 32
+_LOOK_S = 0.001
 
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound="PeerMemory")
@@ -148,20 +150,22 @@ class PeerMemory:
             self.close()
             raise
         PROCESSES.watch(peer.process, peer.pid, self._on_end)
+        PROCESSES.watch(peer.process, peer.pid, self._unmap, last=True)
 
     def mapped(self, place: cuda_ipc.Place, size_bytes: int) -> int:
         """Return where something of the other member is mapped, until this is closed.
 
         It raises `TransferError` if that cannot be mapped.
         """
-        if place.buffer_id not in self._mapped:
+        mapping = self._mapped.get(place.buffer_id)
+        if mapping is None:
             # What was at its addresses is gone, so all that read it here is done.
-            for mapping in [*self._mapped.values()]:
-                if mapping.overlaps(self._peer.process, place):
-                    cuda_ipc.MAPPINGS.release(self._mapped.pop(mapping.place.buffer_id))
+            for other in [*self._mapped.values()]:
+                if other.overlaps(self._peer.process, place):
+                    cuda_ipc.MAPPINGS.release(self._mapped.pop(other.place.buffer_id))
             mapping = cuda_ipc.MAPPINGS.acquire(self._peer, place, size_bytes)
             self._mapped[place.buffer_id] = mapping
-        return self._mapped[place.buffer_id].address + place.offset_bytes
+        return mapping.address + place.offset_bytes
 
     def wait(self, stream: Any, number: int) -> None:
         """Have a stream wait for one of the events, as it has been recorded last."""
@@ -179,6 +183,29 @@ class PeerMemory:
                 self._gpu.has_ended = True  # first: from now on streams do not wait for values
                 self._lost = LostEvents(self._gpu.module.cuda, self._device, self._events)
 
+    def _unmap(self, process: str) -> None:
+        """Unmap memory of a process that has ended, once the GPU is done with it.
+
+        The member's function may work on for long before it finds out that the attempt has ended.
+        """
+        gpu, query = self._gpu, self._runtime.streamQuery
+        with gpu.reading:
+            if not self._events:
+                return
+            gpu.has_ended = True  # from now on streams are given no more reads
+            if gpu.ending:
+                return  # but graphs, until the member closes this
+            streams = [gpu.stream, gpu.copies, *gpu.queue.reading]
+        with device_work():
+            while any(query(stream.ptr) == NOT_READY for stream in streams):
+                time.sleep(_LOOK_S)
+            self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            while self._mapped:
+                cuda_ipc.MAPPINGS.release(self._mapped.popitem()[1])
+
     def check_waits(self) -> None:
         """Raise `DeviceLostError` if the GPU waits for ever, for a process that has ended."""
         if self._lost is not None and self._lost.are_waited_for:
@@ -189,13 +216,13 @@ class PeerMemory:
 
     def close(self) -> None:
         """Close it: nothing of this member reads it any more."""
-        PROCESSES.forget(self._peer.process, self._on_end)
+        for on_end in (self._on_end, self._unmap):
+            PROCESSES.forget(self._peer.process, on_end)
         with self._lock:
             for event in self._events:
                 self._runtime.eventDestroy(event)
             self._events.clear()
-        while self._mapped:
-            cuda_ipc.MAPPINGS.release(self._mapped.popitem()[1])
+        self._release()
 
 
 class PeerWindow(PeerMemory):
@@ -244,7 +271,9 @@ class Meeting:
         self._kernel = gpu.module.RawKernel(_MEETING_SOURCE, "meet")
         self._kernel.compile()
         self._given = own.counters, theirs, np.int32(len(peers))
-        gpu.ending.append(self._end)
+        with gpu.reading:
+            gpu.check_goes_on()
+            gpu.ending.append(self._end)
 
     def put(self) -> None:
         """Put a meeting on the member's stream, which is the current one."""

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 
@@ -23,7 +24,7 @@ from dask_p2p.interprocess.processes import PROCESSES
 from dask_p2p.sections.lost_events import LostEvents
 from dask_p2p.tools.cluster import round_down
 from tests.conftest import SHARING
-from tests.faults.support import BOUND_S, addresses
+from tests.faults.support import BOUND_S, addresses, wait_at
 from tests.gpu.support import HeldKernel, on_gpu
 from tests.gpu.test_sections import heat
 from tests.gpu.test_streams import spin
@@ -154,7 +155,7 @@ def die_once(path, after_s):
     threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-def result_after_death(client, y, path):
+def result_after_death(client, y, path, go_on=lambda: None):
     """The values of an array, one of whose members dies once; its worker must be back soon."""
     workers = {str(pid): address for address, pid in client.run(os.getpid).items()}
     y = y.map_blocks(lambda block: block.get(), dtype=y.dtype, meta=np.empty((0, 0)))
@@ -163,6 +164,7 @@ def result_after_death(client, y, path):
     gone = workers[path.read_text()]
     wait_until(lambda: gone not in addresses(client), 60)
     wait_for_another(client, gone)
+    go_on()
     return result_of(client, future, timeout_s=200)
 
 
@@ -222,6 +224,34 @@ def test_killed_while_its_memory_is_read(pool, tmp_path):
         y = spmd(turns_slowly, on_gpu(X, CHUNKS), path=path)
         got = result_after_death(client, y, path)
         np.testing.assert_allclose(got, X + 100, rtol=1e-12)
+        del y
+        nothing_is_left(client)
+
+
+def waits_on_the_host(ctx, x, path, gate):
+    """One member ends when both have mapped each other's memory; the other one takes its time."""
+    p = ctx.padded(x, depth={0: 1}, boundary="periodic")
+    ctx.halo(p)
+    ctx.redistribute(x, (1,))
+    if ctx.rank:
+        if not os.path.exists(f"{gate}.open"):
+            wait_at(gate)
+    else:
+        die_once(path, 0.5)
+        if path.read_text() == str(os.getpid()):
+            time.sleep(BOUND_S)
+    ctx.halo(p)
+    return p.inner
+
+
+@pytest.mark.gpu(2)
+def test_killed_while_the_other_does_something_else(pool, gate, tmp_path):
+    """It finds out at its next exchange, which may be long after."""
+    path = tmp_path / "died"
+    with two_workers(pool) as client:
+        y = spmd(waits_on_the_host, on_gpu(X, CHUNKS), path=path, gate=gate.path)
+        got = result_after_death(client, y, path, gate.open)
+        np.testing.assert_array_equal(got, X)
         del y
         nothing_is_left(client)
 

@@ -114,29 +114,65 @@ def test_tasks_and_sections_have_the_same_mappings(calls):
     assert calls == ["01", "closed"]
 
 
-@pytest.mark.parametrize("when", ["before", "in", "after"])
-def test_memory_of_a_member_whose_process_ends_is_closed(calls, told, other, when):
-    """At once, or when nothing of this member reads it any more."""
-    gpu = Gpu(None)
-    memory = PeerMemory(gpu, told)
-    if when == "before":
-        other.kill()
-        wait_until(lambda: memory.has_ended, 20)
-        with pytest.raises(TransferError, match=f"process {other.pid} has ended"):
-            memory.mapped(place(1, 5000), 100)
-        memory.close()
-        assert calls == []
-        return
-    memory.mapped(place(1, 5000), 100)
-    if when == "after":
-        memory.close()
-        assert calls == ["01"], "the next section need not map it"
+def test_memory_of_a_member_whose_process_has_ended_is_not_mapped(calls, told, other):
+    memory = PeerMemory(Gpu(None), told)
     other.kill()
-    if when == "in":
-        wait_until(lambda: gpu.has_ended, 20)
-        assert calls == ["01"], "the GPU may still read it"
-        memory.close()
+    wait_until(lambda: memory.has_ended, 20)
+    with pytest.raises(TransferError, match=f"process {other.pid} has ended"):
+        memory.mapped(place(1, 5000), 100)
+    memory.close()
+    assert calls == []
+
+
+def test_memory_of_a_member_is_closed_when_its_process_ends(calls, told, other):
+    memory = PeerMemory(Gpu(None), told)
+    memory.mapped(place(1, 5000), 100)
+    memory.close()
+    assert calls == ["01"], "the next section need not map it"
+    other.kill()
     wait_until(lambda: calls == ["01", "closed"], 20)
+
+
+@pytest.mark.parametrize("which", ["stream", "copies", "queue"])
+def test_memory_that_the_gpu_still_reads_is_closed_after_that(
+    monkeypatch, calls, told, other, which
+):
+    """Whatever the member's function does meanwhile: it may take long to find out."""
+    gpu = Gpu(None)
+    with gpu.running([]):
+        memory = PeerMemory(gpu, told)
+        memory.mapped(place(1, 5000), 100)
+        busy = gpu.queue.reading[0] if which == "queue" else getattr(gpu, which)
+        asked, working = [], {busy.ptr}
+
+        def query(stream):
+            asked.append(stream)
+            return 600 if stream in working else 0
+
+        monkeypatch.setattr(gpu.module.cuda.runtime, "streamQuery", query)
+        other.kill()
+        wait_until(lambda: asked.count(busy.ptr) > 2, 20)
+        assert calls == ["01"]
+        with pytest.raises(AttemptEndedError), gpu.reading:
+            gpu.check_goes_on()
+        working.clear()
+        wait_until(lambda: calls == ["01", "closed"], 20)
+        memory.close()
+        assert calls == ["01", "closed"]
+
+
+def test_memory_that_graphs_read_is_closed_by_the_member(calls, told, other):
+    gpu = Gpu(None)
+    with gpu.running([]):
+        memory = PeerMemory(gpu, told)
+        memory.mapped(place(1, 5000), 100)
+        gpu.ending.append(lambda: None)  # as of a meeting
+        other.kill()
+        wait_until(lambda: gpu.has_ended, 20)
+        memory._unmap("as it is called")
+        assert calls == ["01"]
+        memory.close()
+        wait_until(lambda: calls == ["01", "closed"], 20)
 
 
 class Waiting:
