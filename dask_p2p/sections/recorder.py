@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends import backend_for
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.types import Array, DType
 
 
-class Recorder(np.ndarray):
-    """An array that refuses assignments which NumPy would make with a loss.
+class Recorder:
+    """Part of an array's class that refuses assignments which would be made with a loss.
 
     ``out[...] = values`` drops fractions and imaginary parts without an error. Ufuncs refuse to do
     that by themselves.
 
     Attributes
     ----------
-    memory : Recorder
+    memory : array
         The whole array, of which this one may be a view.
     was_written : bool
-        Whether it was written to by NumPy. Compiled functions write otherwise.
+        Whether an assignment or a ufunc wrote to it. Kernels and compiled functions write
+        otherwise.
     """
 
-    memory: Recorder
+    module: Any  # of the arrays
+    memory: Any
     was_written: bool
-
-    @classmethod
-    def of(cls, array: Array) -> Recorder:
-        """Return a view of an array."""
-        made: Recorder = array.view(cls)
-        made.memory, made.was_written = made, False
-        return made
 
     def __array_finalize__(self, obj: Any) -> None:
         self.memory = getattr(obj, "memory", self)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if np.may_share_memory(self, self.memory):  # and is no copy
-            check_kept(value, self.dtype, "assign")
+        own: Any = self
+        if self.module.may_share_memory(own, self.memory):  # and is no copy
+            check_kept(value, own.dtype, "assign")
             self.memory.was_written = True
-        super().__setitem__(key, value)
+        super().__setitem__(key, value)  # type: ignore[misc]
 
     def __array_ufunc__(
         self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...] = (), **kwargs: Any
@@ -55,8 +53,20 @@ class Recorder(np.ndarray):
         return out[0] if len(out) == 1 else made
 
 
+def recorder_of(array: Array) -> Any:
+    """Return a view of an array that refuses numbers of another kind: a `Recorder`."""
+    made = array.view(type=_class_for(backend_for(array).module))
+    made.memory, made.was_written = made, False
+    return made
+
+
+@cache
+def _class_for(module: Any) -> type:
+    return type("Recorder", (Recorder, module.ndarray), {"module": module})
+
+
 def _plain(value: Any) -> Any:
-    return value.view(np.ndarray) if isinstance(value, Recorder) else value
+    return value.view(type=value.module.ndarray) if isinstance(value, Recorder) else value
 
 
 def check_kept(value: Any, dtype: DType, verb: str) -> None:
@@ -72,17 +82,15 @@ def check_kept(value: Any, dtype: DType, verb: str) -> None:
 def is_kept(value: Any, dtype: DType) -> bool:
     """Return whether values stay the same kind of number when they become a dtype.
 
-    Signed integers become unsigned ones if no value changes. A single number only has to keep its
-    value: 0 is one of any dtype.
+    Signed integers become unsigned ones if no value changes. A number of Python only has to keep
+    its value: 0 is one of any dtype.
     """
     kind: DType = getattr(value, "dtype", None) or np.asarray(value).dtype
     if np.can_cast(kind, dtype, "same_kind"):
         return True
-    is_integer = kind.kind in "iu" and dtype.kind in "iu"
-    if is_integer or (np.ndim(value) == 0 and {kind.kind, dtype.kind} <= set("biufc")):
+    is_plain = isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic)
+    if {kind.kind, dtype.kind} <= set("iu") or (is_plain and dtype.kind in "biufc"):
         with np.errstate(all="ignore"):
-            if np.ndim(value) == 0:
-                value = np.asarray(value) if np.isscalar(value) else value
-            changed = value.astype(dtype)
-            return bool((changed == value).all())
+            given = np.asarray(value) if is_plain else value
+            return bool((given.astype(dtype) == given).all())
     return False

@@ -66,6 +66,7 @@ def emulated_gpu(monkeypatch):
         (DeviceQueue, "_kept_slots", KeptSlots()),
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
+        (Gpu, "recorder", lambda gpu, out: None),
         (captured, "_pools", defaultdict(list)),
         (windows, "_mappings", mappings),
         (windows, "separation", lambda own, peer: None),
