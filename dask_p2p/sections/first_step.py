@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.ops.rims import unread_value
 from dask_p2p.sections.devices import Host
-from dask_p2p.sections.halo import Padded, Part, unread_value
+from dask_p2p.sections.halo import Padded, Part
 from dask_p2p.sections.step import Step
 from dask_p2p.types import Array, DType
 

@@ -10,11 +10,12 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
+from dask_p2p.ops.rims import unread_value
 from dask_p2p.plans.rims import interior_and_frames
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.rim_messages import RimCall
 from dask_p2p.sections.rim_windows import RimWindows
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 
 class Part(NamedTuple):
@@ -188,12 +189,3 @@ class Pending:
             self._exchange.end()
             self._exchange = None
         return self._data
-
-
-def unread_value(dtype: DType) -> Any:
-    """Return the value of corners that no exchange fills: if there is such, one that shows."""
-    if dtype.kind in "fc":
-        return dtype.type(np.nan)
-    if dtype.kind in "mM":
-        return np.array("NaT", dtype)
-    return np.zeros((), dtype)
