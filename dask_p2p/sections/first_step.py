@@ -15,7 +15,7 @@ from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.ops.rims import unread_value
 from dask_p2p.sections.devices import Host
 from dask_p2p.sections.halo import Padded, Part
-from dask_p2p.sections.step import Step
+from dask_p2p.sections.step_function import StepFunction
 from dask_p2p.types import Array, DType
 
 _MARKS = (b"\xa5", b"\x5a")  # bytes of elements that are not filled: data may equal one of them
@@ -29,7 +29,7 @@ class FirstStep:
 
     Parameters
     ----------
-    step : Step
+    step : StepFunction
         Calls the user's function.
     device : Host
         Where the share lies.
@@ -45,7 +45,7 @@ class FirstStep:
 
     def __init__(
         self,
-        step: Step,
+        step: StepFunction,
         device: Host,
         fields: Sequence[Padded],
         given: Sequence[Any],

@@ -23,7 +23,7 @@ from dask_p2p.sections.graph import Shares
 from dask_p2p.sections.halo import Padded, Part, Pending
 from dask_p2p.sections.rim_messages import elements_of
 from dask_p2p.sections.saved import GENERATIONS, Period
-from dask_p2p.sections.step import Step
+from dask_p2p.sections.step_function import StepFunction
 from dask_p2p.sections.windows import SLOTS
 from dask_p2p.types import Array, DType
 
@@ -141,8 +141,8 @@ class Iteration:
         return parts[0], given
 
     @cached_property
-    def _step(self) -> Step:
-        return Step(self.function, self.kwargs, self.until is not None)
+    def _step(self) -> StepFunction:
+        return StepFunction(self.function, self.kwargs, self.until is not None)
 
     def _is_asked(self, step: int) -> bool:
         """Return whether `until` is asked after a step."""

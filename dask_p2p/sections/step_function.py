@@ -18,7 +18,7 @@ from dask_p2p.types import Array
 
 
 @dataclass(frozen=True)
-class Step:
+class StepFunction:
     """The user's function, called with the parts of fields and constants of one step."""
 
     function: Callable[..., Any]
