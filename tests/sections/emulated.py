@@ -68,7 +68,7 @@ def emulated_gpu(monkeypatch):
         (Gpu, "_lost", []),
         (Gpu, "recorder", lambda gpu, out: None),
         (captured, "_pools", defaultdict(list)),
-        (windows, "_mappings", mappings),
+        (cuda_ipc, "MAPPINGS", mappings),
         (windows, "separation", lambda own, peer: None),
         (cuda_ipc, "export", export),
         (cuda_ipc, "gpu_uuid", lambda: "gpu"),

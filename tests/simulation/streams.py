@@ -529,6 +529,7 @@ def _cupy(recorder):
         ipcGetEventHandle=lambda event: event.to_bytes(8, "little"),
         ipcOpenEventHandle=lambda handle: int.from_bytes(handle, "little"),
         eventDestroy=lambda event: None,
+        eventRecord=lambda event, stream: recorder.events[event].record(recorder.streams[stream]),
         streamWaitEvent=lambda stream, event: recorder.streams[stream].wait_event(
             recorder.events[event]
         ),

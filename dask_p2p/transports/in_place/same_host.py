@@ -27,6 +27,7 @@ from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.interprocess.peer import Peer, no_directory, separation
+from dask_p2p.interprocess.processes import own_name
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_blocks
 from dask_p2p.transports.base import Request, Transport, answers
 from dask_p2p.transports.context import WorkerContext
@@ -185,6 +186,7 @@ class SameHostTransport(Transport):
             pid_namespace=pid_namespace,
             user=os.getuid(),
             pid=os.getpid(),
+            process=own_name(),
             folder=self.directory.folder,
             memory_proof=self.memory_proof(),
             refusal=self.directory.refusal,
