@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -65,8 +64,10 @@ class LocalBlocks:
                 found[number] = self.blocks[number] = self._checked(number, given)
                 continue
             assert self._context is not None, "references are only made with the plugin"
-            with suppress(KeyError):
+            try:
                 found[number] = self._checked(number, self._context.in_memory(given.key))
+            except KeyError:  # it is spilled, or gone
+                continue
         return found
 
     def kinds(self, in_memory: Mapping[int, Array]) -> dict[str, int]:

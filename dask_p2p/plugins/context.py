@@ -88,8 +88,10 @@ class DaskWorkerContext(AttemptLog):
             return self.probes.block(key, self._worker.memory_manager.memory_limit or None)
         data = self._worker.data
         for _ in range(_LOOKS):
-            with suppress(KeyError):
+            try:
                 return find_in_memory(data, key)
+            except KeyError:
+                pass
             with suppress(KeyError):
                 return self.from_disk[key]
             with suppress(KeyError):

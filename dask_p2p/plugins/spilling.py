@@ -34,10 +34,12 @@ from dask_p2p.types import Array, Key
 def find_in_memory(data: Any, key: Key) -> Any:
     """Return a block that is in memory of its own kind; `KeyError` if it is not."""
     for level in _memory_levels(data):
-        with suppress(KeyError):
+        try:
             block = level[key]
-            if not _is_serialized(block):
-                return block
+        except KeyError:
+            continue
+        if not _is_serialized(block):
+            return block
     raise KeyError(key)
 
 
