@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dask_p2p.backends import Backend, backend_for, backend_named, device_of
+from dask_p2p.backends.checksum import checksum
 from dask_p2p.backends.device import device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.driver import MEMCPY_DEFAULT
@@ -30,6 +31,7 @@ from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.link import AttemptEndedError
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.lost_events import NOT_READY
+from dask_p2p.sections.recorder import recorder_of
 from dask_p2p.sections.regions import Regions
 from dask_p2p.sections.rim_messages import RimCall, RimMessages
 from dask_p2p.sections.rim_windows import RimWindows
@@ -73,6 +75,22 @@ class Host:
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return an array whose values are not set."""
         return self.backend.empty(shape, dtype)
+
+    has_read_only: ClassVar[bool] = True  # whether arrays can refuse to be written to
+
+    def read_only(self, array: Array) -> Array:
+        """Return a view that cannot be written to, where `has_read_only`; else the array."""
+        view: Array = array.view()
+        view.flags.writeable = False
+        return view
+
+    def recorder(self, out: Array) -> Any:
+        """Return a view that refuses numbers of another kind; None if there is no such view."""
+        return recorder_of(out)
+
+    def checksum(self, array: Array) -> int:
+        """Return the checksum of an array's bytes, once they are there."""
+        return checksum(array)
 
     def as_array(self, value: Any) -> Any:
         """Return what users give as an array, as far as that is plain to do."""
@@ -240,6 +258,15 @@ class Gpu(Host):
             self._steps_ahead = int(min(max(most, 1), STEPS_AHEAD))
 
     # --- memory
+
+    has_read_only: ClassVar[bool] = False
+
+    def read_only(self, array: Array) -> Array:
+        return array
+
+    def checksum(self, array: Array) -> int:
+        self.wait()
+        return checksum(array)
 
     def _is_own(self, value: Any) -> bool:
         return isinstance(value, self.module.ndarray)

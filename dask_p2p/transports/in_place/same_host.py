@@ -160,6 +160,10 @@ class SameHostTransport(Transport):
     def on_released(self, key: Key) -> None:
         self.directory.withdraw(key)
 
+    def on_spilled(self, key: Key) -> None:
+        """Withdraw a block that is spilled, so that its memory is free. Any thread may call it."""
+        self.directory.retire(key)
+
     def on_worker_left(self, holder: str) -> None:
         self._peers.pop(holder, None)
 
