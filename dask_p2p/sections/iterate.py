@@ -209,7 +209,7 @@ def _checked_fields(x: Any, dtype: DTypeLike | None) -> list[Any]:
         if not np.can_cast(field.dtype, kind, "same_kind"):
             raise InputError(
                 f"expected fields that become {kind}, as the first one, got one of {field.dtype}. "
-                f"Say which dtype all are to have, dtype={str(np.result_type(*fields))!r}."
+                f"Give the dtype of all fields, dtype={str(np.result_type(*fields))!r}."
             )
     return [field.astype(kind) for field in fields]
 
