@@ -8,7 +8,8 @@ an output of any is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -39,19 +40,20 @@ def section_arrays(
     function: Callable[..., Any],
     arrays: Sequence[DaskArray],  # the inputs, of the same chunks, in blocks of one kind
     members: Members,  # which of them has what
-    outputs: int,  # how many arrays there are
-    dtype: DType,  # of these
+    dtypes: Sequence[DType],  # of the arrays that are made
     options: Options,  # what travels with the tasks
     per_member: Sequence[ValueSpec] = (),  # of values that become arrays with a block for each
+    converts: bool = True,  # whether the function may return numbers of another kind
 ) -> tuple[DaskArray, ...]:
     """Return the lazy arrays that a gang makes, of inputs of a graph or of expressions.
 
     The function is called on each member with a context and its `Shares` of the arrays. It returns
-    as many arrays of the share's shape as there are outputs, and then values, in a tuple.
+    as many arrays of the share's shape as there are dtypes, and then values, in a tuple.
     """
     inputs = tuple(np.dtype(x.dtype) for x in arrays)
     kind, specs = backend_for(arrays[0]._meta).name, tuple(per_member)
-    body = _Body(function, members, inputs, outputs, np.dtype(dtype), specs, kind)
+    made = tuple(map(np.dtype, dtypes))
+    body = _Body(function, members, inputs, made, specs, kind, converts)
     section = Section(prefix, body, options)
     if hasattr(arrays[0], "expr"):
         from dask_p2p.sections.expression import SectionExpr
@@ -62,15 +64,16 @@ def section_arrays(
     names = [x.name for x in arrays]
     gang, tasks = section.tasks(names)
     graph = HighLevelGraph.from_collections(gang, tasks, dependencies=list(arrays))
-    made = []
+    collections = []
     for number in range(body.arrays):
         name = f"{prefix}-{number}-{section.token(names)}"
         hand_outs = MaterializedLayer(section.hand_outs(name, gang, number))
         layers = {**graph.layers, name: hand_outs}
         whole = HighLevelGraph(layers, {**graph.dependencies, name: {gang}})
         meta = section.meta(number)
-        made.append(new_da_object(whole, name, section.chunks(number), meta=meta, dtype=meta.dtype))
-    return tuple(made)
+        chunks = section.chunks(number)
+        collections.append(new_da_object(whole, name, chunks, meta=meta, dtype=meta.dtype))
+    return tuple(collections)
 
 
 class ValueSpec(NamedTuple):
@@ -120,7 +123,7 @@ class Section:
     def meta(self, number: int) -> Array:
         """Return an empty array of the kind of one of the arrays."""
         value = self._value(number)
-        dtype = self.body.dtype if value is None else value.dtype
+        dtype = self.body.dtypes[number] if value is None else value.dtype
         backend = backend_named(self.body.kind) if value is None else NUMPY
         return backend.empty((0,) * len(self.chunks(number)), dtype)
 
@@ -182,15 +185,25 @@ class _Body:
     function: Callable[..., Any]
     members: Members
     inputs: tuple[DType, ...]
-    outputs: int
-    dtype: DType
+    dtypes: tuple[DType, ...]  # of the arrays that are made
     per_member: tuple[ValueSpec, ...] = ()
     kind: Kind = "numpy"
+    converts: bool = True
 
     @property
     def arrays(self) -> int:
         """How many arrays are made."""
         return self.outputs + len(self.per_member)
+
+    @property
+    def outputs(self) -> int:
+        """How many of them have the share's shape."""
+        return len(self.dtypes)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the first array."""
+        return (*self.dtypes, *self.inputs)[0]
 
     def __call__(self, ctx: Any, *arrays: Sequence[Any]) -> list[list[Any]]:
         given_bytes = sum(in_memory_bytes(block) for blocks in arrays for block in blocks)
@@ -199,12 +212,15 @@ class _Body:
             return self._made(ctx, Shares(self.members, ctx.rank, arrays, self.inputs, ctx.device))
 
     def _made(self, ctx: Any, shares: Shares) -> list[list[Any]]:
-        returned = self.function(ctx, shares)
+        returned = own_copy(self.function)(ctx, shares)
         values = self._values(ctx, returned) if self.per_member else []
         returned = returned[: self.outputs] if self.per_member else returned
         self._check(ctx, shares.shape, returned)
         block = ctx.device.block
-        made = [[block(each[box], self.dtype) for box in shares.boxes] for each in returned]
+        made = [
+            [block(each[box], dtype) for box in shares.boxes]
+            for each, dtype in zip(returned, self.dtypes, strict=True)
+        ]
         return made + [[value] for value in values]
 
     def _values(self, ctx: Any, returned: Any) -> list[Array]:
@@ -220,7 +236,7 @@ class _Body:
         for value, spec in zip(returned[self.outputs :], self.per_member, strict=True):
             check_not_masked("per_member", value)
             own = _as_numbers(ctx.device.to_host(value))
-            if own.shape != spec.shape or not np.can_cast(own.dtype, spec.dtype, "same_kind"):
+            if own.shape != spec.shape or not _holds(spec.dtype, own):
                 raise BlockMismatchError(
                     f"expected a value of shape {spec.shape} that becomes {spec.dtype} from the "
                     f"function on member {rank}, as per_member says, got {own.shape} {own.dtype}."
@@ -236,7 +252,7 @@ class _Body:
     def _estimate(self, rank: int) -> SectionEstimate:
         count = prod(self.members.shape(rank))
         given = sum(count * each.itemsize for each in self.inputs)
-        made = self.outputs * count * self.dtype.itemsize
+        made = sum(count * each.itemsize for each in self.dtypes)
         size = self.members.size
         found = SectionEstimate(size, given, made, 0, 0, given, made, kind=self.kind)
         more: Any = getattr(self.function, "estimate", None)
@@ -252,12 +268,24 @@ class _Body:
                 f"the function on member {rank}, got {found}. Return arrays of the shape of the "
                 f"member's share, in a tuple if outputs is not 1."
             )
-        for each in returned:
-            if not np.can_cast(each.dtype, self.dtype, "same_kind"):
+        for number, (array, dtype) in enumerate(zip(each, self.dtypes, strict=True)):
+            if not self._becomes(array.dtype, dtype):
+                named = ", ".join(repr(str(array.dtype)) for array in each)
+                named = named if self.outputs == 1 else f"({named})"
                 raise BlockMismatchError(
-                    f"expected an array that becomes {self.dtype} from the function on member "
-                    f"{rank}, got {each.dtype}. Say what it returns by dtype=..., or convert it."
+                    f"expected an array that becomes {dtype} from the function on member {rank} "
+                    f"as output {number}, got {array.dtype}. Give dtype={named}, or convert it, "
+                    f"astype(...)."
                 )
+
+    def _becomes(self, found: DType, dtype: DType) -> bool:
+        """Return whether a returned array may become one of a declared dtype.
+
+        Without a dtype from the caller, floats may only change their precision.
+        """
+        if self.converts or found.kind == dtype.kind in "fc":
+            return np.can_cast(found, dtype, "same_kind")
+        return found.kind == dtype.kind and np.can_cast(found, dtype, "safe")
 
 
 def shape_of(array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
@@ -268,6 +296,32 @@ def shape_of(array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
         return shape
     module = "" if kind is np.ndarray else f"{type(array).__module__}."  # perhaps NumPy's own
     return f"{module}{type(array).__name__}"
+
+
+def own_copy(value: Any) -> Any:
+    """Return a copy, as a member in a process of its own would have it.
+
+    Members of one process would change the same lists and dicts otherwise, and a member that runs
+    again would find them changed. An object that cannot be copied, such as a lock, is shared.
+    """
+    try:
+        return deepcopy(value)
+    except Exception:
+        if is_dataclass(value) and not isinstance(value, type):
+            own = {each.name: own_copy(getattr(value, each.name)) for each in fields(value)}
+            return replace(value, **own)
+        if type(value) is dict:
+            return {key: own_copy(each) for key, each in value.items()}
+        if type(value) in (list, tuple, set):
+            return type(value)(map(own_copy, value))
+        return value
+
+
+def _holds(dtype: DType, own: Array) -> bool:
+    """Return whether a dtype holds values, apart from the precision of floats."""
+    if not np.can_cast(own.dtype, dtype, "same_kind"):
+        return False
+    return dtype.kind not in "biu" or bool((own.astype(dtype) == own).all())
 
 
 def _as_numbers(value: Any) -> Array:

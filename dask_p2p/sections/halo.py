@@ -21,7 +21,7 @@ from dask_p2p.types import Array
 class Part(NamedTuple):
     """A part of a share, and what a stencil reads for it."""
 
-    data: Array  # with its rims
+    data: Array  # with its rims; not to be written into, which NumPy refuses
     inner: Any  # where the part is in `data`: slices
     where: Any  # and in the share
 
@@ -87,6 +87,8 @@ class Padded:
             seen.append((low, min(size, first + stop + after)))
             own.append((first + start - low, first + stop - low))
         data = self.data[box_slices(tuple(seen))]
+        if isinstance(data, np.ndarray):  # other parts are computed from the same elements later
+            data.flags.writeable = False
         return Part(data, box_slices(tuple(own)), box_slices(box))
 
 

@@ -189,8 +189,7 @@ def iterate(
         iteration,
         [*fields, *arrays],
         chosen_members(first, members, None),
-        len(fields),
-        first.dtype,
+        [first.dtype] * len(fields),
         options,
     )
     return made[0] if is_dask_array(x) else made
@@ -206,6 +205,12 @@ def _checked_fields(x: Any, dtype: DTypeLike | None) -> list[Any]:
             f"expected fields without Python objects, which members cannot exchange, got {kind}. "
             f"Convert them, x.astype(...)."
         )
+    for field in fields if dtype is None else ():
+        if not np.can_cast(field.dtype, kind, "same_kind"):
+            raise InputError(
+                f"expected fields that become {kind}, as the first one, got one of {field.dtype}. "
+                f"Give the dtype of all fields, dtype={str(np.result_type(*fields))!r}."
+            )
     return [field.astype(kind) for field in fields]
 
 

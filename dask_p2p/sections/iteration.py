@@ -52,7 +52,7 @@ class Iteration:
         first, period = ctx.restore(*levels.shares), Period(self.period)
         step, ctx.progress.steps = first, self.steps
         for field in levels.fields:
-            ctx.halo(field)
+            ctx.halo(field, copy=False)
         overlaps = self.overlap
         if overlaps == "auto":
             overlaps = levels.newest.exchange.is_worth_hiding and not self.capture
@@ -81,7 +81,7 @@ class Iteration:
                     break
                 pending = self._begun(ctx, levels, step) if overlaps else None
                 if pending is None and step < self.steps:
-                    ctx.halo(levels.newest)
+                    ctx.halo(levels.newest, copy=False)
             ctx.progress.step = step
             ctx.device.keep_up(step)
             if step < self.steps and ctx.is_due(period, step):

@@ -7,10 +7,12 @@ there when a worker dies, and a new attempt goes on at the newest step of which 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -21,8 +23,19 @@ from dask_p2p.errors import InputError
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.link import AttemptEndedError, Buffer
 from dask_p2p.sections.links import Links
-from dask_p2p.sections.state_memory import StateMemory, copied_from, copied_into, size_of
+from dask_p2p.sections.state_memory import (
+    CHANGED,
+    EMPTY,
+    SAME,
+    StateMemory,
+    changes,
+    copied_from,
+    copied_into,
+    size_of,
+)
 from dask_p2p.types import Array
+
+logger = logging.getLogger(__name__)
 
 GENERATIONS = 2  # of states, of which the newer one may be there in parts only
 
@@ -65,6 +78,12 @@ class SavedStates:
         """Return for each rank the steps whose states are here."""
         with self._lock:
             return [(rank, sorted(states)) for rank, states in self._gangs.get(gang, {}).items()]
+
+    def clear(self, gang: str) -> None:
+        """Drop all states of a gang that are here."""
+        with self._lock:
+            for states in self._gangs.get(gang, GangStates(dict)).values():
+                states.clear()
 
     def drop(self, gang: str) -> None:
         """Forget all states of a gang, and those that members still add where they are."""
@@ -171,12 +190,16 @@ class Checkpoints:
     def restore(self, arrays: Sequence[Array]) -> int:
         """Fill arrays with the state at which this attempt begins; return its step, or 0.
 
+        The function may no longer use an array that has not changed on any member since the start:
+        ``x = x + 1`` binds `x` to another array. The attempt begins at the start then, which is
+        right for a constant too.
+
         `InputError` if the arrays are not as large as those that were kept.
         """
         step, self._resume = self._resume, None
         if step is None:
             return 0
-        holder = self._states.holders[self._rank]
+        holder, device = self._states.holders[self._rank], self._device
         wards = [r for r, of in enumerate(self._states.holders) if of == self._rank != r]
         sends = {rank: self._found(rank, step) for rank in wards}
         receives = {} if holder == self._rank else {holder: None}
@@ -187,7 +210,20 @@ class Checkpoints:
                 f"expected the arrays that were kept at step {step}, of {len(own)} bytes, got some "
                 f"of {size_of(arrays)}. Give restore and checkpoint the same arrays."
             )
-        copied_from(own, arrays, self._device)
+        told = self._links.gather(f"state of step {step}, compared", changes(own, arrays, device))
+        by_array = enumerate(zip_longest(*told, fillvalue=EMPTY))
+        same = [number for number, found in by_array if SAME in found and CHANGED not in found]
+        if same:
+            logger.warning(
+                "Began at the start, not at step %d: arrays %s of its state were as at the start. "
+                "Change saved arrays in place, x[...] = ..., and save no constants.",
+                step,
+                same,
+            )
+            self._states.saved.clear(self._states.gang)
+            self._last = 0
+            return 0
+        copied_from(own, arrays, device)
         return step
 
     def _found(self, rank: int, step: int) -> memoryview:

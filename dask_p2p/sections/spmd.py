@@ -25,7 +25,7 @@ def spmd(
     outputs: int = 1,
     cut: Sequence[int] | None = None,
     members: int | None = None,
-    dtype: DTypeLike | None = None,
+    dtype: DTypeLike | Sequence[DTypeLike] | None = None,
     per_member: Sequence[Any] = (),
     **kwargs: Any,
 ) -> DaskArray | tuple[DaskArray, ...]:
@@ -53,14 +53,17 @@ def spmd(
         At most so many, and at most the blocks of the array. By default the workers of the current
         cluster; 1 without a cluster, with an asynchronous client, or in the function of another
         section, where there can be no more.
-    dtype : dtype, optional
-        Of the output, by default that of the first array.
+    dtype : dtype or sequence of dtype, optional
+        Of all outputs, or a tuple with one for each output. By default each output has the dtype
+        of the array in its place, or of the first array if there are more outputs than arrays. Only
+        the precision of floats is converted then. With `dtype`, outputs are converted as by
+        `numpy.can_cast` with "same_kind".
     per_member : sequence, optional
         What each member returns after its arrays, in the same tuple: for each value an example, a
         number or an array of the value's shape and dtype. It becomes an array with one block a
         member, along a new first axis, of NumPy.
     **kwargs
-        For `func`, as they are.
+        For `func`. Each member has its own copy, except of objects that cannot be copied.
 
     Returns
     -------
@@ -71,7 +74,8 @@ def spmd(
     ------
     InputError
         If `func` cannot be called, a number is too small, an example in `per_member` is none, or an
-        argument for `func` has still to be computed.
+        argument for `func` has still to be computed. Also if `dtype` has another length than
+        `outputs`.
     AxesError
         If there is no axis of a number in `cut`.
     ChunksError
@@ -112,12 +116,27 @@ def spmd(
         _Function(func, outputs + len(values), kwargs),
         arrays,
         chosen,
-        outputs,
-        np.dtype(arrays[0].dtype if dtype is None else dtype),
+        _dtypes(dtype, outputs, arrays),
         options,
         values,
+        converts=dtype is not None,
     )
     return made[0] if len(made) == 1 else made
+
+
+def _dtypes(dtype: Any, outputs: int, arrays: Sequence[DaskArray]) -> list[Any]:
+    """Return the dtype of each output."""
+    if dtype is None:
+        later = outputs - len(arrays)
+        return [*(x.dtype for x in arrays), *[arrays[0].dtype] * later][:outputs]
+    if not isinstance(dtype, (tuple, list)) or any(isinstance(each, tuple) for each in dtype):
+        return [np.dtype(dtype)] * outputs  # a list of tuples is one dtype, with fields
+    if len(dtype) != outputs:
+        raise InputError(
+            f"dtype: expected one for all outputs, or a tuple with one for each of {outputs}, got "
+            f"{len(dtype)}: {dtype!r}. Give one dtype for each output."
+        )
+    return [np.dtype(each) for each in dtype]
 
 
 def _checked_example(example: Any) -> ValueSpec:

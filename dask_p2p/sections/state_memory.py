@@ -19,6 +19,7 @@ from dask_p2p.sections.devices import HOST, Host, check_not_masked
 from dask_p2p.types import Array
 
 _IS_SEEN, _IS_SENT = b"\1", b"\0"
+SAME, CHANGED, EMPTY = range(3)
 
 
 class StateMemory:
@@ -104,6 +105,17 @@ def copied_from(state: memoryview, arrays: Sequence[Array], device: Host = HOST)
     """Copy a state to where arrays of a device are."""
     for array, place in zip(arrays, _places(state, arrays), strict=True):
         device.copy_from_host(array, place)
+
+
+def changes(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> bytes:
+    """Return for each array whether a state has other bytes: `SAME`, `CHANGED` or `EMPTY`."""
+    found = []
+    for array, place in zip(arrays, _places(state, arrays), strict=True):
+        own = np.empty(array.shape, array.dtype)
+        device.copy_to_host(own, array)
+        is_same = own.tobytes() == place.tobytes()
+        found.append(EMPTY if not own.size else SAME if is_same else CHANGED)
+    return bytes(found)
 
 
 def _view(array: Any) -> memoryview:

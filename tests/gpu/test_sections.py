@@ -737,3 +737,60 @@ def test_members_work_where_blocks_are_spilled():
         check(spmd(spills, x), wanted, "f")
         assert float(others.sum().compute()) == 2048**2
         assert isinstance(others, da.Array)
+
+
+# --- what a function returns and keeps is right by default
+
+
+def two_fields(ctx, x, mask):
+    p = ctx.padded(x, boundary="periodic")
+    first = ctx.halo(p)
+    p.inner[...] = -x
+    second = ctx.halo(p)
+    inner = (slice(1, -1),) * 2
+    return (first - second)[inner] / 2, (first[2:, 2:] == -second[2:, 2:]) & mask, x > 1e9
+
+
+@pytest.mark.gpu(2)
+def test_fields_in_one_padded_and_outputs_of_other_dtypes(client, way):
+    x, mask = on_gpu(X, (48, 70)), on_gpu(X > 0, (48, 70))
+    y, same, none = spmd(two_fields, x, mask, outputs=3, dtype=("f8", bool, bool))
+    assert [each.dtype for each in (y, same, none)] == ["f8", "?", "?"]
+    check(y, X)
+    for found, wanted in ((same, X > 0), (none, X > 1e9)):
+        assert on_host(found).dtype == bool
+        assert np.array_equal(on_host(found), wanted)
+
+
+@pytest.mark.gpu(2)
+def test_corners_that_are_left_out_show(client, way):
+    def corners(ctx, x):
+        rims = ctx.halo(ctx.padded(x, boundary="periodic", corners=False))
+        return x + 0, int(ctx.device.module.isnan(rims).sum())
+
+    y, found = spmd(corners, on_gpu(X, (48, 70)), per_member=[0])
+    check(y, X)
+    assert found.compute().tolist() == [4, 4]
+
+
+@pytest.mark.gpu(2)
+def test_a_state_that_does_not_change_begins_at_the_start(client, tmp_path):
+    """The copy of it on the host is compared with the array on the GPU."""
+
+    def tries(ctx, x, path):
+        from dask_p2p.sections.link import AttemptEndedError
+
+        y, first = x.copy(), None
+        for step in ctx.steps(20, [x], every=5):
+            first = step if first is None else first
+            y += 1
+            if step == 12 and ctx.rank and not os.path.exists(path):
+                open(path, "w").close()
+                raise AttemptEndedError("for a test")
+        return y, first
+
+    y, firsts = spmd(tries, on_gpu(X, (48, 70)), per_member=[0], path=str(tmp_path / "tried"))
+    y, firsts = client.persist([y, firsts])
+    wait([y, firsts])
+    assert firsts.compute().tolist() == [0, 0]
+    check(y, X + 20)

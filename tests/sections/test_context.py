@@ -36,6 +36,19 @@ def test_what_cannot_be_exchanged_is_refused(alone):
         alone.allreduce(np.datetime64(1, "s"))
 
 
+@pytest.mark.parametrize("dtype", ["i1", "?", "f4", "c8", "M8[s]", "S3"])
+def test_a_share_with_rims_keeps_its_dtype(alone, dtype):
+    share = np.zeros(3, dtype)
+    assert alone.padded(share).data.dtype == share.dtype
+    assert alone.padded([1, 2, 3]).data.dtype == np.array([1]).dtype
+
+
+@pytest.mark.parametrize(("share", "dtype"), [(0.5, "i8"), (1j, "f8"), (2, "?")])
+def test_a_share_is_not_narrowed(alone, share, dtype):
+    with pytest.raises(InputError, match=r"share: expected an array that becomes .* Convert it"):
+        alone.padded(np.full(3, share), dtype=dtype)
+
+
 MASKED = np.ma.masked_array([1.0, 2.0], [False, True])
 
 

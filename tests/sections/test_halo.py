@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, SectionError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
@@ -104,3 +104,90 @@ def test_large_rims_arrive_in_the_order_of_calls():
             assert (rim == 10 * number + 1 - ctx.rank).all()
 
     run_gang(members, function)
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f8", "c8"])
+def test_corners_that_are_left_out_show(dtype):
+    def function(ctx):
+        p = ctx.padded(np.ones((4, 2), dtype), 1, 0.0, corners=False)
+        for _ in range(2):
+            rims = ctx.halo(p)
+            assert np.isnan(rims[::5, ::3]).all()
+            assert np.isnan(rims).sum() == 4
+
+    run_gang(Members(((4,), (2, 2)), (1, 2)), function)
+
+
+def boxes_of(rims):
+    """Sum the three by three elements around each one."""
+    rows = rims[:-2] + rims[1:-1] + rims[2:]
+    return rows[:, :-2] + rows[:, 1:-1] + rows[:, 2:]
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("boundary", [*MODES, 2.5])
+def test_corners_are_there_by_default(grid, boundary):
+    members = Members(tuple((12 // n,) * n for n in grid), grid)
+    x = np.random.default_rng(0).normal(size=(12, 12))
+    mode = MODES.get(boundary, "constant")
+    value = {"constant_values": boundary} if mode == "constant" else {}
+    wanted = boxes_of(np.pad(x, 1, mode, **value))
+
+    def function(ctx):
+        share = box_slices(ctx.box)
+        rims = ctx.halo(ctx.padded(x[share], 1, boundary))
+        assert np.array_equal(boxes_of(rims), wanted[share])
+
+    run_gang(members, function)
+
+
+def test_rims_of_one_field_stay_when_another_has_its_memory():
+    x = np.arange(8.0)
+
+    def function(ctx):
+        own = box_slices(ctx.box)
+        p = ctx.padded(x[own], boundary="periodic")
+        first = ctx.halo(p)
+        p.inner[...] = -x[own]
+        second = ctx.halo(p)
+        wanted = np.pad(x, 1, "wrap")[own[0].start : own[0].stop + 2]
+        assert np.array_equal(first, wanted)
+        assert np.array_equal(second, -wanted)
+        first *= 0
+        assert np.array_equal(p.inner, -x[own]), "what is returned is the caller's own"
+        assert ctx.halo(p, copy=False) is p.data
+
+    run_gang(Members(((4, 4),), (2,)), function)
+
+
+def test_like_fields_that_are_exchanged_in_another_order_are_found():
+    """Each would get the rims of the other."""
+
+    def function(ctx):
+        fields = [ctx.padded(np.full(4, float(i)), boundary="periodic") for i in range(2)]
+        for p in fields if ctx.rank else reversed(fields):
+            ctx.halo(p)
+
+    with pytest.raises(SectionError, match=r"halo\(\) of padded 1, .* halo\(\) of padded 0, "):
+        run_gang(Members(((4, 4),), (2,)), function)
+
+
+def test_members_receive_the_share_as_it_was_when_the_exchange_began():
+    def function(ctx):
+        p = ctx.padded(np.full(4, 1.0 + ctx.rank), boundary="periodic")
+        pending = ctx.halo_begin(p)
+        p.inner[...] = np.nan
+        rims = pending.wait()
+        assert rims[[0, -1]].tolist() == [2.0 - ctx.rank] * 2
+
+    run_gang(Members(((4, 4),), (2,)), function)
+
+
+def test_parts_are_read_only():
+    """Written in place, the first part would change the rims of the others."""
+    ctx = Context(Members(((8,),), (1,)))
+    p = ctx.padded(np.ones(8), boundary="periodic")
+    with pytest.raises(ValueError, match="read-only"):
+        p.interior.data[p.interior.inner] *= 2
+    p.inner[...] *= 2
+    assert p.interior.data.max() == 2

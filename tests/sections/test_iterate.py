@@ -245,6 +245,15 @@ def test_dtypes(client):
         y.compute()
 
 
+@pytest.mark.parametrize(("first", "second"), [("i8", "f8"), ("f8", "c16"), ("?", "i1")])
+def test_fields_are_not_narrowed_to_the_first_one(first, second):
+    fields = [array((X * 10).astype(of)) for of in (first, second)]
+    with pytest.raises(InputError, match=f"fields that become .* dtype='{np.dtype(second)}'"):
+        iterate(lambda u, v: u, fields, 1, 1, members=1)
+    found = iterate(lambda u, v: u, fields, 1, 1, members=1, dtype=second)
+    assert [each.dtype for each in found] == [second] * 2
+
+
 def test_a_wrong_result_is_named(client):
     y = iterate(lambda u: u[1:], array(), 1, 2, members=2)
     with pytest.raises(BlockMismatchError, match=r"expected an array of shape .*, or .* with rims"):

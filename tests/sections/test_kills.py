@@ -189,6 +189,41 @@ def test_members_go_on_whatever_integers_count_their_steps(client, tmp_path):
     nothing_is_left(client)
 
 
+def copied_first(ctx, x, folder):
+    """Saves an array that it does not work on, and kills a worker once."""
+    y = x.copy()
+    for step in ctx.steps(20, save=[x], every=5):
+        note(folder / f"{ctx.rank}.log", step)
+        y += ctx.allreduce(1.0)
+        if step == 17 and ctx.rank == 0 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return y
+
+
+def saving_nothing(ctx, x, folder):
+    """Counts steps without a state, and kills a worker once."""
+    for step in ctx.steps(20, every=5):
+        note(folder / f"{ctx.rank}.log", step)
+        x += ctx.allreduce(1.0)
+        if step == 17 and ctx.rank == 0 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+@pytest.mark.parametrize("function", [copied_first, saving_nothing])
+def test_members_whose_state_is_not_saved_begin_at_the_start(client, tmp_path, function):
+    """Not after steps whose values are lost."""
+    three_workers(client)
+    y = spmd(function, da.zeros(12, chunks=3), members=3, folder=tmp_path)
+    assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 60.0))
+    for of_member in attempts(tmp_path):
+        assert of_member[-1] == [*range(20)]
+        assert len(of_member) > 1
+    nothing_is_left(client)
+
+
 def decaying(u, before, place, out, folder):
     """A stencil in the real part, that counts its steps in the imaginary one."""
     step = int(u.imag[1])

@@ -8,7 +8,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import spmd
+from dask_p2p import iterate, spmd
 from dask_p2p.errors import (
     AxesError,
     BlockMismatchError,
@@ -19,7 +19,7 @@ from dask_p2p.errors import (
 )
 from tests.sections.gangs import links_of
 from tests.sections.support import nothing_is_left
-from tests.support import result_of
+from tests.support import own_client, result_of
 
 BOUND_S = 5.0
 X = np.arange(240.0).reshape(24, 10)
@@ -364,3 +364,136 @@ def test_wrong_arguments_are_refused():
         spmd(func, array(), array().rechunk(3))
     with pytest.raises(ChunksError, match="known chunk sizes"):
         spmd(func, array()[array()[:, 0] > 3])
+
+
+@pytest.mark.parametrize("other", ["i1", "?", "f4", "c8", "i8", "M8[s]"])
+def test_each_output_keeps_its_dtype(other):
+    """Those of small integers and truth values do not become floats."""
+    x = da.from_array(X, chunks=6)
+    more = da.from_array((X % 3).astype("i8").astype(other), chunks=6)
+
+    def returned(ctx, a, b):
+        assert b.dtype == other
+        return a, b[::-1], a + 1
+
+    y, back, last = spmd(returned, x, more, outputs=3, members=1)
+    assert (y.dtype, back.dtype, last.dtype) == (X.dtype, np.dtype(other), X.dtype)
+    y, back, last = dask.compute(y, back, last, scheduler="sync")
+    assert (y.dtype, back.dtype, last.dtype) == (X.dtype, np.dtype(other), X.dtype)
+    assert np.array_equal(back, more.compute()[::-1])
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("f8", "?"),
+        ("f8", "i1"),
+        ("f8", "i8"),
+        ("i8", "?"),
+        ("i1", "i8"),
+        ("u8", "i8"),
+        ("i4", "f8"),
+    ],
+)
+def test_an_output_of_another_kind_is_refused_unless_its_dtype_is_given(given, found):
+    x = da.from_array((X % 100).astype(given), chunks=6)
+
+    def converted(ctx, a):
+        return (a > 5).astype(found)
+
+    with pytest.raises(BlockMismatchError, match=f"becomes {x.dtype} .*dtype='{np.dtype(found)}'"):
+        spmd(converted, x, members=1).compute(scheduler="sync")
+    y = spmd(converted, x, members=1, dtype=found)
+    assert y.dtype == found
+    got = y.compute(scheduler="sync")
+    assert got.dtype == found
+    assert np.array_equal(got, X % 100 > 5)
+
+
+def test_floats_may_have_another_precision():
+    x = da.from_array(X.astype("f4"), chunks=6)
+    y = spmd(lambda ctx, a: a / np.float64(3), x, members=1)
+    assert y.compute(scheduler="sync").dtype == y.dtype == "f4"
+
+
+def test_outputs_may_have_dtypes_of_their_own():
+    def described(ctx, a):
+        return a / 2, a > 5, a.astype("i4")
+
+    x = da.from_array(X, chunks=6)
+    made = spmd(described, x, outputs=3, members=1, dtype=("f8", bool, np.int32))
+    assert [each.dtype for each in made] == ["f8", "?", "i4"]
+    assert [each.dtype for each in dask.compute(*made, scheduler="sync")] == ["f8", "?", "i4"]
+    fields = spmd(
+        lambda ctx, a: np.zeros(a.shape, "f8,i4"), x, members=1, dtype=[("f0", "f8"), ("f1", "i4")]
+    )
+    assert fields.compute(scheduler="sync").dtype == fields.dtype
+    with pytest.raises(InputError, match=r"dtype: expected one for all .* each of 3, got 2"):
+        spmd(described, x, outputs=3, members=1, dtype=("f8", bool))
+
+
+def test_values_of_members_are_not_narrowed():
+    def large(ctx, a):
+        return 300
+
+    x = da.from_array(X, chunks=6)
+    assert spmd(large, x, members=1, outputs=0, per_member=[0.0]).compute(scheduler="sync") == [300]
+    with pytest.raises(BlockMismatchError, match=r"a value .* that becomes int8"):
+        spmd(large, x, members=1, outputs=0, per_member=[np.int8(0)]).compute(scheduler="sync")
+
+
+class Counter:
+    """A function that notes its calls, in what it is and in what it is given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, ctx, x, log, table, module, lock):
+        for of in (log, table["calls"], self.calls):
+            of.append(ctx.rank)
+        assert module is np
+        with lock:
+            ctx.barrier()
+        table["weights"] *= 2
+        return np.full_like(x, len(log) + len(table["calls"]) + len(self.calls))
+
+
+class NoLock:
+    """Not to be copied, like a lock; members use it at the same time."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        pass
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("members", [1, 3])
+def test_members_of_one_process_share_no_arguments(members):
+    given = {"log": [], "table": {"calls": [], "weights": np.ones(3)}}
+    function, lock = Counter(), NoLock()
+    with own_client(1, threads_per_worker=4, processes=False):
+        y = spmd(function, array(), members=members, module=np, lock=lock, **given)
+        for _ in range(2):
+            assert (y.compute() == 3).all()
+    assert function.calls == given["log"] == given["table"]["calls"] == []
+    assert given["table"]["weights"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.cluster
+def test_members_of_one_process_share_no_arguments_of_iterate():
+    def counted(u, log, out, table):
+        log.append(1)
+        table["calls"] += 1
+        out[...] = len(log) + table["calls"]
+
+    log, table = [], {"calls": 0}
+    with own_client(1, threads_per_worker=4, processes=False):
+        y = iterate(counted, array(), 1, 3, constants=(log,), members=3, overlap=False, table=table)
+        for _ in range(2):
+            assert (y.compute() == 6).all()
+    assert (log, table) == ([], {"calls": 0})
