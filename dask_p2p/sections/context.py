@@ -13,7 +13,7 @@ from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.rims import rims
 from dask_p2p.sections.devices import HOST, Host, check_kind
-from dask_p2p.sections.halo import Exchange, Padded, Pending
+from dask_p2p.sections.halo import Exchange, FirstCopy, Padded, Pending
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.recut import Redistribution
 from dask_p2p.sections.rim_messages import RimCall
@@ -57,6 +57,7 @@ class Context(Stepping, Transforms):
         self.box: Box = members.box(rank)
         self._members = members
         self._padded = 0  # calls of `padded` so far
+        self._first_copies: list[FirstCopy] = []
         self._redistribution = Redistribution(members, rank, links, reads_memory, device)
 
     def padded(
@@ -145,12 +146,27 @@ class Context(Stepping, Transforms):
         Raises
         ------
         InputError
-            If `padded` did not return it.
+            If `padded` did not return it, or the function wrote its results to the last copy and
+            left the share as it was.
         SectionError
             If the members made different calls, or rims differ between them.
         """
-        data = _exchange_of(padded).begin(padded.data, beside=False).wait()
-        return data.copy() if copy else data
+        exchange = _exchange_of(padded)
+        if padded.first_copy is not None:
+            padded.first_copy.check()
+        data = exchange.begin(padded.data, beside=False).wait()
+        if not copy:
+            return data
+        copied = data.copy()
+        if padded.first_copy is None:
+            padded.first_copy = FirstCopy(padded, copied)
+            self._first_copies.append(padded.first_copy)
+        return copied
+
+    def check_returned(self, arrays: Sequence[Any]) -> None:
+        """Check the copies of shares when the function has returned: see `FirstCopy`."""
+        for first in self._first_copies:
+            first.check_returned(arrays)
 
     def halo_begin(self, padded: Padded) -> Pending:
         """Begin to fill the rims; ``wait()`` of the result ends that, and returns `padded.data`.

@@ -17,6 +17,8 @@ from dask_p2p.sections.rim_messages import RimCall
 from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.types import Array
 
+_MOST_COMPARED_BYTES = 1 << 22  # of a share and its copy
+
 
 class Part(NamedTuple):
     """A part of a share, and what a stencil reads for it."""
@@ -43,6 +45,7 @@ class Padded:
         self.inner: Array = self.data[box_slices(exchange.rims.inner)]
         self.fill_unread(unread_value(exchange.dtype))
         self._parts: dict[Any, Part] = {}  # each step asks for the same ones
+        self.first_copy: FirstCopy | None = None  # that `Context.halo` returned
 
     def fill_unread(self, value: Any) -> None:
         """Set the corners that no exchange fills."""
@@ -70,15 +73,6 @@ class Padded:
             self._parts[box, widths] = self._part(box, widths)
         return self._parts[box, widths]
 
-    def read_only(self, box: Box, depth: Sequence[tuple[int, int]]) -> Part:
-        """Return the same for a function that must not write into it."""
-        key = box, tuple(depth), "read-only"
-        if key not in self._parts:
-            part = self.part(box, depth)
-            data = self.exchange.device.read_only(part.data)
-            self._parts[key] = part._replace(data=data)
-        return self._parts[key]
-
     def _part(self, box: Box, widths: tuple[tuple[int, int], ...]) -> Part:
         rims, seen, own = self.exchange.rims, [], []
         of_axes = zip(box, rims.inner, rims.shape, widths, strict=True)
@@ -86,10 +80,49 @@ class Padded:
             low = max(0, first + start - before)
             seen.append((low, min(size, first + stop + after)))
             own.append((first + start - low, first + stop - low))
-        data = self.data[box_slices(tuple(seen))]
-        if isinstance(data, np.ndarray):  # other parts are computed from the same elements later
-            data.flags.writeable = False
+        # Other parts are computed from the same elements later.
+        data = self.exchange.device.read_only(self.data[box_slices(tuple(seen))])
         return Part(data, box_slices(tuple(own)), box_slices(box))
+
+
+class FirstCopy:
+    """The first copy that `Context.halo` returned of a share, checked once.
+
+    A function that computes in the copy, and expects the share to change, would go on with the
+    share as it was.
+    """
+
+    def __init__(self, padded: Padded, copy: Array) -> None:
+        self._device, self._data = padded.exchange.device, padded.data
+        own = box_slices(padded.exchange.rims.inner)
+        row_bytes = padded.inner.nbytes // max(1, *padded.inner.shape[:1])
+        rows = slice(max(1, _MOST_COMPARED_BYTES // max(1, row_bytes)))
+        some = (rows,) * min(1, padded.inner.ndim)
+        self._inner: Array = padded.inner[some]
+        self._copied: Any = copy[own][some]
+        self._before = self._sums()
+
+    def check(self) -> None:
+        """Refuse a function that has changed the copy of the share, and not the share."""
+        if self._copied is not None:
+            inner, copied = self._sums()
+            self._copied = None
+            if inner == self._before[0] and copied != self._before[1]:
+                raise InputError(
+                    "expected a function that writes its results to the share, p.inner[...] = ..., "
+                    "got one that writes them to the copy that ctx.halo(p) returned. Write to "
+                    "p.inner, or take the share itself: ctx.halo(p, copy=False)."
+                )
+
+    def check_returned(self, arrays: Sequence[Any]) -> None:
+        """Do so if the function has returned memory of the share."""
+        module = self._device.module
+        own = [each for each in arrays if isinstance(each, module.ndarray)]
+        if any(module.may_share_memory(each, self._data) for each in own):
+            self.check()
+
+    def _sums(self) -> tuple[int, int]:
+        return self._device.checksum(self._inner), self._device.checksum(self._copied)
 
 
 class Exchange:

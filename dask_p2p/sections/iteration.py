@@ -134,7 +134,7 @@ class Iteration:
     def _given(self, box: Box, levels: _Levels, constants: list[Any]) -> tuple[Part, list[Any]]:
         """Return the part of the newest field for a box, and all arguments of the function."""
         of_fields = zip(levels.fields, self.depths, strict=True)
-        parts = [field.read_only(box, depth) for field, depth in of_fields]
+        parts = [field.part(box, depth) for field, depth in of_fields]
         given, where = [part.data for part in parts], parts[0].where
         for value, (is_share, _) in zip(constants, self.constants, strict=True):
             given.append(value[where] if is_share else value)
@@ -196,16 +196,14 @@ class Iteration:
         )
 
     def _constants(self, ctx: Context, shares: Shares) -> list[Any]:
-        """Return the constants; arrays are copies, which the function may only read."""
+        """Return the constants, of Dask arrays the shares; the function may only read arrays."""
         numbers, device = iter(range(len(self.depths), len(shares))), ctx.device
-
-        def own(constant: Any) -> Any:
-            is_array = isinstance(constant, device.module.ndarray)
-            return device.read_only(constant.copy()) if is_array else constant
-
+        own = (
+            shares.copy(next(numbers)) if is_share else value for is_share, value in self.constants
+        )
         return [
-            device.read_only(shares.copy(next(numbers))) if is_share else own(value)
-            for is_share, value in self.constants
+            device.read_only(each) if isinstance(each, device.module.ndarray) else each
+            for each in own
         ]
 
 

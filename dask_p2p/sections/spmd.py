@@ -160,4 +160,6 @@ class _Function:
     def __call__(self, ctx: Context, shares: Shares) -> Any:
         arrays = map(shares.copy, range(len(shares)))
         returned = self.function(ctx, *arrays, **self.kwargs)
-        return (returned,) if self.outputs == 1 else returned
+        made = (returned,) if self.outputs == 1 else returned
+        ctx.check_returned(made if isinstance(made, tuple) else ())
+        return made

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import time
 
+import dask.array as da
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_p2p import spmd
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.members import Members
@@ -191,3 +193,72 @@ def test_parts_are_read_only():
         p.interior.data[p.interior.inner] *= 2
     p.inner[...] *= 2
     assert p.interior.data.max() == 2
+
+
+def in_place(ctx, x):
+    """Compute in the array that `halo` returns, as if it were the share."""
+    p = ctx.padded(x, {0: 1}, "periodic")
+    for _ in range(3):
+        u = ctx.halo(p)
+        u[1:-1] = 0.5 * (u[:-2] + u[2:])
+    return p.inner
+
+
+def in_place_once(ctx, x):
+    p = ctx.padded(x, {0: 1}, "periodic")
+    u = ctx.halo(p)
+    u[1:-1] = 0.5 * (u[:-2] + u[2:])
+    return p.inner
+
+
+@pytest.mark.parametrize("function", [in_place, in_place_once])
+def test_results_in_the_copy_of_a_share_are_refused(function):
+    x = da.from_array(np.arange(24.0).reshape(6, 4), chunks=(3, 4))
+    with pytest.raises(InputError, match=r"writes its results to the share, p\.inner"):
+        spmd(function, x, members=1).compute(scheduler="sync")
+
+
+def test_copies_of_a_share_may_be_written_to():
+    """Also where the share stays as it is."""
+
+    def bounded(ctx, x):
+        p = ctx.padded(x, {0: 1}, "periodic")
+        for _ in range(3):
+            u = ctx.halo(p)
+            u[0] = 0
+            p.inner[...] = u[:-2] + u[2:]
+        return p.inner
+
+    def scratch(ctx, x):
+        u = ctx.halo(ctx.padded(x, {0: 1}, "periodic"))
+        u *= 2
+        return u[:-2] + u[2:]
+
+    def itself(ctx, x):
+        p = ctx.padded(x, {0: 1}, "periodic")
+        for _ in range(2):
+            u = ctx.halo(p, copy=False)
+            u[1:-1] = u[:-2] + u[2:]
+        return p.inner
+
+    x = np.arange(24.0).reshape(6, 4)
+    wanted = {
+        bounded: _bounded(x),
+        scratch: 2 * (np.roll(x, 1, 0) + np.roll(x, -1, 0)),
+        itself: _summed(_summed(x)),
+    }
+    for function, expected in wanted.items():
+        y = spmd(function, da.from_array(x, chunks=(3, 4)), members=1)
+        assert np.array_equal(y.compute(scheduler="sync"), expected)
+
+
+def _summed(x):
+    return np.roll(x, 1, 0) + np.roll(x, -1, 0)
+
+
+def _bounded(x):
+    for _ in range(3):
+        u = np.pad(x, ((1, 1), (0, 0)), "wrap")
+        u[0] = 0
+        x = u[:-2] + u[2:]
+    return x
