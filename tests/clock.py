@@ -21,6 +21,40 @@ class Clock:
         self.now_s += by_s
 
 
+class Timers:
+    """Makes timers as `threading.Timer` is one, which `advance` calls in this thread."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self._waiting = []
+
+    def make(self, interval_s, function):
+        return _Timer(self._waiting, self.clock() + interval_s, function)
+
+    def advance(self, by_s):
+        """Let time pass: timers whose time has come then are called, the earliest first."""
+        until_s = self.clock() + by_s
+        while due := [each for each in self._waiting if each.when_s <= until_s]:
+            first = min(due, key=lambda each: each.when_s)
+            self.clock.now_s = first.when_s
+            first.cancel()
+            first.function()
+        self.clock.now_s = until_s
+
+
+class _Timer:
+    daemon = False
+
+    def __init__(self, waiting, when_s, function):
+        self._waiting, self.when_s, self.function = waiting, when_s, function
+
+    def start(self):
+        self._waiting.append(self)
+
+    def cancel(self):
+        self._waiting.remove(self)
+
+
 class _Selector(selectors.DefaultSelector):
     """Advances the clock where it would wait."""
 
