@@ -300,7 +300,7 @@ def read_at_once(reader, key, boxes, chosen, times=6):
         remote = open_block(reader, *of, boxes, chosen)
         try:
             return b"".join(
-                np.array(remote.request().result(30)).tobytes() for _ in range(len(boxes))
+                np.array(remote.request().result(60)).tobytes() for _ in range(len(boxes))
             )
         finally:
             remote.close()

@@ -188,19 +188,19 @@ def test_nobody_waits_for_the_mapping_of_another_process(runtime, mappings, monk
     def map_slowly(handle):
         if handle.hex() == "aa":
             slow.set()
-            go_on.wait(30)
+            go_on.wait(60)
         return map_it(handle)
 
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_slowly)
     threads = [threading.Thread(target=acquire, args=(mappings, "p", 1, "aa")) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert slow.wait(30)
+    assert slow.wait(60)
     mappings.release(acquire(mappings, "q", 1, "bb"))
     assert opened(runtime) == {"bb"}
     go_on.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert len(runtime.open) == 2, "it was opened once"
 
 

@@ -86,7 +86,7 @@ def test_what_blocks_does_not_block_the_event_loop():
         threads = [thread for thread in threading.enumerate() if "p2p-serve" in thread.name]
         context.close()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
     asyncio.run(main())

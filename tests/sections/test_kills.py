@@ -19,7 +19,7 @@ from tests.support import result_of
 from tests.transports.loopback import wait_until
 
 X = np.arange(96.0).reshape(8, 12)
-BOUND_S = 60.0
+BOUND_S = 120.0
 CLUSTER = {"n_workers": 3, "threads_per_worker": 2}
 
 

@@ -28,7 +28,7 @@ from dask_p2p.sections.link import HEADER, AttemptEndedError, Peer
 from dask_p2p.sections.links import Links
 from tests.sections.gangs import has_come, link_to, stop_listening
 
-BOUND_S = 20
+BOUND_S = 60
 LARGE = 5_000_000  # bytes: more than sockets take at once
 
 

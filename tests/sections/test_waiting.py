@@ -168,7 +168,7 @@ is_over = threading.Event()
 
 
 def holding(ctx, x, number):
-    is_over.wait(30)
+    is_over.wait(60)
     return x + ctx.allreduce(1)
 
 

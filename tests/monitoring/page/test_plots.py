@@ -142,7 +142,7 @@ def test_a_run_is_shown_while_it_is_under_way(client, driver, page):
     gate = Event("gate", client=client)
 
     def wait_at_gate(block):
-        Event("gate").wait(30)
+        Event("gate").wait(60)
         return block
 
     y = dask_p2p.map_overlap(wait_at_gate, array(client), {0: 1}, "periodic", dtype=float)

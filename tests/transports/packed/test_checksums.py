@@ -82,7 +82,7 @@ def read(link, checksum, boxes=(BOX,), part_bytes=2**24):
     remote = open_block(link.reader, *of, boxes, chosen)
     try:
         regions = [remote.request() for _ in boxes]
-        regions = [np.array(region.result(10)) for region in regions]
+        regions = [np.array(region.result(60)) for region in regions]
         remote.confirm()
         return regions
     finally:

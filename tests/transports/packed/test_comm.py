@@ -92,7 +92,7 @@ class TestComm(PackedConformance):
         # Both by one call.
         assert usage(setup.reader) == {"opened": 1, "requested": 1, "serving": 0}
         for request in requests:
-            request.result(20)
+            request.result(60)
         wait_until(lambda: usage(setup.reader)["requested"] == 0)
         remote.close()
         assert usage(setup.reader)["opened"] == usage(setup.serving)["serving"] == 0
