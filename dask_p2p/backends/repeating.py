@@ -9,6 +9,9 @@ from contextlib import suppress
 from dask_p2p.backends.device import device_work
 from dask_p2p.errors import DeviceLostError
 
+#: Makes a timer as `threading.Timer` does, of an interval in seconds and a function.
+MakeTimer = Callable[[float, Callable[[], None]], threading.Timer]
+
 
 class RepeatingTimer:
     """Calls a function, which may work with the device, again and again until it returns False."""
@@ -17,7 +20,7 @@ class RepeatingTimer:
         self,
         interval_s: float,
         function: Callable[[], bool],
-        timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
+        timer: MakeTimer = threading.Timer,
     ) -> None:
         self.interval_s = interval_s
         self._function, self._make_timer = function, timer

@@ -134,9 +134,9 @@ def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
     mappings = Mappings()
     used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
     mappings.release(idle)
-    wait_until(lambda: opened(runtime) == {"00"}, 5)
+    wait_until(lambda: opened(runtime) == {"00"})
     mappings.release(used)
-    wait_until(lambda: opened(runtime) == set(), 5)
+    wait_until(lambda: opened(runtime) == set())
     mappings.close()
 
 

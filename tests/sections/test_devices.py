@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from types import ModuleType, SimpleNamespace
 from weakref import ref
 
@@ -29,6 +28,7 @@ from dask_p2p.sections.devices import STEPS_AHEAD, Gpu
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
+from tests.clock import Timers
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
 from tests.sections.gangs import run_gang
 from tests.sections.test_iterate import X as LARGE
@@ -346,16 +346,16 @@ def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
 
 
 def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
-    monkeypatch.setattr(devices, "_LINGER_S", 0.1)
+    timers = Timers()
+    monkeypatch.setattr(devices.threading, "Timer", timers.make)
     device = Gpu(None)
     device.exported.append(memory := gpu.empty((100,), "f8"))
     used = gpu.live_bytes
     del memory
     device.let_go(is_orderly=False)
+    timers.advance(0.9 * devices._LINGER_S)
     assert gpu.live_bytes == used
-    deadline_s = time.monotonic() + 20
-    while gpu.live_bytes == used and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    timers.advance(0.2 * devices._LINGER_S)
     assert gpu.live_bytes < used
     device.exported.append(gpu.empty((100,), "f8"))
     device.let_go(is_orderly=True)
