@@ -10,7 +10,7 @@ START_S = 1000.0  # as of a machine that has run for a while
 
 
 class Clock:
-    """Called as `time.monotonic` is; `now_s` is set by the test."""
+    """Called as `time.monotonic` is; `now_s` is set by the test, or by `sleep`."""
 
     def __init__(self, now_s=START_S):
         self.now_s = now_s
@@ -20,6 +20,8 @@ class Clock:
 
     def advance(self, by_s):
         self.now_s += by_s
+
+    monotonic, sleep = __call__, advance  # so that it can stand for the module `time`
 
 
 class Timers:

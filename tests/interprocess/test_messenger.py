@@ -13,6 +13,7 @@ import pytest
 
 from dask_p2p.errors import TransferError
 from dask_p2p.interprocess.messenger import Messenger, ucxx_obstacle
+from tests.clock import START_S, Clock
 from tests.transports.loopback import wait_until
 
 
@@ -84,12 +85,14 @@ def test_a_message_that_is_too_long(pair, nbytes):
         received.result(60)
 
 
-def test_a_message_that_does_not_come(pair):
+def test_a_message_that_does_not_come(pair, monkeypatch):
     here, there = pair
-    start_s = time.monotonic()
-    with pytest.raises(TransferError, match=r"no message within 0\.2 s"):
-        here.receive(np.zeros(10, "u1"), 1).result(0.2)
-    assert time.monotonic() - start_s < 5
+    clock = Clock()
+    with monkeypatch.context() as patch:
+        patch.setattr("dask_p2p.interprocess.messenger.time", clock)
+        with pytest.raises(TransferError, match=r"no message within 20 s"):
+            here.receive(np.zeros(10, "u1"), 1).result(20)
+    assert clock.now_s - START_S == pytest.approx(20, abs=0.1)
     wait_until(lambda: here.under_way == 0)  # its array is free again
     target = np.zeros(10, "u1")
     received = here.receive(target, 2)
@@ -203,7 +206,7 @@ def test_an_endpoint_that_the_other_one_closed(pair, first, both_ways, nbytes):
             exchange(there, here, tag + 2)
             there.forget(here.address)
             exchange(here, there, tag + 3)
-    assert time.monotonic() - start_s < 20
+    assert time.monotonic() - start_s < 60
 
 
 def test_an_older_word_about_endpoints_changes_nothing(pair):

@@ -310,13 +310,13 @@ def test_a_peer_that_has_gone_cannot_be_reached(gang):
 @pytest.mark.parametrize("reach", [TCP, pytest.param(None, id="tls")])
 def test_a_member_that_takes_nothing_for_long_is_not_lost(hosts, reach):
     """It computes: its kernel answers."""
-    with Gang(2, replace(reach or tls(), timeout_s=0.2)) as gang:
+    with Gang(2, replace(reach or tls(), timeout_s=1.0)) as gang:
 
         def exchange(rank, links):
             links.exchange("first", {1 - rank: b""}, {1 - rank: None})
             if rank == 0:
                 return links.exchange("second", {1: bytes(LARGE)}, {})
-            time.sleep(1)
+            time.sleep(3)
             return len(links.exchange("second", {}, {0: None})[0])
 
         assert gang.run(exchange)[1] == LARGE

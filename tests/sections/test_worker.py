@@ -115,7 +115,7 @@ def test_the_scheduler_is_told_of_states_though_the_member_ends(monkeypatch):
                 monkeypatch.setattr(own, "_call", call)
                 own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.tell()
                 await asyncio.sleep(0.02)  # it has begun
-            await asyncio.wait_for(told.wait(), 10)
+            await asyncio.wait_for(told.wait(), 60)
 
     asyncio.run(main())
 

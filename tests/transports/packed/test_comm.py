@@ -128,11 +128,11 @@ class TestComm(PackedConformance):
 
     def test_an_answer_that_does_not_come_in_time(self, setup, block):
         key, array = block
-        setup.host.delay_s = 5
+        setup.host.delay_s = 100
         start_s = time.monotonic()
         with pytest.raises(TransferError, match=r"no answer of holder .* within 0\.1 s"):
             self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.1)
-        assert time.monotonic() - start_s < 4
+        assert time.monotonic() - start_s < 50
 
     def test_a_holder_that_cannot_be_reached(self, setup, block):
         key, array = block
