@@ -58,7 +58,7 @@ def test_what_is_sent_at_once():
     run_clocked(main())
 
 
-_PAUSE_S, _SHORT_S = 30, 0.002
+_PAUSE_S, _SHORT_S = 120, 0.002
 
 
 @pytest.mark.parametrize("how", ["transform", "section"])
