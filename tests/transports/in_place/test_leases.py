@@ -880,7 +880,7 @@ class _Freed:
 
 def _read_for(seconds, folder, freed, connection):
     end_s, count, wrong = time.monotonic() + seconds, 0, 0
-    while time.monotonic() < end_s:
+    while time.monotonic() < end_s or count <= 100:  # on a busy machine it takes longer
         lease = take(folder, count % 3)
         count += 1
         if lease is not None:
