@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -251,12 +252,12 @@ def pointed_at(driver, text):
     from selenium.webdriver.common.action_chains import ActionChains
 
     width, height = driver.execute_script("return [innerWidth, innerHeight]")
-    for y in range(1, 12):
-        for x in range(1, 12):
+    for pause_s in (0.02, 0.1, 0.5):  # a busy machine draws tips later
+        for y, x in itertools.product(range(1, 12), repeat=2):
             chain = ActionChains(driver, duration=0)
             chain.w3c_actions.pointer_action.move_to_location(width * x // 12, height * y // 12)
             chain.perform()
-            time.sleep(0.02)
+            time.sleep(pause_s)
             if text in (tips := driver.execute_script(TIPS)):
                 return tips
     raise AssertionError(f"no tip has {text}")
