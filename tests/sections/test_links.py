@@ -27,6 +27,7 @@ from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.link import HEADER, AttemptEndedError, Peer
 from dask_p2p.sections.links import Links
 from tests.sections.gangs import has_come, link_to, stop_listening
+from tests.transports.loopback import wait_until
 
 BOUND_S = 60
 LARGE = 5_000_000  # bytes: more than sockets take at once
@@ -199,10 +200,7 @@ def test_an_exchange_goes_on_beside_its_member(gang):
         others = dict.fromkeys({0, 1, 2} - {rank})
         end = links.begin("x", dict.fromkeys(others, bytes(LARGE)), others, beside=True)
         arrived.wait(BOUND_S)
-        deadline_s = time.monotonic() + BOUND_S
-        while not is_here(links, others) and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        assert is_here(links, others), "before anybody waits for it"
+        wait_until(lambda: is_here(links, others))  # before anybody waits for it
         return [len(data) for data in end().values()]
 
     assert gang.run(exchange) == [[LARGE, LARGE]] * 3

@@ -22,6 +22,7 @@ from dask_p2p.monitoring import page as module
 from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import INTERVAL_S
 from tests.support import in_process, own_client
+from tests.transports.loopback import wait_until
 
 PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages")]
 IN_PROCESS = {"n_workers": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
@@ -80,27 +81,20 @@ def opened(client, path="/p2p"):
         session.close()
 
 
-def until(condition):
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_workers_are_asked_while_a_page_is_open(client, asked):
     get(client, "/p2p")  # nobody looks at it
     time.sleep(1)
     assert asked == []
     with opened(client), opened(client, PLOTS[0]):
-        until(lambda: len(asked) >= 4)
+        wait_until(lambda: len(asked) >= 4)
     pauses_s = [after - before for before, after in itertools.pairwise(asked)]
     assert min(pauses_s) >= INTERVAL_S, "two pages ask no more than one"
-    until(lambda: time.monotonic() - asked[-1] > 3 * INTERVAL_S)  # they have been closed
+    wait_until(lambda: time.monotonic() - asked[-1] > 3 * INTERVAL_S)  # they have been closed
 
 
 def test_nobody_is_asked_once_the_plugin_was_taken_off(client, asked):
     with opened(client):
-        until(lambda: asked)
+        wait_until(lambda: asked)
         client.run_on_scheduler(take_off)
         try:
             count = len(asked)
@@ -110,7 +104,7 @@ def test_nobody_is_asked_once_the_plugin_was_taken_off(client, asked):
             dask_p2p.register(client)
         # The page goes on with the plugin that is there now.
         plugin = client.cluster.scheduler.plugins[PLUGIN_NAME]
-        until(lambda: plugin.feed.last_round_s > 0)
+        wait_until(lambda: plugin.feed.last_round_s > 0)
 
 
 async def take_off(dask_scheduler):
