@@ -15,7 +15,7 @@ from tests.transports.loopback import linked, wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.usage import usage
 
-F8 = {"dtype": "float64 <f8", "item_bytes": 8, "wait_s": 1.0}
+F8 = {"dtype": "float64 <f8", "item_bytes": 8, "wait_s": 60.0}
 
 
 @pytest.fixture

@@ -218,7 +218,7 @@ class TestUcx(PackedConformance):
             "dtype": "float64 <f8",
             "item_bytes": 8,
             "where": ([1], "nobody", 0),
-            "wait_s": 1.0,
+            "wait_s": 60.0,
         }
         reply = loop.run(setup.host.handlers["p2p_ucx_read"](**request))
         assert reply["status"] == "error"
@@ -234,7 +234,7 @@ class TestUcx(PackedConformance):
             "dtype": "float64 <f8",
             "item_bytes": 8,
             "where": (tags, "reader", 0),
-            "wait_s": 1.0,
+            "wait_s": 60.0,
         }
         reply = loop.run(setup.host.handlers["p2p_ucx_read"](**request))
         assert reply["status"] == "error"
@@ -316,7 +316,7 @@ class TestUcx(PackedConformance):
         setup.put("block", array)
         sections = with_section(self.options, UcxOptions, host_part_bytes=200).sections
         boxes = [((0, 1), (0, 200)), ((1, 2), (0, 200)), ((2, 2), (0, 200))]
-        remote = self.open(setup, "block", array, *boxes, sections=sections, request_timeout_s=2.0)
+        remote = self.open(setup, "block", array, *boxes, sections=sections, request_timeout_s=20.0)
         for (rows, _), region in zip(boxes, [remote.request() for _ in boxes], strict=True):
             np.testing.assert_array_equal(region.result(60), array[slice(*rows)])
         remote.close()
@@ -482,7 +482,7 @@ class TestUcx(PackedConformance):
             for way in ways:
                 self.read(way, key, array, whole)
             setup.reader.messenger().forget(setup.serving.messenger().address)
-            got = self.read(setup, key, array, whole, request_timeout_s=5.0)
+            got = self.read(setup, key, array, whole, request_timeout_s=30.0)
             np.testing.assert_array_equal(got, array)
 
     def test_a_worker_that_left_and_came_back(self, setup, block):
