@@ -39,3 +39,13 @@ def checked_count(of: str, **given: Any) -> int:
     if count < 1:
         raise InputError(f"expected a number of {of}, at least 1, got {name}={value!r}.")
     return count
+
+
+def checked_flag(name: str, value: Any, expected: str = "True or False") -> bool:
+    """Return a parameter that is true or false, of Python or NumPy.
+
+    `InputError` if it is anything else: a text or a number may be a mistake.
+    """
+    if type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise InputError(f"{name}: expected {expected}, got {value!r}.")

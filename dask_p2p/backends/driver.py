@@ -83,6 +83,23 @@ def allocation(address: int) -> tuple[int, int]:
     return int(_attribute(api, start, address)), int(_attribute(api, size, address))
 
 
+def close_ipc(address: int) -> None:
+    """Close a mapping of another process' memory, made by `cudaIpcOpenMemHandle`.
+
+    The driver may wait for all work on the device, and that work for another thread of this
+    process. CuPy's call would keep all other threads from running.
+    """
+    import cupy
+
+    runtime, api = cupy.cuda.runtime, driver()
+    if api is not None:
+        runtime.memGetInfo()  # gives a thread that is new to the device its context
+        (error,) = api.cuIpcCloseMemHandle(address)
+        if error == api.CUresult.CUDA_SUCCESS:
+            return
+    runtime.ipcCloseMemHandle(address)
+
+
 def _attribute(api: Any, name: str, address: int) -> Any:
     """Return what the driver knows of memory; `TransferError` if it does not tell."""
     if api is None:

@@ -128,4 +128,4 @@ def bases(array: Any) -> Iterator[Any]:
     """Yield an array, and one after another what has the memory of the one before."""
     while array is not None:
         yield array
-        array = getattr(array, "base", None)
+        array = array.obj if isinstance(array, memoryview) else getattr(array, "base", None)

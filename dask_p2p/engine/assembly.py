@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -26,14 +26,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.backends import Queue, Timer, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends import Queue, Timer, backend_named, device_of
 from dask_p2p.backends.device import device_work, gpu_obstacle
 from dask_p2p.backends.host_through_device import HostThroughDeviceQueue, is_for_device, part_bytes
 from dask_p2p.backends.pinned import warn_once
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
-from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
+from dask_p2p.engine.local import LocalBlocks
+from dask_p2p.engine.memory import Need, is_out_of_memory
 from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import BlockMismatchError, NoDeviceError, P2PError, TransferError
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices
@@ -41,8 +42,7 @@ from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.plans import BlockPlan, Source
 from dask_p2p.transports.base import Region
 from dask_p2p.transports.footprint import staging_bytes
-from dask_p2p.transports.replies import checked_block
-from dask_p2p.types import DType, Kind
+from dask_p2p.types import Array, DType, Kind
 from dask_p2p.versioned import versioned
 
 _Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # that are on their way, in their order
@@ -87,14 +87,24 @@ class Assembly:
         self._where = where_is(context)
         self.ranges = ranges(output.options.nvtx)
         # By their number among the plan's sources: what others hold, and this worker's own.
-        self._remote = {i: b for i, b in enumerate(blocks) if isinstance(b, BlockRef)}
-        self.local = {i: as_array(b) for i, b in enumerate(blocks) if i not in self._remote}
+        self._remote: dict[int, BlockRef] = {}
+        keys = [output.key(source) for source in plan.sources]
+        self.local = LocalBlocks(plan, keys, output.dtype, self.options, context)
+        for number, block in enumerate(blocks):
+            there = self._remote if self._is_remote(block) else self.local.blocks
+            there[number] = block
         start_s = perf_counter() if start_s is None else start_s
         self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
         self.kernels = Timer()  # for what this worker holds itself: stage 0
         self.post = Timer()  # until what makes the output of the assembled block returned
         self._local_queued = False
+        self._input_bytes = 0  # of memory, that this worker's own blocks take
         self._out: Any = None
+
+    def _is_remote(self, block: Any) -> bool:
+        return isinstance(block, BlockRef) and (
+            self.context is None or self.context.address not in block.holders
+        )
 
     def key(self, source_number: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -109,23 +119,22 @@ class Assembly:
         if the worker's GPU no longer works.
         """
         try:
-            with device_work(), device_of(*self.local.values()):
-                for number, block in self.local.items():
-                    shape = self.plan.source_shapes[number]
-                    checked = checked_block(block, self.key(number), shape, self.output.dtype)
-                    self.local[number] = checked
-                kind = self._kind()
+            with device_work(), device_of(*(local := self.local.in_memory()).values()):
+                kind = self._kind(local)
+                self._input_bytes = self.local.needed_bytes(local, kind)
                 if self.context is not None:
                     need = self._need(kind)
                     limit_bytes = self.context.memory_below(need.total_bytes, kind)
                     if limit_bytes is not None:
                         raise need.too_large(limit_bytes, self._where)
-                if self.plan.is_copy and self.local and self.output.post is None:
-                    return self.local[0]
+                if self.plan.is_copy and local and self.output.post is None:
+                    return local[0]
                 if self._remote and self.context is not None:
                     # As these need blocks of others, the others need blocks from here.
-                    local = {self.key(number): block for number, block in self.local.items()}
-                    self.context.publish(local, kind, self.options)
+                    published = {self.key(number): block for number, block in local.items()}
+                    self.context.publish(published, kind, self.options)
+                    del published
+                del local  # Dask may spill them
                 return self._read(kind)
         except Exception as exc:
             if not is_out_of_memory(exc) or isinstance(exc, P2PError):
@@ -178,9 +187,9 @@ class Assembly:
         finally:
             self._finish(queue)
 
-    def _kind(self) -> Kind:
+    def _kind(self, local: Mapping[int, Array]) -> Kind:
         """Return the kind of the local blocks, which may differ from what their array declares."""
-        of_kind = {backend_for(block).name: number for number, block in self.local.items()}
+        of_kind = self.local.kinds(local)
         if len(of_kind) > 1:
             kinds = " and ".join(f"block {self.key(n)!r} of {kind}" for kind, n in of_kind.items())
             raise BlockMismatchError(
@@ -207,7 +216,7 @@ class Assembly:
             staging_bytes=staging_bytes(
                 self.options, kind, max(sizes, default=0), sum(sizes), itemsize
             ),
-            input_bytes=sum(map(in_memory_bytes, self.local.values())),
+            input_bytes=self._input_bytes,
             staging_limit_bytes=self.options.staging_limit_bytes,
             post_bytes=extra_bytes(self.plan.shape, self.output.dtype),
         )
@@ -217,6 +226,7 @@ class Assembly:
         try:
             queue.synchronize()
         finally:
+            self.local.release()
             self.sources.close()
 
     def _queue_local(self, queue: Queue) -> None:
@@ -225,13 +235,9 @@ class Assembly:
             return
         self._local_queued = True
         out = self._target(queue)
-        queue.wait_until_written(self.local.values(), any_stream=self.options.any_producer_stream)
-        axes = self.plan.axes
+        self.local.hold(queue)
         with self.ranges("own blocks"), queue.timing(self.kernels):
-            for piece in self.plan.pieces:
-                if piece.source in self.local:
-                    region = self.local[piece.source][box_slices(piece.src)]
-                    queue.permute(out[box_slices(piece.dst)], region, axes, concurrent=True)
+            self.local.put_into(out, queue)
             for fill in self.plan.fills:
                 queue.fill(out[box_slices(fill.dst)], np.full((), fill.value, self.output.dtype))
 

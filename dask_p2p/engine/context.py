@@ -26,6 +26,15 @@ class TaskContext(WorkerContext, Protocol):
     router: Router
     running: dict[Any, Callable[[], Record]]  # what to say of tasks that run, by key
 
+    def holds(self, key: Key) -> bool:
+        """Return whether the worker has a block, in memory or spilled."""
+
+    def in_memory(self, key: Key) -> Any:
+        """Return a block that is not spilled; `KeyError` if it is, or is not here."""
+
+    def kind_of(self, key: Key) -> Kind | None:
+        """Return of which kind a block is, wherever it lies now; None if it is not known."""
+
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
         """Note that other workers are about to read these blocks of this kind."""
 

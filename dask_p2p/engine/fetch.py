@@ -25,10 +25,10 @@ _T = TypeVar("_T")
 @versioned()
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """Stands in a task for a block that other workers hold."""
+    """Stands in a task for a block that its own worker holds, or others do."""
 
     key: Any  # Dask key
-    holders: tuple[str, ...]  # addresses of the workers that hold it
+    holders: tuple[str, ...]  # addresses of the workers that hold it, in order
 
 
 @dataclass(slots=True)

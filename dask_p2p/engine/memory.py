@@ -23,7 +23,7 @@ class Need(NamedTuple):
 
     output_bytes: int  # of its block of the result
     staging_bytes: int  # of regions on their way, at most
-    input_bytes: int  # of all blocks of its own worker that it reads: Dask hands them over together
+    input_bytes: int  # of blocks of its own worker that it reads, as many as at the same time
     staging_limit_bytes: int  # by the option that bounds staging
     post_bytes: int = 0  # of what is done to the assembled block, beside it, once regions are here
 

@@ -9,13 +9,17 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from dask_p2p.backends.driver import allocation, buffer_id, is_shareable, uuid
+from dask_p2p.backends.device import device_work
+from dask_p2p.backends.driver import allocation, buffer_id, close_ipc, is_shareable, uuid
 from dask_p2p.backends.repeating import RepeatingTimer
-from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
+from dask_p2p.interprocess.peer import Peer
+from dask_p2p.interprocess.processes import PROCESSES
 from dask_p2p.types import Array, DType
 
 #: What makes all memory of a worker shareable, and mapping it quick.
@@ -158,7 +162,7 @@ class Mappings:
       (of CuPy's own pool; not of RMM's, whose allocations hold many blocks),
     - when nobody has used it for `UNUSED_S`,
     - when there are more bytes of unused ones of a process than a GPU has,
-    - when its process has left,
+    - when its process has ended, or its worker has left,
     - when the process has another allocation at its addresses, so must have freed this one.
 
     They are told apart by their process and buffer id. A process is known by a name that no other
@@ -180,11 +184,12 @@ class Mappings:
         """Count the mappings that are open."""
         return len(self._open)
 
-    def acquire(self, process: str, place: Place, block_bytes: int) -> Mapping:
-        """Map the allocation that a block lies in, unless it is mapped, and count one more user.
+    def acquire(self, peer: Peer, place: Place, block_bytes: int) -> Mapping:
+        """Map the allocation that a block of a peer lies in, unless it is mapped; count a user.
 
         It raises `TransferError` if it cannot be mapped.
         """
+        process = peer.process
         with self._lock:
             if (mapping := self._used(process, place)) is not None:
                 return mapping
@@ -195,10 +200,13 @@ class Mappings:
                     return mapping
                 freed = self._take_freed(process, place)
             _close(freed)
+            PROCESSES.watch(process, peer.pid, self._on_end, last=True)
+            if PROCESSES.has_ended(process):
+                raise TransferError(f"the memory cannot be mapped: process {peer.pid} has ended")
             address = self._map(process, bytes.fromhex(place.handle))
-            is_kept = place.nbytes >= 2 * block_bytes
-            mapping = Mapping(process, place, address, is_kept, users=1)
+            mapping = Mapping(process, place, address, place.nbytes >= 2 * block_bytes, users=1)
             with self._lock:
+                mapping.is_kept &= not PROCESSES.has_ended(process)
                 self._open[process, place.buffer_id] = mapping
             return mapping
 
@@ -244,12 +252,18 @@ class Mappings:
             raise TransferError(f"the memory cannot be mapped: {exc}") from exc
 
     def retire(self, process: str | None) -> None:
-        """Note that a process has left (None: all), so that its mappings can be closed."""
+        """Note that a process is gone (None: all), so that its mappings can be closed."""
         with self._lock:
             for mapping in self._open.values():
                 mapping.is_kept &= process not in (None, mapping.process)
             if process is not None:
                 self._opening.pop(process, None)
+
+    def _on_end(self, process: str) -> None:
+        """Close all unused mappings of a process that has ended, so that its memory is free."""
+        self.retire(process)
+        with suppress(DeviceLostError), device_work():  # with the device all that it had is gone
+            self.close_unused(process)
 
     def close(self) -> None:
         """Close all that is not in use, and the rest when it is released."""
@@ -292,9 +306,11 @@ class Mappings:
 
 def _close(mappings: Iterable[Mapping]) -> None:
     for mapping in mappings:
-        import cupy
+        close_ipc(mapping.address)
 
-        cupy.cuda.runtime.ipcCloseMemHandle(mapping.address)
+
+#: All of this process: of its workers' tasks, and of the members of sections.
+MAPPINGS = Mappings()
 
 
 @cache

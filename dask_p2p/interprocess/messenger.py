@@ -259,6 +259,9 @@ class Messenger:
         return endpoint
 
     def _make_endpoint(self, address: bytes) -> Any:
+        for known, endpoint in [*self.endpoints.items()]:
+            if not endpoint.alive:  # perhaps its process has ended, whose address nobody has again
+                del self.endpoints[known]
         remote = self._lib.UCXAddress.create_from_buffer(address)
         endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
         self.endpoints[address] = endpoint

@@ -17,6 +17,7 @@ class Peer:
     pid_namespace: str
     user: int
     pid: int
+    process: str  # its name, which no other process has
     folder: str  # in which it publishes blocks
     memory_proof: str  # by which the transport finds out whether it reaches that process' memory
     refusal: str | None = None  # why it has none
@@ -25,7 +26,7 @@ class Peer:
     def parse(cls, fields: Any) -> Peer:
         """Read a worker's description of itself; `ValueError` or `TypeError` if it is malformed."""
         peer = cls(**fields)
-        for name in ("boot_id", "pid_namespace", "folder", "memory_proof"):
+        for name in ("boot_id", "pid_namespace", "process", "folder", "memory_proof"):
             checked_text(name, getattr(peer, name))
         checked_text("refusal", peer.refusal or "")
         checked_integer("user", peer.user, 0, 2**32)

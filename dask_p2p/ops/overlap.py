@@ -28,7 +28,7 @@ from dask_p2p.ops.arguments import (
     is_dask_array,
 )
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.ops.rims import checked_boundaries, checked_depths
+from dask_p2p.ops.rims import checked_boundaries, checked_depths, unread_value
 from dask_p2p.ops.stencil import OwnBlocks, Stencil, Trim
 from dask_p2p.plans import GridPlan, halo_plan
 from dask_p2p.plans.halo import rims_of
@@ -79,7 +79,8 @@ def map_overlap(
         As `dask.array.map_overlap` takes it. No array is cut anew because of its rims.
     corners : bool, optional
         Whether rims include the blocks that are neighbours along several axes. Stencils that are
-        shaped like a star do not read those: without, they are zero, and do not move.
+        shaped like a star do not read those: with False they do not move, and hold NaN, or zero
+        where the dtype has no NaN.
     **kwargs
         Those that `dask.array.map_blocks` knows are for it: ``dtype``, ``meta``, ``chunks``,
         ``drop_axis``, ``new_axis``, ``name``, ``token``, ``enforce_ndim``. Others are passed on to
@@ -119,7 +120,7 @@ def map_overlap(
     widths = checked_depths(depth, shapes)
     beyond = checked_boundaries(boundary, shapes)
     plans = [
-        halo_plan(x.chunks, depths, kinds, corners)
+        halo_plan(x.chunks, depths, kinds, corners, unread_value(x.dtype))
         for x, depths, kinds in zip(arrays, widths, beyond, strict=True)
     ]
     register_if_possible()

@@ -126,3 +126,12 @@ def _by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any, ...]:
         f"expected one {name} for all of {ndim} axes, a tuple with one for each, or a dict by "
         f"axis, got {name}={value!r}."
     )
+
+
+def unread_value(dtype: DType) -> Any:
+    """Return the value of corners that no exchange fills: if there is such, one that shows."""
+    if dtype.kind in "fc":
+        return dtype.type(np.nan)
+    if dtype.kind in "mM":
+        return np.array("NaT", dtype)
+    return np.zeros((), dtype)

@@ -131,7 +131,8 @@ class GridPlan:
 
     axes: tuple[int, ...]  # output axis i is input axis axes[i]
     mappings: tuple[AxisMapping, ...]  # of each output axis
-    has_corners: bool = True  # whether what lies in the rim along several axes is read; else zero
+    has_corners: bool = True  # whether rims of several axes at the same time are read
+    unread: Any = 0  # value of those rims if not
 
     @cached_property
     def _place(self) -> tuple[int, ...]:
@@ -227,7 +228,7 @@ class GridPlan:
             dst = tuple([part.dst for part in parts])
             filled = [part for part in parts if part.block is None]
             if not self.has_corners and sum([part.is_rim for part in parts]) > 1:
-                fills.append(Fill(dst, 0))
+                fills.append(Fill(dst, self.unread))
             elif filled:
                 fills.append(Fill(dst, filled[-1].value))
             else:

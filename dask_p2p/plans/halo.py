@@ -121,6 +121,7 @@ def halo_plan(
     depth: Sequence[tuple[int, int]],  # by axis: width of the rims before and after a block
     boundary: Sequence[Any],  # by axis: one of `BOUNDARIES`, or a constant
     has_corners: bool = True,  # see `GridPlan`
+    unread: Any = 0,
 ) -> GridPlan:
     """Return the plan of blocks with rims."""
     mappings: list[AxisMapping] = []
@@ -128,7 +129,7 @@ def halo_plan(
         own = tuple(map(int, sizes))
         rims = Halo(own, before, after, beyond)
         mappings.append(rims if before or after else Cut(own, own))
-    return GridPlan(tuple(range(len(chunks))), tuple(mappings), has_corners)
+    return GridPlan(tuple(range(len(chunks))), tuple(mappings), has_corners, unread)
 
 
 def rims_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:

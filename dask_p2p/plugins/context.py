@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from distributed import Worker
 
-from dask_p2p.backends import as_array, backend_for, backend_named
+from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named
 from dask_p2p.backends.base import Queue
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
@@ -35,7 +35,7 @@ from dask_p2p.monitoring.records import Record, RecordLog, packed
 from dask_p2p.plugins.leaving import leave
 from dask_p2p.plugins.notices import warn_client
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
-from dask_p2p.plugins.spilling import find_in_memory, is_spilled, read_spilled
+from dask_p2p.plugins.spilling import find_in_memory, holds, is_mapped, is_spilled, read_spilled
 from dask_p2p.plugins.threads import only_waiting
 from dask_p2p.transports.probe import PROBE_DTYPE, Probes, is_probe
 from dask_p2p.transports.replies import answering, ask_and_wait
@@ -88,8 +88,10 @@ class DaskWorkerContext(AttemptLog):
             return self.probes.block(key, self._worker.memory_manager.memory_limit or None)
         data = self._worker.data
         for _ in range(_LOOKS):
-            with suppress(KeyError):
+            try:
                 return find_in_memory(data, key)
+            except KeyError:
+                pass
             with suppress(KeyError):
                 return self.from_disk[key]
             with suppress(KeyError):
@@ -100,8 +102,24 @@ class DaskWorkerContext(AttemptLog):
         """Return whether a block is spilled, so that `block` would have to read it."""
         return is_spilled(self._worker.data, key)
 
+    def holds(self, key: Key) -> bool:
+        """Return whether the worker has a block, in memory or spilled."""
+        return holds(self._worker.data, key)
+
+    def in_memory(self, key: Key) -> Any:
+        """Return a block that is not spilled; `KeyError` if it is, or is not here."""
+        return find_in_memory(self._worker.data, key)
+
+    def kind_of(self, key: Key) -> Kind | None:
+        """Return of which kind a block is, wherever it lies now; None if it is not known."""
+        task = self._worker.state.tasks.get(key)
+        package = getattr(getattr(task, "type", None), "__module__", "").partition(".")[0]
+        return package if package in BACKENDS else None
+
     def _keep_a_while(self, key: Key, block: Array) -> Any:
         """Keep a block that was read for a while: its other regions will be asked for soon."""
+        if is_mapped(block):
+            return block
         self.from_disk[key] = block
         _keep_newest(self.from_disk, _SERVING_THREADS)
         forget = partial(self.from_disk.pop, key, None)

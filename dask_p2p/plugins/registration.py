@@ -10,6 +10,7 @@ import asyncio
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Awaitable, Sequence
 from typing import Any, overload
 from weakref import WeakSet
@@ -26,7 +27,11 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _MOST_NAMED = 4  # workers in a warning
 _LIBRARIES = ("dask_p2p", "dask", "distributed", "xarray")  # whose lines no warning is about
-_registered: WeakSet[Any] = WeakSet()  # clients whose cluster has the plugins
+_LOOK_S = 0.5  # for another scheduler at a client's address
+#: Connections of clients to schedulers that have the plugins. A client may outlive its scheduler
+#: and connect to the next one at the same address; a connection does not.
+_registered: WeakSet[Any] = WeakSet()
+_watched: WeakSet[Any] = WeakSet()  # clients that are looked after: see `_watch`
 askers: WeakSet[Any] = WeakSet()  # workers that lack the plugin, and have asked for it
 
 
@@ -66,10 +71,19 @@ def register(client: Any = None) -> Any:
     client = checked_client(client)
     if client.asynchronous:
         return _register_async(client)
-    # A warning is issued in this thread, not on the event loop: so it has the user's line.
+    # A warning is issued in this thread, not on the event loop, so it has the user's line.
+    connection = connection_of(client)
     _report(client.sync(_prepare, client))
-    _registered.add(client)
+    _note(client, connection)
     return None
+
+
+def connection_of(client: Any) -> Any:
+    """Return a client's connection to its scheduler, which ends with the scheduler.
+
+    What is known of a cluster is kept by it. None while there is no connection.
+    """
+    return getattr(client, "scheduler_comm", None)
 
 
 def current_client() -> Any:
@@ -87,7 +101,10 @@ def current_client() -> Any:
 
 
 def register_if_possible() -> None:
-    """Register with the current client, once with each, or within a task for its worker."""
+    """Register with the current client, or within a task for its worker.
+
+    Once with each scheduler: a client may find another one when it connects again.
+    """
     if "distributed" not in sys.modules:
         return
     from distributed.utils import sync
@@ -98,10 +115,10 @@ def register_if_possible() -> None:
             _report(sync(worker.loop, ask, worker.scheduler))
         return
     client = current_client()
-    if client is None or client in _registered:
+    if client is None or connection_of(client) in _registered:
         return
     if client.asynchronous:
-        _registered.add(client)
+        _note(client, connection_of(client))
         client.loop.add_callback(register_later, client)
     else:
         register(client)
@@ -134,8 +151,36 @@ async def ask_later(worker: Any) -> None:
 
 
 async def _register_async(client: Any) -> None:
+    connection = connection_of(client)
     _report(await _prepare(client))
-    _registered.add(client)
+    _note(client, connection)
+
+
+def _note(client: Any, connection: Any) -> None:
+    """Note that the scheduler of a connection has the plugins, or is about to."""
+    if connection is None:  # lost meanwhile
+        return
+    _registered.add(connection)
+    if client not in _watched:
+        _watched.add(client)
+        client.loop.add_callback(_watch, weakref.ref(client), weakref.ref(connection))
+
+
+def _watch(reference: weakref.ref[Any], known: weakref.ref[Any]) -> None:
+    """Register again when a client has found another scheduler: some of its graphs are older.
+
+    Once with each. Runs on the client's event loop, as long as the client is open.
+    """
+    client = reference()
+    if client is None or client.status in ("closing", "closed"):
+        return
+    connection = connection_of(client)
+    if client.status == "running" and connection not in (None, known()):
+        known = weakref.ref(connection)
+        if connection not in _registered:
+            _registered.add(connection)
+            client.loop.add_callback(register_later, client)
+    client.loop.call_later(_LOOK_S, _watch, reference, known)
 
 
 async def _prepare(client: Any) -> dict[str, Any]:
@@ -146,10 +191,12 @@ async def _prepare(client: Any) -> dict[str, Any]:
 
 async def register_later(client: Any) -> None:
     """Register an asynchronous client; if that fails, warn its user."""
+    connection = connection_of(client)
     try:
         await _register_async(client)
     except (P2PError, OSError) as exc:
-        _registered.discard(client)
+        if connection is not None:
+            _registered.discard(connection)
         if client.status == "running":  # and has not been closed meanwhile
             warnings.warn(f"dask_p2p: {exc}", P2PWarning, stacklevel=2)
 

@@ -1,8 +1,12 @@
 """Blocks in a worker's store, read without moving them.
 
 ``worker.data[key]`` brings a spilled block back into memory, and spills others for it. When two
-threads do that at the same time, one of them gets a `KeyError`. So threads that serve peers read
-the levels of a store one by one, and change none of them.
+threads do that at the same time, one of them gets a `KeyError`. So threads that read
+blocks read the levels of a store one by one, and change none of them.
+
+A block of NumPy on disk is mapped: an array whose memory is the file. A region of it takes the
+pages that it lies on, and no more. The file may be removed meanwhile: the pages stay until the
+array is gone. What Dask has compressed, and Python objects, are read as a whole.
 
 dask-cuda spills CuPy blocks as Dask serialises them: a header, and their bytes in host memory.
 There they are read like NumPy blocks, region by region, and take no room on the GPU that they had
@@ -11,26 +15,40 @@ to leave.
 
 from __future__ import annotations
 
+import mmap
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
 from distributed.spill import SpillBuffer
+from zict import Buffer, File, Func
 
 from dask_p2p.backends.device import private_stream
+from dask_p2p.backends.pinned import bases
 from dask_p2p.types import Array, Key
 
 
 def find_in_memory(data: Any, key: Key) -> Any:
     """Return a block that is in memory of its own kind; `KeyError` if it is not."""
     for level in _memory_levels(data):
-        with suppress(KeyError):
+        try:
             block = level[key]
-            if not _is_serialized(block):
-                return block
+        except KeyError:
+            continue
+        if not _is_serialized(block):
+            return block
     raise KeyError(key)
+
+
+def holds(data: Any, key: Key) -> bool:
+    """Return whether a store has a block, on any level.
+
+    ``key in data`` would bring the block back from the host, in dask-cuda's store.
+    """
+    return any(key in level for level in (*_memory_levels(data), *_slow_levels(data)))
 
 
 def is_spilled(data: Any, key: Key) -> bool:
@@ -40,7 +58,7 @@ def is_spilled(data: Any, key: Key) -> bool:
     try:
         find_in_memory(data, key)
     except KeyError:
-        return any(key in level for level in [*_memory_levels(data), *_slow_levels(data)])
+        return holds(data, key)
     return False
 
 
@@ -52,8 +70,28 @@ def read_spilled(data: Any, key: Key) -> Any:
     """
     for level in (*_memory_levels(data), *_slow_levels(data)):
         with suppress(KeyError, FileNotFoundError):  # moved on just now
-            return _restored(level[key])
+            return _restored(_mapped(level, key))
     raise KeyError(key)
+
+
+def is_mapped(block: Any) -> bool:
+    """Return whether the memory of a block is that of a file, which takes nothing to keep."""
+    return any(isinstance(base, mmap.mmap) for base in bases(block))
+
+
+def on_spilled(data: Any, function: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Have a function called with each block that a store spills, and its key.
+
+    At once, by the thread that spills: the block is freed right after, unless something else refers
+    to it. Return a function that ends this.
+    """
+    ending = ExitStack()
+    stores = (data, getattr(data, "device_buffer", None), getattr(data, "host_buffer", None))
+    for store in stores:
+        if isinstance(store, Buffer):
+            store.fast_to_slow_callbacks.append(function)
+            ending.callback(store.fast_to_slow_callbacks.remove, function)
+    return ending.close
 
 
 def _memory_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
@@ -72,6 +110,20 @@ def _slow_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
         yield data.disk
     elif _is_device_host_file(data) and data.disk is not None:
         yield data.host_buffer.slow
+
+
+def _mapped(level: Mapping[Any, Any], key: Key) -> Any:
+    """Return an item of a level; of one in a file, the arrays are that file, mapped."""
+    with suppress(KeyError, AttributeError):
+        return level.cache[key]  # type: ignore[attr-defined]  # of Dask: it is in use somewhere
+    files = getattr(level, "data", level)
+    if not isinstance(files, Func) or not isinstance(files.d, File):
+        return level[key]
+    path = os.path.join(files.d.directory, files.d.filenames[key])
+    with open(path, "rb") as file:
+        # A private copy, as far as it is written to: Dask copies what it cannot write to.
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return files.load(memoryview(content))
 
 
 def _is_serialized(block: Array) -> bool:

@@ -1,10 +1,10 @@
 """The worker plugin: references in place of copies, and the holder's side of every transport.
 
-By default a Dask worker copies every dependency of a task to itself before the task runs. The
-plugin rewrites the scheduler's ``compute-task`` message for `ReferenceTask` before the worker's
-state machine sees it: dependencies that this worker does not hold are taken out of ``who_has``
-and ``nbytes`` and replaced in the task by a `BlockRef`. The task then runs at once, and brings
-only the regions that it needs.
+By default a Dask worker copies every dependency of a task to itself before the task runs, and reads
+those back from disk that it has spilled. The plugin rewrites the scheduler's ``compute-task``
+message for `ReferenceTask` before the worker's state machine sees it: dependencies are taken out of
+``who_has`` and ``nbytes`` and replaced in the task by a `BlockRef`. The task then runs at once, and
+reads only the regions that it needs, block after block.
 
 Grouped by the thread that calls: `P2PPlugin` runs on the worker's event loop, `DaskWorkerContext`'s
 methods in task threads.
@@ -31,6 +31,7 @@ from dask_p2p.monitoring.records import RECORDS_OP
 from dask_p2p.plans import stage_order
 from dask_p2p.plugins.at_once import AtOnce
 from dask_p2p.plugins.context import DaskWorkerContext
+from dask_p2p.plugins.spilling import on_spilled
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Key
@@ -85,6 +86,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             COUNTERS_METRIC: lambda worker: self.figures(),
         }
         worker.metrics = {**worker.metrics, **own_metrics}
+        self._end_spilling = on_spilled(worker.data, self._on_spilled)
         prometheus.register(worker, "worker", self.figures)
         self._warming = asyncio.ensure_future(self._warm_up())
         handlers = worker.stream_handlers
@@ -145,6 +147,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         prometheus.unregister(worker)
         own_metrics = (_LEASED_METRIC, COUNTERS_METRIC)
         worker.metrics = {k: metric for k, metric in worker.metrics.items() if k not in own_metrics}
+        self._end_spilling()
         async with AsyncExitStack() as ending:  # each, whatever becomes of the others
             ending.callback(self._context.close)
             ending.callback(worker.handlers.pop, RECORDS_OP, None)
@@ -167,6 +170,11 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             for transport in self._transports.values():
                 transport.on_released(key)
 
+    def _on_spilled(self, key: Key, block: Any) -> None:
+        """Let go of a block that Dask spills, whose memory it wants back."""
+        for transport in self._in_place():
+            transport.on_spilled(key)
+
     async def _look_after_device(self) -> None:
         """Find out whether a task failed because the GPU is lost, for which the worker must go."""
         with suppress(Exception):  # the context has handled it
@@ -175,13 +183,13 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def _on_compute_task(self, **message: Any) -> None:
         task = message.get("run_spec")
         if isinstance(task, ReferenceTask) and task.is_readable:
-            held, address = self._worker.data, self._worker.address  # in memory or spilled
-            references = {}
+            context, address, references = self._context, self._worker.address, {}
             for key in message["who_has"].keys() & task.blocks.dependencies:
                 holders = message["who_has"][key]
-                self._context.on_workers_named(holders)
-                if key not in held and (others := {*holders} - {address}):
-                    references[key] = BlockRef(key, tuple(sorted(others)))
+                context.on_workers_named(holders)
+                own = {address} if context.holds(key) else set()
+                if holders := own | ({*holders} - {address}):
+                    references[key] = BlockRef(key, tuple(sorted(holders)))
             if references:
                 message["run_spec"] = task.substitute(references)
                 for part in ("who_has", "nbytes"):

@@ -69,7 +69,7 @@ class Context(Collectives, Transforms):
         share: Array | None = None,
         depth: DepthLike = 1,
         boundary: BoundaryLike = "none",
-        corners: bool = False,
+        corners: bool = True,
         dtype: DTypeLike | None = None,
         exchange: str = "auto",
     ) -> Padded:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dask_p2p.backends import Backend, backend_for, backend_named, device_of
+from dask_p2p.backends.checksum import checksum
 from dask_p2p.backends.device import device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.driver import MEMCPY_DEFAULT
@@ -29,19 +30,25 @@ from dask_p2p.errors import DeviceLostError, InputError, UnsupportedArrayError
 from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.link import AttemptEndedError
 from dask_p2p.sections.links import Links
+from dask_p2p.sections.recorder import recorder_of
 from dask_p2p.sections.regions import Regions
 from dask_p2p.sections.rim_messages import RimCall, RimMessages
 from dask_p2p.sections.rim_windows import RimWindows
+from dask_p2p.sections.windows import PeerMemory
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
 STEPS_AHEAD = 64  # that the host is ahead of a GPU at most
+# The same, of longer steps. The GPU does them also when the attempt has ended, and memory of a
+# process that has died is not free before.
+_SECONDS_AHEAD = 0.5
 _SPIN_S = 2e-4  # that a GPU is asked without a pause
 _PAUSE_S = 5e-5
 # After the end of an attempt. An event of a process that is gone may never happen, and what waits
 # for it on a GPU ends with this process only.
 _LONGEST_S = 30.0
 _LINGER_S = 60.0  # that windows stay which peers may still read, after an attempt that failed
+_LOOK_S = 0.05  # between looks at the processes of these peers
 _NOT_READY = 600  # of CUDA: cudaErrorNotReady
 
 
@@ -49,6 +56,7 @@ class Host:
     """The host: what is called has been done when it returns."""
 
     kind: ClassVar[Kind] = "numpy"
+    has_ended = False  # for a device that works on while members are lost
 
     @property
     def backend(self) -> Backend:
@@ -71,6 +79,22 @@ class Host:
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return an array whose values are not set."""
         return self.backend.empty(shape, dtype)
+
+    has_read_only: ClassVar[bool] = True  # whether arrays can refuse to be written to
+
+    def read_only(self, array: Array) -> Array:
+        """Return a view that cannot be written to, where `has_read_only`; else the array."""
+        view: Array = array.view()
+        view.flags.writeable = False
+        return view
+
+    def recorder(self, out: Array) -> Any:
+        """Return a view that refuses numbers of another kind; None if there is no such view."""
+        return recorder_of(out)
+
+    def checksum(self, array: Array) -> int:
+        """Return the checksum of an array's bytes, once they are there."""
+        return checksum(array)
 
     def as_array(self, value: Any) -> Any:
         """Return what users give as an array, as far as that is plain to do."""
@@ -139,8 +163,12 @@ class Gpu(Host):
         self.exported: list[Any] = []
         #: Called when the attempt has ended: has the GPU wait for others no more.
         self.ending: list[Callable[[], None]] = []
-        self._has_ended = False
+        #: Memory and events of others. The GPU may wait for these events.
+        self.peers: list[PeerMemory] = []
+        #: The GPU waits for others no more: nothing made since then is right.
+        self.has_ended = False
         self._step = 0  # at which the GPU was waited for last
+        self._steps_ahead = STEPS_AHEAD  # that the host may be until the next wait
 
     @contextmanager
     def running(self, blocks: Sequence[Array]) -> Iterator[None]:
@@ -195,10 +223,10 @@ class Gpu(Host):
         AttemptEndedError
             If the attempt has, and with it meetings: nothing made since then is right.
         DeviceLostError
-            If it does not end though the attempt has: a peer has gone for whose event it waits.
+            If it does not end though the attempt has, and nothing can end it.
         """
         self._drain()
-        if self._has_ended:
+        if self.has_ended:
             raise AttemptEndedError("the attempt has ended")
 
     def _drain(self) -> None:
@@ -209,8 +237,10 @@ class Gpu(Host):
             if self._links is not None and self._links.has_ended:
                 ended_s = min(ended_s, now_s)
                 while self.ending:
-                    self._has_ended = True
+                    self.has_ended = True
                     self.ending.pop()()
+                for peer in self.peers:
+                    peer.check_waits()
             if now_s - ended_s > _LONGEST_S:
                 raise DeviceLostError(
                     f"the GPU has waited {_LONGEST_S:g} s for a member of its gang that has gone. "
@@ -220,11 +250,23 @@ class Gpu(Host):
         self.stream.synchronize()  # which raises what has gone wrong
 
     def keep_up(self, step: int) -> None:
-        if step - self._step >= STEPS_AHEAD or step < self._step:
-            self._step = step
+        if step - self._step >= self._steps_ahead or step < self._step:
+            self._step, began_s = step, time.monotonic()
             self.wait()
+            waited_s = time.monotonic() - began_s
+            most = self._steps_ahead * _SECONDS_AHEAD / max(waited_s, 1e-9)
+            self._steps_ahead = int(min(max(most, 1), STEPS_AHEAD))
 
     # --- memory
+
+    has_read_only: ClassVar[bool] = False
+
+    def read_only(self, array: Array) -> Array:
+        return array
+
+    def checksum(self, array: Array) -> int:
+        self.wait()
+        return checksum(array)
 
     def _is_own(self, value: Any) -> bool:
         return isinstance(value, self.module.ndarray)
@@ -278,9 +320,8 @@ class Gpu(Host):
     def let_go(self, is_orderly: bool) -> None:
         exported, self.exported = self.exported, []
         if exported and not is_orderly:
-            later = threading.Timer(_LINGER_S, _drop, [exported])
-            later.daemon = True
-            later.start()
+            readers = [*self.peers]
+            threading.Thread(target=_drop_later, args=(exported, readers), daemon=True).start()
         else:
             _drop(exported)
 
@@ -291,6 +332,16 @@ class _Streams:
     def __init__(self, make: Callable[..., Any]) -> None:  # makes a stream of the current device
         self.stream, self.copies, self.capturing = (make(non_blocking=True) for _ in range(3))
         self.queue = DeviceQueue("cupy", leave_bandwidth=True, has_own_streams=True)
+
+
+def _drop_later(exported: list[Any], readers: Sequence[PeerMemory]) -> None:
+    """Drop it when its readers' processes have ended; when they must have closed it, at last."""
+    deadline_s = time.monotonic() + _LINGER_S
+    while time.monotonic() < deadline_s:
+        if readers and all(reader.has_ended for reader in readers):
+            break
+        time.sleep(_LOOK_S)
+    _drop(exported)
 
 
 def _drop(exported: list[Any]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
+from dask_p2p.ops.rims import unread_value
 from dask_p2p.plans.rims import interior_and_frames
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.rim_messages import RimCall
@@ -40,7 +41,13 @@ class Padded:
         self.exchange = exchange
         self.data: Array = exchange.device.zeros(exchange.rims.shape, exchange.dtype)
         self.inner: Array = self.data[box_slices(exchange.rims.inner)]
+        self.fill_unread(unread_value(exchange.dtype))
         self._parts: dict[Any, Part] = {}  # each step asks for the same ones
+
+    def fill_unread(self, value: Any) -> None:
+        """Set the corners that no exchange fills."""
+        for box in self.exchange.rims.unread:
+            self.data[box_slices(box)] = value
 
     @property
     def interior(self) -> Part:
@@ -63,6 +70,15 @@ class Padded:
             self._parts[box, widths] = self._part(box, widths)
         return self._parts[box, widths]
 
+    def read_only(self, box: Box, depth: Sequence[tuple[int, int]]) -> Part:
+        """Return the same for a function that must not write into it."""
+        key = box, tuple(depth), "read-only"
+        if key not in self._parts:
+            part = self.part(box, depth)
+            data = self.exchange.device.read_only(part.data)
+            self._parts[key] = part._replace(data=data)
+        return self._parts[key]
+
     def _part(self, box: Box, widths: tuple[tuple[int, int], ...]) -> Part:
         rims, seen, own = self.exchange.rims, [], []
         of_axes = zip(box, rims.inner, rims.shape, widths, strict=True)
@@ -84,7 +100,7 @@ class Exchange:
     ) -> None:
         self.rims, self.dtype, self.device = call.rims, call.dtype, device
         self._moved = device.moved_rims(call)
-        self._local = [(box_slices(src), box_slices(dst)) for src, dst in self.rims.local]
+        self._copies = [(box_slices(src), box_slices(dst)) for src, dst in self.rims.copies]
         # NumPy takes no number for an item that is nothing but bytes.
         is_bytes = call.dtype.kind == "V" and call.dtype.names is None
         nothing = np.zeros((), call.dtype) if is_bytes else None
@@ -120,8 +136,8 @@ class Exchange:
                 "expected wait() of the exchange that halo_begin() began, before these rims are "
                 "exchanged again. Give other fields memory of their own: ctx.padded."
             )
+        self._fill(data)  # before rims are packed for others, which include these
         end = self._moved.begin(data, beside)
-        self._fill(data)
         self._pending = Pending(self, data, end)
         return self._pending
 
@@ -132,15 +148,15 @@ class Exchange:
     def put(self, data: Array) -> None:
         """Put all that fills the rims on the GPU's stream: see `RimWindows.put`."""
         assert isinstance(self._moved, RimWindows)
-        self._moved.put(data)
         self._fill(data)
+        self._moved.put(data)
 
     def _fill(self, data: Array) -> None:
-        """Fill those rims for which no other member is needed."""
+        """Fill the rims that need no other member."""
+        for src, dst in self._copies:
+            data[dst] = data[src]
         for dst, value in self._fills:
             data[dst] = value
-        for src, dst in self._local:
-            data[dst] = data[src]
 
     def end(self) -> None:
         """Take note that the rims are filled."""

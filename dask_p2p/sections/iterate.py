@@ -10,7 +10,7 @@ import numpy as np
 from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
-from dask_p2p.inputs import checked_count
+from dask_p2p.inputs import checked_count, checked_flag
 from dask_p2p.ops.arguments import check_function, is_dask_array
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.rims import checked_boundaries, checked_depths
@@ -36,7 +36,7 @@ def iterate(
     *,
     boundary: BoundaryLike = "periodic",
     constants: Sequence[Any] = (),
-    corners: bool = False,
+    corners: bool = True,
     overlap: bool | Literal["auto"] = "auto",
     exchange: str = "auto",
     until: Callable[..., bool] | None = None,
@@ -57,8 +57,9 @@ def iterate(
     func : callable
         ``func(*fields, *constants, out=out)`` fills `out`, a share without rims. Without a
         parameter `out` it returns the new share, with or without rims; that allocates in each step.
-        Fields have rims of `depth` around them, and must not be changed. It must depend on nothing
-        but what it is given.
+        Fields have rims of `depth` around them. They and constants are read-only: write into `out`,
+        or into a copy. It must depend on nothing but what it is given. The first step checks it: it
+        is called once more, or a few times, for the same step.
     x : dask.array.Array or sequence of them
         The field to begin with. Several are levels of time, the newest first: what `func` makes
         becomes the newest, and the oldest goes. Of one shape and chunks, in NumPy or CuPy blocks.
@@ -77,7 +78,10 @@ def iterate(
         member gets its share, without rims; others are given as they are. All arrays are of the
         fields' kind, NumPy's or CuPy's.
     corners : bool, optional
-        Whether rims reach round corners. Stencils that are shaped like a star do not need that.
+        Whether rims reach round corners, by default True: right for all stencils. Stencils that
+        are shaped like a star do not read corners. With False these are not exchanged where
+        several axes are divided between members, and hold NaN, or zero for other dtypes. The first
+        step then refuses a function whose results depend on them.
     overlap : bool or "auto", optional
         Whether `func` is applied to the inside of a share while rims are on their way, then to
         what is left, in two parts for each axis that is divided. It is called with parts then,
@@ -87,8 +91,8 @@ def iterate(
     exchange : {"auto", "diagonal", "left-right", "pairwise"}
         In which order members exchange rims: see `dask_p2p.sections.Context.redistribute`.
     until : callable, optional
-        ``until(*numbers)`` says whether to stop. `func` returns the numbers, beside the new share
-        if it returns that; they are summed over all members.
+        ``until(*numbers)`` returns whether to stop. `func` returns the numbers, in a tuple after
+        the new share if it returns that; they are summed over all members.
     check_every : int, optional
         After how many steps each `until` is asked, by default after each.
     checkpoint_every : int, str or None, optional
@@ -99,7 +103,8 @@ def iterate(
         cluster; 1 without a cluster, with an asynchronous client, or in the function of another
         section, where there can be no more.
     dtype : dtype, optional
-        Of the fields and the result, by default that of the first field.
+        Of the fields and the result, by default that of the first field. Integers with a function
+        that makes fractions need it: ``dtype=float``.
     capture : bool, optional
         Whether steps are captured as a CUDA graph and replayed, so that a step costs the host next
         to nothing: for small shares, where that is most of it. `func` is called in the first steps
@@ -119,6 +124,7 @@ def iterate(
     InputError
         If `func` cannot be called, a number is too small, or depth or boundary is nothing of the
         kind; or if constants or keywords have still to be computed, but for arrays. When it runs,
+        if `func` writes into its fields or constants, or reads corners with ``corners=False``; or
         if `capture` is asked for, and `func` cannot be captured or gives other values then.
     ChunksError
         If chunk sizes are unknown, or differ between fields.
@@ -126,7 +132,8 @@ def iterate(
         If a field is no Dask array of NumPy or CuPy blocks, or has Python objects; or if arrays
         are of both kinds.
     BlockMismatchError
-        When it runs, if `func` returns something else, or does not fill all of `out`.
+        When it runs, if `func` returns other values than one array and numbers for `until`, leaves
+        elements of `out` as they were, or makes numbers that the dtype of the fields cannot hold.
     SectionError
         When it runs, if the members come to no end after `p2p.attempts` attempts.
 
@@ -148,8 +155,13 @@ def iterate(
             f"boundary: expected one for all fields, got {boundary!r}. A field becomes the one "
             f"before the newest, so all have the same."
         )
-    if overlap not in (True, False, "auto"):
-        raise InputError(f"overlap: expected True, False or 'auto', got {overlap!r}.")
+    if depth is None:
+        raise InputError(
+            "depth: expected how many elements around a point the function reads, got None. Give "
+            "0 if it reads none."
+        )
+    if overlap != "auto":
+        overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
     fields = _checked_fields(x, dtype)
     first, shapes = fields[0], [field.shape for field in fields]
     given, arrays = _checked_constants(constants, first)
@@ -160,14 +172,14 @@ def iterate(
         steps=checked_count("steps", steps=steps),
         dtype=first.dtype,
         boundary=checked_boundaries(boundary, shapes, first.dtype)[0],
-        corners=bool(corners),
+        corners=checked_flag("corners", corners),
         overlap=overlap,
         exchange=checked_order(exchange),
         constants=given,
         until=until,
         check_every=checked_count("steps", check_every=check_every),
         period=checkpoint_every,
-        capture=bool(capture),
+        capture=checked_flag("capture", capture),
         kwargs=kwargs,
     )
     options = checked_options()

@@ -9,7 +9,6 @@ from math import lcm, prod
 from typing import Any
 
 import numpy as np
-from dask.utils import has_keyword
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
@@ -17,19 +16,16 @@ from dask_p2p.plans.members import Members
 from dask_p2p.plans.rims import rims
 from dask_p2p.sections.captured import Captured
 from dask_p2p.sections.context import Context
-from dask_p2p.sections.devices import Gpu, Host
+from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.estimate import SectionEstimate
-from dask_p2p.sections.graph import Shares, shape_of
+from dask_p2p.sections.first_step import FirstStep
+from dask_p2p.sections.graph import Shares
 from dask_p2p.sections.halo import Padded, Part, Pending
 from dask_p2p.sections.rim_messages import elements_of
 from dask_p2p.sections.saved import GENERATIONS, Period
+from dask_p2p.sections.step_function import StepFunction
 from dask_p2p.sections.windows import SLOTS
 from dask_p2p.types import Array, DType
-
-_MARK = b"\xa5"  # bytes of what is not filled
-_SEED = 0xA5A5A5A5  # of a corner with zeros and ones, as long as it is not filled
-_CORNER = 64  # elements along each axis
-_LEAST_MARKED = 64  # zeros and ones: others than by chance
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,6 @@ class Iteration:
         if overlaps == "auto":
             overlaps = levels.newest.exchange.is_worth_hiding and not self.capture
         pending: Pending | None = None
-        mark = self._marked(levels.spare.inner, ctx.device)
         graph: Captured | None = None
         cycle = lcm(len(levels.fields) + 1, SLOTS)  # of steps, that bring all memory round
         while step < self.steps:
@@ -74,11 +69,11 @@ class Iteration:
                 graph()
                 step += cycle
             else:
-                for box in _boxes(levels.newest, pending):
-                    numbers = self._apply(box, levels, constants)
-                if mark is not None:
-                    _check_filled(levels.spare.inner, mark, ctx.device)
-                    mark = None
+                if step == first:
+                    numbers = self._first_step(ctx, levels, constants)
+                else:
+                    for box in _boxes(levels.newest, pending):
+                        numbers = self._apply(box, levels, constants)
                 levels.turn()
                 step += 1
                 if self._is_asked(step) and self._is_done(ctx, numbers):
@@ -127,43 +122,27 @@ class Iteration:
 
     def _apply(self, box: Box, levels: _Levels, constants: list[Any]) -> Sequence[Any]:
         """Fill a box of the share to come; return the numbers that the function gives."""
+        part, given = self._given(box, levels, constants)
+        return self._step(given, levels.spare.inner[part.where], part)
+
+    def _first_step(self, ctx: Context, levels: _Levels, constants: list[Any]) -> Sequence[Any]:
+        """Do the same with the whole share, and check the function."""
+        part, given = self._given(levels.newest.exchange.whole, levels, constants)
+        step = FirstStep(self._step, ctx.device, levels.fields, given, part, levels.spare)
+        return step()
+
+    def _given(self, box: Box, levels: _Levels, constants: list[Any]) -> tuple[Part, list[Any]]:
+        """Return the part of the newest field for a box, and all arguments of the function."""
         of_fields = zip(levels.fields, self.depths, strict=True)
-        parts = [field.part(box, depth) for field, depth in of_fields]
-        where = parts[0].where
-        given = [part.data for part in parts]
+        parts = [field.read_only(box, depth) for field, depth in of_fields]
+        given, where = [part.data for part in parts], parts[0].where
         for value, (is_share, _) in zip(constants, self.constants, strict=True):
             given.append(value[where] if is_share else value)
-        out = levels.spare.inner[where]
-        if self._fills_out:
-            returned = self.function(*given, out=out, **self.kwargs)
-            return returned if isinstance(returned, tuple) else (returned,)
-        returned = self.function(*given, **self.kwargs)
-        new, *numbers = returned if isinstance(returned, tuple) and returned else (returned,)
-        _replace(out, new, parts[0])
-        return numbers
+        return parts[0], given
 
     @cached_property
-    def _fills_out(self) -> bool:
-        return bool(has_keyword(self.function, "out"))
-
-    def _marked(self, out: Array, device: Host) -> Any:
-        """Fill what the function has to fill with what no function makes, and return that.
-
-        Of small elements each pattern of bits may be meant, but hardly many by chance: these are
-        put in a corner. None where that is too short.
-        """
-        if not self._fills_out or self.dtype.kind not in "biufcmM":
-            return None
-        if self.dtype.itemsize >= 4:
-            mark = np.frombuffer(_MARK * self.dtype.itemsize, self.dtype)[0]
-            out[...] = mark
-            return mark
-        corner = _corner(out)
-        if corner.size < _LEAST_MARKED:
-            return None
-        marks = np.random.default_rng(_SEED).integers(0, 2, corner.shape).astype(self.dtype)
-        device.copy_from_host(corner, marks)
-        return marks
+    def _step(self) -> StepFunction:
+        return StepFunction(self.function, self.kwargs, self.until is not None)
 
     def _is_asked(self, step: int) -> bool:
         """Return whether `until` is asked after a step."""
@@ -217,13 +196,17 @@ class Iteration:
         )
 
     def _constants(self, ctx: Context, shares: Shares) -> list[Any]:
-        numbers, kinds = iter(range(len(self.depths), len(shares))), ctx.device.module.ndarray
+        """Return the constants; arrays are copies, which the function may only read."""
+        numbers, device = iter(range(len(self.depths), len(shares))), ctx.device
 
         def own(constant: Any) -> Any:
-            """Return a copy of an array: the function may write into it, and run again."""
-            return constant.copy() if isinstance(constant, kinds) else constant
+            is_array = isinstance(constant, device.module.ndarray)
+            return device.read_only(constant.copy()) if is_array else constant
 
-        return [shares.copy(next(numbers)) if of else own(value) for of, value in self.constants]
+        return [
+            device.read_only(shares.copy(next(numbers))) if is_share else own(value)
+            for is_share, value in self.constants
+        ]
 
 
 @dataclass
@@ -256,43 +239,3 @@ def _boxes(field: Padded, pending: Pending | None) -> Iterator[Box]:
         yield interior
     pending.wait()
     yield from frames
-
-
-def _corner(out: Array) -> Array:
-    return out[(slice(_CORNER),) * out.ndim]
-
-
-def _check_filled(out: Array, mark: Any, device: Host) -> None:
-    """Refuse what a function has not filled: it would be what was there some steps ago."""
-    if np.ndim(mark):
-        corner = _corner(out)
-        left = corner.size if np.array_equal(device.to_host(corner), mark) else 0
-    else:
-        left = int(device.module.count_nonzero(out == mark))
-    if left:
-        raise BlockMismatchError(
-            f"expected the function to fill its parameter out, of shape {out.shape}, but it left "
-            f"{left} of {out.size} elements as they were. Write to all of them, out[...] = ..."
-        )
-
-
-def _replace(
-    out: Array,  # memory for the new share, or a part of it
-    new: Any,  # what the function has returned
-    part: Part,  # of the newest field, as the function has seen it
-) -> None:
-    """Copy what a function has returned, with or without rims."""
-    shape, seen = shape_of(new, type(out)), part.data
-    if shape == seen.shape:
-        new = new[part.inner]
-    elif shape != out.shape:
-        raise BlockMismatchError(
-            f"expected an array of shape {out.shape}, or {seen.shape} with rims, from the "
-            f"function, got {shape}. Return one, or fill a parameter named out."
-        )
-    if not np.can_cast(new.dtype, out.dtype, "same_kind"):
-        raise BlockMismatchError(
-            f"expected an array that becomes {out.dtype} from the function, got {new.dtype}. Say "
-            f"what the fields are to be by dtype=..."
-        )
-    out[...] = new

@@ -147,6 +147,9 @@ def _attempt(
         member.leave(f"member {member.rank} has lost its GPU: {exc}")
         raise  # all come again: this one elsewhere
     except Exception as exc:
+        if ctx.device.has_ended:  # it comes of memory that a lost member has not written
+            watch.error = f"another member was lost; then the function raised {_described(exc)}"
+            return None, member.leave(watch.error)
         error, is_itself = _pickled(exc, member.rank)
         order = member.leave(f"member {member.rank} raised {type(exc).__name__}", error)
         if is_itself and order.error == error:

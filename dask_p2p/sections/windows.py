@@ -17,20 +17,23 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import uuid4
 
 import numpy as np
 
+from dask_p2p.backends.device import device_work
 from dask_p2p.backends.hardware import kernel_and_namespace
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer, separation
+from dask_p2p.interprocess.processes import PROCESSES, own_name
 from dask_p2p.sections.links import Links
+from dask_p2p.sections.lost_events import LostEvents
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -56,8 +59,6 @@ extern "C" __global__ void meet(
 }
 """
 _MEETING_THREADS = 32
-
-_mappings = cuda_ipc.Mappings()  # of all members of this process: a pool is mapped once
 
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound="PeerMemory")
@@ -136,13 +137,17 @@ class PeerMemory:
         if obstacle is not None:
             raise TransferError(str(obstacle), obstacle=obstacle)
         self._runtime, self._events = gpu.module.cuda.runtime, list[int]()
-        self._process, self._mapped = peer.folder, dict[int, cuda_ipc.Mapping]()
+        self._peer, self._mapped = peer, dict[int, cuda_ipc.Mapping]()
+        self._gpu, self._device = gpu, self._runtime.getDevice()
+        self._lost: LostEvents | None = None  # of a process that has ended
+        self._lock = threading.Lock()  # held while events may be destroyed
         try:
             for handle in said["events"]:
                 self._events.append(self._runtime.ipcOpenEventHandle(bytes.fromhex(handle)))
         except BaseException:
             self.close()
             raise
+        PROCESSES.watch(peer.process, peer.pid, self._on_end)
 
     def mapped(self, place: cuda_ipc.Place, size_bytes: int) -> int:
         """Return where something of the other member is mapped, until this is closed.
@@ -152,9 +157,9 @@ class PeerMemory:
         if place.buffer_id not in self._mapped:
             # What was at its addresses is gone, so all that read it here is done.
             for mapping in [*self._mapped.values()]:
-                if mapping.overlaps(self._process, place):
-                    _mappings.release(self._mapped.pop(mapping.place.buffer_id))
-            mapping = _mappings.acquire(self._process, place, size_bytes)
+                if mapping.overlaps(self._peer.process, place):
+                    cuda_ipc.MAPPINGS.release(self._mapped.pop(mapping.place.buffer_id))
+            mapping = cuda_ipc.MAPPINGS.acquire(self._peer, place, size_bytes)
             self._mapped[place.buffer_id] = mapping
         return self._mapped[place.buffer_id].address + place.offset_bytes
 
@@ -162,13 +167,35 @@ class PeerMemory:
         """Have a stream wait for one of the events, as it has been recorded last."""
         self._runtime.streamWaitEvent(stream.ptr, self._events[number])
 
+    @property
+    def has_ended(self) -> bool:
+        """The other member's process has ended, and reads nothing any more."""
+        return PROCESSES.has_ended(self._peer.process)
+
+    def _on_end(self, process: str) -> None:
+        """End all waits for events of the other member, whose process has ended."""
+        with self._lock, device_work():
+            if self._events:
+                self._gpu.has_ended = True  # first: from now on streams do not wait for values
+                self._lost = LostEvents(self._gpu.module.cuda, self._device, self._events)
+
+    def check_waits(self) -> None:
+        """Raise `DeviceLostError` if the GPU waits for ever, for a process that has ended."""
+        if self._lost is not None and self._lost.are_waited_for:
+            raise DeviceLostError(
+                f"the GPU waits for an event of process {self._peer.pid}, which has ended. Only a "
+                f"new process helps."
+            )
+
     def close(self) -> None:
         """Close it: nothing of this member reads it any more."""
-        for event in self._events:
-            self._runtime.eventDestroy(event)
-        self._events.clear()
+        PROCESSES.forget(self._peer.process, self._on_end)
+        with self._lock:
+            for event in self._events:
+                self._runtime.eventDestroy(event)
+            self._events.clear()
         while self._mapped:
-            _mappings.release(self._mapped.popitem()[1])
+            cuda_ipc.MAPPINGS.release(self._mapped.popitem()[1])
 
 
 class PeerWindow(PeerMemory):
@@ -255,6 +282,7 @@ def opened(
         one = if_possible(gpu, partial(make, rank, bytes(said))) if told[rank] and said else None
         if one is not None:
             found[rank] = one
+            gpu.peers.append(one)
             gpu.closing.append(one.close)
     seen = {rank: bytes([rank in found]) for rank in told}
     answers = links.exchange(f"{call}, windows seen", seen, dict.fromkeys(told))
@@ -263,10 +291,5 @@ def opened(
 
 def _own_peer() -> Peer:
     boot_id, namespace = kernel_and_namespace()
-    return Peer(boot_id, namespace, os.getuid(), os.getpid(), _process(), cuda_ipc.gpu_uuid())
-
-
-@cache
-def _process() -> str:
-    """Return a name of this process that no other has."""
-    return f"{os.getpid()}-{uuid4().hex}"
+    own = own_name()
+    return Peer(boot_id, namespace, os.getuid(), os.getpid(), own, "", cuda_ipc.gpu_uuid())

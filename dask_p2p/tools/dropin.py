@@ -29,13 +29,13 @@ from dask_p2p.errors import InputError, P2PWarning, RegistrationError
 from dask_p2p.ops.arguments import has_unknown_chunks, is_dask_array
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.plugins.registration import current_client
+from dask_p2p.plugins.registration import connection_of, current_client
 from dask_p2p.types import DaskArray
 
 _lock = Lock()
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, what it was, what it is
 _installations: WeakSet[Installation] = WeakSet()  # those that count
-_lacking: WeakSet[Any] = WeakSet()  # clients of clusters that cannot take part
+_lacking: WeakSet[Any] = WeakSet()  # connections to schedulers of clusters that cannot take part
 
 
 class Installation(AbstractContextManager["Installation"]):
@@ -163,16 +163,16 @@ def _replace(verb: str, owner: Any, name: str, make: Callable[..., Any]) -> None
 
 def _tried(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make an array; None if this package does not take what is given, or cannot be used."""
-    client = current_client()
-    if client in _lacking:
+    connection = connection_of(current_client())
+    if connection in _lacking:
         return None
     try:
         return make(*args, **kwargs)
     except InputError:
         return None
     except RegistrationError as exc:
-        if client is not None:
-            _lacking.add(client)
+        if connection is not None:
+            _lacking.add(connection)
         warnings.warn(f"dask_p2p: Dask's own way is used: {exc}", P2PWarning, stacklevel=4)
         return None
 

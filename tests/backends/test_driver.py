@@ -48,6 +48,27 @@ def test_without_bindings_there_is_no_uuid(monkeypatch):
     driver.uuid.cache_clear()
 
 
+@pytest.mark.parametrize("status", [0, 1, None])
+def test_a_mapping_is_closed_without_pythons_lock_if_possible(monkeypatch, status):
+    """By the driver's bindings, which release it; by CuPy where these are missing or refuse."""
+    closed = []
+
+    def close(address):
+        closed.append(("driver", address))
+        return (status,)
+
+    runtime = SimpleNamespace(
+        memGetInfo=lambda: (0, 0),
+        ipcCloseMemHandle=lambda address: closed.append(("CuPy", address)),
+    )
+    api = SimpleNamespace(CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuIpcCloseMemHandle=close)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(driver, "driver", lambda: None if status is None else api)
+    driver.close_ipc(4096)
+    by = {0: ["driver"], 1: ["driver", "CuPy"], None: ["CuPy"]}[status]
+    assert closed == [(each, 4096) for each in by]
+
+
 class Driver:
     """Of CUDA: attributes of memory by name; what is asked about others fails."""
 

@@ -596,7 +596,7 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
 )
 def test_a_local_block_that_is_not_as_declared(peers, block, error):
     made = assembly(peers)
-    made.local[1] = block
+    made.local.blocks[1] = block
     with pytest.raises(error):
         made.run()
 
@@ -604,7 +604,7 @@ def test_a_local_block_that_is_not_as_declared(peers, block, error):
 def test_local_blocks_of_two_libraries(peers, monkeypatch):
     monkeypatch.setattr(type(CUPY), "check", lambda self, block: None)
     made = assembly(peers, ("b", "b", "a"))
-    made.local[1] = made.local[1].copy().view(DeviceArray)
+    made.local.blocks[1] = made.local.blocks[1].copy().view(DeviceArray)
     with pytest.raises(BlockMismatchError, match=r"block .* of numpy and block .* of cupy"):
         made.run()
 

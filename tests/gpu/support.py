@@ -5,8 +5,13 @@ from __future__ import annotations
 import time
 
 import dask.array as da
+import numpy as np
 
 from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import P2PWarning
+from dask_p2p.plugins.notices import warn_client
+from tests.faults.support import BOUND_S
+from tests.transports.loopback import wait_until
 
 POOL = {"rmm_pool_size": 8 * 2**30}
 
@@ -25,6 +30,51 @@ def held(client):
         return len(ipc.directory), len(ipc.mappings)
 
     return client.run(look)
+
+
+HOLD = r"""
+extern "C" __global__ void hold(const volatile int* go_on, volatile int* found, long long ns) {
+    long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (!*go_on && now - start < ns);
+    *found = *go_on;
+}
+"""
+
+
+class HeldKernel:
+    """A kernel that goes on when this process lets it; after some time it does so by itself."""
+
+    def __init__(self, stream):
+        import cupy
+        import cupyx
+
+        self._go_on, self._found = (cupyx.zeros_pinned((1,), "i4") for _ in range(2))
+        given = [np.uintp(each.ctypes.data) for each in (self._go_on, self._found)]
+        kernel = cupy.RawKernel(HOLD, "hold")
+        kernel((1,), (1,), (*given, np.int64(BOUND_S * 10**9)), stream=stream)
+
+    def let_go(self):
+        self._go_on[0] = 1
+
+    @property
+    def was_let_go(self):
+        """Whether it has ended, and not by itself."""
+        return bool(self._found[0])
+
+
+def said(client, caught):
+    """All that this package's warnings say which workers have sent by now."""
+
+    def send_last(dask_worker):
+        warn_client(dask_worker, f"the last of {dask_worker.address}", P2PWarning)
+
+    def texts():
+        return [str(each.message) for each in caught if issubclass(each.category, P2PWarning)]
+
+    last = {f"the last of {worker}" for worker in client.run(send_last)}
+    wait_until(lambda: last <= {*texts()}, BOUND_S)
+    return [text for text in texts() if text not in last]
 
 
 def forgotten(client, future):

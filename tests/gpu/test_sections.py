@@ -669,7 +669,7 @@ def test_a_member_that_is_killed_while_it_is_read(tmp_path, way):
 def test_a_killed_member(tmp_path, way, steps):
     """All begin again where they were saved last; on another worker, or when a nanny has made one.
 
-    What the other GPU waits for may never happen: its worker leaves then, and all begin again.
+    What the other GPU waits for may never happen: its waits are ended, and all begin again.
     """
     from distributed import Client
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import time
+import gc
 
 import dask
 import dask.array as da
 import numpy as np
 import psutil
 import pytest
+from dask.core import flatten
 from distributed import wait
 
 import dask_p2p
 from dask_p2p.backends import device
-from tests.faults.support import BOUND_S, addresses
-from tests.gpu.support import POOL
+from tests.faults.support import BOUND_S, addresses, wait_at
+from tests.gpu.support import POOL, HeldKernel
 from tests.support import own_client, persisted, result_of, used
 from tests.transports.loopback import wait_until
 
@@ -200,6 +201,13 @@ def leave_stream_current(shape):
     on_stream(scratch, other, stream)
 
 
+def finish():
+    """Wait for all that kernels of this worker still do."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+
+
 def use_null_stream():
     import cupy
 
@@ -215,14 +223,14 @@ def test_a_result_is_not_overwritten_by_an_earlier_task(client, order):
         for shape in [(512, 1024), (512, 512), (1536, 512)]:
             wait(on_each(client, leave_stream_current, shape))
             y = persisted(client, dask_p2p.transpose(x))
-            time.sleep(2 * LATE_NS / 1e9)
+            client.run(finish)
             np.testing.assert_array_equal(y.compute().get(), VALUES.T)
             del y
         wait(on_each(client, use_null_stream))
 
 
-def capture(library, seconds):
-    """Capture a graph, and take one's time over it; return what it computes."""
+def capture(library, gate=None):
+    """Capture a graph, in the middle of which others work; return what it computes."""
     import cupy
 
     out = cupy.zeros(1000, "f4")
@@ -234,7 +242,7 @@ def capture(library, seconds):
         there, graph = torch.from_dlpack(out), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             there.add_(1)
-            time.sleep(seconds)
+            pause(gate)
             there.add_(1)
         graph.replay()
         torch.cuda.synchronize()
@@ -244,7 +252,7 @@ def capture(library, seconds):
             stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
             try:
                 cupy.add(out, 1, out=out)
-                time.sleep(seconds)
+                pause(gate)
                 cupy.add(out, 1, out=out)
             finally:
                 graph = stream.end_capture()
@@ -253,28 +261,43 @@ def capture(library, seconds):
     return float(out[0]), float(out[-1])
 
 
+def pause(gate):
+    if gate is not None:
+        wait_at(gate)
+
+
+def settle(client, x):
+    """Wait until workers have let go of all but an array: that uses the null stream."""
+    keys = {*map(str, flatten(x.__dask_keys__()))}
+    held = lambda dask_worker: {*map(str, dask_worker.data)}  # noqa: E731
+    wait_until(lambda: all(there <= keys for there in client.run(held).values()))
+    client.run(gc.collect)
+    client.run(finish)
+
+
 LIBRARIES = ["cupy, non-blocking", "cupy, blocking", "torch"]
 
 
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("how", ["null", "non-blocking"])
-def test_a_graph_is_captured_while_blocks_are_served(client, order, library, how):
+def test_a_graph_is_captured_while_blocks_are_served(client, gate, order, library, how):
     if library == "torch":
         pytest.importorskip("torch")
     with dask.config.set({"p2p.transports.order": order}):
         warm(client)
-        wait(on_each(client, capture, library, 0))
+        wait(on_each(client, capture, library))
         x = persisted(client, late_array(how))
         reader, holder = addresses(client)
-        time.sleep(1)  # for what Dask lets go of meanwhile, on the null stream
-        graph = client.submit(capture, library, 3, workers=[holder], pure=False)
-        time.sleep(0.3)
+        settle(client, x)
+        graph = client.submit(capture, library, gate.path, workers=[holder], pure=False)
+        gate.wait_until_reached()
         y = [
             client.compute(b, workers=[reader]) for b in dask_p2p.transpose(x).to_delayed().ravel()
         ]
         wait(y, timeout=BOUND_S)
         assert not graph.done(), "captured all the while"
+        gate.open()
         assert result_of(client, graph) == (3, 3)
         np.testing.assert_array_equal(np.vstack([b.result().get() for b in y]), VALUES.T)
 
@@ -287,23 +310,27 @@ def two_threads():
 
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_graph_is_captured_while_blocks_are_assembled(two_threads, order, library):
+def test_a_graph_is_captured_while_blocks_are_assembled(two_threads, gate, order, library):
     from distributed import Client
 
     if library == "torch":
         pytest.importorskip("torch")
     with Client(two_threads) as client, dask.config.set({"p2p.transports.order": order}):
         warm(client)
-        wait(on_each(client, capture, library, 0))
+        wait(on_each(client, capture, library))
         x = persisted(client, late_array("non-blocking"))
-        time.sleep(1)
-        graphs = on_each(client, capture, library, 2)
-        time.sleep(0.3)
+        settle(client, x)
+        graphs = on_each(client, capture, library, gate.path)
+        gate.wait_until_reached(by=2)
         y = client.persist(dask_p2p.transpose(x))
+        if library == "cupy, blocking":
+            # The null stream, on which results are allocated, has to wait for the end of a capture
+            # on a blocking one.
+            wait_until(lambda: "p2p-transpose" in str(client.processing()))
+            gate.open()
         wait(y, timeout=BOUND_S)
-        # The null stream, on which results are allocated, has to wait for the end of a capture
-        # on a blocking one.
         assert library == "cupy, blocking" or not any(graph.done() for graph in graphs)
+        gate.open()
         assert [result_of(client, graph) for graph in graphs] == [(3, 3), (3, 3)]
         np.testing.assert_array_equal(y.compute().get(), VALUES.T)
         assert used(client, y) == set(order)
@@ -336,12 +363,14 @@ def test_all_streams_are_waited_for_without_harm_to_a_capture(is_blocking):
     busy = cupy.cuda.Stream(non_blocking=True)
     thread = threading.Thread(target=capturing)
     with device.device_work():
-        spin(busy)
+        held = HeldKernel(busy)
         done = busy.record(cupy.cuda.Event(disable_timing=True))
         thread.start()
         assert captured.wait(30)
         assert not done.done
+        threading.Timer(0.2, held.let_go).start()
         device.wait_for_all_streams()
+        assert held.was_let_go
         assert done.done
         other = cupy.cuda.Stream(non_blocking=True)
         device.order_after_null_stream([other])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import dask
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from dask_p2p.errors import BlockMismatchError
 from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.gpu.support import POOL, held, on_gpu
 from tests.support import persisted, used
+from tests.transports.loopback import wait_until
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -113,10 +112,7 @@ def test_leases_end_and_nothing_is_kept(client):
         a = persisted(client, on_gpu(x, (200, 300)))
         y = persisted(client, dask_p2p.transpose(a))
         del a, y
-    deadline_s = time.monotonic() + 10
-    while any(kept for kept, _ in held(client).values()) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert [kept for kept, _ in held(client).values()] == [0, 0]
+    wait_until(lambda: [kept for kept, _ in held(client).values()] == [0, 0])
     assert all(mappings <= 2 for _, mappings in held(client).values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from dask_p2p.errors import TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.cuda_ipc import Mappings, Place, array_at
+from dask_p2p.interprocess.peer import Peer
 from tests.transports.loopback import wait_until
 
 MIB = 2**20
@@ -65,8 +67,13 @@ def place(buffer_id, handle="aa", base=None, nbytes=MIB):
     return Place("gpu", handle, buffer_id, base, nbytes, 0)
 
 
+def peer(process, pid=0):
+    """A process; by default the kernel knows none of this number."""
+    return Peer("boot", "namespace", 0, pid, process, "folder", "gpu")
+
+
 def acquire(mappings, process, *args, block_bytes=1, **more):
-    return mappings.acquire(process, place(*args, **more), block_bytes)
+    return mappings.acquire(peer(process), place(*args, **more), block_bytes)
 
 
 def opened(runtime):
@@ -104,6 +111,69 @@ def test_a_mapping_is_kept_while_it_is_read_and_closed_after(runtime, mappings):
     mappings.close_unused()
     assert runtime.open == {}
     assert len(mappings) == 0
+
+
+@pytest.fixture
+def holder():
+    """A process whose memory is mapped, until it is killed."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def ending(runtime, mappings, holder):
+    """What is mapped of a process that is killed in the test; its name is used by no other test."""
+    return peer(f"holder-{holder.pid}", holder.pid)
+
+
+def test_memory_of_a_process_that_has_ended_is_free(runtime, mappings, holder, ending):
+    """Of a worker that is killed: its nanny starts another one, which wants as much memory."""
+    for buffer_id in (1, 2):
+        mappings.release(mappings.acquire(ending, place(buffer_id, f"{buffer_id:02}"), 1))
+    other = acquire(mappings, "q", 1, "cc")
+    mappings.release(other)
+    assert len(runtime.open) == 3, "they are kept for the next user"
+    holder.kill()
+    wait_until(lambda: set(runtime.open) == {other.address}, 20)
+
+
+def test_what_is_read_of_a_process_that_has_ended_is_closed_after(
+    runtime, mappings, holder, ending
+):
+    read, idle = (mappings.acquire(ending, place(n, f"{n:02}"), 1) for n in (1, 2))
+    mappings.release(idle)
+    holder.kill()
+    wait_until(lambda: set(runtime.open) == {read.address}, 20)
+    mappings.release(read)
+    assert runtime.open == {}
+
+
+def test_a_process_that_ends_while_its_memory_is_mapped(
+    runtime, mappings, holder, ending, monkeypatch
+):
+    """Its end is found before there is a mapping that could be closed."""
+    map_it = runtime.ipcOpenMemHandle
+
+    def map_late(handle):
+        address = map_it(handle)
+        holder.kill()
+        wait_until(lambda: cuda_ipc.PROCESSES.has_ended(ending.process), 20)
+        return address
+
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_late)
+    mapping = mappings.acquire(ending, place(1), 1)
+    assert set(runtime.open) == {mapping.address}
+    mappings.release(mapping)
+    assert runtime.open == {}
+
+
+def test_nothing_is_mapped_of_a_process_that_has_ended(runtime, mappings, holder, ending):
+    holder.kill()
+    holder.wait()
+    with pytest.raises(TransferError, match=f"process {holder.pid} has ended"):
+        mappings.acquire(ending, place(1), 1)
+    assert runtime.open == {}
 
 
 def test_an_allocation_of_one_block_is_closed_with_its_last_user(runtime, mappings):

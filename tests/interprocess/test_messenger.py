@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -219,6 +220,20 @@ def test_an_older_word_about_endpoints_changes_nothing(pair):
         here.renew(there.address, old)
     assert there.address in here.endpoints
     assert here.closed(there.address) == 2
+
+
+def test_endpoints_to_processes_that_have_ended_are_dropped(pair):
+    """Nobody else may know of the end of a process, and each new one has another address."""
+    here, there = pair
+    ended, other = (SimpleNamespace(alive=alive) for alive in (False, True))
+    here.endpoints |= {b"ended": ended, b"other": other}
+    target = np.zeros(100, "u1")
+    received = there.receive(target, 7)
+    here.send(there.address, numbers(100), 7).result(20)
+    received.result(20)
+    assert here.endpoints.keys() == {b"other", there.address}
+    assert here.closed(b"ended") == 0
+    del here.endpoints[b"other"]
 
 
 def test_endpoints_that_cannot_have_been_are_not_made(pair):

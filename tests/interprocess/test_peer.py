@@ -8,7 +8,7 @@ import pytest
 
 from dask_p2p.interprocess.peer import Peer, separation
 
-HERE = Peer("boot", "pid:[1]", 1000, 1, "/tmp/a", "aa")
+HERE = Peer("boot", "pid:[1]", 1000, 1, "p", "/tmp/a", "aa")
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,18 @@ def test_without_corners_stars_have_the_same_values(boundary):
     assert max(edges) == 5, "a block and its four neighbours"
 
 
+def test_corners_that_are_left_out_show_in_results():
+    x = da.from_array(X, chunks=(4, 3))
+    y = dask_p2p.map_overlap(lambda b: np.roll(b, (1, 1), (0, 1)), x, 1, "nearest", corners=False)
+    values = y.compute(scheduler="sync")
+    rows, columns = np.nonzero(np.isnan(values))
+    assert len(rows) == y.numblocks[0] * y.numblocks[1]
+    assert set(rows) == {0, 4, 8} & set(range(len(X)))
+    assert set(columns) == set(range(0, X.shape[1], 3))
+    counts = dask_p2p.map_overlap(lambda b: b, x.astype("i4"), 1, 0, trim=False, corners=False)
+    assert counts.compute(scheduler="sync")[0, 0] == 0
+
+
 def test_one_layer_of_one_task_a_block():
     x = da.from_array(X, chunks=(4, 5))
     y = dask_p2p.map_overlap(star, x, 1)

@@ -29,11 +29,12 @@ def test_members_that_exchange_their_rims_have_what_blocks_with_rims_have(data):
     padded = [np.full(each.shape, -1) for each in all_rims]
     for rank, (own, array) in enumerate(zip(all_rims, padded, strict=True)):
         array[box_slices(own.inner)] = x[box_slices(members.box(rank))]
-    for rank, (own, array) in enumerate(zip(all_rims, padded, strict=True)):
+    for own, array in zip(all_rims, padded, strict=True):
+        for src, dst in own.copies:
+            array[box_slices(dst)] = array[box_slices(src)]
         for fill in own.fills:
             array[box_slices(fill.dst)] = fill.value
-        for src, dst in own.local:
-            array[box_slices(dst)] = array[box_slices(src)]
+    for rank, (own, array) in enumerate(zip(all_rims, padded, strict=True)):
         for peer, boxes in own.receives.items():
             given_boxes = all_rims[peer].sends[rank]
             assert [*map(box_shape, given_boxes)] == [*map(box_shape, boxes)]
@@ -49,7 +50,26 @@ def test_members_that_exchange_their_rims_have_what_blocks_with_rims_have(data):
             wanted[box_slices(piece.dst)] = source[box_slices(piece.src)]
         for fill in block.fills:
             wanted[box_slices(fill.dst)] = fill.value
+        for box in all_rims[rank].unread:
+            assert (array[box_slices(box)] == -1).all()
+            array[box_slices(box)] = 0
         assert np.array_equal(array, wanted)
+
+
+def test_rims_of_slabs_with_corners_are_as_many_regions_as_without():
+    """One region from each neighbor: corners come along with it."""
+    members = Members(((8, 8, 8), (6,), (5,)), (3, 1, 1))
+    for boundary in ("periodic", "reflect", "none", 3):
+        lean, full = (
+            rims(members, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
+            for has_corners in (False, True)
+        )
+        for each in (full.receives, full.sends):
+            assert {rank: len(boxes) for rank, boxes in each.items()} == {0: 1, 2: 1}
+        assert len(full.copies) == len(lean.copies)
+        assert len(full.fills) == len(lean.fills)
+        # Each message is one piece of memory: whole planes.
+        assert full.receives[0] == [((0, 1), (0, full.shape[1]), (0, full.shape[2]))]
 
 
 @given(data=st.data())

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import warnings
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import dask
@@ -369,3 +372,53 @@ def test_a_scheduler_that_refuses_is_an_error():
 
     with pytest.raises(RegistrationError, match="too many open files"):
         asyncio.run(module.ask(Scheduler()))
+
+
+@contextmanager
+def hand_made_cluster(port, workers, limit):
+    """A scheduler at this port and its workers, as their commands start them; all are killed."""
+    command = [sys.executable, "-m", "dask"]
+    address = f"tcp://127.0.0.1:{port}"
+    own = {"env": {**os.environ, "PYTHONPATH": import_path()}, "stderr": subprocess.DEVNULL}
+    scheduler = ["scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
+    worker = ["worker", address, "--nthreads", "1", "--no-nanny", "--no-dashboard"]
+    worker += ["--memory-limit", limit]
+    processes = [
+        subprocess.Popen([*command, *arguments], **own)
+        for arguments in [scheduler, *[worker] * workers]
+    ]
+    try:
+        yield address
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait(60)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("is_older", [False, True])
+def test_the_same_client_after_a_restart_of_its_scheduler(is_older):
+    """Also an array that was made before: it was registered with the scheduler that is gone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    blocks = da.ones((8000, 6875), chunks=(500, 6875)).map_blocks(np.copy)
+    older = dask_p2p.transpose(blocks, chunks=(430, 8000))
+    with hand_made_cluster(port, 4, "400 MB") as address:
+        client = Client(address, timeout=60)
+        client.wait_for_workers(4, timeout=60)
+        dask_p2p.transpose(blocks)
+        assert have_plugin(client)
+    try:
+        with hand_made_cluster(port, 4, "400 MB"):
+            wait_until(lambda: client.status == "running", timeout_s=60)
+            client.wait_for_workers(4, timeout=60)
+            if is_older:
+                wait_until(lambda: have_plugin(client), timeout_s=60)
+                y = older
+            else:
+                y = dask_p2p.transpose(blocks, chunks=(430, 8000))
+            assert y.sum().compute() == 8000 * 6875
+    finally:
+        client.close()

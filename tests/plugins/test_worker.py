@@ -7,12 +7,13 @@ import threading
 
 import numpy as np
 import pytest
+from dask.task_spec import TaskRef
 
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.fetch import BlockRef
-from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks
+from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks, WaitTask
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins import worker as worker_module
 from dask_p2p.plugins.worker import P2PPlugin
@@ -20,9 +21,9 @@ from tests.plugins.test_context import DeafWorker
 from tests.support import in_process
 
 
-def rewritten(who_has, folder):
+def rewritten(who_has, folder, task=None):
     """Return a message as it was sent, and as Dask gets it on a worker "a" that holds "here"."""
-    task = AssembleTask.of("y", None, (0, 0), None, Blocks(*who_has))
+    task = task or AssembleTask.of("y", None, (0, 0), None, Blocks(*who_has))
     sent = {"who_has": who_has, "nbytes": dict.fromkeys(who_has, 8), "run_spec": task, "key": 1}
     got = []
 
@@ -44,17 +45,26 @@ def rewritten(who_has, folder):
     return sent, got[0]
 
 
-def test_references_replace_what_is_elsewhere(tmp_path):
-    sent, got = rewritten({"here": ("a", "b"), "there": ("b", "a", "c"), "only": ("c",)}, tmp_path)
-    assert got["who_has"] == {"here": ("a", "b")}
-    assert got["nbytes"] == {"here": 8}
+def test_references_replace_all_blocks(tmp_path):
+    """Dask would bring the worker's own ones back from disk, all at once."""
+    who_has = {"here": ("b", "a"), "there": ("b", "a", "c"), "only": ("c",)}
+    sent, got = rewritten(who_has, tmp_path)
+    assert got["who_has"] == got["nbytes"] == {}
     references = BlockRef("there", ("b", "c")), BlockRef("only", ("c",))
-    assert got["run_spec"].blocks.items == ("here", *references)
+    assert got["run_spec"].blocks.items == (BlockRef("here", ("a", "b")), *references)
     assert sent["nbytes"] == {"here": 8, "there": 8, "only": 8}  # not changed in place
 
 
+def test_a_task_that_only_waits_is_given_no_block(tmp_path):
+    who_has = {"here": ("a",), "there": ("b",), "read": ("a",)}
+    task = WaitTask("y", print, Blocks("here", "there"), TaskRef("read"))
+    _, got = rewritten(who_has, tmp_path, task)
+    assert got["who_has"] == {"read": ("a",)}
+    assert got["run_spec"].dependencies == {"read"}
+
+
 def test_what_cannot_be_replaced_is_left_alone(tmp_path):
-    sent, got = rewritten({"here": ("a",), "said-to-be-here": ("a",), "nowhere": ()}, tmp_path)
+    sent, got = rewritten({"said-to-be-here": ("a",), "nowhere": ()}, tmp_path)
     assert got == sent
 
 
@@ -82,8 +92,8 @@ def test_holders_that_a_message_names_are_in_the_cluster():
 
     here = asyncio.run(main())
     assert set(back) == {here, "b", "c"}
-    assert [message["who_has"] for message in sent] == [{keys[0]: [here, "b"]}]
-    assert sent[0]["run_spec"].dependencies == {keys[0]}, "the other is given as a reference"
+    assert [message["who_has"] for message in sent] == [{}]
+    assert sent[0]["run_spec"].dependencies == set(), "both are given as references"
 
 
 def test_an_error_of_the_plugin_keeps_nothing_from_dask():

@@ -24,6 +24,7 @@ from dask_p2p.errors import (
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins.registration import workers_of
+from tests.plugins.memory_probe import peak, reset_peak
 from tests.support import in_process, indexed, own_client, persisted, tls_client, used
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
@@ -221,6 +222,102 @@ def test_spilled_inputs():
         spilled = client.run(lambda dask_worker: len(dask_worker.data.disk))
         assert sum(spilled.values()) >= 3
         np.testing.assert_array_equal(dask_p2p.transpose(a).compute(), x.T)
+
+
+def watch_store(dask_worker):
+    """Note what Dask brings back from disk on a worker, and how much memory it takes from now."""
+    data = dask_worker.data
+    real, brought = type(data).__getitem__, []
+
+    def note(self, key):
+        if key not in self.memory:
+            brought.append(key)
+        return real(self, key)
+
+    dask_worker.brought_back = brought
+    data.__class__ = type("Watched", (type(data),), {"__getitem__": note})
+    dask_worker.before_bytes = reset_peak()
+
+
+def brought_back(dask_worker):
+    return dask_worker.brought_back
+
+
+def taken_bytes(dask_worker):
+    return peak() - dask_worker.before_bytes
+
+
+def slabs(rows, columns, blocks):
+    """An array whose elements tell where they are; nothing of it is in memory."""
+    x = da.arange(rows, chunks=rows // blocks, dtype=float)[:, None]
+    return x.map_blocks(
+        lambda b: b + np.arange(columns) / columns, chunks=(x.chunks[0], (columns,))
+    )
+
+
+def transposed_blocks(x):
+    return dask_p2p.transpose(x, chunks=(x.shape[1] // 32, -1)), 1
+
+
+def columns(x):
+    return dask_p2p.rechunk(x, (-1, x.shape[1] // 32)), 1
+
+
+def grouped_columns(x):
+    with dask.config.set({"p2p.groups": 8}):
+        return dask_p2p.rechunk(x, (-1, x.shape[1] // 32)), 1
+
+
+def transformed(x):
+    """In three stages, the blocks of which are spilled, too."""
+    return dask_p2p.fft.ifft(dask_p2p.fft.fft(x, axis=0), axis=0).real, 1
+
+
+def smoothed(x):
+    return dask_p2p.map_overlap(lambda b: b[1:-1] * 2, x, depth={0: 1}, boundary=0, trim=False), 2
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("transport", ["cma", "comm"])
+@pytest.mark.parametrize(
+    "operation", [transposed_blocks, columns, grouped_columns, transformed, smoothed]
+)
+def test_spilled_blocks_stay_on_disk(operation, transport):
+    """Each worker has 160 MB of the array, room for 60 MB of it, and is not given more at once."""
+    settings = {"distributed.worker.memory.target": 0.03, "p2p.transports.order": [transport]}
+    with (
+        dask.config.set(settings),
+        own_client(n_workers=2, threads_per_worker=1, memory_limit="2 GB") as client,
+    ):
+        small = persisted(client, slabs(320, 320, 32))
+        operation(small)[0].sum().compute()  # which loads code
+        x = persisted(client, slabs(6400, 6400, 32))
+        client.run(watch_store)
+        y, factor = operation(x)
+        total = y.sum().compute()
+        taken = client.run(taken_bytes)
+        brought = [key for keys in client.run(brought_back).values() for key in keys]
+    expected = factor * (6400 * 6400 * 6399 / 2 + 6400 * 6399 / 2)
+    assert abs(total - expected) < 1e-9 * expected
+    assert [key for key in brought if isinstance(key, tuple) and key[0] == x.name] == []
+    assert max(taken.values()) < 150e6, taken
+
+
+@pytest.mark.cluster
+def test_the_end_of_a_section_brings_nothing_back():
+    """The task that waits for all ranks reads nothing of what they made."""
+    with (
+        dask.config.set({"distributed.worker.memory.target": 1e-9}),
+        own_client(n_workers=2, threads_per_worker=1, memory_limit="2 GB") as client,
+    ):
+        x = slabs(200, 1000, 2)
+        client.run(watch_store)
+        y = dask_p2p.iterate(lambda u: u[1:-1] + 1, x, depth={0: 1}, steps=3, members=2)
+        y = persisted(client, y)
+        brought = [key for keys in client.run(brought_back).values() for key in keys]
+        np.testing.assert_allclose(y.compute(), x.compute() + 3)
+    members = [key for key in brought if str(key[0]).startswith("p2p-iterate-members")]
+    assert len(members) == 2, "each once, to be handed out"
 
 
 def test_cancelling_leaves_a_working_cluster(client):

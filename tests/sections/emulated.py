@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import zlib
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from dask_p2p.backends.slots import KeptSlots
 from dask_p2p.engine.task import MemberTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.sections import captured, endpoint, link, rim_windows, windows
+from dask_p2p.sections import captured, devices, endpoint, link, rim_windows, windows
 from dask_p2p.sections.devices import Gpu
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
@@ -48,8 +49,15 @@ def emulated_gpu(monkeypatch):
             recorder.do(HOST, "a socket", **{access: arrays})
         return begin(links, order, call, sends, receives, beside)
 
+    def checksum(array):
+        stream = recorder.current[-1]
+        recorder.do(stream.name, "a checksum", reads=[array])
+        stream.synchronize()
+        return zlib.crc32(np.ascontiguousarray(array.values).tobytes())
+
     for where, name, value in (
         (rim_windows, "begin_in_order", noted),
+        (devices, "checksum", checksum),
         (dask_p2p.backends, "cupy_kernels", kernels(recorder)),
         (cupy_backend, "_kernels", partial(kernels, recorder)),
         (cupy_backend, "_rmm_resources", list),
@@ -58,8 +66,9 @@ def emulated_gpu(monkeypatch):
         (DeviceQueue, "_kept_slots", KeptSlots()),
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
+        (Gpu, "recorder", lambda gpu, out: None),
         (captured, "_pools", defaultdict(list)),
-        (windows, "_mappings", mappings),
+        (cuda_ipc, "MAPPINGS", mappings),
         (windows, "separation", lambda own, peer: None),
         (cuda_ipc, "export", export),
         (cuda_ipc, "gpu_uuid", lambda: "gpu"),
@@ -148,7 +157,8 @@ def kernel(gpu, function):
         numbers = []
         apply = partial(function, *values, out=out.values, **kwargs)
         gpu.run(stream, "the function", lambda: numbers.append(apply()), reads=arrays, writes=[out])
-        return numbers[0] if numbers else None
+        made = numbers[0] if numbers else None
+        return out if made is out.values else made
 
     return run
 

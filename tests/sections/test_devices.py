@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from weakref import ref
 
@@ -34,6 +35,7 @@ from tests.sections.gangs import run_gang
 from tests.sections.test_iterate import X as LARGE
 from tests.sections.test_iterate import reference, star, wave
 from tests.simulation.streams import Array
+from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(8, 6))
 
@@ -269,6 +271,26 @@ def test_the_host_is_not_far_ahead(gpu, monkeypatch):
         assert counted(3 * STEPS_AHEAD, body) == few + 3
 
 
+def test_the_host_is_not_far_ahead_of_long_steps(gpu, monkeypatch):
+    """What the GPU was given keeps memory of others, whatever becomes of the attempt."""
+    now_s, step_s, waited, device = [0.0], [0.1], [0], Gpu(None)
+
+    def wait(device):
+        now_s[0] += (step - waited[-1]) * step_s[0]
+        waited.append(step)
+
+    monkeypatch.setattr(Gpu, "wait", wait)
+    monkeypatch.setattr(devices, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    for step in range(1, 201):
+        if step == 100:
+            step_s[0] = 0.0  # the host takes all the time
+        device.keep_up(step)
+    ahead = [late - early for early, late in pairwise(waited)]
+    assert ahead[0] == STEPS_AHEAD
+    assert ahead[1:-1] == [5] * (len(ahead) - 2), "half a second"
+    assert ahead[-1] == STEPS_AHEAD
+
+
 # --- what may go wrong
 
 
@@ -360,6 +382,21 @@ def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
     device.exported.append(gpu.empty((100,), "f8"))
     device.let_go(is_orderly=True)
     assert gpu.live_bytes < used
+
+
+@pytest.mark.parametrize("ended", [(True, True), (True, False)])
+def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ended):
+    """The next attempt may need their memory."""
+    device = Gpu(None)
+    device.peers.extend(SimpleNamespace(has_ended=each) for each in ended)
+    device.exported.append(gpu.empty((100,), "f8"))
+    used = gpu.live_bytes
+    device.let_go(is_orderly=False)
+    if not all(ended):
+        time.sleep(3 * devices._LOOK_S)
+        assert gpu.live_bytes == used
+        device.peers[1].has_ended = True
+    wait_until(lambda: gpu.live_bytes < used, 20)
 
 
 def test_links_tell_that_they_have_ended():

@@ -145,6 +145,25 @@ def test_redistributions(gpu, client, monkeypatch, order, fails):
     assert len(set(left_bytes)) == 1
 
 
+def finds_no_values(ctx, x):
+    """Reads what a process that has ended was to write."""
+    if ctx.rank and not here.setdefault("unwritten", 0):
+        here["unwritten"] = 1
+        ctx.device.has_ended = True
+        raise ValueError("the residual is not a number")
+    ctx.barrier()
+    return x
+
+
+def test_errors_of_values_that_were_never_written_are_nobodys(gpu, client):
+    """All members come again, and no user sees them."""
+    try:
+        assert np.array_equal(on_host(spmd(finds_no_values, array())), X)
+    finally:
+        here.pop("unwritten")
+    nothing_is_left(client)
+
+
 def loses_its_gpu(ctx, x):
     if ctx.rank and not here.setdefault("lost", 0):
         here["lost"] = 1

@@ -73,9 +73,12 @@ def test_rims_that_are_on_their_way_are_not_exchanged_again():
 
 def test_elements_that_are_nothing_but_bytes():
     ctx = Context(Members(((2,), (2,)), (1, 1)))
-    p = ctx.padded(np.full((2, 2), b"seven").view("V5"), 1, "nearest")
+    share = np.full((2, 2), b"seven").view("V5")
     filled = [[b"", b"seven", b"seven", b""], [b"seven"] * 4]
+    p = ctx.padded(share, 1, "nearest", corners=False)
     assert ctx.halo(p).view("S5").tolist() == [*filled, *filled[::-1]], "corners are zero"
+    p = ctx.padded(share, 1, "nearest")
+    assert ctx.halo(p).view("S5").tolist() == [[b"seven"] * 4] * 4
 
 
 @pytest.mark.parametrize("call", [Context.halo, Context.halo_begin])

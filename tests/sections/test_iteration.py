@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import iterate, spmd
-from dask_p2p.errors import BlockMismatchError, UnsupportedArrayError
+from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
 
 X = np.arange(24.0).reshape(6, 4)
 
@@ -92,19 +92,50 @@ def test_not_a_number_does_not_stop_it():
     assert np.array_equal(computed(y), X + 5)
 
 
-def test_constants_are_the_functions_own():
-    """It would change what its caller has, and what it is given when it runs again."""
-    weight, bias = np.zeros(1), array() * 0
+def test_fields_and_constants_are_only_read():
+    """The next step, the other part of an overlapped one, or another run would read the change."""
 
-    def counts(u, weight, bias, out):
+    def field(u, weight, bias, out):
+        out[:] = u
+        u *= 0.5
+
+    def array_constant(u, weight, bias, out):
         weight += 1
-        bias += 1
-        out[:] = u + weight + bias
+        out[:] = u
 
-    y = iterate(counts, array(), 0, 3, constants=(weight, bias), members=1)
-    for _ in range(2):
-        assert np.array_equal(computed(y), X + 12)
+    def divided_constant(u, weight, bias, out):
+        bias[0] = 1
+        out[:] = u
+
+    def returning(u, weight, bias):
+        u[0] = 0
+        return u
+
+    def older(u, before, out):
+        before[...] = 0
+        out[:] = u
+
+    weight, bias = np.zeros(1), array() * 0
+    for function in (field, array_constant, divided_constant, returning):
+        for overlap in (False, True):
+            y = iterate(
+                function, array(), 0, 3, constants=(weight, bias), members=1, overlap=overlap
+            )
+            with pytest.raises(InputError, match=r"only reads its fields and.*u = u\.copy\(\)"):
+                computed(y)
     assert weight == 0
+    with pytest.raises(InputError, match="only reads its fields"):
+        computed(iterate(older, (array(), array()), 0, 3, members=1)[0])
+
+
+def test_copies_of_fields_may_be_written_to():
+    def scaled(u, weight, out):
+        u = u * 0.5
+        u += weight
+        out[:] = u
+
+    y = iterate(scaled, array(), 0, 2, constants=(array(np.ones_like(X)),), members=1)
+    assert np.array_equal(computed(y), (X * 0.5 + 1) * 0.5 + 1)
 
 
 @pytest.mark.parametrize(

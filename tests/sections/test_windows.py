@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
-from dask_p2p.errors import TransferError
+from dask_p2p.config import options
+from dask_p2p.errors import DeviceLostError, TransferError
+from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.cuda_ipc import Place
 from dask_p2p.sections import windows
 from dask_p2p.sections.devices import Gpu
+from dask_p2p.sections.link import AttemptEndedError
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
+from dask_p2p.transports.in_place.ipc import IpcTransport
 from tests.sections.emulated import emulated_gpu
+from tests.transports.loopback import wait_until
 
 
 @pytest.fixture
@@ -62,3 +72,141 @@ def test_what_keeps_it_from_being_read_is_named(calls, monkeypatch):
     monkeypatch.setattr(windows.cuda_ipc, "peer_obstacle", lambda gpu: f"no access to {gpu}")
     with pytest.raises(TransferError, match="no access to gpu"):
         PeerMemory(gpu, told)
+
+
+# --- a process that ends
+
+
+@pytest.fixture
+def other():
+    """The process of another member, until it is killed."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def told(calls, monkeypatch, other):
+    """What that member has told: it has two events."""
+    here = windows._own_peer()
+    there = replace(here, pid=other.pid, process=f"other-{other.pid}")
+    monkeypatch.setattr(windows, "_own_peer", lambda: there)
+    told = OwnEvents(Gpu(None), 2).told(0)
+    monkeypatch.setattr(windows, "_own_peer", lambda: here)
+    return told
+
+
+def test_tasks_and_sections_have_the_same_mappings(calls):
+    """A pool that both read is mapped once."""
+    worker = SimpleNamespace(folder="/nowhere", address="a")
+    transport = IpcTransport(worker, options())
+    own = windows._own_peer()
+    mapping = transport.mappings.acquire(own, place(1, 5000), 1)
+    memory = PeerMemory(gpu := Gpu(None), OwnEvents(gpu, 2).told(0))
+    assert memory.mapped(place(1, 5000), 800) == 2**20
+    assert calls == ["01"]
+    memory.close()
+    transport.mappings.release(mapping)
+    assert own.process == transport.describe().process
+    transport.on_worker_left("unknown")
+    transport.mappings.retire(own.process)
+    transport.mappings.close_unused()
+    assert calls == ["01", "closed"]
+
+
+@pytest.mark.parametrize("when", ["before", "in", "after"])
+def test_memory_of_a_member_whose_process_ends_is_closed(calls, told, other, when):
+    """At once, or when nothing of this member reads it any more."""
+    gpu = Gpu(None)
+    memory = PeerMemory(gpu, told)
+    if when == "before":
+        other.kill()
+        wait_until(lambda: memory.has_ended, 20)
+        with pytest.raises(TransferError, match=f"process {other.pid} has ended"):
+            memory.mapped(place(1, 5000), 100)
+        memory.close()
+        assert calls == []
+        return
+    memory.mapped(place(1, 5000), 100)
+    if when == "after":
+        memory.close()
+        assert calls == ["01"], "the next section need not map it"
+    other.kill()
+    if when == "in":
+        wait_until(lambda: gpu.has_ended, 20)
+        assert calls == ["01"], "the GPU may still read it"
+        memory.close()
+    wait_until(lambda: calls == ["01", "closed"], 20)
+
+
+class Waiting:
+    """A GPU whose streams wait for events of a process, until another one has recorded these."""
+
+    def __init__(self, monkeypatch, runtime, ends=True):
+        self.ends, self.recorded, self.waited = ends, [], []
+        self.until_s = time.monotonic() + 20  # the wait of a test that fails
+        monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if self.is_done else 600)
+        monkeypatch.setattr(runtime, "eventRecord", self.record)
+        wait_for = runtime.streamWaitEvent
+
+        def wait(stream, event):
+            self.waited.append((stream, event))
+            wait_for(stream, event)
+
+        monkeypatch.setattr(runtime, "streamWaitEvent", wait)
+
+    @property
+    def is_done(self):
+        assert time.monotonic() < self.until_s, "the GPU waits for ever"
+        return self.ends and len(self.recorded) == 2
+
+    def record(self, event, stream):
+        self.recorded.append((event, stream))
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, told, other, has_ended):
+    """Also where nobody here has found out yet that the attempt has ended."""
+    gpu = Gpu(SimpleNamespace(has_ended=has_ended))
+    with gpu.running([]):
+        memory = PeerMemory(gpu, told)
+        gpu.peers.append(memory)
+        gpu.closing.append(memory.close)
+        memory.mapped(place(1, 5000), 100)
+        memory.wait(gpu.stream, 0)
+        waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)
+        other.kill()
+        with pytest.raises(AttemptEndedError):
+            gpu.wait()
+        assert waiting.is_done
+        (stream,) = {stream for _, stream in waiting.recorded}
+        (probe,) = {stream for stream, _ in waiting.waited}
+        assert len({stream, probe, gpu.stream.ptr, gpu.copies.ptr}) == 4
+    wait_until(lambda: calls == ["01", "closed"], 20)
+
+
+def test_waits_that_do_not_end(monkeypatch, calls, told, other):
+    """The worker leaves at once: until then nobody gets the memory of the process that ended."""
+    gpu = Gpu(SimpleNamespace(has_ended=True))
+
+    def work():
+        with gpu.running([]):
+            memory = PeerMemory(gpu, told)
+            gpu.peers.append(memory)
+            Waiting(monkeypatch, gpu.module.cuda.runtime, ends=False)
+            other.kill()
+
+    with pytest.raises(DeviceLostError, match=f"an event of process {other.pid}, which has ended"):
+        work()
+
+
+def test_events_that_are_closed_are_not_recorded(monkeypatch, calls, told, other):
+    gpu = Gpu(None)
+    memory = PeerMemory(gpu, told)
+    memory.close()
+    waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)
+    memory._on_end("as it would be called a little too late")
+    other.kill()
+    wait_until(lambda: cuda_ipc.PROCESSES.has_ended(f"other-{other.pid}"), 20)
+    assert waiting.recorded == []
+    assert not gpu.has_ended

@@ -283,19 +283,21 @@ class Array:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
     def __getitem__(self, item):
-        return Array(self.recorder, self.values[item], self.owner)
+        return Array(self.recorder, self.values[getattr(item, "values", item)], self.owner)
 
     def __setitem__(self, item, value):
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
-        reads = [value] if isinstance(value, Array) else []
-
+        is_mask = isinstance(item, Array)
+        reads = [each for each in (item, value) if isinstance(each, Array)]
         own, given = self.values, getattr(value, "values", value)
+        where = item.values if is_mask else item
 
         def fill():
-            own[item] = given
+            own[where] = given
 
-        self.recorder.run(self._stream, "a kernel", fill, reads=reads, writes=[self[item]])
+        written = self if is_mask else self[item]
+        self.recorder.run(self._stream, "a kernel", fill, reads=reads, writes=[written])
 
     def __len__(self):
         return len(self.values)
@@ -341,6 +343,9 @@ class Array:
 
     def __eq__(self, other):
         return self.made(np.equal, other)
+
+    def __and__(self, other):
+        return self.made(np.logical_and, other)
 
     __hash__ = None
 
@@ -524,6 +529,7 @@ def _cupy(recorder):
         ipcGetEventHandle=lambda event: event.to_bytes(8, "little"),
         ipcOpenEventHandle=lambda handle: int.from_bytes(handle, "little"),
         eventDestroy=lambda event: None,
+        eventRecord=lambda event, stream: recorder.events[event].record(recorder.streams[stream]),
         streamWaitEvent=lambda stream, event: recorder.streams[stream].wait_event(
             recorder.events[event]
         ),

@@ -77,11 +77,15 @@ def _bring(bring, done, error, timeout_s, into):
 
 
 class HaltingIpc(_Halting, ipc.IpcTransport):
+    def __init__(self, worker, options):
+        super().__init__(worker, options)
+        self.mappings = cuda_ipc.Mappings()  # each worker stands for a process
+
     def _peer_obstacle(self, peer):
         return None
 
     def describe(self):
-        return Peer("boot", "namespace", 0, 0, self.directory.folder, "gpu")
+        return Peer("boot", "namespace", 0, 0, self.directory.folder, self.directory.folder, "gpu")
 
 
 class HaltingComm(_Halting, comm.CommTransport):

@@ -35,6 +35,11 @@ from dask_p2p.types import Array, Kind
 _SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
 
 
+# From the departure of a worker until its process ends, if it does, and its mappings are closed.
+# Until then that could wait for a GPU which waits for the process.
+_ENDING_S = 1.0
+
+
 @section("transports.ipc")
 class IpcOptions(Section):
     """See p2p-schema.yaml."""
@@ -62,7 +67,7 @@ class IpcTransport(SameHostTransport):
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:
         super().__init__(worker, options)
-        self.mappings = cuda_ipc.Mappings()
+        self.mappings = cuda_ipc.MAPPINGS
 
     def memory_proof(self) -> str:
         return cuda_ipc.gpu_uuid()
@@ -89,7 +94,7 @@ class IpcTransport(SameHostTransport):
         if place.gpu != peer.memory_proof and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
             raise TransferError(f"{wanted} is on another GPU than its holder's: {obstacle}")
         block_bytes = prod(wanted.shape) * wanted.dtype.itemsize
-        mapping = self.mappings.acquire(peer.folder, place, block_bytes)
+        mapping = self.mappings.acquire(peer, place, block_bytes)
         reading.ending[number].callback(self.mappings.release, mapping)
         address = mapping.address + place.offset_bytes
         strides = descriptor.strides
@@ -99,7 +104,11 @@ class IpcTransport(SameHostTransport):
         known = self._peers.get(holder)
         super().on_worker_left(holder)
         if known is not None:
-            self.mappings.retire(known[0].folder)
+            self.mappings.retire(known[0].process)
+            self.worker.loop.call_later(_ENDING_S, self._close_unused)
+
+    def _close_unused(self) -> None:
+        if not self.is_closed:
             self.offload(self.mappings.close_unused)
 
     async def close(self) -> None:

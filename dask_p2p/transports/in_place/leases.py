@@ -233,6 +233,12 @@ class PublishedBlocks(_LockFile):
             dropped = self._withdraw(self.published.pop(key, None))
         del dropped  # freeing a GPU's memory may wait for it: nobody should wait for that lock
 
+    def retire(self, key: Key) -> None:
+        """Withdraw a block as it is now; one that is being published for a reader stays."""
+        with self._lock:
+            dropped = self._withdraw(self.published.pop(key, None))
+        del dropped  # see `withdraw`
+
     def expire(self, ttl_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
         """Withdraw what is older, or spilled; drop what nobody reads; return how many are left."""
         with self._lock:

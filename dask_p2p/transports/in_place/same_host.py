@@ -27,6 +27,7 @@ from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.interprocess.peer import Peer, no_directory, separation
+from dask_p2p.interprocess.processes import own_name
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_blocks
 from dask_p2p.transports.base import Request, Transport, answers
 from dask_p2p.transports.context import WorkerContext
@@ -159,6 +160,10 @@ class SameHostTransport(Transport):
     def on_released(self, key: Key) -> None:
         self.directory.withdraw(key)
 
+    def on_spilled(self, key: Key) -> None:
+        """Withdraw a block that is spilled, so that its memory is free. Any thread may call it."""
+        self.directory.retire(key)
+
     def on_worker_left(self, holder: str) -> None:
         self._peers.pop(holder, None)
 
@@ -185,6 +190,7 @@ class SameHostTransport(Transport):
             pid_namespace=pid_namespace,
             user=os.getuid(),
             pid=os.getpid(),
+            process=own_name(),
             folder=self.directory.folder,
             memory_proof=self.memory_proof(),
             refusal=self.directory.refusal,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import sys
 import threading
 import weakref
@@ -76,12 +77,14 @@ def device(monkeypatch):
     monkeypatch.setattr(ipc, "wait_until_written", lambda blocks, any_stream: None)
     monkeypatch.setattr(same_host, "backend_for", lambda block: SimpleNamespace(name="cupy"))
     describe = IpcTransport.describe
-    pids = {"reader": 1, "holder": 2}
-    monkeypatch.setattr(
-        IpcTransport,
-        "describe",
-        lambda transport: replace(describe(transport), pid=pids[transport.worker.address]),
-    )
+    pids = {"reader": os.getpid(), "holder": os.getppid()}
+
+    def other_process(transport):
+        name = transport.worker.address
+        return replace(describe(transport), pid=pids[name], process=name)
+
+    monkeypatch.setattr(IpcTransport, "describe", other_process)
+    monkeypatch.setattr(cuda_ipc, "MAPPINGS", cuda_ipc.Mappings())
     return device
 
 

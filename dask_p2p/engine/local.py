@@ -1,0 +1,161 @@
+"""The blocks of one assembly that its own worker holds, in memory or spilled.
+
+The worker plugin gives references to them, as it does for blocks of others. So Dask brings no
+spilled block back for the task, and keeps none for it: blocks are looked up, and read one after
+another. Without the plugin Dask hands all of them over, as arrays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from dask_p2p.backends import MOST_UNREAD, Queue, as_array, backend_for, backend_named
+from dask_p2p.config import Options
+from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.engine.memory import in_memory_bytes
+from dask_p2p.errors import BlockUnavailableError, TransferError
+from dask_p2p.geometry import box_slices, split_box
+from dask_p2p.plans import BlockPlan, Piece
+from dask_p2p.transports.replies import checked_block
+from dask_p2p.types import Array, DType, Key, Kind
+
+_PART_BYTES = 2**24  # of a spilled block, that goes to a GPU at a time
+_SHARE = 8  # of the staging limit, that such a part takes at most
+_PARTS = MOST_UNREAD + 1  # that a GPU has at a time
+
+
+class LocalBlocks:
+    """The blocks of one assembly that its own worker holds.
+
+    Those that kernels of a GPU read stay referenced until `release`, all others only while they are
+    read: Dask may spill a block meanwhile, and then its memory is free.
+    """
+
+    def __init__(
+        self,
+        plan: BlockPlan,
+        keys: Sequence[Key],  # of the plan's sources
+        dtype: DType,  # of the input blocks
+        options: Options,  # of the task
+        context: TaskContext | None,  # the worker's; needed where there are references
+    ) -> None:
+        self._plan, self._keys, self._dtype, self._context = plan, keys, dtype, context
+        self._any_stream = options.any_producer_stream
+        self._part_bytes = max(1, min(_PART_BYTES, options.staging_limit_bytes // _SHARE))
+        #: Arrays, or references to this worker, by their number among the plan's sources.
+        self.blocks: dict[int, Any] = {}
+        self._being_read: dict[int, Array] = {}  # by kernels that are queued
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks)
+
+    def in_memory(self) -> dict[int, Array]:
+        """Return the blocks that are not spilled now, checked, by number.
+
+        `BlockMismatchError` or `UnsupportedArrayError` if one is not what its array declares.
+        """
+        found = {}
+        for number, given in self.blocks.items():
+            if not isinstance(given, BlockRef):
+                found[number] = self.blocks[number] = self._checked(number, given)
+                continue
+            assert self._context is not None, "references are only made with the plugin"
+            try:
+                found[number] = self._checked(number, self._context.in_memory(given.key))
+            except KeyError:  # it is spilled, or gone
+                continue
+        return found
+
+    def kinds(self, in_memory: Mapping[int, Array]) -> dict[str, int]:
+        """Return of which kinds the blocks are, as far as it is known, and one block of each."""
+        kinds = {backend_for(block).name: number for number, block in in_memory.items()}
+        for number in self.blocks.keys() - in_memory.keys():
+            assert self._context is not None
+            kind = self._context.kind_of(self._keys[number])
+            if kind is not None:
+                kinds.setdefault(kind, number)
+        return kinds
+
+    def needed_bytes(self, in_memory: Mapping[int, Array], kind: Kind) -> int:
+        """Return how much memory the blocks take while they are read."""
+        references = {n for n, block in self.blocks.items() if isinstance(block, BlockRef)}
+        taken = {number: in_memory_bytes(block) for number, block in in_memory.items()}
+        together_bytes = sum(taken[number] for number in taken.keys() - references)
+        spilled = [
+            prod(self._plan.source_shapes[number]) * self._dtype.itemsize
+            for number in references - taken.keys()
+        ]
+        own = [taken[number] for number in taken.keys() & references]
+        if not backend_named(kind).on_device:
+            return together_bytes + max([*own, *spilled], default=0)
+        part_bytes = min(self._part_bytes, max(spilled, default=0))
+        return together_bytes + sum(own) + _PARTS * part_bytes
+
+    def hold(self, queue: Queue) -> None:
+        """Keep those that kernels of a GPU will read, once their values are there."""
+        if backend_named(queue.kind).on_device:
+            found = self.in_memory()
+            self._being_read = {n: found[n] for n in found if backend_for(found[n]).on_device}
+            queue.wait_until_written(self._being_read.values(), any_stream=self._any_stream)
+
+    def release(self) -> None:
+        """Keep none any longer, now that the queue is synchronised."""
+        self._being_read = {}
+
+    def put_into(self, out: Array, queue: Queue) -> None:
+        """Queue all pieces of these blocks, block after block.
+
+        `TransferError` if a block is gone, as of a task that was cancelled, or cannot be read.
+        """
+        pieces: defaultdict[int, list[Piece]] = defaultdict(list)
+        for piece in self._plan.pieces:
+            if piece.source in self.blocks:
+                pieces[piece.source].append(piece)
+        for number, own in pieces.items():
+            if number in self._being_read:
+                self._put_at_once(out, queue, self._being_read[number], own)
+            else:
+                self._put_by_parts(out, queue, self._found(number), own)
+
+    def _put_at_once(self, out: Array, queue: Queue, block: Array, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            region = block[box_slices(piece.src)]
+            queue.permute(out[box_slices(piece.dst)], region, self._plan.axes, concurrent=True)
+
+    def _put_by_parts(
+        self, out: Array, queue: Queue, block: Array, pieces: Sequence[Piece]
+    ) -> None:
+        """Put a block's pieces into place; of one that goes to a GPU, in parts."""
+        if backend_for(block).on_device:  # one that could only be read as a whole
+            queue.wait_until_written([block], any_stream=self._any_stream)
+        for piece in pieces:
+            for box in self._parts(piece, queue):
+                place = box_slices(self._plan.destination(piece, box))
+                queue.permute_and_drop(out[place], block[box_slices(box)], self._plan.axes)
+
+    def _parts(self, piece: Piece, queue: Queue) -> Iterator[Any]:
+        if not backend_named(queue.kind).on_device:
+            return iter([piece.src])
+        return split_box(piece.src, max(1, self._part_bytes // max(1, self._dtype.itemsize)))
+
+    def _found(self, number: int) -> Any:
+        """Return a block, wherever it lies now: what is spilled is read, and stays spilled."""
+        block, key = self.blocks[number], self._keys[number]
+        if isinstance(block, BlockRef):
+            assert self._context is not None
+            try:
+                block = self._context.block(key)
+            except KeyError:
+                here = self._context.address
+                raise BlockUnavailableError(f"block {key!r} is no longer on {here}") from None
+            except OSError as exc:
+                raise TransferError(f"block {key!r} cannot be read from disk: {exc}") from exc
+        return self._checked(number, block)
+
+    def _checked(self, number: int, block: Any) -> Any:
+        shape = self._plan.source_shapes[number]
+        return checked_block(as_array(block), self._keys[number], shape, self._dtype)

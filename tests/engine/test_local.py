@@ -1,0 +1,227 @@
+"""The blocks that a worker holds itself: looked up and read one by one, wherever they lie."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.engine.assembly import Assembly, OutputSpec
+from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.errors import (
+    BlockMismatchError,
+    BlockUnavailableError,
+    MemoryLimitError,
+    TransferError,
+)
+from dask_p2p.plans import redistribution
+from tests.engine.test_assembly import (
+    BLOCKS,
+    OPTIONS,
+    PLAN,
+    FakePeers,
+    FakeTransport,
+    X,
+    check,
+    opened,
+)
+from tests.simulation.gpu import DeviceArray
+
+HERE = "b"  # the address of `FakePeers`
+
+
+class Store(FakePeers):
+    """A worker with blocks, some of which are spilled: these are made anew for whoever reads."""
+
+    def __init__(self, *transports, blocks, spilled=()):
+        super().__init__(*transports)
+        self.blocks, self.spilled = dict(blocks), set(spilled)
+        self.read = []  # keys of blocks, in the order in which they were read from disk
+        self.made, self.most_alive = [], 0
+        self.kind = "numpy"
+
+    def holds(self, key):
+        return key in self.blocks
+
+    def in_memory(self, key):
+        if key in self.spilled:
+            raise KeyError(key)
+        return self.blocks[key]
+
+    def block(self, key):
+        if key not in self.spilled:
+            return self.blocks[key]
+        self.read.append(key)
+        block = self.blocks[key].copy()
+        self.made.append(weakref.ref(block))
+        self.most_alive = max(self.most_alive, self.alive)
+        return block
+
+    @property
+    def alive(self):
+        """How many blocks that were read are still there."""
+        return sum(reference() is not None for reference in self.made)
+
+    def kind_of(self, key):
+        return self.kind
+
+
+def assembly(store, holders=((HERE,), (HERE,), (HERE,)), plan=None, dtype=X.dtype, **changes):
+    plan = plan or PLAN.block((1, 0))
+    output = OutputSpec(("x",), dtype, "numpy", replace(OPTIONS, **changes))
+    blocks = [
+        BlockRef(("x", *source.block), of) for source, of in zip(plan.sources, holders, strict=True)
+    ]
+    return Assembly(plan, output, blocks, store)
+
+
+KEYS = list(BLOCKS)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("spilled", [[], KEYS[:1], KEYS])
+def test_spilled_blocks_are_read_one_after_another(spilled, mode):
+    store = Store(blocks=BLOCKS, spilled=spilled)
+    check(assembly(store, mode=mode).run())
+    assert sorted(store.read) == spilled
+    assert store.most_alive == bool(spilled)
+    assert not store.alive
+
+
+def test_a_block_is_not_kept_while_others_are_read():
+    """Dask may spill it meanwhile, and wants its memory back."""
+    store = Store(blocks={key: block.copy() for key, block in BLOCKS.items()})
+    references = {key: weakref.ref(block) for key, block in store.blocks.items()}
+    made = assembly(store)
+    permute_into = NUMPY.permute_into
+    seen = []
+
+    def spill_all_others(dst, src, axes):
+        for key in KEYS:
+            store.blocks[key] = store.blocks[key].copy()
+        seen.append([key for key in KEYS if references[key]() is not None])
+        permute_into(dst, src, axes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(NUMPY), "permute_into", lambda self, *args: spill_all_others(*args))
+        check(made.run())
+    assert seen == [KEYS[:1], [], []]
+
+
+def test_local_and_remote_blocks_together():
+    log = []
+    transports = FakeTransport("quick", log), FakeTransport("slow", log)
+    store = Store(*transports, blocks={KEYS[1]: BLOCKS[KEYS[1]]}, spilled=[KEYS[1]])
+    made = assembly(store, (("a",), (HERE, "c"), ("c",)))
+    check(made.run())
+    assert store.read == [KEYS[1]]
+    assert opened(log) == [("quick", "c"), ("quick", "a")]
+    assert store.served == [], "a spilled block is not published ahead"
+
+
+def test_a_block_in_memory_is_handed_on_without_a_copy():
+    block = X[:3].copy()
+    plan = redistribution(((3,), (9,)), (0, 1), ((3,), (9,))).block((0, 0))
+    store = Store(blocks={KEYS[0]: block})
+    assert assembly(store, [(HERE,)], plan).run() is block
+    store.spilled.add(KEYS[0])
+    made = assembly(store, [(HERE,)], plan).run()
+    assert not store.alive, "the result does not keep what was read"
+    np.testing.assert_array_equal(made, block)
+
+
+def test_a_block_that_is_gone_is_asked_for_again():
+    """As of a task that was cancelled, or where Dask has moved the block."""
+    store = Store(blocks={key: BLOCKS[key] for key in KEYS[:2]})
+    with pytest.raises(BlockUnavailableError, match=r"block \('x', 2, 0\) is no longer on b"):
+        assembly(store).run()
+
+
+def test_a_disk_that_fails_is_named(monkeypatch):
+    def fail(key):
+        raise OSError(5, "Input/output error")
+
+    store = Store(blocks=BLOCKS, spilled=KEYS)
+    monkeypatch.setattr(store, "block", fail)
+    with pytest.raises(TransferError, match=r"\('x', 0, 0\) cannot be read from disk: .*output er"):
+        assembly(store).run()
+
+
+@pytest.mark.parametrize("spilled", [[], KEYS])
+def test_blocks_that_are_not_as_declared(spilled):
+    store = Store(blocks={**BLOCKS, KEYS[2]: np.ones((3, 8))}, spilled=spilled)
+    with pytest.raises(BlockMismatchError, match=r"\('x', 2, 0\).*\(3, 9\).*\(3, 8\)"):
+        assembly(store).run()
+
+
+@pytest.mark.parametrize("spilled", [[], KEYS])
+def test_blocks_in_another_byte_order(spilled):
+    store = Store(blocks=BLOCKS, spilled=spilled)
+    made = assembly(store, dtype=np.dtype(">f8")).run()
+    assert made.dtype == ">f8"
+    check(made)
+
+
+def test_no_more_memory_is_asked_for_than_for_one_block():
+    """216 bytes for the output, and as many for a block: not for all three."""
+    store = Store(blocks=BLOCKS, spilled=KEYS)
+    store.memory = 2 * 216
+    check(assembly(store).run())
+    store.memory -= 1
+    with pytest.raises(MemoryLimitError, match="216 B for the blocks here"):
+        assembly(store).run()
+
+
+def test_a_spilled_block_is_of_the_kind_that_it_had():
+    """Of one that dask-cuda has spilled, the bytes lie in host memory."""
+    store = Store(blocks=BLOCKS, spilled=KEYS)
+    store.kind = "cupy"
+    made = assembly(store)
+    assert made._kind(made.local.in_memory()) == "cupy"
+    store.kind = None
+    assert made._kind(made.local.in_memory()) == "numpy", "as declared"
+
+
+class DeviceQueue(HostQueue):
+    """A queue whose kernels read their arrays when it is synchronised."""
+
+    def __init__(self):
+        super().__init__(NUMPY)
+        self.kind, self.queued, self.uploaded, self.waited = "cupy", [], [], []
+
+    def wait_until_written(self, blocks, *, any_stream):
+        self.waited += blocks
+
+    def permute(self, dst, src, axes, *, concurrent=False):
+        reference = weakref.ref(src.base)
+        self.queued.append((dst, reference, axes))
+
+    def permute_and_drop(self, dst, src, axes):
+        self.uploaded.append(src.nbytes)
+        NUMPY.permute_into(dst, src, axes)
+
+
+def test_blocks_on_a_gpu_stay_until_its_kernels_are_done(monkeypatch):
+    """And spilled ones go there by parts."""
+    monkeypatch.setattr(type(CUPY), "check", lambda self, block: None)
+    on_gpu = {key: BLOCKS[key].copy().view(DeviceArray) for key in KEYS[:2]}
+    store = Store(blocks={**BLOCKS, **on_gpu}, spilled=KEYS[2:])
+    local = assembly(store, staging_limit_bytes=8 * 24).local
+    assert local.needed_bytes(local.in_memory(), "cupy") == 2 * 216 + 3 * 24
+    queue, out = DeviceQueue(), np.zeros((3, 9))
+    local.hold(queue)
+    local.put_into(out, queue)
+    store.blocks.clear()
+    on_gpu.clear()
+    assert len(queue.waited) == 2
+    queue.waited.clear()
+    assert all(reference() is not None for _, reference, _ in queue.queued)
+    local.release()
+    assert all(reference() is None for _, reference, _ in queue.queued)
+    assert queue.uploaded == [24, 24, 24]
+    np.testing.assert_array_equal(out[:, 6:], X.T[3:6, 6:])

@@ -1,0 +1,299 @@
+"""A worker of a GPU is killed: the one in its place gets as much memory, and work goes on.
+
+Its nanny starts the new worker once. If the pool of the old one is still mapped anywhere, the new
+pool does not fit, and the nanny gives up.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p import iterate, spmd
+from dask_p2p.backends.driver import close_ipc
+from dask_p2p.interprocess.processes import PROCESSES
+from dask_p2p.sections.lost_events import LostEvents
+from dask_p2p.tools.cluster import round_down
+from tests.conftest import SHARING
+from tests.faults.support import BOUND_S, addresses
+from tests.gpu.support import HeldKernel, on_gpu
+from tests.gpu.test_sections import heat
+from tests.gpu.test_streams import spin
+from tests.sections.support import nothing_is_left
+from tests.sections.test_iterate import reference
+from tests.support import result_of
+from tests.transports.loopback import wait_until
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(400),
+]
+
+POOL_FRACTION = 0.7  # of a GPU's memory: there is no room for two
+BACK_S = BOUND_S  # until the new worker is there, some seconds on a host that is not busy
+STEPS, LONG = 30, 400
+X = np.random.default_rng(0).normal(size=(256, 128))
+CHUNKS = (128, 128)
+
+
+@pytest.fixture
+def pool(request):
+    """Options of a pool of which a GPU has no room for a second one."""
+    import cupy
+
+    share = 1 / SHARING if request.config.getoption("--share-gpu") else 1.0
+    total_bytes = cupy.cuda.runtime.memGetInfo()[1]
+    return {"rmm_pool_size": round_down(int(POOL_FRACTION * share * total_bytes))}
+
+
+@contextmanager
+def two_workers(pool):
+    from distributed import Client
+
+    with dask_p2p.local_cluster(2, gpus=True, **pool) as cluster, Client(cluster) as client:
+        yield client
+
+
+def by_turns(ctx, x):
+    for _ in ctx.steps(STEPS):
+        there = ctx.redistribute(x, (1,))
+        there += 1
+        ctx.redistribute(there, from_cut=(1,), out=x)
+    return x
+
+
+def of_iterate(x, **kwargs):
+    return iterate(heat, x, 1, STEPS, **kwargs)
+
+
+WORK = {
+    "iterate": of_iterate,
+    "captured": partial(of_iterate, capture=True),
+    "redistribute": partial(spmd, by_turns),
+    "transpose": dask_p2p.transpose,
+}
+
+
+def wanted_of(kind):
+    if kind == "redistribute":
+        return X + STEPS
+    return X.T if kind == "transpose" else reference(heat, [X], 1, STEPS, "periodic")[0]
+
+
+def do(client, kind):
+    """Do some work on both GPUs, check it, and leave nothing of it."""
+    x = client.persist(on_gpu(X, CHUNKS))
+    y = WORK[kind](x)
+    y = y.map_blocks(lambda block: block.get(), dtype=y.dtype, meta=np.empty((0, 0)))
+    got = result_of(client, client.compute(y), timeout_s=120)
+    np.testing.assert_allclose(got, wanted_of(kind), rtol=1e-11, atol=1e-11)
+
+
+def kill_one(client):
+    """Kill a worker; return its address."""
+    pids = client.run(os.getpid)
+    victim = min(pids)
+    os.kill(pids[victim], signal.SIGKILL)
+    return victim
+
+
+def wait_for_another(client, gone, within_s=BACK_S):
+    """Wait until there is a worker in the place of those that are gone."""
+    wait_until(lambda: len(now := addresses(client)) == 2 and gone not in now, within_s)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "iterate"),
+        ("iterate", "iterate"),
+        ("captured", "captured"),
+        ("redistribute", "redistribute"),
+        ("transpose", "iterate"),
+        ("iterate", "transpose"),
+    ],
+)
+def test_killed_between_two_kinds_of_work(pool, before, after):
+    """Whatever has mapped its pool before."""
+    with two_workers(pool) as client:
+        for _ in range(2 if before else 0):
+            do(client, before)
+        gone = kill_one(client)
+        wait_for_another(client, gone)
+        do(client, after)
+        nothing_is_left(client)
+
+
+@pytest.mark.gpu(2)
+def test_killed_again_and_again(pool):
+    with two_workers(pool) as client:
+        for _ in range(3):
+            do(client, "iterate")
+            do(client, "redistribute")
+            gone = kill_one(client)
+            wait_for_another(client, gone)
+        do(client, "iterate")
+
+
+def die_once(path, after_s):
+    """End this process later, if nobody did so before."""
+    try:
+        with path.open("x") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        return
+    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def result_after_death(client, y, path):
+    """The values of an array, one of whose members dies once; its worker must be back soon."""
+    workers = {str(pid): address for address, pid in client.run(os.getpid).items()}
+    y = y.map_blocks(lambda block: block.get(), dtype=y.dtype, meta=np.empty((0, 0)))
+    future = client.compute(y)
+    wait_until(lambda: path.exists() and path.read_text(), 60)
+    gone = workers[path.read_text()]
+    wait_until(lambda: gone not in addresses(client), 60)
+    wait_for_another(client, gone)
+    return result_of(client, future, timeout_s=200)
+
+
+def slow_heat(u, out, path, ns, reads):
+    """Puts work on the GPU far quicker than that does it."""
+    import cupy
+
+    spin(cupy.cuda.get_current_stream(), ns)
+    heat(u, out)
+    if reads:
+        float(out.sum())  # the host waits where nobody but CUDA can wake it
+    die_once(path, 0.5)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("ns", "given"),
+    [
+        (20_000_000, {}),
+        (20_000_000, {"reads": True}),
+        (200_000, {"capture": True}),
+        (20_000_000, {"checkpoint_every": 10}),
+        (0, {}),
+    ],
+    ids=str,
+)
+def test_killed_while_the_other_gpu_waits_for_it(pool, tmp_path, ns, given):
+    """What it had still to do on its GPU is never done, and the other's streams wait for that."""
+    path, steps = tmp_path / "died", LONG if ns != 200_000 else 10 * LONG
+    given = {"reads": False, **given}
+    with two_workers(pool) as client:
+        y = iterate(slow_heat, on_gpu(X, CHUNKS), 1, steps, path=path, ns=ns, **given)
+        got = result_after_death(client, y, path)
+        wanted = reference(heat, [X], 1, steps, "periodic")[0]
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-11)
+        del y
+        nothing_is_left(client)
+
+
+def turns_slowly(ctx, x, path):
+    import cupy
+
+    for _ in ctx.steps(100, [x], every=20):
+        spin(cupy.cuda.get_current_stream(), 20_000_000)
+        there = ctx.redistribute(x, (1,))
+        there += 1
+        ctx.redistribute(there, from_cut=(1,), out=x)
+        if ctx.rank == 0:
+            die_once(path, 0.5)
+    return x
+
+
+@pytest.mark.gpu(2)
+def test_killed_while_its_memory_is_read(pool, tmp_path):
+    path = tmp_path / "died"
+    with two_workers(pool) as client:
+        y = spmd(turns_slowly, on_gpu(X, CHUNKS), path=path)
+        got = result_after_death(client, y, path)
+        np.testing.assert_allclose(got, X + 100, rtol=1e-12)
+        del y
+        nothing_is_left(client)
+
+
+# --- what it rests on: two processes and the driver
+
+
+def hold(connection, seconds):
+    """Be a process with memory, and with an event behind a kernel that takes long."""
+    import cupy
+
+    runtime, stream = cupy.cuda.runtime, cupy.cuda.Stream(non_blocking=True)
+    memory = cupy.cuda.Memory(2**21)
+    event = cupy.cuda.Event(disable_timing=True, interprocess=True)
+    spin(stream, int(seconds * 1e9))
+    event.record(stream)
+    of_event, of_memory = runtime.ipcGetEventHandle(event.ptr), runtime.ipcGetMemHandle(memory.ptr)
+    connection.send((bytes(of_event), bytes(of_memory)))
+    connection.recv()
+
+
+@contextmanager
+def holder(seconds):
+    """A process that holds, and the handles of its event and its memory."""
+    context = multiprocessing.get_context("spawn")
+    connection, other = context.Pipe()
+    process = context.Process(target=hold, args=(other, seconds), daemon=True)
+    process.start()
+    try:
+        assert connection.poll(60), "the holder does not answer"
+        yield process, connection.recv()
+    finally:
+        process.kill()
+        process.join(30)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("count", [1, 12])
+def test_waits_for_an_event_of_a_killed_process_end(count):
+    """Also where more streams wait than a GPU has queues."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    with holder(60) as (process, (event_handle, _)):
+        event = runtime.ipcOpenEventHandle(event_handle)
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(count)]
+        for stream in streams:
+            runtime.streamWaitEvent(stream.ptr, event)
+        assert all(runtime.streamQuery(stream.ptr) for stream in streams), "it has not happened"
+        PROCESSES.watch(name := f"holder-{process.pid}", process.pid)
+        process.kill()
+        wait_until(lambda: PROCESSES.has_ended(name), 30)
+        lost = LostEvents(cupy.cuda, runtime.getDevice(), [event])
+        wait_until(lambda: not any(runtime.streamQuery(stream.ptr) for stream in streams), 5)
+        assert not lost.are_waited_for
+        runtime.eventDestroy(event)
+
+
+@pytest.mark.gpu(1)
+def test_closing_a_mapping_does_not_stop_other_threads():
+    """It waits for the GPU, whose work may wait for something that another thread has to do."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    with holder(0) as (_, (_, memory_handle)):
+        address = runtime.ipcOpenMemHandle(memory_handle)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        held = HeldKernel(stream)
+        closing = threading.Thread(target=close_ipc, args=(address,))
+        closing.start()
+        closing.join(1)  # it may wait by now
+        held.let_go()
+        closing.join()
+        stream.synchronize()
+        assert held.was_let_go

@@ -1,0 +1,153 @@
+"""Programs as one first writes them, with CuPy blocks: right by default, or refused at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dask_p2p import iterate
+from dask_p2p.errors import BlockMismatchError, InputError
+from tests.gpu.support import on_gpu
+from tests.gpu.test_sections import UNEVEN, X, check, nine, way
+from tests.sections.test_iterate import reference
+
+__all__ = ["way"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+    pytest.mark.gpu(2),
+]
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])
+@pytest.mark.parametrize("members", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"capture": True}], ids=str)
+def test_functions_that_read_corners(client, way, options, members, boundary):
+    y = iterate(nine, on_gpu(X, UNEVEN), 1, 50, boundary=boundary, members=members, **options)
+    check(y, reference(nine, [X], 1, 50, boundary)[0])
+
+
+def test_cubes_whose_functions_read_corners(client, way):
+    def box(u, out):
+        out[...] = 0
+        for i in range(3):
+            for j in range(3):
+                for k in range(3):
+                    ends = (n - 2 for n in u.shape)
+                    at = zip((i, j, k), ends, strict=True)
+                    out += (1 + i + 3 * j + 9 * k) / 405 * u[tuple(slice(s, s + n) for s, n in at)]
+
+    x = np.random.default_rng(0).normal(size=(20, 24, 18))
+    for boundary in ("periodic", "nearest"):
+        for members in (2, 4):
+            y = iterate(box, on_gpu(x, (10, 8, 9)), 1, 20, boundary=boundary, members=members)
+            check(y, reference(box, [x], 1, 20, boundary)[0])
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i8", "u1"])
+@pytest.mark.parametrize("members", [1, 2])
+def test_corners_that_are_asked_not_to_be_exchanged(client, way, members, dtype):
+    def star(u, out):
+        out[...] = u[2:, 1:-1] + u[:-2, 1:-1]
+
+    def corner(u, out):
+        out[...] = u[2:, 2:]
+
+    x = np.arange(X.size).reshape(X.shape).astype(dtype)
+    y = iterate(star, on_gpu(x, UNEVEN), 1, 5, corners=False, members=members)
+    assert np.array_equal(y.map_blocks(lambda b: b.get(), meta=x[:0]), reference_of(star, x))
+    with pytest.raises(InputError, match=r"corners=False: expected .* Leave corners=False out"):
+        iterate(corner, on_gpu(x, UNEVEN), 1, 5, corners=False, members=members).compute()
+
+
+def reference_of(function, x):
+    for _ in range(5):
+        new = np.empty_like(x)
+        function(np.pad(x, 1, "wrap"), new)
+        x = new
+    return x
+
+
+def test_functions_that_write_into_their_fields_are_refused(client):
+    def field(u, weight, bias, out):
+        out[...] = u[1:-1]
+        u *= 0.5
+
+    def rims(u, weight, bias, out):
+        u[0] = 1
+        out[...] = u[1:-1]
+
+    def constant(u, weight, bias, out):
+        weight += 1
+        out[...] = u[1:-1]
+
+    def divided(u, weight, bias):
+        bias[0] = 7
+        return u[1:-1]
+
+    import cupy
+
+    for function in (field, rims, constant, divided):
+        constants = cupy.ones(3), on_gpu(X, UNEVEN)
+        y = iterate(function, on_gpu(X, UNEVEN), {0: 1}, 3, constants=constants)
+        with pytest.raises(InputError, match=r"only reads its fields and.*u = u\.copy\(\)"):
+            y.compute()
+
+
+@pytest.mark.parametrize("dtype", ["i8", "i4", "u1", "?"])
+def test_fractions_in_fields_of_integers_are_refused(client, dtype):
+    x = np.zeros(X.shape, dtype)  # whose first step makes no fractions
+    x[3, 4] = 4
+
+    def whole(u, out):
+        out[...] = (u[2:] * 1.0 + u[:-2]) / 2
+
+    def in_parts(u, out):
+        out[:2] = 0.5 * u[1:3]
+        out[2:] = 1
+
+    for function in (whole, in_parts):
+        with pytest.raises(BlockMismatchError, match=r"dtype="):
+            iterate(function, on_gpu(x, UNEVEN), {0: 1}, 3).compute()
+
+
+def test_imaginary_parts_in_real_fields_are_refused(client):
+    def turned(u, out):
+        out[...] = 1j * u
+
+    with pytest.raises(BlockMismatchError, match="complex128"):
+        iterate(turned, on_gpu(X, UNEVEN), 0, 3).compute()
+
+
+def test_kernels_that_take_pointers_fill_out(client):
+    """They write to the address of `out`, whatever class it has."""
+
+    def tripled(u, out):
+        import cupy
+
+        kernel = cupy.ElementwiseKernel("T x", "T y", "y = 3 * x")
+        kernel(u, out)
+
+    for dtype in ("i4", "f4"):
+        x = np.arange(X.size).reshape(X.shape).astype(dtype)
+        y = iterate(tripled, on_gpu(x, UNEVEN), 0, 2).map_blocks(lambda b: b.get(), meta=x[:0])
+        assert np.array_equal(y.compute(), 9 * x)
+
+
+def test_several_new_arrays_are_refused(client):
+    fields = on_gpu(X, UNEVEN), on_gpu(X + 1, UNEVEN)
+    y, _ = iterate(lambda u, v: (u + v, u - v), fields, 0, 3)
+    with pytest.raises(BlockMismatchError, match=r"expected one new array .*da\.stack"):
+        y.compute()
+
+
+@pytest.mark.parametrize("dtype", ["u4", "f4", "f8", "i8"])
+def test_data_that_equal_the_marks_of_unfilled_memory(client, dtype):
+    def copied(u, out):
+        out[...] = u
+
+    bits = b"\xa5" * (X.size * np.dtype(dtype).itemsize)
+    x = np.frombuffer(bits, dtype).reshape(X.shape)
+    y = iterate(copied, on_gpu(x, UNEVEN), 0, 3).map_blocks(lambda b: b.get(), meta=x[:0])
+    assert np.array_equal(y.compute(), x)

@@ -1,0 +1,117 @@
+"""The end of other processes: who is called, when, and how often."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from functools import partial
+
+import pytest
+
+from dask_p2p.interprocess.processes import Processes, own_name
+from tests.transports.loopback import wait_until
+
+BOUND_S = 20
+
+
+@pytest.fixture
+def sleeper():
+    """A process that ends when it is killed."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+class Calls:
+    def __init__(self):
+        self.names, self.threads = [], []
+
+    def __call__(self, name):
+        self.names.append(name)
+        self.threads.append(threading.current_thread())
+
+
+def test_this_process_has_one_name():
+    assert own_name() == own_name()
+    assert own_name().startswith(f"{os.getpid()}-")
+
+
+def test_the_end_of_a_process_is_found_once(sleeper):
+    processes, calls, others = Processes(), Calls(), Calls()
+    for on_end in (calls, others, calls):
+        processes.watch("sleeper", sleeper.pid, on_end)
+    processes.watch("own", os.getpid(), calls)
+    assert not processes.has_ended("sleeper")
+    sleeper.kill()  # nobody has waited for it yet: it is a zombie
+    wait_until(lambda: calls.names and others.names, BOUND_S)
+    assert processes.has_ended("sleeper")
+    assert not processes.has_ended("own")
+    assert calls.names == others.names == ["sleeper"]
+    assert threading.current_thread() not in calls.threads + others.threads
+
+
+def test_some_are_called_after_all_others(sleeper):
+    processes, called = Processes(), []
+    for number, last in enumerate((True, False, True, False)):
+        on_end = partial(lambda number, name: called.append(number), number)
+        processes.watch("sleeper", sleeper.pid, on_end, last=last)
+    sleeper.kill()
+    wait_until(lambda: len(called) == 4, BOUND_S)
+    assert called == [1, 3, 0, 2]
+
+
+def test_a_call_that_fails_is_logged_and_others_follow(sleeper, caplog):
+    processes, calls = Processes(), Calls()
+    processes.watch("sleeper", sleeper.pid, lambda name: 1 / 0)
+    processes.watch("sleeper", sleeper.pid, calls)
+    sleeper.kill()
+    wait_until(lambda: calls.names, BOUND_S)
+    assert "the end of process sleeper" in caplog.text
+
+
+def test_a_process_that_has_ended_before(sleeper):
+    sleeper.kill()
+    sleeper.wait()
+    processes, calls = Processes(), Calls()
+    processes.watch("sleeper", sleeper.pid, calls)
+    assert processes.has_ended("sleeper")
+    wait_until(lambda: calls.names == ["sleeper"], BOUND_S)
+
+
+def test_what_is_forgotten_is_not_called(sleeper):
+    processes, calls, others = Processes(), Calls(), Calls()
+    processes.watch("sleeper", sleeper.pid, calls)
+    processes.watch("sleeper", sleeper.pid, others)
+    processes.forget("sleeper", calls)
+    processes.forget("nobody", calls)
+    sleeper.kill()
+    wait_until(lambda: others.names, BOUND_S)
+    assert calls.names == []
+
+
+def test_nothing_of_it_is_kept(sleeper):
+    """One file a process, and none when that has ended."""
+
+    def files():
+        return len(os.listdir("/proc/self/fd"))
+
+    processes = Processes()
+    processes.watch("own", os.getpid())
+    before = files()
+    for _ in range(3):
+        processes.watch("sleeper", sleeper.pid)
+    assert files() == before + 1
+    sleeper.kill()
+    wait_until(lambda: files() == before, BOUND_S)
+
+
+def test_a_kernel_that_watches_nothing(monkeypatch):
+    def refuse(pid):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    processes, calls = Processes(), Calls()
+    processes.watch("other", 1, calls)
+    assert not processes.has_ended("other")
+    assert calls.names == []

@@ -1,0 +1,339 @@
+"""Programs as one first writes them: right by default, or refused in their first step."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import product
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import iterate
+from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.plans.orders import ORDERS
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+BOUNDARIES = ["periodic", "reflect", "nearest", 3]
+MODES = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
+RNG = np.random.default_rng(0)
+FLOATS, BITS = RNG.normal(size=(24, 30)), RNG.integers(0, 2, (24, 30), dtype="u1")
+
+
+def array(x, chunks=(6, 15)):
+    return da.from_array(x, chunks=chunks)
+
+
+def padded(x, depth, boundary):
+    """Axis by axis, as `da.map_overlap` does it, where axes have boundaries of their own."""
+    for axis in range(x.ndim):
+        kind = boundary[axis] if isinstance(boundary, tuple) else boundary
+        widths = [(depth, depth) if a == axis else (0, 0) for a in range(x.ndim)]
+        mode = MODES.get(kind, "constant")
+        x = np.pad(x, widths, mode, **({} if mode != "constant" else {"constant_values": kind}))
+    return x
+
+
+def reference(function, x, depth, steps, boundary="periodic"):
+    for _ in range(steps):
+        new = np.empty_like(x)
+        function(padded(x, depth, boundary), out=new)
+        x = new
+    return x
+
+
+def nine_points(u, out):
+    """The Laplacian that most codes for reaction and diffusion have."""
+    out[...] = 0.2 * (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:])
+    out += 0.05 * (u[:-2, :-2] + u[:-2, 2:] + u[2:, :-2] + u[2:, 2:])
+    out -= u[1:-1, 1:-1]
+
+
+def box_average(u, out):
+    total = np.zeros(out.shape)
+    for shift in product(range(3), repeat=u.ndim):
+        total += u[tuple(slice(s, n - 2 + s) for s, n in zip(shift, u.shape, strict=True))]
+    out[...] = total / 3**u.ndim
+
+
+def life(u, out):
+    n = sum(
+        u[i : u.shape[0] - 2 + i, j : u.shape[1] - 2 + j] for i, j in product(range(3), range(3))
+    )
+    own = u[1:-1, 1:-1]
+    out[...] = (n == 3) | ((n == 4) & (own == 1))
+
+
+@pytest.mark.parametrize("members", [1, 2, 4, 8])
+@pytest.mark.parametrize("boundary", [*BOUNDARIES, ("periodic", 2), (2, 1), (1, "reflect")])
+def test_functions_that_read_corners(client, members, boundary):
+    for function, x in ((nine_points, FLOATS), (box_average, FLOATS), (life, BITS)):
+        y = iterate(function, array(x), 1, 5, boundary=boundary, members=members)
+        assert np.array_equal(y.compute(), reference(function, x, 1, 5, boundary))
+
+
+@pytest.mark.parametrize("exchange", ORDERS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_functions_that_read_corners_with_overlap(client, overlap, exchange):
+    for members in (2, 4):
+        y = iterate(
+            nine_points, array(FLOATS), 1, 5, overlap=overlap, exchange=exchange, members=members
+        )
+        assert np.array_equal(y.compute(), reference(nine_points, FLOATS, 1, 5))
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_twenty_seven_points(client, boundary):
+    x = RNG.normal(size=(8, 6, 10))
+    wanted = reference(box_average, x, 1, 3, boundary)
+    for members in (1, 3, 8):
+        y = iterate(box_average, array(x, (4, 3, 5)), 1, 3, boundary=boundary, members=members)
+        assert np.array_equal(y.compute(), wanted)
+
+
+def test_deep_corners_over_several_members(client):
+    def far(u, out):
+        out[...] = u[10:, 10:] + 2 * u[:-10, 10:] + 3 * u[10:, :-10] + u[:-10, :-10] + u[5:-5, 5:-5]
+
+    for boundary in BOUNDARIES:
+        wanted = reference(far, FLOATS, 5, 3, boundary)
+        y = iterate(far, array(FLOATS, (3, 4)), 5, 3, boundary=boundary, members=8)
+        assert np.array_equal(y.compute(), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f4", "c16", "i4", "u1", "?", "i8"])
+@pytest.mark.parametrize("members", [1, 4])
+def test_corners_that_are_asked_not_to_be_exchanged(client, dtype, members):
+    """A function that reads them is refused; a star is right."""
+
+    def star(u, out):
+        out[...] = u[2:, 1:-1] | u[:-2, 1:-1] if u.dtype.kind in "bui" else u[2:, 1:-1]
+
+    def corner(u, out):
+        out[...] = u[2:, 2:]
+
+    def returned(u):
+        return u[:-2, 2:]
+
+    x = BITS.astype(dtype)
+    y = iterate(star, array(x), 1, 3, corners=False, members=members)
+    assert np.array_equal(y.compute(), reference(star, x, 1, 3))
+    for function in (corner, returned):
+        y = iterate(function, array(x), 1, 3, corners=False, members=members)
+        with pytest.raises(InputError, match=r"corners=False: expected .* Leave corners=False out"):
+            y.compute()
+
+
+def test_random_numbers_are_no_corners(client):
+    def noise(u, out):
+        out[...] = u[2:, 1:-1] + np.random.default_rng().normal(size=out.shape)
+
+    y = iterate(noise, array(FLOATS), 1, 3, corners=False, members=2)
+    assert np.isfinite(y.compute()).all()
+
+
+def computed(y):
+    return y.compute(scheduler="sync")
+
+
+def test_several_new_arrays_are_refused():
+    def coupled(u, v):
+        return u + v, u - v
+
+    def listed(u, v):
+        return [u + v, u - v]
+
+    def filled(u, v, out):
+        out[...] = u + v
+        return u - v
+
+    fields = (array(FLOATS), array(FLOATS))
+    for until in (None, lambda *numbers: False):
+        for function in (coupled, filled):
+            y, _ = iterate(function, fields, 0, 2, members=1, until=until)
+            with pytest.raises(BlockMismatchError, match=r"expected one new array .*da\.stack"):
+                computed(y)
+    with pytest.raises(BlockMismatchError, match="from the function, got list"):
+        computed(iterate(listed, fields, 0, 2, members=1)[0])
+
+
+def test_coupled_fields_that_are_stacked():
+    def coupled(w, out):
+        u, v = w
+        out[0], out[1] = u + v, u - v
+
+    x = da.stack([array(FLOATS), array(FLOATS + 1)]).rechunk({0: -1})
+    y = iterate(coupled, x, {1: 0}, 1, members=1)
+    assert np.array_equal(computed(y), [FLOATS + (FLOATS + 1), FLOATS - (FLOATS + 1)])
+
+
+def test_numbers_without_until_are_refused():
+    def returning(u):
+        return u, 1.0
+
+    def filling(u, out):
+        out[...] = u
+        return 1.0
+
+    for function in (returning, filling):
+        with pytest.raises(BlockMismatchError, match=r"got 1 more value\. Name .*until="):
+            computed(iterate(function, array(FLOATS), 0, 2, members=1))
+        y = iterate(function, array(FLOATS), 0, 2, members=1, until=lambda number: False)
+        assert np.array_equal(computed(y), FLOATS)
+
+
+def test_numbers_that_are_none():
+    for wrong in ("text", None):
+        y = iterate(lambda u, w=wrong: (u, w), array(FLOATS), 0, 2, members=1, until=lambda n: True)
+        with pytest.raises(BlockMismatchError, match="expected numbers for until="):
+            computed(y)
+    y = iterate(lambda u: (u, np.ones(3)), array(FLOATS), 0, 2, members=1, until=lambda n: True)
+    with pytest.raises(BlockMismatchError, match=r"another array of shape \(3,\)"):
+        computed(y)
+
+
+def test_functions_may_return_out_and_numbers():
+    def filling(u, out):
+        out[...] = u
+        return out, out.sum()
+
+    y = iterate(filling, array(FLOATS), 0, 2, members=1, until=lambda total: False)
+    assert np.array_equal(computed(y), FLOATS)
+
+
+@pytest.mark.parametrize("dtype", ["i8", "i4", "u1", "?"])
+def test_fractions_in_fields_of_integers_are_refused(dtype):
+    x = np.zeros((6, 8), dtype)  # whose first step makes no fractions
+    x[3, 4] = 4
+
+    def whole(u, out):
+        out[...] = (u[2:] + 0.0 + u[:-2]) / 2
+
+    def in_parts(u, out):
+        out[:2] = 0.5 * u[1:3]
+        out[2:] = 1
+
+    def elements(u, out):
+        for i in range(out.shape[0]):
+            for j in range(out.shape[1]):
+                out[i, j] = u[i + 1, j] * 0.5
+
+    def of_views(u, out):
+        half = out[: len(out) // 2]
+        half[...] = np.sqrt(u[1 : len(half) + 1])
+        out[len(half) :] = 0
+
+    for function in (whole, in_parts, elements, of_views):
+        y = iterate(function, array(x, (3, 4)), {0: 1}, 3, members=1)
+        with pytest.raises(BlockMismatchError, match=rf"becomes {x.dtype} .*dtype="):
+            computed(y)
+        y = iterate(function, array(x, (3, 4)), {0: 1}, 3, members=1, dtype=float)
+        assert np.array_equal(computed(y), reference_of(function, x.astype(float), 3))
+
+
+def reference_of(function, x, steps):
+    for _ in range(steps):
+        new = np.empty_like(x)
+        function(np.pad(x, ((1, 1), (0, 0)), "wrap"), out=new)
+        x = new
+    return x
+
+
+def test_fractions_that_compiled_code_fills_in_are_refused():
+    """It writes to memory, of whatever type it is."""
+
+    def into_memory(u, out):
+        values = 0.75 * u[1:-1]
+        plain = np.asarray(memoryview(out))  # no subclass
+        plain[...] = values
+
+    x = np.arange(48).reshape(6, 8)
+    with pytest.raises(BlockMismatchError, match=r"of int64, got .* elements with fractions"):
+        computed(iterate(into_memory, array(x, (3, 4)), {0: 1}, 3, members=1))
+
+    def only_plain(u, out):
+        if type(out) is not np.ndarray:
+            raise TypeError("Cannot determine Numba type of Recorder")
+        out[...] = 0.75 * u[1:-1]
+
+    with pytest.raises(BlockMismatchError, match=r"of int64, got .* elements with fractions"):
+        computed(iterate(only_plain, array(x, (3, 4)), {0: 1}, 3, members=1))
+
+
+def test_imaginary_parts_in_real_fields_are_refused():
+    def turned(u, out):
+        out[...] = 1j * u
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(BlockMismatchError, match=r"becomes float64 .* got complex128"):
+            computed(iterate(turned, array(FLOATS), 0, 3, members=1))
+    y = iterate(turned, array(FLOATS), 0, 2, members=1, dtype=complex)
+    assert np.array_equal(computed(y), -FLOATS)
+
+
+def test_integers_that_keep_their_values_are_taken():
+    def rule(u, out):
+        out[...] = np.where(u[2:] > u[:-2], 1, 0)  # of int64
+
+    def wide(u, out):
+        out[...] = u[1:-1].astype("f8").round().astype(out.dtype)
+
+    def with_numbers(u, out):
+        out[...] = 0
+        out[u[1:-1] > 0] = True
+        out[0] = 1.0
+
+    x = BITS[:6, :8]
+    for function in (rule, wide, with_numbers):
+        for dtype in ("u1", "i8", "u4"):
+            y = iterate(function, array(x.astype(dtype), (3, 4)), {0: 1}, 3, members=1)
+            assert np.array_equal(computed(y), reference_of(function, x.astype(dtype), 3))
+
+
+@pytest.mark.parametrize("dtype", ["u4", "i4", "f4", "f8", "i8", "u8", "c16", "M8[s]", "u1"])
+def test_data_that_equal_the_marks_of_unfilled_memory(dtype):
+    """A generator of random bits makes each pattern at some time."""
+
+    def copied(u, out):
+        out[...] = u
+
+    for byte in (b"\xa5", b"\x5a"):
+        x = np.frombuffer(byte * (64 * np.dtype(dtype).itemsize), dtype).reshape(8, 8)
+        y = iterate(copied, array(x, (4, 4)), 0, 3, members=1)
+        assert np.array_equal(computed(y).view("u1"), x.view("u1"))
+
+    def misses_one(u, out):
+        out[...] = u
+        out[0, 0] = out[0, 0]
+        out[:, :-1] = u[:, :-1]
+
+    def misses_an_edge(u, out):
+        out[:, :-1] = u[:, :-1]
+
+    if np.dtype(dtype).itemsize >= 4:
+        for byte in (b"\xa5", b"\x5a"):
+            x = np.frombuffer(byte * (64 * np.dtype(dtype).itemsize), dtype).reshape(8, 8)
+            with pytest.raises(BlockMismatchError, match="left 8 of 64 elements"):
+                computed(iterate(misses_an_edge, array(x, (4, 4)), 0, 3, members=1))
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_writing_boundary_conditions_into_rims_is_refused(client, members):
+    def clamped(u, out):
+        u[0] = 0
+        out[...] = u[:-2] + u[2:]
+
+    y = iterate(clamped, array(FLOATS), {0: 1}, 3, members=members)
+    with pytest.raises(InputError, match="only reads its fields"):
+        y.compute()
+
+
+def test_flags_and_depths_of_the_wrong_type_are_refused():
+    for wrong in ({"overlap": 1}, {"overlap": 0}, {"capture": "yes"}, {"corners": 1}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(InputError, match=f"{name}: expected True.*got {value!r}"):
+            iterate(life, array(BITS), 1, 3, **wrong)
+    with pytest.raises(InputError, match="depth: expected how many"):
+        iterate(life, array(BITS), None, 3)
+    assert iterate(life, array(BITS), 1, 3, overlap=np.bool_(True)) is not None
