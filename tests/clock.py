@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from functools import partial
 
 START_S = 1000.0  # as of a machine that has run for a while
 
@@ -31,8 +30,8 @@ class Timers:
         self.clock = Clock()
         self._waiting = []
 
-    def make(self, interval_s, function, args=()):
-        return _Timer(self._waiting, self.clock() + interval_s, partial(function, *args))
+    def make(self, interval_s, function):
+        return _Timer(self._waiting, self.clock() + interval_s, function)
 
     def advance(self, by_s):
         """Let time pass: timers whose time has come then are called, the earliest first."""

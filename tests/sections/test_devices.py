@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+from functools import partial
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from weakref import ref
@@ -29,7 +31,7 @@ from dask_p2p.sections.devices import STEPS_AHEAD, Gpu
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
-from tests.clock import Timers
+from tests.clock import START_S, Clock
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
 from tests.sections.gangs import run_gang
 from tests.sections.test_iterate import X as LARGE
@@ -367,17 +369,29 @@ def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
         assert other.stream is not device.stream, "which is nobody's"
 
 
+class StartedByHand:
+    """A thread that the test runs itself."""
+
+    def __init__(self, started, target, args, daemon):
+        assert daemon
+        self.start = lambda: started.append(partial(target, *args))
+
+
 def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
-    timers = Timers()
-    monkeypatch.setattr(devices.threading, "Timer", timers.make)
+    clock, later = Clock(), []
+    monkeypatch.setattr(devices, "time", clock)
+    monkeypatch.setattr(
+        devices, "threading", SimpleNamespace(Thread=lambda **made: StartedByHand(later, **made))
+    )
     device = Gpu(None)
     device.exported.append(memory := gpu.empty((100,), "f8"))
     used = gpu.live_bytes
     del memory
     device.let_go(is_orderly=False)
-    timers.advance(0.9 * devices._LINGER_S)
     assert gpu.live_bytes == used
-    timers.advance(0.2 * devices._LINGER_S)
+    (run,) = later
+    run()
+    assert clock.now_s - START_S == pytest.approx(devices._LINGER_S, abs=2 * devices._LOOK_S)
     assert gpu.live_bytes < used
     device.exported.append(gpu.empty((100,), "f8"))
     device.let_go(is_orderly=True)

@@ -99,8 +99,8 @@ def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
 
 
 def lingers(thread):
-    """Whether windows of an attempt that failed stay until this timer ends."""
-    return isinstance(thread, threading.Timer) and thread.function is devices._drop
+    """Whether windows of an attempt that failed stay until this thread ends."""
+    return getattr(thread, "_target", None) is devices._drop_later
 
 
 def blocks_here(dask_worker):
