@@ -135,7 +135,7 @@ def test_memory_of_a_process_that_has_ended_is_free(runtime, mappings, holder, e
     mappings.release(other)
     assert len(runtime.open) == 3, "they are kept for the next user"
     holder.kill()
-    wait_until(lambda: set(runtime.open) == {other.address}, 20)
+    wait_until(lambda: set(runtime.open) == {other.address})
 
 
 def test_what_is_read_of_a_process_that_has_ended_is_closed_after(
@@ -144,7 +144,7 @@ def test_what_is_read_of_a_process_that_has_ended_is_closed_after(
     read, idle = (mappings.acquire(ending, place(n, f"{n:02}"), 1) for n in (1, 2))
     mappings.release(idle)
     holder.kill()
-    wait_until(lambda: set(runtime.open) == {read.address}, 20)
+    wait_until(lambda: set(runtime.open) == {read.address})
     mappings.release(read)
     assert runtime.open == {}
 
@@ -158,7 +158,7 @@ def test_a_process_that_ends_while_its_memory_is_mapped(
     def map_late(handle):
         address = map_it(handle)
         holder.kill()
-        wait_until(lambda: cuda_ipc.PROCESSES.has_ended(ending.process), 20)
+        wait_until(lambda: cuda_ipc.PROCESSES.has_ended(ending.process))
         return address
 
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_late)

@@ -410,7 +410,7 @@ def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ende
         time.sleep(3 * devices._LOOK_S)
         assert gpu.live_bytes == used
         device.peers[1].has_ended = True
-    wait_until(lambda: gpu.live_bytes < used, 20)
+    wait_until(lambda: gpu.live_bytes < used)
 
 
 def test_links_tell_that_they_have_ended():
