@@ -67,7 +67,7 @@ def persisted(client, x):
     return x
 
 
-def result_of(client, future, timeout_s=60):
+def result_of(client, future, timeout_s=120):
     """A future's result; if it does not come, a failure that shows where tasks stand."""
     try:
         return future.result(timeout=timeout_s)

@@ -201,7 +201,7 @@ def test_runs_are_recorded(client):
     y = on_gpu(np.sqrt, x, part_bytes=80)
     for _ in range(2):
         y.compute()
-        wait_until(lambda: not client.run_on_scheduler(names_of_tasks), 10)
+        wait_until(lambda: not client.run_on_scheduler(names_of_tasks))
     with pytest.raises(KeyError):
         on_gpu(only_small, x + 1, part_bytes=80, dtype="f8").compute()
     fused = on_gpu(np.sqrt, x) + 1

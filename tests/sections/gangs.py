@@ -10,7 +10,7 @@ from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.link import Peer
 from dask_p2p.sections.links import Links
 
-BOUND_S = 20
+BOUND_S = 60
 
 
 def links_of(owner):
