@@ -378,12 +378,11 @@ class StartedByHand:
 
 
 def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
-    clock, later = Clock(), []
+    clock, later, device = Clock(), [], Gpu(None)
     monkeypatch.setattr(devices, "time", clock)
     monkeypatch.setattr(
         devices, "threading", SimpleNamespace(Thread=lambda **made: StartedByHand(later, **made))
     )
-    device = Gpu(None)
     device.exported.append(memory := gpu.empty((100,), "f8"))
     used = gpu.live_bytes
     del memory
