@@ -81,19 +81,17 @@ class LocalBlocks:
         return kinds
 
     def needed_bytes(self, in_memory: Mapping[int, Array], kind: Kind) -> int:
-        """Return how much memory the blocks take while they are read."""
-        references = {n for n, block in self.blocks.items() if isinstance(block, BlockRef)}
-        taken = {number: in_memory_bytes(block) for number, block in in_memory.items()}
-        together_bytes = sum(taken[number] for number in taken.keys() - references)
-        spilled = [
-            prod(self._plan.source_shapes[number]) * self._dtype.itemsize
-            for number in references - taken.keys()
-        ]
-        own = [taken[number] for number in taken.keys() & references]
-        if not backend_named(kind).on_device:
-            return together_bytes + max([*own, *spilled], default=0)
-        part_bytes = min(self._part_bytes, max(spilled, default=0))
-        return together_bytes + sum(own) + _PARTS * part_bytes
+        """Return how much memory the blocks take: those that are there now, and one to read."""
+        spilled_bytes = max(
+            (
+                prod(self._plan.source_shapes[number]) * self._dtype.itemsize
+                for number in self.blocks.keys() - in_memory.keys()
+            ),
+            default=0,
+        )
+        if backend_named(kind).on_device:
+            spilled_bytes = _PARTS * min(self._part_bytes, spilled_bytes)
+        return sum(map(in_memory_bytes, in_memory.values())) + spilled_bytes
 
     def hold(self, queue: Queue) -> None:
         """Keep those that kernels of a GPU will read, once their values are there."""
