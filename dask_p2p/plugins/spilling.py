@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from distributed.spill import SpillBuffer
-from zict import Buffer, File, Func
+from zict import Buffer, Cache, File, Func
 
 from dask_p2p.backends.device import private_stream
 from dask_p2p.backends.pinned import bases
@@ -114,9 +114,11 @@ def _slow_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
 
 def _mapped(level: Mapping[Any, Any], key: Key) -> Any:
     """Return an item of a level; of one in a file, the arrays are that file, mapped."""
-    with suppress(KeyError, AttributeError):
-        return level.cache[key]  # type: ignore[attr-defined]  # of Dask: it is in use somewhere
-    files = getattr(level, "data", level)
+    files: Any = level
+    if isinstance(level, Cache):  # of weak references
+        with suppress(KeyError):
+            return level.cache[key]  # it is in use somewhere
+        files = level.data
     if not isinstance(files, Func) or not isinstance(files.d, File):
         return level[key]
     path = os.path.join(files.d.directory, files.d.filenames[key])
