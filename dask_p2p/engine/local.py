@@ -31,8 +31,8 @@ _PARTS = MOST_UNREAD + 1  # that a GPU has at a time
 class LocalBlocks:
     """The blocks of one assembly that its own worker holds.
 
-    Those that kernels of a GPU read stay referenced until `release`, all others only while they are
-    read: Dask may spill a block meanwhile, and then its memory is free.
+    Blocks that kernels of a GPU read stay referenced until `release`, all others only while they
+    are read: Dask may spill a block at any time, and its memory is free then.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LocalBlocks:
         return found
 
     def kinds(self, in_memory: Mapping[int, Array]) -> dict[str, int]:
-        """Return of which kinds the blocks are, as far as it is known, and one block of each."""
+        """Return the kinds of the blocks, as far as they are known, and one block of each kind."""
         kinds = {backend_for(block).name: number for number, block in in_memory.items()}
         for number in self.blocks.keys() - in_memory.keys():
             assert self._context is not None
@@ -141,7 +141,7 @@ class LocalBlocks:
         return split_box(piece.src, max(1, self._part_bytes // max(1, self._dtype.itemsize)))
 
     def _found(self, number: int) -> Any:
-        """Return a block, wherever it lies now: what is spilled is read, and stays spilled."""
+        """Return a block, wherever it lies now. A spilled one is read, and stays spilled."""
         block, key = self.blocks[number], self._keys[number]
         if isinstance(block, BlockRef):
             assert self._context is not None
