@@ -121,7 +121,8 @@ def _mapped(level: Mapping[Any, Any], key: Key) -> Any:
         files = level.data
     if not isinstance(files, Func) or not isinstance(files.d, File):
         return level[key]
-    path = os.path.join(files.d.directory, files.d.filenames[key])
+    names: Mapping[Any, str] = files.d.filenames
+    path = os.path.join(files.d.directory, names[key])
     with open(path, "rb") as file:
         # Private and writable: Dask copies arrays that are read-only.
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
