@@ -7,13 +7,14 @@ function is mapped over them by Dask: one layer more. What a function gets is it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import dask.array as da
 import numpy as np
 from dask.array.core import broadcast_dimensions, common_blockdim
+from dask.array.overlap import ensure_minimum_chunksize
 from dask.array.utils import meta_from_array
 from dask.base import unpack_collections
 from dask.utils import has_keyword
@@ -25,6 +26,7 @@ from dask_p2p.ops.arguments import (
     check_array,
     check_chunks_are_known,
     check_function,
+    check_names,
     is_dask_array,
 )
 from dask_p2p.ops.rechunk import rechunk
@@ -33,14 +35,16 @@ from dask_p2p.ops.stencil import OwnBlocks, Stencil, Trim
 from dask_p2p.plans import GridPlan, halo_plan
 from dask_p2p.plans.halo import rims_of
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.types import Array, BoundaryLike, DaskArray, DepthLike, DTypeLike
+from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
 
 #: Of `dask.array.map_blocks`, beside ``dtype`` and ``meta``.
 _OF_MAP_BLOCKS = {"chunks", "drop_axis", "enforce_ndim", "name", "new_axis", "token"}
+_FOR_DASK = {"dtype", "meta", *_OF_MAP_BLOCKS}
 
 
 def map_overlap(
     func: Callable[..., Any],
+    /,
     *args: Any,
     depth: DepthLike | None = None,
     boundary: BoundaryLike | None = None,
@@ -112,12 +116,36 @@ def map_overlap(
     >>> map_overlap(lambda a, b: a + b[::-1], x, x, depth=1).compute(scheduler="sync")
     array([3, 3, 3, 7, 7, 7])
     """
+    check_names(func, len(args), map_overlap, locals())
+    return mapped(
+        func, args, kwargs, depth, boundary, trim=trim, align_arrays=align_arrays, corners=corners
+    )
+
+
+def mapped(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    depth: Any,
+    boundary: Any,
+    *,
+    trim: bool,
+    align_arrays: bool,
+    corners: bool = True,
+    allow_rechunk: bool | None = None,  # where blocks are smaller than rims; None if they may be
+) -> DaskArray:
+    """Do what `map_overlap` does; all of `kwargs` is for the function or `dask.array.map_blocks`.
+
+    `InputError` if a block is smaller than its rims, and `allow_rechunk` is false.
+    """
     arrays, depth, boundary = _checked_arguments(func, args, depth, boundary)
     if align_arrays and len(arrays) > 1:
         arrays = aligned(arrays)
     shapes = [x.shape for x in arrays]
     widths = checked_depths(depth, shapes)
     beyond = checked_boundaries(boundary, shapes)
+    if allow_rechunk is not None:
+        arrays = [_wide(x, of, allow_rechunk) for x, of in zip(arrays, widths, strict=True)]
     plans = [
         halo_plan(x.chunks, depths, kinds, corners)
         for x, depths, kinds in zip(arrays, widths, beyond, strict=True)
@@ -129,8 +157,22 @@ def map_overlap(
         or unpack_collections(kwargs)[0]
     )
     if len(arrays) == 1 and is_plain:
-        return _assembled_and_mapped(func, arrays[0], plans[0], trim=trim, **kwargs)
+        return _assembled_and_mapped(func, arrays[0], plans[0], trim, kwargs)
     return _mapped_by_dask(func, arrays, plans, trim, kwargs)
+
+
+def _wide(x: DaskArray, widths: Sequence[tuple[int, int]], allow_rechunk: bool) -> DaskArray:
+    """Return an array whose blocks are no smaller than their rims, cut as Dask does it."""
+    sizes = zip(map(max, widths), x.chunks, strict=True)
+    chunks = tuple(ensure_minimum_chunksize(least, along) for least, along in sizes)
+    if chunks == x.chunks:
+        return x
+    if not allow_rechunk:
+        raise InputError(
+            f"expected blocks that are no smaller than their rims, got chunks {x.chunks} and "
+            f"widths {tuple(widths)}. Rechunk the array, or set allow_rechunk=True."
+        )
+    return rechunk(x, chunks)
 
 
 def _checked_arguments(
@@ -185,15 +227,14 @@ def _assembled_and_mapped(
     func: Callable[..., Any],
     x: DaskArray,
     plan: GridPlan,
-    *,
     trim: bool,
-    dtype: DTypeLike | None = None,
-    meta: Array | None = None,
-    **kwargs: Any,
+    kwargs: Mapping[str, Any],
 ) -> DaskArray:
     """Call the function in the tasks that assemble blocks with rims."""
-    has_block_id = has_keyword(func, "block_id") and "block_id" not in kwargs
-    function = partial(func, **kwargs) if kwargs else func
+    dtype, meta = kwargs.get("dtype"), kwargs.get("meta")
+    given = {name: value for name, value in kwargs.items() if name not in ("dtype", "meta")}
+    has_block_id = has_keyword(func, "block_id") and "block_id" not in given
+    function = partial(func, **given) if given else func
     if meta is None and dtype is None:
         # By an empty array. On a GPU that takes milliseconds, each time.
         meta = da.map_blocks(function, x)._meta
@@ -211,7 +252,14 @@ def _mapped_by_dask(
     kwargs: dict[str, Any],
 ) -> DaskArray:
     """Have Dask map the function over arrays of blocks with rims, and cut these off."""
-    function = OwnBlocks(func)
+    # Bound here: Dask's functions have parameters of their own, which Dask gives by name.
+    of_func = {
+        name: value
+        for name, value in kwargs.items()
+        if name not in _FOR_DASK and not unpack_collections(value)[0]
+    }
+    kwargs = {name: value for name, value in kwargs.items() if name not in of_func}
+    function = OwnBlocks(partial(func, **of_func) if of_func else func)
     if all(plan.chunks == x.chunks for x, plan in zip(arrays, plans, strict=True)):
         return da.map_blocks(function, *arrays, **kwargs)
     options = checked_options()

@@ -67,5 +67,5 @@ class OwnBlocks:
     def __name__(self) -> str:
         return str(funcname(self.function))
 
-    def __call__(self, *blocks: Array, **kwargs: Any) -> Any:
+    def __call__(self, /, *blocks: Array, **kwargs: Any) -> Any:
         return self.function(*(block.copy() for block in blocks), **kwargs)

@@ -11,7 +11,7 @@ import numpy as np
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.arguments import check_function, is_dask_array
+from dask_p2p.ops.arguments import check_function, check_names, is_dask_array
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.arguments import check_computed, check_shares, chosen_members
 from dask_p2p.sections.context import Context
@@ -21,6 +21,7 @@ from dask_p2p.types import DaskArray, DTypeLike
 
 def spmd(
     func: Callable[..., Any],
+    /,
     *arrays: DaskArray,
     outputs: int = 1,
     cut: Sequence[int] | None = None,
@@ -94,6 +95,7 @@ def spmd(
     array([0.25, 0.25, 0.25])
     """
     check_function(func, "a context and arrays", "spmd(func, x)")
+    check_names(func, 1 + len(arrays), spmd, locals())
     check_shares(arrays)
     check_computed(*kwargs.values())
     chosen = chosen_members(arrays[0], members, cut)
