@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import doctest
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import dask
@@ -19,7 +20,7 @@ import dask_p2p
 from dask_p2p import fft
 from dask_p2p.errors import ConfigError
 from dask_p2p.tools import dropin
-from tests.support import persisted, used
+from tests.support import added, parameter_names, persisted, used
 
 #: From eight slabs on Dask chooses p2p by itself where there is a client.
 X = np.arange(64 * 48.0).reshape(64, 48)
@@ -234,6 +235,54 @@ def test_what_changes(x, when):
             assert y.chunks == stock.chunks, name
             got, expected = dask.compute(y, stock, scheduler="sync")
             np.testing.assert_allclose(got, expected, atol=1e-9, err_msg=name)
+
+
+#: Modules that a keyword of the user's function goes through.
+ON_THE_WAY = ("tools.dropin", "ops.overlap", "ops.stencil", "ops.arguments", "graph.arrays")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_keywords_of_functions_are_those_of_dask(count):
+    """Also those that this package's own functions have."""
+    modules = [f"dask_p2p.{name}" for name in ON_THE_WAY]
+    names = parameter_names(*modules, "dask.array.overlap", "dask.array.core", "functools")
+    arrays = [da.from_array(X[:8, :6], chunks=(4, 6))] * count
+    handed_on = set()
+    for name in names:
+        given = {"depth": {0: 1}, "dtype": float, name: 3}
+        try:
+            stock = da.map_overlap(added, *arrays, **given).compute(scheduler="sync")
+        except Exception:  # it is one of Dask's own, which 3 is no value of
+            continue
+        if (stock != count * X[:8, :6] + 3).any():
+            continue  # another one of Dask's own
+        with dask_p2p.install():
+            y = da.map_overlap(added, *arrays, **given).compute(scheduler="sync")
+        np.testing.assert_array_equal(y, stock, name)
+        handed_on.add(name)
+    assert {"corners", "x", "plan", "make", "self", "verb"} <= handed_on
+
+
+def of_corners(block, corners=True):
+    """A box average, or a star's."""
+    side = block + np.roll(block, 1, 0) + np.roll(block, -1, 0)
+    star = block + np.roll(block, 1, 1) + np.roll(block, -1, 1)
+    return side + np.roll(side, 1, 1) + np.roll(side, -1, 1) if corners else side + star - block
+
+
+@pytest.mark.parametrize("corners", [True, False])
+def test_a_function_of_corners_reads_those_of_blocks(corners):
+    x = da.from_array(X, chunks=(16, 16))
+    ways = {
+        "method": lambda: x.map_overlap(of_corners, 1, "periodic", corners=corners),
+        "function": lambda: da.map_overlap(of_corners, x, depth=1, corners=corners),
+        "bound": lambda: x.map_overlap(partial(of_corners, corners=corners), 1, "reflect"),
+    }
+    for name, way in ways.items():
+        stock = way().compute(scheduler="sync")
+        with dask_p2p.install() as used:
+            np.testing.assert_array_equal(way().compute(scheduler="sync"), stock, name)
+        assert used.count == 1, name
 
 
 def test_overlaps_that_it_does_not_take_go_dasks_way(x):
