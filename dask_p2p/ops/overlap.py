@@ -13,7 +13,7 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
-from dask.array.core import broadcast_dimensions, common_blockdim
+from dask.array.core import broadcast_chunks, broadcast_dimensions, common_blockdim
 from dask.array.overlap import ensure_minimum_chunksize
 from dask.array.utils import meta_from_array
 from dask.base import unpack_collections
@@ -21,6 +21,7 @@ from dask.utils import has_keyword
 
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
+from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import Post, planned_array
 from dask_p2p.ops.arguments import (
     check_array,
@@ -31,14 +32,15 @@ from dask_p2p.ops.arguments import (
 )
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.rims import checked_boundaries, checked_depths
-from dask_p2p.ops.stencil import OwnBlocks, Stencil, Trim
+from dask_p2p.ops.stencil import OwnBlocks, SkipsEmpty, Stencil, Trim
 from dask_p2p.plans import GridPlan, halo_plan
 from dask_p2p.plans.halo import rims_of
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
+from dask_p2p.types import BoundaryLike, DaskArray, DepthLike
 
 #: Of `dask.array.map_blocks`, beside ``dtype`` and ``meta``.
 _OF_MAP_BLOCKS = {"chunks", "drop_axis", "enforce_ndim", "name", "new_axis", "token"}
+_OF_SHAPE = {"chunks", "drop_axis", "new_axis"}
 _FOR_DASK = {"dtype", "meta", *_OF_MAP_BLOCKS}
 
 
@@ -240,6 +242,9 @@ def _assembled_and_mapped(
         meta = da.map_blocks(function, x)._meta
     meta = meta_from_array(x._meta if meta is None else meta, x.ndim, dtype)
     chunks = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
+    if any(0 in sizes for sizes in chunks):
+        function = SkipsEmpty(function, chunks, trim, meta.dtype, has_block_id)
+        has_block_id = True
     stencil = Stencil(function, Trim(rims_of(plan)) if trim else None, has_block_id)
     return planned_array("p2p-overlap", x, plan, checked_options(), Post(stencil, chunks, meta))
 
@@ -259,17 +264,25 @@ def _mapped_by_dask(
         if name not in _FOR_DASK and not unpack_collections(value)[0]
     }
     kwargs = {name: value for name, value in kwargs.items() if name not in of_func}
-    function = OwnBlocks(partial(func, **of_func) if of_func else func)
-    if all(plan.chunks == x.chunks for x, plan in zip(arrays, plans, strict=True)):
-        return da.map_blocks(function, *arrays, **kwargs)
+    has_block_id = has_keyword(func, "block_id") and "block_id" not in of_func
+    func = partial(func, **of_func) if of_func else func
     options = checked_options()
     with_rims = [
         x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
         for x, plan in zip(arrays, plans, strict=True)
     ]
-    if not trim:
-        return da.map_blocks(function, *with_rims, **{"chunks": arrays[0].chunks, **kwargs})
+    chunks = _chunks_with_empty(arrays, kwargs)
+    if chunks is not None:
+        # The dtype first, of which no block may tell.
+        kwargs["meta"] = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)._meta
+        func = SkipsEmpty(func, chunks, trim, kwargs["meta"].dtype, has_block_id)
+    function = OwnBlocks(func)
+    has_rims = any(x is not y for x, y in zip(arrays, with_rims, strict=True))
+    if has_rims and not trim:
+        kwargs = {"chunks": arrays[0].chunks, **kwargs}
     y = da.map_blocks(function, *with_rims, **kwargs)
+    if not has_rims or not trim:
+        return y
     # Of the array with the most axes, the first if there are several.
     most = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
     rims = _rims_of_result(rims_of(plans[most]), y, kwargs.get("drop_axis"), kwargs.get("new_axis"))
@@ -278,6 +291,17 @@ def _mapped_by_dask(
         for sizes, along in zip(y.chunks, rims, strict=True)
     )
     return da.map_blocks(Trim(rims), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
+
+
+def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -> Chunks | None:
+    """Return the chunks of a result that has blocks without elements; None for any other one."""
+    if kwargs.keys() & _OF_SHAPE or not any(0 in sizes for x in arrays for sizes in x.chunks):
+        return None
+    try:
+        chunks: Chunks = broadcast_chunks(*(x.chunks for x in arrays))
+    except ValueError:  # blocks differ, and the function may make anything of them
+        return None
+    return chunks
 
 
 def _rims_of_result(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from typing import Any
 
-from dask.utils import funcname
+import numpy as np
+from dask.utils import funcname, has_keyword
 
 from dask_p2p.errors import BlockMismatchError
-from dask_p2p.geometry import Index
-from dask_p2p.types import Array
+from dask_p2p.geometry import Chunks, Index
+from dask_p2p.types import Array, DType
 from dask_p2p.versioned import versioned
 
 
@@ -69,3 +71,38 @@ class OwnBlocks:
 
     def __call__(self, /, *blocks: Array, **kwargs: Any) -> Any:
         return self.function(*(block.copy() for block in blocks), **kwargs)
+
+
+@versioned()
+@dataclass(frozen=True)
+class SkipsEmpty:
+    """A function that is not called for blocks of the output without elements."""
+
+    function: Callable[..., Any]
+    chunks: Chunks  # of the output
+    trim: bool  # whether rims are cut off what it returns
+    dtype: DType  # of the output
+    has_block_id: bool  # whether the function is told the block's index
+
+    @property
+    def __name__(self) -> str:
+        return str(funcname(self.function))
+
+    @property
+    def __signature__(self) -> Signature:
+        """The parameters that Dask looks for: it tells the index to a function that has one."""
+        told = ["block_id", *(["block_info"] if has_keyword(self.function, "block_info") else [])]
+        by_name = (Parameter(name, Parameter.KEYWORD_ONLY) for name in told)
+        return Signature([Parameter("blocks", Parameter.VAR_POSITIONAL), *by_name])
+
+    def __call__(self, /, *blocks: Array, block_id: Index | None = None, **kwargs: Any) -> Any:
+        if block_id is None:  # Dask finds out the dtype
+            return self.function(*blocks, **kwargs)
+        shape = tuple(along[i] for along, i in zip(self.chunks, block_id, strict=True))
+        if 0 in shape:
+            with_rims = np.broadcast_shapes(*(block.shape for block in blocks))
+            return np.empty_like(
+                blocks[0], dtype=self.dtype, shape=with_rims if self.trim else shape
+            )
+        told = {"block_id": block_id} if self.has_block_id else {}
+        return self.function(*blocks, **kwargs, **told)

@@ -122,9 +122,10 @@ def test_dtype_and_arguments():
 
 
 #: What is for `map_overlap`, or for Dask's `map_blocks`.
-NOT_FOR_FUNCTIONS = set("align_arrays allow_rechunk boundary corners depth trim".split()) | set(
-    "chunks drop_axis dtype enforce_ndim meta name new_axis token".split()
-)
+NOT_FOR_FUNCTIONS = {
+    *("align_arrays", "allow_rechunk", "boundary", "corners", "depth", "trim"),
+    *("chunks", "drop_axis", "dtype", "enforce_ndim", "meta", "name", "new_axis", "token"),
+}
 
 
 @pytest.mark.parametrize("way", ["one", "several", "by Dask"])
@@ -305,6 +306,47 @@ def test_a_function_overwrites_blocks_that_groups_handed_out(client):
 
 
 # --- what `dask.array.map_overlap` takes as well ---
+
+
+EMPTY = [((0, 7, 5), (10,)), ((12,), (3, 0, 7)), ((6, 6, 0), (0, 10)), ((0, 12), (0, 0, 10, 0))]
+
+
+@pytest.mark.parametrize("trim", [True, False])
+@pytest.mark.parametrize("way", ["one", "several", "by Dask", "block_id", "block_info"])
+@pytest.mark.parametrize("chunks", EMPTY, ids=str)
+def test_functions_are_not_called_for_blocks_without_elements(chunks, way, trim):
+    calls, places = [], []
+
+    def twice(*blocks, above=0):
+        calls.append(min(block.shape for block in blocks))
+        first = blocks[0] if trim else blocks[0][1:-1]
+        return (2 * first).astype(int) + above
+
+    def with_id(*blocks, block_id=None):
+        places.append(block_id)
+        return twice(*blocks)
+
+    def with_info(*blocks, block_info=None):
+        places.append(block_info[None]["chunk-location"])
+        return twice(*blocks)
+
+    x = da.from_array(10 * X, chunks=chunks)
+    function = {"block_id": with_id, "block_info": with_info}.get(way, twice)
+    arrays = [x, x + 1] if way == "several" else [x]
+    more = {"above": da.zeros((), dtype=int)} if way == "by Dask" else {}
+    y = dask_p2p.map_overlap(
+        function, *arrays, depth={0: 1}, boundary="reflect", dtype=int, trim=trim, **more
+    )
+    calls.clear()
+    places.clear()
+    assert y.chunks == chunks
+    result = y.compute(scheduler="sync")
+    np.testing.assert_array_equal(result, (20 * X).astype(int))
+    assert result.dtype == int
+    filled = [[i for i, n in enumerate(along) if n] for along in chunks]
+    assert len(calls) == len(filled[0]) * len(filled[1])
+    if places:
+        assert sorted(places) == [(i, j) for i in filled[0] for j in filled[1]]
 
 
 def test_block_id_and_block_info_tell_where_a_block_is():
