@@ -175,22 +175,22 @@ def _put_in_place() -> None:
 def _replace_all() -> None:
     import distributed.shuffle
 
-    _replace(distributed.shuffle, "rechunk_p2p", partial(_tried, "rechunk", rechunked))
+    _replace(distributed.shuffle, "rechunk_p2p", partial(tried, "rechunk", rechunked))
     is_expression = da._array_expr_enabled()
     where = "dask.array._array_expr._overlap" if is_expression else "dask.array.overlap"
     for owner in (da, import_module(where)):
-        _replace(owner, "map_overlap", partial(_tried, "map_overlap", overlapped))
+        _replace(owner, "map_overlap", partial(tried, "map_overlap", overlapped))
     transforms = import_module("dask.array.fft")
     for name in fft.__all__:
         if not name.endswith(("fft", "fft2", "fftn")):
             continue  # frequencies, and their order: the same whatever is cut
-        _replace(transforms, name, partial(_tried, "fft", _transformed, getattr(fft, name)))
+        _replace(transforms, name, partial(tried, "fft", _transformed, getattr(fft, name)))
     if is_expression:
-        from dask.array._array_expr._expr import ArrayExpr
-        from dask.array._array_expr._rechunk import Rechunk
+        # Imports parts of Dask that are private as yet, so it is itself imported only here.
+        from dask_p2p.tools import expressions
 
-        _replace(ArrayExpr, "rechunk", _rechunked_expression)
-        _replace(Rechunk, "_lower", partial(_tried, "rechunk", _lowered))
+        _replace(expressions.ArrayExpr, "rechunk", expressions.rechunked)
+        _replace(expressions.Rechunk, "_lower", expressions.lowered)
 
 
 def _take_off_unless_needed() -> None:
@@ -217,7 +217,7 @@ def _replace(owner: Any, name: str, make: Callable[..., Any]) -> None:
     _replaced.append((owner, name, original, replacement))
 
 
-def _tried(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def tried(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Make an array, and count that by a verb.
 
     The result is None if this package does not take what is given, or cannot be used.
@@ -301,44 +301,3 @@ def _transformed(
     if all(-a.ndim <= axis < a.ndim and len(a.chunks[axis]) == 1 for axis in along):
         return None
     return function(a, s, along[0] if is_along_one else along, norm)
-
-
-def _rechunked_expression(
-    expr: Any,
-    chunks: Any = "auto",
-    threshold: Any = None,
-    block_size_limit: Any = None,
-    balance: Any = False,
-    method: Any = None,
-) -> Any:
-    """Rechunk an expression, in the place of `ArrayExpr.rechunk`, by the method of now.
-
-    Dask would choose when it computes, and then this package may have been uninstalled.
-    """
-    from dask.array._array_expr._rechunk import Rechunk
-
-    if expr.ndim and not any(expr.shape):
-        return None
-    asked = Rechunk(expr, chunks, threshold, block_size_limit, balance, method)
-    if _method_of(asked) == "p2p":
-        return _tried("rechunk", _lowered, asked)
-    return Rechunk(expr, chunks, threshold, block_size_limit, balance, "tasks")
-
-
-def _lowered(asked: Any) -> Any:
-    """Rechunk an expression, where `Rechunk._lower` raises NotImplementedError for ``p2p``."""
-    from dask.array._array_expr._collection import new_collection
-
-    if _method_of(asked) != "p2p":
-        return None
-    return rechunk(new_collection(asked.array), asked.chunks).expr
-
-
-def _method_of(asked: Any) -> str:
-    """Return Dask's method for the rechunk of an expression."""
-    from dask.array.rechunk import _choose_rechunk_method
-
-    before, after = asked.array.chunks, asked.chunks
-    if before == after:
-        return "tasks"  # which has nothing to do
-    return str(asked.method or _choose_rechunk_method(before, after, threshold=asked.threshold))
