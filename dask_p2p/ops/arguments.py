@@ -66,8 +66,8 @@ def check_names(
 ) -> None:
     """Refuse keywords that the operation and the function have in common: `InputError`.
 
-    Keywords that `dask.array.map_overlap` has too are for the operation, as with Dask. Of the
-    others one that has its default may have been left out.
+    Keywords that `dask.array.map_overlap` has too are for the operation, as with Dask. A keyword
+    that has the operation's default may have been left out, and is not refused.
     """
     try:
         parameters = list(signature(func).parameters.values())[count:]

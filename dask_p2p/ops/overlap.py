@@ -66,7 +66,8 @@ def map_overlap(
     func : callable
         Takes a block with its rims of each array, and returns an array of its shape. It may
         overwrite what it gets: that is no other's. With a parameter ``block_id`` or ``block_info``
-        it is told where the block is, as `dask.array.map_blocks` tells it.
+        it is told where the block is, as `dask.array.map_blocks` tells it. It is not called for
+        blocks without elements.
     *args : dask.array.Array
         Arrays of NumPy or CuPy blocks. Blocks may be smaller than the rims. Depth and boundary may
         follow them: ``map_overlap(func, x, depth, boundary)``.
@@ -89,7 +90,8 @@ def map_overlap(
     **kwargs
         Those that `dask.array.map_blocks` knows are for it: ``dtype``, ``meta``, ``chunks``,
         ``drop_axis``, ``new_axis``, ``name``, ``token``, ``enforce_ndim``. Others are passed on to
-        `func`; what Dask has still to compute among them is computed first.
+        `func`; what Dask has still to compute among them is computed first. Where `func` has a
+        parameter ``corners`` too, give it by `functools.partial`.
 
     Returns
     -------
@@ -105,7 +107,8 @@ def map_overlap(
     ChunksError
         If chunk sizes are unknown.
     InputError
-        If `depth` or `boundary` is nothing of the kind, or a rim is wider than its array.
+        If `depth` or `boundary` is nothing of the kind, a rim is wider than its array, or
+        ``corners`` may be meant for `func`.
     BlockMismatchError
         When it runs, if `func` returns an array of another shape than it should.
 
@@ -273,7 +276,7 @@ def _mapped_by_dask(
     ]
     chunks = _chunks_with_empty(arrays, kwargs)
     if chunks is not None:
-        # The dtype first, of which no block may tell.
+        # Dask finds the dtype of all blocks by calling the function, before any is skipped.
         kwargs["meta"] = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)._meta
         func = SkipsEmpty(func, chunks, trim, kwargs["meta"].dtype, has_block_id)
     function = OwnBlocks(func)

@@ -80,9 +80,9 @@ class SkipsEmpty:
 
     function: Callable[..., Any]
     chunks: Chunks  # of the output
-    trim: bool  # whether rims are cut off what it returns
+    trim: bool  # whether rims are cut off its result
     dtype: DType  # of the output
-    has_block_id: bool  # whether the function is told the block's index
+    has_block_id: bool  # as of `Stencil`
 
     @property
     def __name__(self) -> str:
@@ -90,7 +90,7 @@ class SkipsEmpty:
 
     @property
     def __signature__(self) -> Signature:
-        """The parameters that Dask looks for: it tells the index to a function that has one."""
+        """The parameters that Dask looks for, to send the index of a block along."""
         told = ["block_id", *(["block_info"] if has_keyword(self.function, "block_info") else [])]
         by_name = (Parameter(name, Parameter.KEYWORD_ONLY) for name in told)
         return Signature([Parameter("blocks", Parameter.VAR_POSITIONAL), *by_name])

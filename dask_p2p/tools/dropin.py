@@ -34,9 +34,9 @@ from dask_p2p.types import DaskArray
 
 _lock = RLock()
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, what it was, what it is
-_lasting = 0  # installations that no `with` statement ends
-_entered: set[Installation] = set()  # those whose `with` statements run
-_installations: WeakSet[Installation] = WeakSet()  # those that count
+_lasting = 0  # how many installations no `with` statement ends
+_entered: set[Installation] = set()  # installations whose `with` statements run
+_installations: WeakSet[Installation] = WeakSet()  # all that have not ended and are referred to
 _lacking: WeakSet[Any] = WeakSet()  # clients of clusters that cannot take part
 
 
@@ -114,8 +114,8 @@ def install() -> Installation:
 
     Notes
     -----
-    Installations are counted, those of all threads and libraries of a process: Dask does all as
-    before when the last one has ended.
+    A process counts the installations of all its threads and libraries. Dask does all as before
+    when the last one has ended.
 
     What this package does not take still goes Dask's own way: arrays of masked or sparse blocks,
     NumPy arrays of unknown chunk sizes, and all arrays on a cluster that lacks the package, with
@@ -149,8 +149,8 @@ def install() -> Installation:
 def uninstall() -> None:
     """End all installations but those whose `with` statements run.
 
-    If there are none of these, Dask does all as before `install`. Arrays that were made in between
-    stay as they are.
+    If no such statement runs, Dask does all as before `install`. Arrays that were made in between
+    do not change.
     """
     global _lasting
     with _lock:
@@ -220,7 +220,7 @@ def _replace(owner: Any, name: str, make: Callable[..., Any]) -> None:
 def tried(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Make an array, and count that by a verb.
 
-    The result is None if this package does not take what is given, or cannot be used.
+    The result is None if this package does not take the arguments, or cannot be used.
     """
     client = current_client()
     if client in _lacking:

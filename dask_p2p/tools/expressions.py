@@ -1,4 +1,4 @@
-"""Rechunks where Dask's arrays are expressions, for which Dask has no method ``p2p``.
+"""Rechunks of array-expr, which raises NotImplementedError for the method ``p2p``.
 
 Dask chooses a method when it computes, which may be after `uninstall`. So a rechunk that is made
 while this package is installed is one of this package, or chooses by itself.
