@@ -90,7 +90,8 @@ def map_on_gpu(
         What a worker without a GPU does. By default the task fails, and says so. "numpy": `func` is
         called with NumPy parts.
     **kwargs
-        Passed on to `func`; what Dask has still to compute among them is computed first.
+        Passed on to `func`; what Dask has still to compute among them is computed first. Give it a
+        keyword that `map_on_gpu` has too, such as ``axis``, by `functools.partial`.
 
     Returns
     -------

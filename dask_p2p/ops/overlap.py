@@ -260,15 +260,7 @@ def _mapped_by_dask(
     kwargs: dict[str, Any],
 ) -> DaskArray:
     """Have Dask map the function over arrays of blocks with rims, and cut these off."""
-    # Bound here: Dask's functions have parameters of their own, which Dask gives by name.
-    of_func = {
-        name: value
-        for name, value in kwargs.items()
-        if name not in _FOR_DASK and not unpack_collections(value)[0]
-    }
-    kwargs = {name: value for name, value in kwargs.items() if name not in of_func}
-    has_block_id = has_keyword(func, "block_id") and "block_id" not in of_func
-    func = partial(func, **of_func) if of_func else func
+    func, kwargs, has_block_id = _bound(func, kwargs)
     options = checked_options()
     with_rims = [
         x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
@@ -279,11 +271,10 @@ def _mapped_by_dask(
         # Dask finds the dtype of all blocks by calling the function, before any is skipped.
         kwargs["meta"] = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)._meta
         func = SkipsEmpty(func, chunks, trim, kwargs["meta"].dtype, has_block_id)
-    function = OwnBlocks(func)
     has_rims = any(x is not y for x, y in zip(arrays, with_rims, strict=True))
     if has_rims and not trim:
         kwargs = {"chunks": arrays[0].chunks, **kwargs}
-    y = da.map_blocks(function, *with_rims, **kwargs)
+    y = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)
     if not has_rims or not trim:
         return y
     # Of the array with the most axes, the first if there are several.
@@ -294,6 +285,23 @@ def _mapped_by_dask(
         for sizes, along in zip(y.chunks, rims, strict=True)
     )
     return da.map_blocks(Trim(rims), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
+
+
+def _bound(
+    func: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any], bool]:
+    """Bind keywords to the function, since parameters of Dask's functions have such names too.
+
+    The other keywords are returned too, and whether the function gets the index of a block.
+    """
+    for_dask = {
+        name: value
+        for name, value in kwargs.items()
+        if name in _FOR_DASK or unpack_collections(value)[0]
+    }
+    own = {name: value for name, value in kwargs.items() if name not in for_dask}
+    has_block_id = has_keyword(func, "block_id") and "block_id" not in own
+    return partial(func, **own) if own else func, for_dask, has_block_id
 
 
 def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -> Chunks | None:

@@ -108,7 +108,7 @@ def iterate(
         for nothing: the graph is compared with it once, bit by bit. Between members of one host
         that read each other's memory by CUDA IPC; others, and NumPy blocks, go on as without.
     **kwargs
-        For `func`, as they are.
+        For `func`, as they are. Give it a keyword that `iterate` has too by `functools.partial`.
 
     Returns
     -------

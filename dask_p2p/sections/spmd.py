@@ -61,7 +61,7 @@ def spmd(
         number or an array of the value's shape and dtype. It becomes an array with one block a
         member, along a new first axis, of NumPy.
     **kwargs
-        For `func`, as they are.
+        For `func`, as they are. Give it a keyword that `spmd` has too by `functools.partial`.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def spmd(
     ------
     InputError
         If `func` cannot be called, a number is too small, an example in `per_member` is none, or an
-        argument for `func` has still to be computed.
+        argument for `func` has still to be computed, or a keyword may be meant for it.
     AxesError
         If there is no axis of a number in `cut`.
     ChunksError
