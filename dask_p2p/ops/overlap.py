@@ -66,8 +66,8 @@ def map_overlap(
     func : callable
         Takes a block with its rims of each array, and returns an array of its shape. It may
         overwrite what it gets: that is no other's. With a parameter ``block_id`` or ``block_info``
-        it is told where the block is, as `dask.array.map_blocks` tells it. It is not called for
-        blocks without elements.
+        it is told where the block is, as `dask.array.map_blocks` tells it. If rims are cut
+        off its result, it is not called for blocks without elements.
     *args : dask.array.Array
         Arrays of NumPy or CuPy blocks. Blocks may be smaller than the rims. Depth and boundary may
         follow them: ``map_overlap(func, x, depth, boundary)``.
@@ -245,8 +245,8 @@ def _assembled_and_mapped(
         meta = da.map_blocks(function, x)._meta
     meta = meta_from_array(x._meta if meta is None else meta, x.ndim, dtype)
     chunks = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
-    if any(0 in sizes for sizes in chunks):
-        function = SkipsEmpty(function, chunks, trim, meta.dtype, has_block_id)
+    if trim and any(0 in sizes for sizes in chunks):
+        function = SkipsEmpty(function, chunks, meta.dtype, has_block_id)
         has_block_id = True
     stencil = Stencil(function, Trim(rims_of(plan)) if trim else None, has_block_id)
     return planned_array("p2p-overlap", x, plan, checked_options(), Post(stencil, chunks, meta))
@@ -266,11 +266,11 @@ def _mapped_by_dask(
         x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
         for x, plan in zip(arrays, plans, strict=True)
     ]
-    chunks = _chunks_with_empty(arrays, kwargs)
+    chunks = _chunks_with_empty(arrays, kwargs) if trim else None
     if chunks is not None:
         # Dask finds the dtype of all blocks by calling the function, before any is skipped.
         kwargs["meta"] = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)._meta
-        func = SkipsEmpty(func, chunks, trim, kwargs["meta"].dtype, has_block_id)
+        func = SkipsEmpty(func, chunks, kwargs["meta"].dtype, has_block_id)
     has_rims = any(x is not y for x, y in zip(arrays, with_rims, strict=True))
     if has_rims and not trim:
         kwargs = {"chunks": arrays[0].chunks, **kwargs}

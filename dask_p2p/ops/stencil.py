@@ -76,11 +76,10 @@ class OwnBlocks:
 @versioned()
 @dataclass(frozen=True)
 class SkipsEmpty:
-    """A function that is not called for blocks of the output without elements."""
+    """A function of blocks with rims that is not called where the output has no elements."""
 
     function: Callable[..., Any]
     chunks: Chunks  # of the output
-    trim: bool  # whether rims are cut off its result
     dtype: DType  # of the output
     has_block_id: bool  # as of `Stencil`
 
@@ -98,11 +97,8 @@ class SkipsEmpty:
     def __call__(self, /, *blocks: Array, block_id: Index | None = None, **kwargs: Any) -> Any:
         if block_id is None:  # Dask finds out the dtype
             return self.function(*blocks, **kwargs)
-        shape = tuple(along[i] for along, i in zip(self.chunks, block_id, strict=True))
-        if 0 in shape:
-            with_rims = np.broadcast_shapes(*(block.shape for block in blocks))
-            return np.empty_like(
-                blocks[0], dtype=self.dtype, shape=with_rims if self.trim else shape
-            )
+        if any(along[i] == 0 for along, i in zip(self.chunks, block_id, strict=True)):
+            shape = np.broadcast_shapes(*(block.shape for block in blocks))
+            return np.empty_like(blocks[0], dtype=self.dtype, shape=shape)
         told = {"block_id": block_id} if self.has_block_id else {}
         return self.function(*blocks, **kwargs, **told)

@@ -311,16 +311,14 @@ def test_a_function_overwrites_blocks_that_groups_handed_out(client):
 EMPTY = [((0, 7, 5), (10,)), ((12,), (3, 0, 7)), ((6, 6, 0), (0, 10)), ((0, 12), (0, 0, 10, 0))]
 
 
-@pytest.mark.parametrize("trim", [True, False])
 @pytest.mark.parametrize("way", ["one", "several", "by Dask", "block_id", "block_info"])
 @pytest.mark.parametrize("chunks", EMPTY, ids=str)
-def test_functions_are_not_called_for_blocks_without_elements(chunks, way, trim):
+def test_functions_are_not_called_for_blocks_without_elements(chunks, way):
     calls, places = [], []
 
     def twice(*blocks, above=0):
         calls.append(min(block.shape for block in blocks))
-        first = blocks[0] if trim else blocks[0][1:-1]
-        return (2 * first).astype(int) + above
+        return (2 * blocks[0]).astype(int) + above
 
     def with_id(*blocks, block_id=None):
         places.append(block_id)
@@ -334,9 +332,7 @@ def test_functions_are_not_called_for_blocks_without_elements(chunks, way, trim)
     function = {"block_id": with_id, "block_info": with_info}.get(way, twice)
     arrays = [x, x + 1] if way == "several" else [x]
     more = {"above": da.zeros((), dtype=int)} if way == "by Dask" else {}
-    y = dask_p2p.map_overlap(
-        function, *arrays, depth={0: 1}, boundary="reflect", dtype=int, trim=trim, **more
-    )
+    y = dask_p2p.map_overlap(function, *arrays, depth={0: 1}, boundary="reflect", dtype=int, **more)
     calls.clear()
     places.clear()
     assert y.chunks == chunks
@@ -347,6 +343,24 @@ def test_functions_are_not_called_for_blocks_without_elements(chunks, way, trim)
     assert len(calls) == len(filled[0]) * len(filled[1])
     if places:
         assert sorted(places) == [(i, j) for i in filled[0] for j in filled[1]]
+
+
+@pytest.mark.parametrize("chunks", EMPTY, ids=str)
+@pytest.mark.parametrize("keeps_rims", [True, False])
+def test_functions_that_trim_are_called_for_all_blocks(chunks, keeps_rims):
+    """Their results may have any shape."""
+    x = da.from_array(X, chunks=chunks)
+
+    def function(block):
+        return -block if keeps_rims else -block[1:-1]
+
+    y = dask_p2p.map_overlap(function, x, {0: 1}, "reflect", trim=False, dtype=float)
+    expected = da.map_overlap(
+        function, x.rechunk(), depth={0: 1}, boundary="reflect", trim=False, dtype=float
+    )
+    assert y.chunks == chunks
+    if not keeps_rims or len(chunks[0]) == 1:
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), expected.compute())
 
 
 def test_block_id_and_block_info_tell_where_a_block_is():
