@@ -60,6 +60,11 @@ def test_what_is_replaced_has_the_same_parameters():
     stock = inspect.signature(rechunk_p2p)
     assert [*stock.parameters][:2] == [*inspect.signature(dropin.rechunked).parameters][:2]
     assert all(p.kind is p.KEYWORD_ONLY for p in [*stock.parameters.values()][2:])
+    stock, own = inspect.signature(map_overlap), inspect.signature(dropin.overlapped)
+    assert [*stock.parameters] == [*own.parameters]
+    assert [p.default for p in stock.parameters.values()] == [
+        p.default for p in own.parameters.values()
+    ]
 
 
 def test_code_that_exists_uses_this_package(client, x):
