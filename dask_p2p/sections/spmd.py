@@ -72,7 +72,7 @@ def spmd(
     ------
     InputError
         If `func` cannot be called, a number is too small, an example in `per_member` is none, or an
-        argument for `func` has still to be computed, or a keyword may be meant for it.
+        argument for `func` has still to be computed, or is a keyword of `spmd` too.
     AxesError
         If there is no axis of a number in `cut`.
     ChunksError

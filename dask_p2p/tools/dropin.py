@@ -96,31 +96,29 @@ class Installation(AbstractContextManager["Installation"]):
 
 
 def install() -> Installation:
-    """Have Dask use this package for peer-to-peer rechunks, `map_overlap`, and FFTs of cut axes.
+    """Put this package in Dask's place for p2p rechunks, `map_overlap`, and FFTs of cut axes.
 
     Code that calls ``x.rechunk(...)``, ``x.T.rechunk(...)``, ``xarray.DataArray.chunk(...)`` or
     ``x.map_overlap(...)`` stays as it is, and gives arrays of the same values, chunks, dtype and
-    type of blocks. From now on, this package does every rechunk of this process for which Dask
-    chooses its method ``p2p``: because it is named, or by itself, with a client and above a certain
-    size of the graph. Rechunks by tasks still go by tasks. Functions of ``da.fft`` take axes that
-    are cut.
+    type of blocks. From now on, this package does every rechunk of this process that goes by Dask's
+    method ``p2p``. Dask chooses that where it is named, or with a client above a certain size of
+    the graph. Rechunks by tasks still go by tasks. Functions of ``da.fft`` take axes that are cut.
 
     Returns
     -------
     Installation
         A context manager that ends this installation. Without a `with` statement the installation
-        lasts until its ``uninstall()``, or `dask_p2p.uninstall`. Its ``count`` says how often this
-        package took Dask's place since then, its ``counts`` by which function.
+        lasts until its ``uninstall()``, or `dask_p2p.uninstall`. Its ``count`` is the number of
+        calls that this package took since then; its ``counts`` has them by function.
 
     Notes
     -----
     A process counts the installations of all its threads and libraries. Dask does all as before
     when the last one has ended.
 
-    What this package does not take still goes Dask's own way: arrays of masked or sparse blocks,
-    NumPy arrays of unknown chunk sizes, and all arrays on a cluster that lacks the package, with
-    one warning. Blocks must have the dtype and the shape that their array says; if not, a
-    `BlockMismatchError` names the block.
+    Some arrays still go Dask's own way: masked or sparse blocks, NumPy arrays of unknown chunk
+    sizes, and all arrays on a cluster that lacks the package, with one warning. Blocks must have
+    the dtype and the shape of their array; if not, a `BlockMismatchError` names the block.
 
     For programs that cannot be changed, set the options ``p2p.install: true`` and
     ``distributed.client.preload: [dask_p2p.preload]``.
