@@ -133,11 +133,12 @@ def _attempt(
     """Call the function; return its result and, when all members have come so far, the order."""
     result = None
     try:
+        member.links.reserve_files()
         member.links.open_channels(partial(_started, ucx))
         with within_gang():
             result = _called(body, ctx, arrays)
         # One that returns early would leave others waiting for it.
-        member.links.gather("nothing more: its function has returned", b"")
+        member.links.finish()
         ctx.device.let_go(is_orderly=True)
         return result, member.leave()
     except AttemptEndedError as exc:
