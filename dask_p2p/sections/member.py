@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dask_p2p.config import Options
 from dask_p2p.engine.attempts import pause_s
+from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.members import Members
@@ -33,6 +34,7 @@ _MOST_ERROR_BYTES = 2**20  # of an exception that the scheduler hands to all mem
 _MOST_CHARS = 1000  # of what another one says
 
 
+@drops_frames
 def run_member(
     gang: str,  # its name
     rank: int,  # which member this is

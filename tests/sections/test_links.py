@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import select
 import socket
 import threading
 import time
+import weakref
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from contextlib import closing as closed_at_end
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from distributed import Security
 from hypothesis import given
@@ -122,9 +125,7 @@ def gang(request):
 
 
 #: Members of whom none has exchanged anything yet.
-UNLINKED = pytest.mark.parametrize(
-    "gang", ["one process", "one host", "tcp", "tls"], indirect=True
-)
+UNLINKED = pytest.mark.parametrize("gang", ["one process", "one host", "tcp", "tls"], indirect=True)
 
 
 @pytest.mark.parametrize("count", [0, 3, LARGE])
@@ -284,6 +285,32 @@ def test_other_lengths_are_different_calls(gang):
         return links.exchange("same", {1 - rank: bytes(rank)}, {1 - rank: bytearray(1)})
 
     assert isinstance(gang.begin(exchange)[1].exception(BOUND_S), SectionError)
+
+
+def test_links_that_have_failed_keep_no_frames(gang):
+    """These have the arrays of the attempt."""
+    kept = []
+
+    def second(links):
+        share = np.ones(10)
+        kept.append(weakref.ref(share))
+        links.exchange("second", {}, {1: None})
+
+    def exchange(rank, links):
+        links.exchange("first", {1 - rank: b"x"}, {1 - rank: None})
+        if rank == 1:
+            cut(links, 0)
+            return
+        with suppress(AttemptEndedError):
+            second(links)
+
+    gc.disable()
+    try:
+        gang.run(lambda rank, links: rank < 2 and exchange(rank, links))
+        (share,) = kept
+        assert share() is None
+    finally:
+        gc.enable()
 
 
 def waiting(rank, links):
