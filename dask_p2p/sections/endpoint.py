@@ -28,6 +28,7 @@ from dask_p2p.sections.strangers import Strangers, is_of_this_user
 
 _CONNECT_S = 10.0
 _SOCKET_BYTES = 1 << 20  # that the kernel buffers, where it lets us
+_QUEUED = 4096  # connections that the kernel keeps waiting
 _TIMEVAL = struct.Struct("ll")  # seconds, microseconds
 _PROBES = 3  # without an answer, before the kernel ends a connection
 # In Linux' struct tcp_info: how often what was sent last has been sent again, and milliseconds
@@ -86,10 +87,9 @@ class Endpoint:
 
     def __init__(self, reach: Reach, bell: Bell) -> None:  # of its worker; what wakes its member
         self._reach, self._bell = reach, bell
-        self._strangers = Strangers(self._accepted, reach.timeout_s)
         self._lock = threading.Lock()
         self._callers: deque[tuple[bytes, Stream]] | None = deque()  # None: it is closed
-        self._listeners: list[socket.socket] = []
+        self._strangers: list[Strangers] = []  # of each listener
         #: What others need to know to begin a link.
         self.text = ""
         try:
@@ -101,34 +101,36 @@ class Endpoint:
 
     def _listen(self, reach: Reach) -> str:
         """Begin to listen; return where."""
+        port = 0
         try:
-            unix = socket.socket(socket.AF_UNIX)
-            self._listeners.append(unix)
+            unix = self._listener(socket.socket(socket.AF_UNIX))
             unix.bind("")  # to a name that the kernel makes: no file, and gone with the process
-            port = 0
+            unix.listen(_QUEUED)
             if reach.host:
-                self._listeners.append(_bound(reach.host))
-                port = self._listeners[-1].getsockname()[1]
+                tcp = self._listener(_bound(reach.host))
+                tcp.listen(_QUEUED)
+                port = tcp.getsockname()[1]
         except OSError as exc:
             check_files(exc)
             raise
-        for listener in self._listeners:
-            listener.listen(4096)
-            listener.setblocking(False)
         ucx, name = "ucx" if reach.uses_ucx else "-", unix.getsockname().hex()
         host = reach.host or "-"
         return f"{_kernel_and_network()} {ucx} {_user()} {name} {reach.protocol} {host} {port}"
 
+    def _listener(self, made: socket.socket) -> socket.socket:
+        made.setblocking(False)
+        self._strangers.append(Strangers(made, self._accepted, self._reach.timeout_s))
+        return made
+
     @property
     def numbers(self) -> list[int]:
         """File descriptors at which something comes for `accepted`."""
-        listeners = [] if self._strangers.is_full else self._listeners
-        return [*(each.fileno() for each in listeners), *self._strangers.numbers]
+        return [number for each in self._strangers for number in each.numbers]
 
     @property
     def patience_s(self) -> float:
         """How long to wait for something there, at most, before `accepted` is called again."""
-        return 0.0 if self._callers else self._strangers.patience_s
+        return 0.0 if self._callers else min(each.patience_s for each in self._strangers)
 
     def is_here(self, endpoint: str) -> bool:
         """Return whether another member's endpoint is in this process."""
@@ -140,8 +142,7 @@ class Endpoint:
             callers, self._callers = self._callers, None
         for _, stream in callers or ():
             stream.close()
-        self._strangers.close()
-        for each in self._listeners:
+        for each in self._strangers:
             each.close()
         self._here.pop(self.text, None)
 
@@ -189,13 +190,12 @@ class Endpoint:
         Of `numbers` something has come at those that are ready. `SectionError` if this process
         cannot have any more connections.
         """
-        for listener in self._listeners:
-            if listener.fileno() in ready:
-                self._strangers.accept(listener)
         found: list[tuple[bytes, socket.socket | Stream]] = []
         while self._callers:
             found.append(self._callers.popleft())
-        return found + self._strangers.read(ready, wanted)
+        for strangers in self._strangers:
+            found += strangers.accepted(ready, wanted)
+        return found
 
     def _accepted(self, made: socket.socket) -> socket.socket:
         is_local = made.family == socket.AF_UNIX

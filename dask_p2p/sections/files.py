@@ -14,6 +14,8 @@ from math import inf
 
 from dask_p2p.errors import SectionError
 
+#: Connections at one listener of a member that have not shown whose they are.
+MOST_STRANGERS = 32
 _SPARE = 256  # for all else that a process opens while members run
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 _REMEDY = (
@@ -39,7 +41,7 @@ def reserve_files(members: int, others: int) -> None:
                 f"expected room for {needed} open files in a worker's process, where {members} of "
                 f"{members + others} members run, got a hard limit of {hard}. {_REMEDY}"
             )
-        wanted = min(hard, needed + _SPARE)
+        wanted = min(hard, needed + _SPARE + 2 * MOST_STRANGERS * members)
         if soft < wanted:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), most))

@@ -270,7 +270,7 @@ class Links:
 
     def _polled(self, poll: select.poll, most_s: float, sockets: Mapping[int, int]) -> set[int]:
         """Wait, not for ever; return at which files there is something. Of sockets it has ranks."""
-        uses_channel = any(self._links[rank].uses_channel for rank in sockets.values())
+        uses_channel = self.use_ucx and any(self._links[r].uses_channel for r in sockets.values())
         polled = poll.poll(0 if uses_channel else most_s * 1000)
         for number, event in polled:
             if event & select.POLLRDHUP:  # of a link that waits for UCX: it reads nothing itself

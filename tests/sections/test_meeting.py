@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import ExitStack
 
 import pytest
 
@@ -102,3 +105,27 @@ def raised_by(gang, what):
     gang.wake()
     raised = [future.exception(BOUND_S) for future in futures]
     return [each for each in raised if each is not None]
+
+
+@pytest.mark.parametrize("host", ["processes", "hosts"])
+def test_members_meet_among_many_that_are_silent(request, host):
+    """More than the process may have as open files, if it took them all."""
+    request.getfixturevalue(host)
+    with Gang(2) as gang, ExitStack() as closing:
+        *_, name, _, address, port = gang.links[1].endpoint.split()
+        for family, at in (
+            (socket.AF_UNIX, bytes.fromhex(name)),
+            (socket.AF_INET, (address, int(port))),
+        ):
+            for _ in range(300):
+                made = closing.enter_context(socket.socket(family))
+                made.connect(at)
+        before = len(os.listdir("/proc/self/fd"))
+
+        def exchange(rank, links):
+            found = links.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})
+            return bytes(found[1 - rank]), len(os.listdir("/proc/self/fd"))
+
+        for found, opened in gang.run(exchange):
+            assert found == b"abc"
+            assert opened < before + 100
