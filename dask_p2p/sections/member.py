@@ -151,7 +151,7 @@ def _attempt(
         raise  # all come again: this one elsewhere
     except Exception as exc:
         error, is_itself = _pickled(exc, member.rank)
-        traceback.clear_frames(exc.__traceback__)  # what they have is used no more
+        traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
         order = member.leave(f"member {member.rank} raised {type(exc).__name__}", error)
         if is_itself and order.error == error:
             raise  # with its traceback
