@@ -186,7 +186,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 def without_frames(exc: _Error) -> _Error:
-    """Return an exception for who keeps it, without the frames that it and its causes went through.
+    """Return an exception that is to be kept, without the frames of its traceback and its causes.
 
     Frames have arrays, and some have the exception: all would stay until Python collects garbage.
     """

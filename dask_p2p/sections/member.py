@@ -154,7 +154,7 @@ def _attempt(
             watch.error = f"another member was lost; then the function raised {_described(exc)}"
             return None, member.leave(watch.error)
         error, is_itself = _pickled(exc, member.rank)
-        traceback.clear_frames(exc.__traceback__)  # what they have is used no more
+        traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
         order = member.leave(f"member {member.rank} raised {type(exc).__name__}", error)
         if is_itself and order.error == error:
             raise  # with its traceback
