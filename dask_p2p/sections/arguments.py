@@ -86,7 +86,11 @@ def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None)
     is_in_gang = getattr(_thread, "is_in_gang", False)
     if members is None:
         members, _ = (not is_in_gang and cluster_size()) or (1, 1)
-    if checked_count("members", members=members) > 1 and is_in_gang:
+    try:
+        members = checked_count("members", members=members)
+    except InputError as exc:
+        raise InputError(f"{exc} Leave members= out for one on each worker.") from None
+    if members > 1 and is_in_gang:
         raise InputError(
             f"members: expected 1 in the function of another section, got {members}: they would "
             f"wait for workers that this section has, and it for them. Leave members= out."

@@ -249,7 +249,8 @@ class Context(Collectives, Transforms):
             count, save = index(count), tuple(save)
         except TypeError:
             raise InputError(
-                f"expected a number of steps, and a list of arrays, got {count=}, {save=}."
+                f"expected a number of steps, and a list of arrays, got {count=}, {save=}. Give an "
+                f"integer and a list: ctx.steps(100, save=[u])."
             ) from None
         if self._has_steps:
             raise InputError(

@@ -68,7 +68,7 @@ def iterate(
         Width of the rims, as `dask_p2p.map_overlap` takes it; in a list one for each field. Rims
         may be wider than a member's share.
     steps : int
-        How often `func` is applied, at most.
+        How often `func` is applied, at most. With 0 the fields come back as they are.
     boundary : str, scalar, tuple or dict, optional
         What lies beyond the ends of the array, as `dask_p2p.map_overlap` takes it: by default
         "periodic". With "none" shares at the ends have no rim there.
@@ -142,7 +142,6 @@ def iterate(
     check_function(func, "fields with rims", "iterate(func, x, depth, steps)")
     if until is not None and not callable(until):
         raise InputError(f"until: expected a function of numbers, got {until!r}.")
-    checked_period(checkpoint_every)
     if isinstance(boundary, list):
         raise InputError(
             f"boundary: expected one for all fields, got {boundary!r}. A field becomes the one "
@@ -157,7 +156,7 @@ def iterate(
     iteration = Iteration(
         function=func,
         depths=tuple(checked_depths(depth, shapes)),
-        steps=checked_count("steps", steps=steps),
+        steps=checked_count("steps", 0, steps=steps),
         dtype=first.dtype,
         boundary=checked_boundaries(boundary, shapes, first.dtype)[0],
         corners=bool(corners),
@@ -166,7 +165,7 @@ def iterate(
         constants=given,
         until=until,
         check_every=checked_count("steps", check_every=check_every),
-        period=checkpoint_every,
+        period=checked_period(checkpoint_every),
         capture=bool(capture),
         kwargs=kwargs,
     )

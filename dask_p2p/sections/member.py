@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -161,10 +162,17 @@ def _called(body: Callable[..., Any], ctx: Context, arrays: Sequence[Any]) -> An
     try:
         return body(ctx, *arrays)
     except BaseException as exc:
-        if isinstance(exc, Exception) and not isinstance(exc, StopIteration):
+        if isinstance(exc, Exception) and not isinstance(exc, _taken_by_dask()):
             raise
-        # SystemExit would end the worker, StopIteration a coroutine of the client's.
+        # SystemExit would end the worker, StopIteration a coroutine of the client's. Dask would
+        # start a task that raises Reschedule again and again.
         raise SectionError(f"the function raised {_described(exc)} on member {ctx.rank}") from exc
+
+
+def _taken_by_dask() -> tuple[type[Exception], ...]:
+    """Return the exceptions that Dask does not return to the user as it does others."""
+    distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
+    return (StopIteration,) if distributed is None else (StopIteration, distributed.Reschedule)
 
 
 def _raise_end(order: Order, options: Options) -> NoReturn:

@@ -8,6 +8,7 @@ import threading
 
 import dask.array as da
 import pytest
+from distributed import Reschedule
 
 from dask_p2p import spmd
 from dask_p2p.errors import SectionError
@@ -29,6 +30,7 @@ class SaysNothingError(Exception):
 
 WHAT = {
     "StopIteration: at rank 1": lambda: StopIteration("at rank 1"),
+    "Reschedule: ": Reschedule,
     "SystemExit: 3": lambda: SystemExit(3),
     "KeyboardInterrupt: ": KeyboardInterrupt,
     "GeneratorExit: ": GeneratorExit,
