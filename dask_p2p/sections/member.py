@@ -15,6 +15,7 @@ from dask_p2p.engine.attempts import pause_s
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.members import Members
+from dask_p2p.plugins.registration import on_missing_plugin
 from dask_p2p.sections.arguments import within_gang
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import device_for
@@ -82,6 +83,8 @@ def _run_in_gang(
 
     from dask_p2p.sections.worker import plugin_on
 
+    if context is None:  # it is asked for, and this member goes on without it
+        on_missing_plugin(worker, [])
     plugin, ucx = sync(worker.loop, plugin_on, worker), _ucx(context, options, body.kind)
     reach = {"timeout_s": options.request_timeout_s, "uses_ucx": ucx is not None}
     with plugin.member(gang, rank, members.size, **reach) as member:
@@ -110,7 +113,7 @@ def _run_in_gang(
 
 def _ucx(context: Any, options: Options, kind: Kind) -> UcxTransport | None:
     """Return what has UCX for large messages to other hosts, if tasks would use it; else None."""
-    if "ucx" not in options.order(kind) or options.checksum:
+    if context is None or "ucx" not in options.order(kind) or options.checksum:
         return None
     transport: UcxTransport | None = context.router.transports.get("ucx")
     return None if transport is None or transport.holder_obstacle("") else transport

@@ -178,6 +178,10 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         while True:
             self._check_is_on()
             order = self._coordinator.order(gang, rank, ticket)
+            if order.state == "running" and order.resume is not None and not order.failures:
+                # Dask counts deaths under a task, and ends it by `allowed-failures`. Those before
+                # a newer state do not count, as attempts do not.
+                self._scheduler.tasks[gang, rank].suspicious = 0
             left_s = deadline_s - time.monotonic()
             if order.state != known or left_s <= 0:
                 return asdict(order)
