@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from operator import index as as_int
 from typing import Any
 
+import dask
 import numpy as np
 from dask.base import unpack_collections
 
@@ -16,7 +17,8 @@ from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArray
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known
 from dask_p2p.plans.members import Members
-from dask_p2p.plugins.registration import cluster_size
+from dask_p2p.plans.seats import room
+from dask_p2p.plugins.registration import cluster_size, current_client, workers_of
 from dask_p2p.types import DaskArray
 
 _thread = threading.local()
@@ -85,7 +87,7 @@ def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None)
     """
     is_in_gang = getattr(_thread, "is_in_gang", False)
     if members is None:
-        members, _ = (not is_in_gang and cluster_size()) or (1, 1)
+        members = 1 if is_in_gang else _usable_workers()
     try:
         members = checked_count("members", members=members)
     except InputError as exc:
@@ -105,3 +107,18 @@ def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None)
         )
     divided = [axis % x.ndim for axis in axes]
     return Members.at_most(x.chunks, members, divided)
+
+
+def _usable_workers() -> int:
+    """Return how many workers of the current cluster have the resources that are annotated.
+
+    It is 1 without a cluster. The scheduler refuses more members than can run.
+    """
+    size = cluster_size()
+    if size is None:
+        return 1
+    needs = dask.get_annotations().get("resources")
+    if not isinstance(needs, dict):  # it may be a function of keys
+        return size[0]
+    workers = workers_of(current_client()).values()
+    return max(1, sum(room(worker.get("resources", {}), needs) >= 1 for worker in workers))

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +21,7 @@ from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import device_for
 from dask_p2p.sections.link import AttemptEndedError, Peer
 from dask_p2p.sections.progress import Watch
+from dask_p2p.sections.units import Units
 from dask_p2p.types import Kind
 from dask_p2p.versioned import check_readable
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from dask_p2p.transports.packed.ucx import UcxTransport
 
 _SECEDE_S = 0.05  # that a member waits in its worker's pool, before others get its thread
+_LOOK_S = 0.02  # between two looks whether units of a resource are free
 _MOST_ERROR_BYTES = 2**20  # of an exception that the scheduler hands to all members
 _MOST_CHARS = 1000  # of what another one says
 
@@ -87,10 +89,15 @@ def _run_in_gang(
         on_missing_plugin(worker, [])
     plugin, ucx = sync(worker.loop, plugin_on, worker), _ucx(context, options, body.kind)
     reach = {"timeout_s": options.request_timeout_s, "uses_ucx": ucx is not None}
-    with plugin.member(gang, rank, members.size, **reach) as member:
+    units = Units(worker, (gang, rank))
+    with plugin.member(gang, rank, members.size, **reach) as member, closing(units):
         if member.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
+            units.lend()
             secede()  # any number of members may wait on a worker with one thread
         order, result = member.order_after("waiting"), None
+        if order.state == "running":
+            units.take(lambda: member.order_after("running", timeout_s=_LOOK_S).state == "running")
+            order = member.order_after("waiting")
         if order.state == "running":
             member.links.start(rank, [Peer(*peer) for peer in order.peers])
             reads_memory = "cma" in options.order("numpy") and not options.checksum
