@@ -21,7 +21,9 @@ from dask_p2p.plans.seats import room
 from dask_p2p.plugins.registration import cluster_size, current_client, workers_of
 from dask_p2p.types import DaskArray
 
+_OF_WORKERS = "Client-worker-"  # how names of clients begin that tasks have
 _thread = threading.local()
+_running: list[int] = []  # threads of this process in functions of members that have others
 
 
 def check_computed(*given: Any) -> None:
@@ -74,10 +76,26 @@ def check_same_kind(backend: Backend, value: Any, name: str) -> None:
 def within_gang() -> Iterator[None]:
     """Note that this thread runs the function of a member that has others."""
     _thread.is_in_gang = True
+    _running.append(threading.get_ident())
     try:
         yield
     finally:
+        _running.remove(threading.get_ident())
         _thread.is_in_gang = False
+
+
+def _is_beside_gang() -> bool:
+    """Return whether a thread of no task has a worker's client, while a gang runs there.
+
+    Then the function of a member has started the thread, and perhaps waits for it.
+    """
+    if not _running:
+        return False
+    from distributed.worker import thread_state
+
+    client = current_client()
+    is_of_worker = client is not None and client.id.startswith(_OF_WORKERS)
+    return is_of_worker and not hasattr(thread_state, "key")
 
 
 def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None) -> Members:
@@ -86,6 +104,12 @@ def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None)
     `InputError` if the number of members is none, `AxesError` if there is no such axis.
     """
     is_in_gang = getattr(_thread, "is_in_gang", False)
+    if members != 1 and not is_in_gang and _is_beside_gang():
+        raise InputError(
+            "expected a section in the thread that runs the function of another section, got one "
+            "in a further thread of its process: each section might wait for the other. Build and "
+            "compute it in the function's own thread, where it has one member, or give members=1."
+        )
     if members is None:
         members = 1 if is_in_gang else _usable_workers()
     try:

@@ -27,7 +27,7 @@ _LOOK_S = 0.5  # between two looks
 _JOINING_S = 1.0  # in which workers may still join, after the graph or another worker
 _LOST_S = 300.0  # in which a worker that was lost may come back
 _ADAPTIVE_S = 30.0  # for which a cluster counts as adaptive after it was asked for its target
-_INNER_S = 2.0  # for which an inner gang waits for its outer one, which may be about to end
+_INNER_S = 1.0  # for which an inner gang waits for its outer one, which may be about to end
 _BLOCKED_S = 60.0  # the same where it is not sure that it is an inner one
 
 

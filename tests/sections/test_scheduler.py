@@ -33,13 +33,24 @@ class Scheduler:
         self.released, self.forgotten = [], []
         self.tasks = {("x", rank): self.task(worker) for rank, worker in enumerate("ab")}
         self.tasks["x", "commit"] = self.task(None, "waiting")
+        self.handlers["adaptive_target"] = lambda target_duration=None: 3
+
+    def _create_taskstate_from_graph(self, *, submitting_task):
+        """As Dask's: the plugins are called while it runs."""
+        raise NotImplementedError
 
     def add_plugin(self, plugin, name):
         self.plugins[name] = plugin
 
     def task(self, worker, state="processing"):
         on = SimpleNamespace(address=worker)
-        return SimpleNamespace(state=state, processing_on=on, exception_text="", suspicious=0)
+        return SimpleNamespace(
+            state=state,
+            processing_on=on,
+            exception_text="",
+            suspicious=0,
+            resource_restrictions=None,
+        )
 
     def rpc(self, worker):
         async def forget(gang):
