@@ -69,9 +69,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         warn_after_s = self._options.warn_after_s
         self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
         self._nesting = Nesting(self._scheduler, self._is_on)
-        self._gathering = Gathering(
-            self._scheduler, self._coordinator, self._nesting, warn_after_s
-        )
+        self._gathering = Gathering(self._scheduler, self._coordinator, self._nesting, warn_after_s)
         self._gathering.add(self._scheduler.tasks)
 
     def _is_on(self) -> bool:
@@ -180,9 +178,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if not telling.cancelled():
             telling.exception()  # a worker that goes, or has no plugin any more
 
-    def update_graph(
-        self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any
-    ) -> None:
+    def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
         """Look after gangs from here on, also those of which no member ever joins."""
         self._nesting.note(client, tasks)
         self._gathering.add(tasks)

@@ -101,5 +101,7 @@ def test_a_state_that_could_not_be_brought_back_is_refused_at_once(alone, state,
 
 @pytest.mark.parametrize(("count", "save"), [("a", ()), (3, 3), (2.5, ())])
 def test_loops_of_something_else_are_refused(alone, count, save):
-    with pytest.raises(InputError, match=f"expected a number of steps, .* got count={count!r}.*Give"):
+    with pytest.raises(
+        InputError, match=f"expected a number of steps, .* got count={count!r}.*Give"
+    ):
         list(alone.steps(count, save))

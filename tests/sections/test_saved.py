@@ -197,6 +197,8 @@ def test_numbers_of_steps_of_numpy_are_integers_of_python(every):
 
 @pytest.mark.parametrize("wrong", [0, -1, True, np.True_, np.int64(0), "soon", 2.5, "-1 s"])
 def test_wrong_periods_are_refused(wrong):
-    with pytest.raises(InputError, match="expected a number of steps, a time like '30 s' or None") as caught:
+    with pytest.raises(
+        InputError, match="expected a number of steps, a time like '30 s' or None"
+    ) as caught:
         checked_period(wrong)
     assert "Give an integer of at least 1, a time, or None" in str(caught.value)
