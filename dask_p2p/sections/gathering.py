@@ -136,10 +136,13 @@ class Gathering:
 
     def _block(self, name: str, gang: _Gang, tasks: Sequence[Any]) -> str:
         """Return which gang has the workers of this one, if it waits for it."""
-        on = {each.processing_on.address for each in tasks if each.processing_on is not None}
-        others = [each for each, workers in self._coordinator.running().items() if workers & on]
-        outer = next((each for each in self._nesting.outer(name) if each in others), None)
-        if not outer and not (others and self._nesting.may_be_inner(name)):
+        around, others = [*self._nesting.outer(name)], []
+        if around or self._nesting.may_be_inner(name):
+            ways = [self._ways(each) for each in tasks]
+            running = self._coordinator.running().items()
+            others = [each for each, has in running if any(way and way <= has for way in ways)]
+        outer = next((each for each in around if each in others), None)
+        if not outer and (around or not others):
             gang.blocked_s = None
             return ""
         now_s = self._now_s()
@@ -156,10 +159,16 @@ class Gathering:
                 f"has until it ends: each would wait for the other. {remedy}"
             )
         return (
-            f"{name} was computed by a thread of a worker, and has waited for {now_s - since_s:.0f} "
-            f"s for workers that {others[0]} has. If the function of {others[0]} waits for it, "
-            f"neither would end. {remedy}"
+            f"{name} was computed by a thread of a worker, and {others[0]} has had its workers for "
+            f"{now_s - since_s:.0f} s. If the function of {others[0]} waits for it, neither would "
+            f"end. {remedy}"
         )
+
+    def _ways(self, ts: Any) -> set[str]:
+        """Return the worker that a member's task is on, or those that it may come to."""
+        if ts.processing_on is not None:
+            return {ts.processing_on.address}
+        return {ws.address for ws in allowed_workers(self._scheduler, ts)}
 
     def _end(self, commit: Any, reason: str) -> None:
         """Have all that depends on a gang fail, and its members' tasks taken back."""

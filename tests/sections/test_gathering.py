@@ -227,19 +227,25 @@ def array(chunks=2):
     return da.ones(12, chunks=chunks)
 
 
+def annotated(y):
+    with dask.annotate(resources=GPU):
+        return y.compute()
+
+
+HOW = {
+    "compute": lambda y: y.compute(resources=GPU),
+    "persist": lambda y: y.persist(resources=GPU).compute(),
+    "annotate": annotated,
+}
+
+
 @pytest.mark.cluster
-@pytest.mark.parametrize("how", ["compute", "persist", "annotate"])
+@pytest.mark.parametrize("how", HOW)
 def test_ranks_that_lack_units_are_refused_by_name(client, how):
     y = spmd(summed, array(), members=3, of=how)
     match = r"3 ranks.* need 1 unit of resource 'GPU' each, .* have 2 units.* Give members=2"
     with pytest.raises(SectionError, match=match):
-        if how == "compute":
-            y.compute(resources=GPU)
-        elif how == "persist":
-            y.persist(resources=GPU).compute()
-        else:
-            with dask.annotate(resources=GPU):
-                y.compute()
+        HOW[how](y)
     del y
     nothing_is_left(client)
 
