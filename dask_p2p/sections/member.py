@@ -80,20 +80,24 @@ def _run_in_gang(
             f"expected a cluster for {members.size} members that run at the same time, got another "
             f"scheduler of Dask. Compute with a distributed.Client, or give members=1."
         )
-    from distributed import secede
     from distributed.utils import sync
 
+    from dask_p2p.sections.threads import PoolThread
     from dask_p2p.sections.worker import plugin_on
 
     if context is None:  # it is asked for, and this member goes on without it
         on_missing_plugin(worker, [])
     plugin, ucx = sync(worker.loop, plugin_on, worker), _ucx(context, options, body.kind)
     reach = {"timeout_s": options.request_timeout_s, "uses_ucx": ucx is not None}
-    units = Units(worker, (gang, rank))
-    with plugin.member(gang, rank, members.size, **reach) as member, closing(units):
+    units, thread = Units(worker, (gang, rank)), PoolThread(worker)
+    with (
+        closing(thread),
+        plugin.member(gang, rank, members.size, **reach) as member,
+        closing(units),
+    ):
         if member.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
             units.lend()
-            secede()  # any number of members may wait on a worker with one thread
+            thread.secede()  # any number of members may wait on a worker with one thread
         order, result = member.order_after("waiting"), None
         if order.state == "running":
             units.take(lambda: member.order_after("running", timeout_s=_LOOK_S).state == "running")
