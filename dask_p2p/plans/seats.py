@@ -32,7 +32,7 @@ def most_seated(wants: Mapping[frozenset[str], int], rooms: Mapping[str, float])
     taken: dict[frozenset[str], Counter[str]] = {workers: Counter() for workers in wants}
     seated = 0
     for workers, count in wants.items():
-        for worker in workers:  # most find room at once
+        for worker in workers:  # most find room without a move
             here = max(0, int(min(free[worker], count)))
             free[worker] -= here
             taken[workers][worker] += here

@@ -1,8 +1,8 @@
 """How Dask's scheduler treats this package's tasks differently: docs/design.md tells why.
 
 It refuses none for whole dependencies, and places each by the regions that it reads. In a transpose
-all workers hold about as much, so that tasks are spread evenly. `dask_p2p.plugins.seating` says
-where the members of a gang go.
+all workers hold about as much, so that tasks are spread evenly. `dask_p2p.plugins.seating`
+places the members of a gang.
 
 These are private methods of Dask's scheduler, which `tests/plugins/test_canary.py` watches. An
 `Overlay` takes the place of each, and passes on everything that it does not decide.

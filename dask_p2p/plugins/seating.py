@@ -1,6 +1,6 @@
 """Where the members of a gang go: to as many workers as there are, and within their resources.
 
-Dask places a task by what it reads, and a task that lacks units of a resource waits on its worker.
+Dask places a task by its inputs, and a task that lacks units of a resource waits on its worker.
 A member would wait there for ever if another member of its gang had the units.
 """
 
@@ -14,7 +14,7 @@ from weakref import WeakSet
 from dask_p2p.engine.task import MemberTask, WaitTask
 from dask_p2p.plans.seats import most_seated, room
 
-_LONG_S = 3.0  # after which a task counts as long
+_LONG_S = 3.0  # a task that has run for so long is long
 
 #: Tasks of members that did not start where they were: they avoid workers full of long tasks.
 unstarted: WeakSet[Any] = WeakSet()
@@ -69,7 +69,7 @@ def _is_member(ts: Any) -> bool:
 
 
 def has_room(ws: Any, ts: Any, others: Iterable[Any]) -> bool:
-    """Return whether a worker has room for a task beside others of its gang that are there."""
+    """Return whether a worker has room for a task and for others of its gang that are there."""
     needs = needs_of(ts)
     left = dict(ws.resources)
     for other in others:
@@ -86,7 +86,7 @@ def place_member(scheduler: Any, ts: Any) -> Any:
         if ts.loose_restrictions and not allowed:
             allowed = {ws for ws in workers if _can_hold(ws, needs_of(ts))}
         workers = allowed
-    # The task that depends on all members knows the others.
+    # The task that depends on all members leads to the others.
     waiting = [each for each in ts.dependents if isinstance(each.run_spec, WaitTask)]
     siblings = set().union(*(each.dependencies for each in waiting)) - {ts}
     taken = Counter(sibling.processing_on for sibling in siblings)

@@ -24,16 +24,16 @@ from dask_p2p.sections.shortage import shortage
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # between two looks
-_JOINING_S = 1.0  # in which workers may still join, after the graph or another worker
-_LOST_S = 300.0  # in which a worker that was lost may come back
-_ADAPTIVE_S = 30.0  # for which a cluster counts as adaptive after it was asked for its target
-_INNER_S = 1.0  # for which an inner gang waits for its outer one, which may be about to end
-_BLOCKED_S = 60.0  # the same where it is not sure that it is an inner one
+_JOINING_S = 1.0  # after the graph or a worker has come, more workers may join
+_LOST_S = 300.0  # a worker that was lost may come back
+_ADAPTIVE_S = 30.0  # a cluster that has asked for its target counts as adaptive
+_INNER_S = 1.0  # an inner gang waits for its outer gang, which may be about to end
+_BLOCKED_S = 60.0  # the same where no task is known to have submitted the inner gang
 
 
 @dataclass
 class _Gang:
-    """What is known of one that gathers."""
+    """The state of one gang that gathers."""
 
     could_run: bool = False  # there were workers for all members once
     lacking_s: float | None = None  # since when there are not
@@ -49,7 +49,7 @@ class Gathering:
         scheduler: Any,
         coordinator: Coordinator,  # of all gangs
         nesting: Nesting,
-        warn_after_s: float,  # how long a gang waits for workers before anyone is told
+        warn_after_s: float,  # how long a gang waits for workers before users are warned
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler, self._coordinator, self._nesting = scheduler, coordinator, nesting

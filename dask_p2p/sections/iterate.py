@@ -96,8 +96,8 @@ def iterate(
         on another worker. When a worker is lost, all go on from there; without, from the start.
     members : int, optional
         At most so many, and at most the blocks of the array. By default the workers of the current
-        cluster; 1 without a cluster, with an asynchronous client, or in the function of another
-        section, where there can be no more.
+        cluster that have the resources of `dask.annotate`; 1 without a cluster, with an
+        asynchronous client, or in the function of another section, where there can be no more.
     dtype : dtype, optional
         Of the fields and the result, by default that of the first field.
     capture : bool, optional
@@ -128,7 +128,8 @@ def iterate(
     BlockMismatchError
         When it runs, if `func` returns something else, or does not fill all of `out`.
     SectionError
-        When it runs, if the members come to no end after `p2p.attempts` attempts.
+        When it runs, if the members come to no end after `p2p.attempts` attempts, or the workers
+        can never run all of them at the same time.
 
     Examples
     --------

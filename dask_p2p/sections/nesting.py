@@ -1,6 +1,6 @@
 """Which gangs are computed by the function of another one: neither would end if both need a worker.
 
-Dask's client says which task has submitted a graph, and its scheduler uses that for priorities
+Dask's client sends the task that has submitted a graph, and its scheduler uses that for priorities
 alone. An `Overlay` of a private method takes a note; `tests/plugins/test_canary.py` watches that.
 """
 
@@ -24,7 +24,7 @@ class Nesting:
     def __init__(
         self,
         scheduler: Any,
-        is_wanted: Callable[[], bool],  # asked for each graph: once it says no, none is noted
+        is_wanted: Callable[[], bool],  # asked for each graph; False ends the notes
     ) -> None:
         self._scheduler = scheduler
         self._submitter: Key | None = None  # of the graph that the scheduler is taking

@@ -179,7 +179,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             telling.exception()  # a worker that goes, or has no plugin any more
 
     def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
-        """Look after gangs from here on, also those of which no member ever joins."""
+        """Look after gangs from here on, also where no member ever joins."""
         self._nesting.note(client, tasks)
         self._gathering.add(tasks)
 
@@ -188,7 +188,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._gathering.note_joined()
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Note that a worker was lost. Dask tells only events whether that was expected."""
+        """Note that a worker was lost. Only this event has whether that was expected."""
         if topic != "all" or not isinstance(msg, dict) or msg.get("action") != "remove-worker":
             return
         if not msg.get("expected"):

@@ -13,7 +13,7 @@ _MOST_NAMED = 4
 
 
 def shortage(scheduler: Any, gang: str, tasks: Sequence[Any]) -> str:
-    """Return why the present workers cannot run all of a gang's tasks at once, and a remedy.
+    """Return why the present workers cannot run all tasks of a gang at the same time, and a remedy.
 
     It is empty if they can, when all that other tasks hold is free again. Where members need
     different units, each kind is looked at alone: then it may be empty though they cannot.
@@ -59,7 +59,7 @@ def _shortage(scheduler: Any, gang: str, needs: Mapping[str, float], tasks: Sequ
 
 
 def _restrictions(ts: Any) -> str:
-    """Name the workers and hosts to which a task is restricted."""
+    """Name the workers and hosts that a task is restricted to."""
     if ts.loose_restrictions:
         return ""
     named = sorted(map(str, {*(ts.worker_restrictions or ()), *(ts.host_restrictions or ())}))

@@ -1,4 +1,4 @@
-"""The thread of a worker's pool in which a member runs: others get its place if it stays for long.
+"""The pool's thread that runs a member: other tasks get its place if it stays for long.
 
 A function may wait for tasks that it has submitted. If members had all threads of the cluster,
 these would never run.
@@ -14,7 +14,7 @@ from distributed.threadpoolexecutor import thread_state, threads_lock
 from distributed.worker import thread_state as task_state
 from distributed.worker_state_machine import SecedeEvent
 
-_LONG_S = 2.0  # after which a member leaves the pool, whatever it does
+_LONG_S = 2.0  # a member that has run for so long gives its place away
 
 
 class PoolThread:
@@ -68,7 +68,7 @@ class PoolThread:
         self._worker.loop.remove_timeout(self._timer)
 
     def _tell(self) -> None:
-        """Have the worker take the task for a long-running one. On the event loop."""
+        """Make the task a long-running one of the worker. On the event loop."""
         now_s = time.time()
         self._worker.handle_stimulus(
             SecedeEvent(

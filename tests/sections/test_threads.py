@@ -47,6 +47,6 @@ def test_the_pool_is_as_before_after_many_gangs(client):
         return x + ctx.allreduce(1.0)
 
     for number in range(6):
-        y = spmd(function, da.full(4, number, chunks=2), number=number)
+        y = spmd(function, da.full(4, float(number), chunks=2), number=number)
         assert np.array_equal(y.compute(), np.full(4, number + 2.0))
     wait_until(lambda: {*client.run(places).values()} == {(1, 1, 0)})
