@@ -171,7 +171,11 @@ class RegistrationError(P2PError):
 
 
 class SectionError(P2PError):
-    """The members of a gang made different calls, or too many of their attempts have failed."""
+    """The members of a gang made different calls, or too many of their attempts have failed.
+
+    Or they never can run at the same time, since workers lack resources or another gang waits for
+    them.
+    """
 
 
 class FileError(P2PError, OSError):
