@@ -41,7 +41,7 @@ class PoolThread:
         """Stay for good, or end after the task if another thread has the place. In the thread."""
         with threads_lock:
             self._is_closed = True
-            if self._is_beside:
+            if self._is_beside and self._executor is not None:
                 self._executor._max_workers -= 1
                 self._executor._threads.discard(self._thread)
                 thread_state.proceed = False
