@@ -1,8 +1,8 @@
 """Connections that have not shown yet which member is at their other end.
 
 Any process of the host, or of the network, can connect. A Unix socket of another user is closed
-immediately, and one that is silent is closed after some seconds. There are never more than some tens. Then
-the kernel keeps the next ones waiting, and silent ones are closed earlier.
+immediately, and one that is silent is closed after some seconds. There are never more than some
+tens. Then the kernel keeps the next ones waiting, and silent ones are closed earlier.
 """
 
 from __future__ import annotations
