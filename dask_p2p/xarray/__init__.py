@@ -25,8 +25,16 @@ from dask_p2p.errors import AxesError, ChunksError
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.transpose import transpose
-from dask_p2p.xarray.by_name import as_dask, by_dimension, iterated, named_in_errors
+from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
 from dask_p2p.xarray.spectra import spectrum, undone
+from dask_p2p.xarray.variables import (
+    as_dask,
+    changed,
+    check_data,
+    in_memory,
+    sizes_by_name,
+    with_changed_data,
+)
 
 __all__ = ["P2PAccessor"]
 
@@ -48,21 +56,22 @@ class P2PAccessor:
         self._given = given
 
     def transpose(self, *dims: Any, chunks: Mapping[Any, Any] | None = None) -> Any:
-        """Transpose Dask arrays by `dask_p2p.transpose`, and what is in memory as xarray does.
+        """Transpose Dask arrays by `dask_p2p.transpose`, and arrays in memory as xarray does.
 
         Parameters
         ----------
         *dims : hashable or ``...``
             Names of the dimensions in their new order, ``...`` for all that are not named. By
             default the order is reversed.
-        chunks : mapping of hashable to int, str or tuple, optional
-            Chunks of the result by dimension. By default those of `dask_p2p.transpose`; arrays of
-            which no dimension is named, and whose order stays, keep theirs.
+        chunks : mapping of hashable to int, str, tuple or Resampler, optional
+            Chunks of the result by dimension. By default those of `dask_p2p.transpose`. An array
+            keeps its chunks if its order stays and none of its dimensions is named.
 
         Returns
         -------
         xarray.DataArray or xarray.Dataset
-            With the coordinates and attributes of what was given.
+            With the coordinates and attributes of the array or dataset given. Encodings lose the
+            chunks of the file that was read, where blocks or the order of dimensions change.
 
         Raises
         ------
@@ -71,9 +80,10 @@ class P2PAccessor:
         ChunksError
             If `chunks` has a name that is no dimension's, or does not fit.
         UnsupportedArrayError
-            If blocks are masked, sparse or otherwise more than bytes.
+            If an array has units, as those of pint have, or is another one around a Dask array; or
+            if blocks are masked, sparse or otherwise more than bytes.
         """
-        sizes = by_dimension(self._dims, "chunks", chunks or {}, ChunksError)
+        sizes = self._sizes(chunks or {})
         try:
             result = self._given.transpose(*dims)
         except ValueError as exc:
@@ -82,24 +92,25 @@ class P2PAccessor:
                 f"not named, got {dims}: {exc}."
             ) from exc
 
-        def change(before: Any, after: Any) -> Any:
+        def change(before: Any, after: Any, name: Hashable) -> Any:
             wanted = {i: sizes[dim] for i, dim in enumerate(after.dims) if dim in sizes}
-            if after.chunks is None or (before.dims == after.dims and not wanted):
+            if in_memory(before) or (before.dims == after.dims and not wanted):
                 return after
             axes = [before.dims.index(dim) for dim in after.dims]
             with named_in_errors(after.dims, wanted):
-                data = transpose(before.data, axes, chunks=wanted or None)
+                data = transpose(as_dask(before, name), axes, chunks=wanted or None)
             return after.copy(deep=False, data=data)
 
-        return self._changed(result, change)
+        return changed(self._given, result, change)
 
     def chunk(self, chunks: Any = None, **chunks_kwargs: Any) -> Any:
         """Cut Dask arrays into other chunks by `dask_p2p.rechunk`, and others as xarray does.
 
         Parameters
         ----------
-        chunks : mapping of hashable to int, str or tuple; or int or str for all, optional
-            Chunks of the result by dimension. Dimensions that are not named stay as they are.
+        chunks : mapping of hashable to int, str, tuple or Resampler; or one for all, optional
+            Chunks of the result by dimension. Dimensions that are not named keep their chunks. A
+            resampler, such as `xarray.groupers.TimeResampler`, gives each of its groups a block.
         **chunks_kwargs
             The same, by keywords.
 
@@ -113,17 +124,20 @@ class P2PAccessor:
         ChunksError, UnsupportedArrayError
             As of `transpose`.
         """
-        by_name = by_dimension(self._dims, "chunks", {} if chunks is None else chunks, ChunksError)
-        sizes = {**by_name, **by_dimension(self._dims, "chunks", chunks_kwargs, ChunksError)}
+        sizes = {**self._sizes({} if chunks is None else chunks), **self._sizes(chunks_kwargs)}
 
-        def change(before: Any, _: Any) -> Any:
-            if before.chunks is None:
-                return before.chunk({dim: sizes[dim] for dim in before.dims if dim in sizes})
+        def change(before: Any, _: Any, name: Hashable) -> Any:
+            if in_memory(before):
+                after = before.chunk({dim: sizes[dim] for dim in before.dims if dim in sizes})
+                check_data(after.data, name)
+                return after
             wanted = {i: sizes[dim] for i, dim in enumerate(before.dims) if dim in sizes}
+            if not wanted:
+                return before
             with named_in_errors(before.dims, wanted):
-                return before.copy(deep=False, data=rechunk(before.data, wanted))
+                return before.copy(deep=False, data=rechunk(as_dask(before, name), wanted))
 
-        return self._changed(self._given, change)
+        return changed(self._given, self._given, change)
 
     def map_overlap(
         self,
@@ -164,18 +178,19 @@ class P2PAccessor:
         widths = by_dimension(self._dims, "depth", depth)
         kinds = by_dimension(self._dims, "boundary", boundary)
 
-        def change(before: Any, _: Any) -> Any:
+        def change(before: Any, _: Any, name: Hashable) -> Any:
             rims = {i: widths[dim] for i, dim in enumerate(before.dims) if dim in widths}
             if not rims:
                 return before
             beyond = {i: kinds[dim] for i, dim in enumerate(before.dims) if dim in kinds}
             with named_in_errors(before.dims, rims, beyond):
-                y = map_overlap(func, as_dask(before), depth=rims, boundary=beyond, **kwargs)
+                x = as_dask(before, name)
+                y = map_overlap(func, x, depth=rims, boundary=beyond, **kwargs)
             after = before.copy(deep=False, data=y)
             after.encoding = {}  # of other values
             return after
 
-        return self._with_data(self._given, change)
+        return with_changed_data(self._given, self._given, change)
 
     def iterate(
         self,
@@ -261,8 +276,8 @@ class P2PAccessor:
         shift : bool, optional
             Whether frequencies are in ascending order. If not, those of `fft` stay, and less moves.
         true_phase : bool, optional
-            Whether phases are those at the origin of coordinates, not at the first element. Of
-            times, that is the first.
+            Whether phases are those at the origin of coordinates, not at the first element. Times,
+            those of cftime too, count in seconds, and the first one is their origin.
         true_amplitude : bool, optional
             Whether sums are multiplied by distances of elements: an integral.
         prefix : str, optional
@@ -271,17 +286,17 @@ class P2PAccessor:
         Returns
         -------
         xarray.DataArray
-            Its frequencies have the attributes `spacing`, and `direct_lag`: the middle of what was
-            transformed.
+            Its frequencies have the attributes `spacing`, and `direct_lag`: the middle of the
+            coordinate that was transformed.
 
         Raises
         ------
         AxesError
             If there is no such dimension.
         InputError
-            If a coordinate is not evenly spaced.
+            If a coordinate is not evenly spaced, or has neither numbers nor times.
         UnsupportedArrayError
-            If it is no array, or none of numbers.
+            If it is no array, or none of numbers, or has units as those of pint have.
 
         Examples
         --------
@@ -314,24 +329,6 @@ class P2PAccessor:
     def _dims(self) -> tuple[Hashable, ...]:
         return tuple(self._given.sizes)
 
-    def _changed(self, result: Any, change: Callable[[Any, Any], Any]) -> Any:
-        """Return `result` with its variables changed, which are given as they were and are."""
-        given = self._given
-        coords = [name for name, of in given.coords.items() if of.chunks is not None]
-        result = result.assign_coords(
-            {name: change(given[name].variable, result[name].variable) for name in coords}
-        )
-        return self._with_data(result, change)
-
-    def _with_data(self, result: Any, change: Callable[[Any, Any], Any]) -> Any:
-        """Return `result` with its variables changed that are no coordinates."""
-        given = self._given
-        if isinstance(given, xr.DataArray):
-            changed = change(given.variable, result.variable)
-            result = result.copy(deep=False, data=changed.data)
-            result.encoding = changed.encoding
-            return result
-        names = given.data_vars
-        return result.assign(
-            {name: change(given[name].variable, result[name].variable) for name in names}
-        )
+    def _sizes(self, chunks: Any) -> dict[Hashable, Any]:
+        by_name = by_dimension(self._dims, "chunks", chunks, ChunksError)
+        return sizes_by_name(self._given, by_name)
