@@ -17,7 +17,7 @@ Frozen({'x': (6,), 'y': (2, 2)})
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import xarray as xr
 
@@ -27,35 +27,33 @@ from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.transpose import transpose
 from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
 from dask_p2p.xarray.spectra import spectrum, undone
-from dask_p2p.xarray.variables import (
-    as_dask,
-    changed,
-    check_data,
-    in_memory,
-    sizes_by_name,
-    with_changed_data,
-)
+from dask_p2p.xarray.variables import as_dask, changed, chunked, in_memory, sizes_by_name, with_data
 
 __all__ = ["P2PAccessor"]
+
+T = TypeVar("T", xr.DataArray, xr.Dataset)
 
 
 @xr.register_dataarray_accessor("p2p")
 @xr.register_dataset_accessor("p2p")
-class P2PAccessor:
-    """What this package does by names of dimensions.
+class P2PAccessor(Generic[T]):
+    """Operations of this package by names of dimensions.
 
     Coordinates that are Dask arrays are moved like the data; those in memory stay there.
+
+    xarray adds accessors when it runs, so type checkers know nothing of ``a.p2p``. They know the
+    types of ``P2PAccessor(a)``, which does the same.
 
     Parameters
     ----------
     given : xarray.DataArray or xarray.Dataset
-        What it is the accessor of.
+        The array or dataset that it is the accessor of.
     """
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
+    def __init__(self, given: T) -> None:
+        self._given: Any = given
 
-    def transpose(self, *dims: Any, chunks: Mapping[Any, Any] | None = None) -> Any:
+    def transpose(self, *dims: Any, chunks: Mapping[Any, Any] | None = None) -> T:
         """Transpose Dask arrays by `dask_p2p.transpose`, and arrays in memory as xarray does.
 
         Parameters
@@ -103,7 +101,7 @@ class P2PAccessor:
 
         return changed(self._given, result, change)
 
-    def chunk(self, chunks: Any = None, **chunks_kwargs: Any) -> Any:
+    def chunk(self, chunks: Any = None, **chunks_kwargs: Any) -> T:
         """Cut Dask arrays into other chunks by `dask_p2p.rechunk`, and others as xarray does.
 
         Parameters
@@ -128,9 +126,7 @@ class P2PAccessor:
 
         def change(before: Any, _: Any, name: Hashable) -> Any:
             if in_memory(before):
-                after = before.chunk({dim: sizes[dim] for dim in before.dims if dim in sizes})
-                check_data(after.data, name)
-                return after
+                return chunked(before, sizes, name)
             wanted = {i: sizes[dim] for i, dim in enumerate(before.dims) if dim in sizes}
             if not wanted:
                 return before
@@ -145,7 +141,7 @@ class P2PAccessor:
         depth: Mapping[Any, Any] | int,
         boundary: Any = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> T:
         """Map a function over blocks with rims of their neighbours, by `dask_p2p.map_overlap`.
 
         Arrays in memory are taken as one block. Arrays of a dataset that have no dimension with
@@ -190,7 +186,23 @@ class P2PAccessor:
             after.encoding = {}  # of other values
             return after
 
-        return with_changed_data(self._given, self._given, change)
+        return with_data(self._given, self._given, change)
+
+    @overload
+    def iterate(
+        self: P2PAccessor[xr.DataArray],
+        func: Callable[..., Any],
+        depth: Any,
+        steps: int,
+        *,
+        fields: Sequence[xr.DataArray],
+        **kwargs: Any,
+    ) -> tuple[xr.DataArray, ...]: ...
+
+    @overload
+    def iterate(
+        self, func: Callable[..., Any], depth: Any, steps: int, *, fields: Any = ..., **kwargs: Any
+    ) -> T: ...
 
     def iterate(
         self,
@@ -253,7 +265,7 @@ class P2PAccessor:
         return iterated(self._given, func, depth, steps, fields, boundary, constants, kwargs)
 
     def fft(
-        self,
+        self: P2PAccessor[xr.DataArray],
         dim: Hashable | Sequence[Hashable] | None = None,
         real_dim: Hashable | None = None,
         *,
@@ -261,7 +273,7 @@ class P2PAccessor:
         true_phase: bool = True,
         true_amplitude: bool = True,
         prefix: str = "freq_",
-    ) -> Any:
+    ) -> xr.DataArray:
         """Transform an array along dimensions, by `dask_p2p.fft`, with frequencies as coordinates.
 
         Where a coordinate descends, the array is turned round first: the order of its elements
@@ -305,18 +317,17 @@ class P2PAccessor:
         >>> found.freq_x.values, abs(found).values
         (array([-1. , -0.5,  0. ,  0.5]), array([0., 1., 0., 1.]))
         """
-        given = (true_phase, true_amplitude, prefix)
-        return spectrum(self._given, dim, real_dim, shift, *given)
+        return spectrum(self._given, dim, real_dim, shift, true_phase, true_amplitude, prefix)
 
     def ifft(
-        self,
+        self: P2PAccessor[xr.DataArray],
         dim: Hashable | Sequence[Hashable] | None = None,
         real_dim: Hashable | None = None,
         *,
         true_phase: bool = True,
         true_amplitude: bool = True,
         prefix: str = "freq_",
-    ) -> Any:
+    ) -> xr.DataArray:
         """Undo `fft`. Dimensions are those of the spectrum, by default all that have the prefix.
 
         Along `real_dim` there comes an even number of elements. Coordinates lie about the attribute
@@ -330,5 +341,4 @@ class P2PAccessor:
         return tuple(self._given.sizes)
 
     def _sizes(self, chunks: Any) -> dict[Hashable, Any]:
-        by_name = by_dimension(self._dims, "chunks", chunks, ChunksError)
-        return sizes_by_name(self._given, by_name)
+        return sizes_by_name(by_dimension(self._dims, "chunks", chunks, ChunksError), self._given)

@@ -39,9 +39,19 @@ def as_dask(variable: Any, name: Hashable) -> Any:
     `UnsupportedArrayError` if it is another array around a Dask array, or has units.
     """
     if in_memory(variable):
-        variable = variable.chunk()
+        return chunked(variable, {}, name).data
     check_data(variable.data, name)
     return variable.data
+
+
+def chunked(variable: Any, sizes: Mapping[Any, Any], name: Hashable) -> Any:
+    """Return a variable, which is in memory, as one of a Dask array with these chunks.
+
+    `UnsupportedArrayError` if it has units.
+    """
+    result = variable.chunk({dim: sizes[dim] for dim in variable.dims if dim in sizes})
+    check_data(result.data, name)
+    return result
 
 
 def check_data(data: Any, name: Hashable) -> None:
@@ -69,8 +79,8 @@ def check_data(data: Any, name: Hashable) -> None:
     )
 
 
-def sizes_by_name(given: Any, chunks: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-    """Return chunks by dimension, with the sizes of groups in the place of resamplers."""
+def sizes_by_name(chunks: Mapping[Any, Any], given: Any) -> dict[Hashable, Any]:
+    """Return chunks by dimension; in the place of a resampler the sizes of its groups."""
     return {
         dim: _sizes_of_groups(given[dim], size) if isinstance(size, Resampler) else size
         for dim, size in chunks.items()
@@ -94,10 +104,10 @@ def _sizes_of_groups(coordinate: Any, resampler: Resampler) -> tuple[int, ...]:
 def changed(given: Any, result: Any, change: Change) -> Any:
     """Return `result` with its variables changed; coordinates in memory are not."""
     result = result.assign_coords(changed_coords(given, result, change))
-    return with_changed_data(given, result, change)
+    return with_data(given, result, change)
 
 
-def with_changed_data(given: Any, result: Any, change: Change) -> Any:
+def with_data(given: Any, result: Any, change: Change) -> Any:
     """Return `result` with its variables changed that are no coordinates."""
 
     def changed_variable(before: Any, after: Any) -> Any:
