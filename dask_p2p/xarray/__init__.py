@@ -126,7 +126,8 @@ class P2PAccessor(Generic[T]):
 
         def change(before: Any, _: Any, name: Hashable) -> Any:
             if in_memory(before):
-                return chunked(before, sizes, name)
+                named = {dim: sizes[dim] for dim in before.dims if dim in sizes}
+                return chunked(before, named, name)
             wanted = {i: sizes[dim] for i, dim in enumerate(before.dims) if dim in sizes}
             if not wanted:
                 return before

@@ -39,19 +39,33 @@ def as_dask(variable: Any, name: Hashable) -> Any:
     `UnsupportedArrayError` if it is another array around a Dask array, or has units.
     """
     if in_memory(variable):
-        return chunked(variable, {}, name).data
+        variable = variable.chunk()
     check_data(variable.data, name)
     return variable.data
 
 
 def chunked(variable: Any, sizes: Mapping[Any, Any], name: Hashable) -> Any:
-    """Return a variable, which is in memory, as one of a Dask array with these chunks.
+    """Return a variable that is in memory as one of a Dask array, with chunks by dimension.
 
-    `UnsupportedArrayError` if it has units.
+    One with units stays as it is if there are no chunks for it; else `UnsupportedArrayError`.
     """
-    result = variable.chunk({dim: sizes[dim] for dim in variable.dims if dim in sizes})
+    result = variable.chunk(sizes)
+    if not sizes and _remedy(result.data) is not None:
+        return variable
     check_data(result.data, name)
     return result
+
+
+def _remedy(data: Any) -> str | None:
+    """Return how to get at the values of an array that is more than these; None if it is not."""
+    kind = type(data._meta if is_dask_array(data) else data)
+    remedy = _WITHOUT_MEANING.get(kind.__module__.partition(".")[0])
+    if remedy is None and not is_dask_array(data):
+        try:
+            backend_for(data)
+        except UnsupportedArrayError:
+            return _PLAIN
+    return remedy
 
 
 def check_data(data: Any, name: Hashable) -> None:
@@ -60,18 +74,10 @@ def check_data(data: Any, name: Hashable) -> None:
     `UnsupportedArrayError` if `data`, or a block of it, is such an array. Operations check the
     blocks of other Dask arrays themselves.
     """
-    blocks = data._meta if is_dask_array(data) else data
-    kind = type(blocks)
-    remedy = _WITHOUT_MEANING.get(kind.__module__.partition(".")[0])
+    remedy = _remedy(data)
     if remedy is None:
-        if is_dask_array(data):
-            return
-        try:
-            backend_for(blocks)
-        except UnsupportedArrayError:
-            remedy = _PLAIN
-        else:
-            return
+        return
+    kind = type(data._meta if is_dask_array(data) else data)
     of = "the data" if name is None else f"{name!r}"
     raise UnsupportedArrayError(
         f"{of}: expected an array of NumPy, CuPy or Dask, got {kind.__module__}."

@@ -171,6 +171,8 @@ def test_units_in_memory():
     for call in [each for name, each in (CALLS | TRANSFORMS).items() if name != "transpose"]:
         with pytest.raises(UnsupportedArrayError, match=r"'u': .*\.pint\.dequantify\(\)"):
             call(given)
+    other = given.to_dataset().assign(z=("z", da.ones(4, chunks=2))).p2p.chunk(z=1)
+    assert other.u.variable._data is given.variable._data
     places = xr.Coordinates({"x": ("x", with_units(np.arange(8.0)))}, indexes={})
     with pytest.raises(UnsupportedArrayError, match=r"'x': .*\.pint\.dequantify\(\)"):
         xr.DataArray(da.ones(8), places, "x", "u").p2p.fft()
