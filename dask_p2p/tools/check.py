@@ -57,8 +57,8 @@ def check(client: AsynchronousClient) -> Awaitable[Report]: ...
 def check(client: Any = None) -> Any:
     """Find out how the workers of a cluster reach each other, and how fast.
 
-    Registers the plugin if that is missing, and reports no problem then. While it runs the workers
-    should have nothing else to do, or it measures what is left.
+    Registers the plugin if that is missing, and reports no problem then. The workers should have
+    no other tasks while it runs, or the rates are too low.
 
     Parameters
     ----------

@@ -41,8 +41,8 @@ class P2PAccessor(Generic[T]):
 
     Coordinates that are Dask arrays are moved like the data; those in memory stay there.
 
-    xarray adds accessors when it runs, so type checkers know nothing of ``a.p2p``. They know the
-    types of ``P2PAccessor(a)``, which does the same.
+    To type checkers ``a.p2p`` is of any type, since xarray adds it when it runs. The results of
+    ``P2PAccessor(a)``, which does the same, have types.
 
     Parameters
     ----------
