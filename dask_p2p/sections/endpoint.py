@@ -2,7 +2,7 @@
 
 An endpoint gives streams that are connected and do not block; `meeting` finds out the member at the
 other end. A connection between hosts may be cut, and neither end notices. The kernel asks an idle
-peer now and then; `is_lost` returns whether a peer answers that is to take bytes. It is no
+peer now and then; `is_lost` returns whether a peer answers that is to take bytes. It is not a
 time-out: a peer that computes for long answers all the same, and `TCP_USER_TIMEOUT` would end its
 connection.
 """

@@ -305,6 +305,22 @@ def test_spilled_blocks_stay_on_disk(operation, transport):
     assert max(taken.values()) < 150e6, taken
 
 
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_an_array_of_three_times_the_clusters_memory(tmp_path):
+    """By Dask's default settings: no worker exceeds its limit, or its nanny would restart it."""
+    zarr = pytest.importorskip("zarr")
+    size = 20_000  # 3.2 GB
+    with own_client(n_workers=2, memory_limit="540 MB") as client:
+        before = client.run(os.getpid)
+        dask_p2p.rechunk(slabs(size, size, 100), (-1, 200)).to_zarr(tmp_path / "out.zarr")
+        assert client.run(os.getpid) == before, "none was restarted"
+    made = zarr.open(tmp_path / "out.zarr")
+    for column in (0, 7_777, size - 1):
+        np.testing.assert_array_equal(made[:, column], np.arange(size) + column / size)
+
+
 @pytest.mark.cluster
 def test_the_end_of_a_section_brings_nothing_back():
     """The task that waits for all ranks reads nothing of what they made."""
