@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # between two looks
 _JOINING_S = 1.0  # after the graph or a worker has come, more workers may join
-_LOST_S = 300.0  # a worker that was lost may come back
+_LOST_S = 300.0  # a gang that could run waits so long for a worker that was lost
+_RESTART_S = 30.0  # a nanny starts a worker that was lost just before the graph came
 _ADAPTIVE_S = 30.0  # a cluster that has asked for its target counts as adaptive
 _INNER_S = 1.0  # an inner gang waits for its outer gang, which may be about to end
 _BLOCKED_S = 60.0  # the same where no task is known to have submitted the inner gang
@@ -57,6 +58,7 @@ class Gathering:
         self._gangs: dict[str, _Gang] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._joined_s = self._lost_s = self._asked_s = float("-inf")
+        self._lost = 0  # workers in whose place none has joined
 
     def add(self, keys: Iterable[Any]) -> None:
         """Look after the gangs among tasks that have come to the scheduler."""
@@ -78,11 +80,11 @@ class Gathering:
 
     def note_joined(self) -> None:
         """Note that a worker has joined: more may be on their way."""
-        self._joined_s = self._now_s()
+        self._joined_s, self._lost = self._now_s(), max(0, self._lost - 1)
 
     def note_lost(self) -> None:
         """Note that a worker was lost: its nanny may start it again."""
-        self._lost_s = self._now_s()
+        self._lost_s, self._lost = self._now_s(), self._lost + 1
 
     def note_asked(self) -> None:
         """Note that an adaptive cluster has asked how many workers it should have."""
@@ -124,8 +126,9 @@ class Gathering:
             gang.lacking_s = None
             return ""
         since_s = gang.lacking_s = now_s if gang.lacking_s is None else gang.lacking_s
-        may_return = gang.could_run or now_s - self._lost_s < _LOST_S
-        patience_s = _LOST_S if may_return else _JOINING_S
+        is_restarted = self._lost and now_s - self._lost_s < _RESTART_S
+        patience_s = _RESTART_S if is_restarted else _JOINING_S
+        patience_s = _LOST_S if gang.could_run else patience_s
         is_adaptive = now_s - self._asked_s < _ADAPTIVE_S
         if not is_adaptive and now_s - max(since_s, self._joined_s) >= patience_s:
             return text

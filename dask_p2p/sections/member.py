@@ -29,6 +29,7 @@ from dask_p2p.versioned import check_readable
 if TYPE_CHECKING:
     from dask_p2p.interprocess.messenger import Messenger
     from dask_p2p.sections.coordinator import Order
+    from dask_p2p.sections.threads import PoolThread
     from dask_p2p.sections.worker import Member
     from dask_p2p.transports.packed.ucx import UcxTransport
 
@@ -97,13 +98,7 @@ def _run_in_gang(
         plugin.member(gang, rank, members.size, **reach) as member,
         closing(units),
     ):
-        if member.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
-            units.lend()
-            thread.secede()  # any number of members may wait on a worker with one thread
-        order, result = member.order_after("waiting"), None
-        if order.state == "running":
-            units.take(lambda: member.order_after("running", timeout_s=_LOOK_S).state == "running")
-            order = member.order_after("waiting")
+        order, result = _order_when_whole(member, units, thread), None
         if order.state == "running":
             member.links.start(rank, [Peer(*peer) for peer in order.peers])
             reads_memory = "cma" in options.order("numpy") and not options.checksum
@@ -122,6 +117,16 @@ def _run_in_gang(
     if order.state != "committed":
         _raise_end(order, options)
     return result
+
+
+def _order_when_whole(member: Member, units: Units, thread: PoolThread) -> Order:
+    """Wait for the other members, without a place in the pool; return the order that follows."""
+    if member.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
+        units.lend()
+        thread.secede()  # any number of members may wait on a worker with one thread
+    if member.order_after("waiting").state == "running":
+        units.take(lambda: member.order_after("running", timeout_s=_LOOK_S).state == "running")
+    return member.order_after("waiting")
 
 
 def _ucx(context: Any, options: Options, kind: Kind) -> UcxTransport | None:

@@ -26,7 +26,8 @@ class PoolThread:
 
     def __init__(self, worker: Any) -> None:
         self._worker, self._thread = worker, threading.current_thread()
-        self._executor = getattr(thread_state, "executor", None)  # none: one of the user's
+        # None in an executor of the user's own.
+        self._executor: Any = getattr(thread_state, "executor", None)
         self._key, self._start_s = task_state.key, task_state.start_time
         self._is_beside = self._is_closed = False
         self._timer: Any = None

@@ -82,14 +82,18 @@ def test_while_workers_join_more_may_come():
 def test_a_worker_that_was_lost_may_come_back():
     looks = Looks(short())
     looks.gathering.note_lost()
-    assert looks.after(60.0) == []
+    assert looks.after(25.0) == []
     assert len(looks.scheduler.told) == 1, "a warning names the lack"
     assert "enough for 2 ranks" in looks.scheduler.told[0]
     looks.scheduler.add_worker("c", GPU)
     assert looks.after(600.0) == []
     looks = Looks(short())
     looks.gathering.note_lost()
-    assert len(looks.after(301.0)) == 1
+    assert len(looks.after(31.0)) == 1
+    looks = Looks(short())
+    looks.gathering.note_lost()
+    looks.gathering.note_joined()
+    assert len(looks.after(2.0)) == 1, "another one is in its place"
 
 
 def test_a_gang_that_could_run_waits_for_long():
