@@ -6,7 +6,7 @@ Each message says what was expected, what was found, and what to do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,22 @@ class FileError(P2PError, OSError):
 
 class P2PWarning(UserWarning):
     """Something works, but not in the way or at the speed that was asked for."""
+
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def without_frames(exc: _Error) -> _Error:
+    """Return an exception for who keeps it, without the frames that it and its causes went through.
+
+    Frames have arrays, and some have the exception: all would stay until Python collects garbage.
+    """
+    each: BaseException | None = exc
+    while each is not None:
+        each.__traceback__, cause = None, each.__cause__ or each.__context__
+        each.__cause__ = each.__context__ = None
+        each = cause
+    return exc
 
 
 __all__ = [

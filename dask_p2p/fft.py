@@ -143,7 +143,7 @@ def fftn(
         Lengths of the transform, one for each of `axes`: an axis is cropped, or padded with zeros.
         None and -1 stand for the axis as it is. By default all are as they are.
     axes : sequence of int, optional
-        The axes, each once. By default all, or the last ``len(s)``.
+        The axes, each once. By default all, or the last ``len(s)``. An empty sequence gives `x`.
     norm, chunks
         See `fft`.
 
@@ -201,7 +201,10 @@ def irfftn(
     *,
     chunks: ChunksLike = None,
 ) -> DaskArray:
-    """Undo `rfftn`: real numbers, by default an even number of them along the last of `axes`."""
+    """Undo `rfftn`: real numbers, by default an even number of them along the last of `axes`.
+
+    In `s`, None stands for that number, and -1 for the number of elements of `x` along the axis.
+    """
     return transformed("irfft", x, s, axes, norm, chunks)
 
 

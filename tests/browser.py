@@ -44,7 +44,7 @@ def chromium(folder, size=(1400, 900)):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
-        driver.set_script_timeout(20)
+        driver.set_script_timeout(60)
         yield driver
     finally:
         driver.quit()
@@ -64,7 +64,7 @@ def wait_for_bokeh(driver):
     )
 
 
-def until(driver, script, *args, limit_s=20):
+def until(driver, script, *args, limit_s=60):
     """Wait until a script returns something true, and return that."""
     deadline_s = time.monotonic() + limit_s
     while not (found := driver.execute_script(script, *args)):

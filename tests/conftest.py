@@ -196,7 +196,7 @@ def _light_clusters():
         assert may_start_clusters, "mark the test: pytest.mark.cluster"
         init(self, *args, **kwargs)
 
-    async def close_patiently(self, timeout=10, reason="nanny-close"):
+    async def close_patiently(self, timeout=30, reason="nanny-close"):
         """Dask's five seconds would make an error of each process that a busy machine ends late."""
         return await close(self, timeout, reason)
 

@@ -165,6 +165,65 @@ def check_only_what_is_needed_runs():
         assert len(ran) == blocks, (y, ran)
 
 
+def computed(y):
+    """Values of an array by every way to compute it, and by what is made of it later."""
+    yield "compute", y.compute()
+    yield "persist", y.persist().compute()
+    yield "optimize", y.optimize().compute()
+    yield "dask.compute", dask.compute(y, y + 1)[0]
+    yield "added", (y + 1).compute() - 1
+    yield "transposed", y.T.compute().T
+    yield "cut again", y.rechunk((5, 7), method="tasks").compute()
+    yield "sliced", np.concatenate([y[:3].compute(), y[3:].compute()])
+
+
+def rechunked_while_installed():
+    """Arrays by name, each of which Dask alone would refuse to compute."""
+    array = indexed((64, 48))
+    x = da.from_array(array, chunks=(8, -1))
+    by_method = {"array.rechunk.method": "p2p"}
+    with dask_p2p.install() as used:
+        made = {
+            "method": x.rechunk((-1, 6), method="p2p"),
+            "function": da.rechunk(x + 0, {1: 6}, method="p2p"),
+            "balanced": x.rechunk((-1, 10), balance=True, method="p2p"),
+            "of the same chunks": x.rechunk(x.chunks, balance=True, method="p2p"),
+            "twice": x.rechunk((-1, 6), method="p2p").rechunk((6, -1), method="p2p"),
+        }
+        with dask.config.set(by_method):
+            made["option"] = x.rechunk((-1, 6))
+            made["size in bytes"] = x.rechunk("auto", block_size_limit=1000)
+    assert used.counts == {"rechunk": 7}, used
+    return array, made
+
+
+def check_computed_after_uninstalling():
+    array, made = rechunked_while_installed()
+    for name, y in made.items():
+        for way, values in computed(y):
+            np.testing.assert_array_equal(values, array, f"{name} {way}")
+    assert made["balanced"].numblocks == (1, 5)
+    dask_p2p.install()
+    lasting = made["option"].T.rechunk((6, -1), method="p2p")
+    dask_p2p.uninstall()
+    np.testing.assert_array_equal(lasting.compute(), array.T)
+    # Without a client Dask chooses tasks, and with one this package, also later.
+    x = da.from_array(array, chunks=(8, -1))
+    with dask_p2p.install() as used:
+        early = x.rechunk((-1, 6))
+        by_tasks = early.optimize()
+    assert not used.count
+    assert not any(key[0].startswith("p2p-") for key in by_tasks.__dask_graph__())
+    with own_client():
+        np.testing.assert_array_equal(early.compute(), array)
+        with dask_p2p.install() as used:
+            late = x.rechunk((-1, 6)) + 1
+        assert used.count == 1
+        np.testing.assert_array_equal(late.compute(), array + 1)
+    with dask.config.set({"array.rechunk.method": "p2p"}):
+        np.testing.assert_array_equal(early.compute(), array)
+
+
 def check_installed(client):
     """Where Dask's own way is not implemented."""
     array = indexed((64, 48))
@@ -230,4 +289,5 @@ if __name__ == "__main__":
     check_sections()
     check_groups_and_passes()
     check_only_what_is_needed_runs()
+    check_computed_after_uninstalling()
     check_cluster()

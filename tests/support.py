@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import itertools
 import os
 import subprocess
 import sys
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
 import dask
@@ -67,7 +69,7 @@ def persisted(client, x):
     return x
 
 
-def result_of(client, future, timeout_s=60):
+def result_of(client, future, timeout_s=120):
     """A future's result; if it does not come, a failure that shows where tasks stand."""
     try:
         return future.result(timeout=timeout_s)
@@ -190,3 +192,21 @@ def bits(positions, dtype):
         if field.kind == "b":
             raw[..., start] %= 2
     return np.ascontiguousarray(raw).view(dtype)[..., 0]
+
+
+def parameter_names(*names):
+    """All names of parameters of all functions and classes of modules, which are given by name."""
+    found = set()
+    for module in map(importlib.import_module, names):
+        values = [value for value in vars(module).values() if inspect.isroutine(value)]
+        for cls in filter(inspect.isclass, vars(module).values()):
+            values += [cls, *filter(inspect.isfunction, vars(cls).values())]
+        for value in values:
+            with suppress(TypeError, ValueError):
+                found.update(inspect.signature(value).parameters)
+    return sorted(found)
+
+
+def added(*blocks, **given):
+    """A function of blocks that takes any keyword, and returns other values for each value."""
+    return sum(blocks) + sum(given.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -84,6 +85,27 @@ def test_the_backend(example, monkeypatch):
     assert type(block.compute(scheduler="sync")) is made.Array
     with pytest.raises(dask_p2p.UnsupportedArrayError, match=r"Expected a tagged\.Array"):
         backends.backend_named("tagged").check(x)
+
+
+def test_pytest_runs_beside_a_plugin_that_warns(tmp_path):
+    """As pytest-benchmark does where tests run in parallel; warnings are errors here."""
+    (tmp_path / "warns.py").write_text(
+        "import warnings\n\ndef pytest_configure():\n    warnings.warn('no benchmarks here')\n"
+    )
+    installed = tmp_path / "warns-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: warns\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[pytest11]\nbenchmark = warns\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "1", "-k", "axes", "tests/test_geometry.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{import_path()}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_commands_and_paths_are_there():

@@ -355,7 +355,9 @@ WHOLE = da.ones((8, 8))
         (lambda: fft.fft(X[X[:, 0] > 0]), ChunksError, "compute_chunk_sizes"),
         (lambda: fft.fftn(X, axes=(0, -2)), AxesError, "each once"),
         (lambda: fft.fftn(X, axes=(0, 2)), AxesError, "2 dimensions"),
-        (lambda: fft.fftn(X, axes=()), AxesError, "axes="),
+        (lambda: fft.rfftn(X, axes=()), AxesError, "axes="),
+        (lambda: fft.irfftn(X, (), ()), AxesError, "axes="),
+        (lambda: fft.fftn(X, (4,), ()), InputError, "a length for each"),
         (lambda: fft.fft(X, axis=2), AxesError, "axes="),
         (lambda: fft.fft(X, axis="x"), AxesError, "axes="),
         (lambda: fft.fft(X.sum()), AxesError, "0 dimensions"),
@@ -390,6 +392,38 @@ WHOLE = da.ones((8, 8))
 def test_wrong_input_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("s", [(9, -1), (-1, 6), (-1, -1), (9, 21), (-1, 7)], ids=str)
+@pytest.mark.parametrize("name", ["irfftn", "irfft2", "rfftn", "rfft2", "fftn", "ifft2"])
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0), (-1, -2)], ids=str)
+def test_lengths_of_minus_one_are_those_of_the_input(name, s, axes):
+    a = numbers((5, 11), "d" if name[0] == "r" else "D")
+    expected = getattr(np.fft, name)(a, s, axes)
+    for chunks in ((2, 4), (-1, -1)):
+        got = getattr(fft, name)(da.from_array(a, chunks=chunks), s, axes)
+        assert got.shape == expected.shape
+        np.testing.assert_allclose(got.compute(scheduler="sync"), expected, atol=1e-12)
+
+
+def test_lengths_of_minus_one_of_an_axis_of_one_element():
+    a = numbers((5, 1))
+    got = fft.irfftn(da.from_array(a, chunks=(2, 1)), (9, -1), (0, 1))
+    np.testing.assert_allclose(got.compute(), np.fft.irfftn(a, (9, -1), (0, 1)), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fftn", "ifftn", "fft2", "ifft2"])
+@pytest.mark.parametrize("char", "ifF")
+def test_no_axes_leave_an_array_as_it_is(name, char):
+    a = numbers((5, 11), char)
+    x = da.from_array(a, chunks=(2, 4))
+    of_none, function = getattr(np.fft, name)(a, axes=()), getattr(fft, name)
+    for got in (function(x, axes=()), function(x, (), ()), function(x, axes=[], chunks=(5, 2))):
+        assert got.dtype == of_none.dtype
+        np.testing.assert_array_equal(got.compute(scheduler="sync"), of_none)
+    assert got.chunks == ((5,), (2, 2, 2, 2, 2, 1))
+    point = x[0, 0]
+    assert fft.fftn(point).compute(scheduler="sync") == np.fft.fftn(a[0, 0])
 
 
 def test_unknown_sizes_stay_where_nothing_moves():

@@ -37,7 +37,7 @@ before = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))
 with Client(sys.argv[1]) as client:
     for make in (lambda: before, lambda: dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))):
         try:
-            print(client.compute(make()).result(timeout=60).shape)
+            print(client.compute(make()).result(timeout=200).shape)
         except Exception as exc:
             print(f"{type(exc).__name__}: {exc}")
 """
@@ -90,7 +90,7 @@ def cluster_of(program, path):
     try:
         yield process.stdout.readline().strip()
     finally:
-        process.communicate("", timeout=60)
+        process.communicate("", timeout=200)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_client_of_another_version_harms_nobody(bare, other, programs):
     workers = set(workers_of(bare))
     for _ in range(2):  # the second time with the plugins, which the end of this registers
         process = python(programs / "client.py", other, bare.scheduler.address, other)
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=200)
         assert len(said.splitlines()) == 2, said
         for line in said.splitlines():
             assert line.startswith("VersionError: expected values of dask_p2p ")
@@ -189,7 +189,7 @@ def test_a_cluster_of_another_version_is_not_harmed(other, programs):
         assert set(workers_of(client)) == workers
         assert client.gather(precious) == {"a": 1, "b": 2}
         process = python(programs / "client.py", other, address, other)
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=200)
         assert said.splitlines() == [str(x.T.shape)] * 2
 
 
@@ -209,7 +209,7 @@ def test_a_worker_of_another_version_is_named_and_not_lost(before, bare, other):
     there = set(workers_of(bare))
     path = os.pathsep.join([other, ROOT])
     with worker_process(bare.scheduler.address, cwd=other, PYTHONPATH=path):
-        bare.wait_for_workers(3, timeout=60)
+        bare.wait_for_workers(3, timeout=200)
         (stranger,) = set(workers_of(bare)) - there
         precious = bare.scatter({"a": 1}, workers=[stranger])
         with pytest.raises(RegistrationError, match=f"got worker {stranger}: dask_p2p {OTHER}"):

@@ -9,13 +9,21 @@ from contextlib import suppress
 from dask_p2p.backends.device import device_work
 from dask_p2p.errors import DeviceLostError
 
+#: Makes a timer as `threading.Timer` does, of an interval in seconds and a function.
+MakeTimer = Callable[[float, Callable[[], None]], threading.Timer]
+
 
 class RepeatingTimer:
     """Calls a function, which may work with the device, again and again until it returns False."""
 
-    def __init__(self, interval_s: float, function: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        interval_s: float,
+        function: Callable[[], bool],
+        timer: MakeTimer = threading.Timer,
+    ) -> None:
         self.interval_s = interval_s
-        self._function = function
+        self._function, self._make_timer = function, timer
         self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
 
@@ -23,7 +31,7 @@ class RepeatingTimer:
         """Begin, unless it goes on already. Any thread may call this."""
         with self._lock:
             if self._timer is None:
-                self._timer = threading.Timer(self.interval_s, self._call)
+                self._timer = self._make_timer(self.interval_s, self._call)
                 self._timer.daemon = True
                 self._timer.start()
 

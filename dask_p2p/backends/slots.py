@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask_p2p.backends.repeating import RepeatingTimer
+from dask_p2p.backends.repeating import MakeTimer, RepeatingTimer
 from dask_p2p.types import Array
 
 
@@ -30,10 +31,15 @@ class KeptSlots:
     They are given up when nobody has used any for a while, or when memory runs out.
     """
 
-    def __init__(self, keep_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        keep_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        timer: MakeTimer = threading.Timer,
+    ) -> None:
         self._kept: dict[int | None, list[list[Slot]]] = {}  # by device
-        self._used_s = 0.0  # monotonic
-        self._timer = RepeatingTimer(keep_s, self._expire)
+        self._used_s, self._clock = 0.0, clock
+        self._timer = RepeatingTimer(keep_s, self._expire, timer)
         self._lock = threading.Lock()
 
     def take(self, device: int | None, slot_bytes: int, count: int = 1) -> list[Slot]:
@@ -52,7 +58,7 @@ class KeptSlots:
         """Keep slots, which may be in use until their events."""
         with self._lock:
             self._kept.setdefault(device, []).append(slots)
-            self._used_s = time.monotonic()
+            self._used_s = self._clock()
         self._timer.start()
 
     def clear(self) -> bool:
@@ -63,7 +69,7 @@ class KeptSlots:
 
     def _expire(self) -> bool:
         with self._lock:
-            if time.monotonic() - self._used_s < self._timer.interval_s:
+            if self._clock() - self._used_s < self._timer.interval_s:
                 return True
         self.clear()
         return False

@@ -33,7 +33,7 @@ class TaskContext(WorkerContext, Protocol):
         """Return a block that is not spilled; `KeyError` if it is, or is not here."""
 
     def kind_of(self, key: Key) -> Kind | None:
-        """Return of which kind a block is, wherever it lies now; None if it is not known."""
+        """Return the kind of a block, wherever the block lies now; None if it is not known."""
 
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
         """Note that other workers are about to read these blocks of this kind."""

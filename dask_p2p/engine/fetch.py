@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from dask_p2p.backends import Timer
 from dask_p2p.config import Options
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import TransferError, without_frames
 from dask_p2p.geometry import box_size
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
@@ -60,7 +60,7 @@ class RemoteSource:
         """Note that it does not come by the current route."""
         if self.fetch is not None:
             self.wasted += self.size - self.missing
-        self.error, self.fetch = error, None
+        self.error, self.fetch = without_frames(error), None
 
     def leave_route(self) -> None:
         """Go on to the next route that may help after what failed; there may be none left."""

@@ -31,8 +31,8 @@ _PARTS = MOST_UNREAD + 1  # that a GPU has at a time
 class LocalBlocks:
     """The blocks of one assembly that its own worker holds.
 
-    Those that kernels of a GPU read stay referenced until `release`, all others only while they are
-    read: Dask may spill a block meanwhile, and then its memory is free.
+    Blocks that kernels of a GPU read stay referenced until `release`, all others only while they
+    are read: Dask may spill a block at any time, and its memory is free then.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LocalBlocks:
         return found
 
     def kinds(self, in_memory: Mapping[int, Array]) -> dict[str, int]:
-        """Return of which kinds the blocks are, as far as it is known, and one block of each."""
+        """Return the kinds of the blocks, as far as they are known, and one block of each kind."""
         kinds = {backend_for(block).name: number for number, block in in_memory.items()}
         for number in self.blocks.keys() - in_memory.keys():
             assert self._context is not None
@@ -81,19 +81,17 @@ class LocalBlocks:
         return kinds
 
     def needed_bytes(self, in_memory: Mapping[int, Array], kind: Kind) -> int:
-        """Return how much memory the blocks take while they are read."""
-        references = {n for n, block in self.blocks.items() if isinstance(block, BlockRef)}
-        taken = {number: in_memory_bytes(block) for number, block in in_memory.items()}
-        together_bytes = sum(taken[number] for number in taken.keys() - references)
-        spilled = [
-            prod(self._plan.source_shapes[number]) * self._dtype.itemsize
-            for number in references - taken.keys()
-        ]
-        own = [taken[number] for number in taken.keys() & references]
-        if not backend_named(kind).on_device:
-            return together_bytes + max([*own, *spilled], default=0)
-        part_bytes = min(self._part_bytes, max(spilled, default=0))
-        return together_bytes + sum(own) + _PARTS * part_bytes
+        """Return how much memory the blocks take: those that are there now, and one to read."""
+        spilled_bytes = max(
+            (
+                prod(self._plan.source_shapes[number]) * self._dtype.itemsize
+                for number in self.blocks.keys() - in_memory.keys()
+            ),
+            default=0,
+        )
+        if backend_named(kind).on_device:
+            spilled_bytes = _PARTS * min(self._part_bytes, spilled_bytes)
+        return sum(map(in_memory_bytes, in_memory.values())) + spilled_bytes
 
     def hold(self, queue: Queue) -> None:
         """Keep those that kernels of a GPU will read, once their values are there."""
@@ -143,7 +141,7 @@ class LocalBlocks:
         return split_box(piece.src, max(1, self._part_bytes // max(1, self._dtype.itemsize)))
 
     def _found(self, number: int) -> Any:
-        """Return a block, wherever it lies now: what is spilled is read, and stays spilled."""
+        """Return a block, wherever it lies now. A spilled one is read, and stays spilled."""
         block, key = self.blocks[number], self._keys[number]
         if isinstance(block, BlockRef):
             assert self._context is not None

@@ -24,6 +24,7 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.part_streams import Copied, HandOn, PartStreams
 from dask_p2p.backends.pinned import warn_once
 from dask_p2p.engine.context import TaskContext, where_is
+from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.memory import is_out_of_memory
 from dask_p2p.engine.parts import OPERATION, Mapped, is_of_parts, run_name
 from dask_p2p.engine.task import current_worker, go_elsewhere
@@ -48,6 +49,7 @@ class PartsFunction:
 
     mapped: Mapped  # the function, and what all blocks have in common
 
+    @drops_frames
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
         """Do the work of a task, which makes the block of this index."""
         of = self.mapped

@@ -22,6 +22,7 @@ from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.attempts import AttemptLog, pause_s
 from dask_p2p.engine.context import TaskContext
 from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.geometry import Index
@@ -170,6 +171,7 @@ class MemberTask(Task):  # type: ignore[misc]
         return True
 
 
+@drops_frames
 def assemble_block(
     key: Key,
     plan: Plan,

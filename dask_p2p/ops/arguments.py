@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import dask.array
@@ -35,6 +37,10 @@ CHUNKS_REMEDY = (
     "Give a size like 1000 or '128 MiB', one for each axis like (1000, -1), or a dict by axis like "
     "{0: 1000}."
 )
+#: Keywords of `dask.array.map_overlap`, and of `dask.array.map_blocks`.
+_OF_DASK = {"align_arrays", "allow_rechunk", "boundary", "depth", "trim"} | {
+    "chunks", "drop_axis", "dtype", "enforce_ndim", "meta", "name", "new_axis", "token",
+}  # fmt: skip
 _NAMES = "For names of dimensions see dask_p2p.xarray."
 
 
@@ -50,6 +56,34 @@ def check_function(func: Any, of: str, call: str) -> None:
             f"expected a function of {of}, got {func!r:.200}. Give the function first and the "
             f"arrays after it: {call}."
         )
+
+
+def check_names(
+    func: Callable[..., Any],
+    count: int,  # of its first parameters, which get arrays
+    operation: Callable[..., Any],
+    given: Mapping[str, Any],  # arguments of the operation, by name
+) -> None:
+    """Refuse keywords that the operation and the function have in common: `InputError`.
+
+    Keywords that `dask.array.map_overlap` has too are for the operation, as with Dask. A keyword
+    that has the operation's default may have been left out, and is not refused.
+    """
+    try:
+        parameters = list(signature(func).parameters.values())[count:]
+    except (TypeError, ValueError):
+        return  # a function of another language does not name them
+    theirs = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if isinstance(func, partial):
+        theirs -= func.keywords.keys()
+    for name, own in signature(operation).parameters.items():
+        is_given = own.default is not own.empty and given[name] is not own.default
+        if is_given and name in theirs - _OF_DASK:
+            raise InputError(
+                f"expected a keyword that is clear, got {name}={given[name]!r:.80}, which "
+                f"{operation.__name__} and {func!r:.80} both take. Give the function its own by "
+                f"functools.partial(func, {name}=...)."
+            )
 
 
 def check_array(x: DaskArray) -> None:

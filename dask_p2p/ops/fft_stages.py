@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import replace
 from math import prod
 from operator import index
@@ -21,7 +21,7 @@ from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_
 from dask_p2p.ops.fft_exchange import assembled, chunks_before
 from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, Step, scale_of
 from dask_p2p.ops.long_axes import Long, along_long_axis, long_axis
-from dask_p2p.ops.rechunk import redistributed
+from dask_p2p.ops.rechunk import rechunk, redistributed
 from dask_p2p.plans.fft import Stage, Transform, stages
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
@@ -43,6 +43,8 @@ def transformed(
     _check_numbers(x, kind)
     check_norm(norm)
     along, lengths = _checked_lengths(kind, x, s, axes)
+    if not along:
+        return x if chunks is None else rechunk(x, chunks)
     if chunks is not None or any(len(x.chunks[axis]) > 1 for axis in along):
         check_chunks_are_known(x)
     special = None if kind in ("fft", "ifft") else along[-1]
@@ -178,19 +180,24 @@ def _checked_lengths(
         raise InputError(f"expected a sequence of lengths, one an axis, got s={s!r}.")
     if axes is None:
         axes = range(x.ndim) if s is None else range(-len(s), 0)
-    along = checked_numbered_axes(axes, x.ndim)
+    is_plain = kind in ("fft", "ifft")  # of no axes, as NumPy has it, it is the array itself
+    along = () if is_plain and _is_empty(axes) else checked_numbered_axes(axes, x.ndim)
     if s is not None and len(s) != len(along):
         raise InputError(f"expected a length for each of the axes {along}, got s={s!r}.")
     lengths = {}
     for axis, n in zip(along, s or (None,) * len(along), strict=True):
         if x.shape[axis] != x.shape[axis]:  # it is unknown
             check_chunks_are_known(x)
-        if n is None or n == -1:
+        if n is None and kind in TO_REAL and axis == along[-1]:
+            n = 2 * (x.shape[axis] - 1)
+        elif n is None or n == -1:
             n = x.shape[axis]
-            if kind in TO_REAL and axis == along[-1]:
-                n = 2 * (n - 1)
         lengths[axis] = checked_count(f"elements along axis {axis}", n=n)
     return along, lengths
+
+
+def _is_empty(axes: Any) -> bool:
+    return isinstance(axes, Sized) and len(axes) == 0
 
 
 def complex_dtype(dtype: DType) -> DType:

@@ -18,6 +18,7 @@ from dask_p2p.engine.part_work import PartsFunction
 from dask_p2p.engine.parts import OPERATION, Argument, Mapped
 from dask_p2p.errors import InputError
 from dask_p2p.graph.arrays import planned_array
+from dask_p2p.ops.arguments import check_names
 from dask_p2p.ops.parts_arguments import (
     check_functions,
     checked_arrays,
@@ -36,6 +37,7 @@ from dask_p2p.types import Array, BoundaryLike, ChunksLike, DaskArray, DepthLike
 
 def map_on_gpu(
     func: Callable[..., Any],
+    /,
     *arrays: DaskArray,
     depth: DepthLike | None = None,
     boundary: BoundaryLike | None = None,
@@ -88,7 +90,8 @@ def map_on_gpu(
         What a worker without a GPU does. By default the task fails, and says so. "numpy": `func` is
         called with NumPy parts.
     **kwargs
-        Passed on to `func`; what Dask has still to compute among them is computed first.
+        Passed on to `func`; what Dask has still to compute among them is computed first. Give it a
+        keyword that `map_on_gpu` has too, such as ``axis``, by `functools.partial`.
 
     Returns
     -------
@@ -121,6 +124,7 @@ def map_on_gpu(
     >>> sums.compute(scheduler="sync")
     array([ 3, 12])
     """
+    check_names(func, len(arrays), map_on_gpu, locals())
     options = checked_options()
     check_functions(func, reduce)
     func, reduce = portable(func), portable(reduce)

@@ -7,40 +7,46 @@ function is mapped over them by Dask: one layer more. What a function gets is it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import dask.array as da
 import numpy as np
-from dask.array.core import broadcast_dimensions, common_blockdim
+from dask.array.core import broadcast_chunks, broadcast_dimensions, common_blockdim
+from dask.array.overlap import ensure_minimum_chunksize
 from dask.array.utils import meta_from_array
 from dask.base import unpack_collections
 from dask.utils import has_keyword
 
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
+from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import Post, planned_array
 from dask_p2p.ops.arguments import (
     check_array,
     check_chunks_are_known,
     check_function,
+    check_names,
     is_dask_array,
 )
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.rims import checked_boundaries, checked_depths, unread_value
-from dask_p2p.ops.stencil import OwnBlocks, Stencil, Trim
+from dask_p2p.ops.stencil import OwnBlocks, SkipsEmpty, Stencil, Trim
 from dask_p2p.plans import GridPlan, halo_plan
 from dask_p2p.plans.halo import rims_of
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.types import Array, BoundaryLike, DaskArray, DepthLike, DTypeLike
+from dask_p2p.types import BoundaryLike, DaskArray, DepthLike
 
 #: Of `dask.array.map_blocks`, beside ``dtype`` and ``meta``.
 _OF_MAP_BLOCKS = {"chunks", "drop_axis", "enforce_ndim", "name", "new_axis", "token"}
+_OF_SHAPE = {"chunks", "drop_axis", "new_axis"}
+_FOR_DASK = {"dtype", "meta", *_OF_MAP_BLOCKS}
 
 
 def map_overlap(
     func: Callable[..., Any],
+    /,
     *args: Any,
     depth: DepthLike | None = None,
     boundary: BoundaryLike | None = None,
@@ -60,7 +66,8 @@ def map_overlap(
     func : callable
         Takes a block with its rims of each array, and returns an array of its shape. It may
         overwrite what it gets: that is no other's. With a parameter ``block_id`` or ``block_info``
-        it is told where the block is, as `dask.array.map_blocks` tells it.
+        it is told where the block is, as `dask.array.map_blocks` tells it. If rims are cut
+        off its result, it is not called for blocks without elements.
     *args : dask.array.Array
         Arrays of NumPy or CuPy blocks. Blocks may be smaller than the rims. Depth and boundary may
         follow them: ``map_overlap(func, x, depth, boundary)``.
@@ -84,7 +91,8 @@ def map_overlap(
     **kwargs
         Those that `dask.array.map_blocks` knows are for it: ``dtype``, ``meta``, ``chunks``,
         ``drop_axis``, ``new_axis``, ``name``, ``token``, ``enforce_ndim``. Others are passed on to
-        `func`; what Dask has still to compute among them is computed first.
+        `func`; what Dask has still to compute among them is computed first. Where `func` has a
+        parameter ``corners`` too, give it by `functools.partial`.
 
     Returns
     -------
@@ -100,7 +108,8 @@ def map_overlap(
     ChunksError
         If chunk sizes are unknown.
     InputError
-        If `depth` or `boundary` is nothing of the kind, or a rim is wider than its array.
+        If `depth` or `boundary` is nothing of the kind, a rim is wider than its array, or
+        ``corners`` may be meant for `func`.
     BlockMismatchError
         When it runs, if `func` returns an array of another shape than it should.
 
@@ -113,12 +122,36 @@ def map_overlap(
     >>> map_overlap(lambda a, b: a + b[::-1], x, x, depth=1).compute(scheduler="sync")
     array([3, 3, 3, 7, 7, 7])
     """
+    check_names(func, len(args), map_overlap, locals())
+    return mapped(
+        func, args, kwargs, depth, boundary, trim=trim, align_arrays=align_arrays, corners=corners
+    )
+
+
+def mapped(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    depth: Any,
+    boundary: Any,
+    *,
+    trim: bool,
+    align_arrays: bool,
+    corners: bool = True,
+    allow_rechunk: bool | None = None,  # where blocks are smaller than rims; None if they may be
+) -> DaskArray:
+    """Do what `map_overlap` does; all of `kwargs` is for the function or `dask.array.map_blocks`.
+
+    `InputError` if a block is smaller than its rims, and `allow_rechunk` is false.
+    """
     arrays, depth, boundary = _checked_arguments(func, args, depth, boundary)
     if align_arrays and len(arrays) > 1:
         arrays = aligned(arrays)
     shapes = [x.shape for x in arrays]
     widths = checked_depths(depth, shapes)
     beyond = checked_boundaries(boundary, shapes)
+    if allow_rechunk is not None:
+        arrays = [_wide(x, of, allow_rechunk) for x, of in zip(arrays, widths, strict=True)]
     plans = [
         halo_plan(x.chunks, depths, kinds, corners, unread_value(x.dtype))
         for x, depths, kinds in zip(arrays, widths, beyond, strict=True)
@@ -130,8 +163,22 @@ def map_overlap(
         or unpack_collections(kwargs)[0]
     )
     if len(arrays) == 1 and is_plain:
-        return _assembled_and_mapped(func, arrays[0], plans[0], trim=trim, **kwargs)
+        return _assembled_and_mapped(func, arrays[0], plans[0], trim, kwargs)
     return _mapped_by_dask(func, arrays, plans, trim, kwargs)
+
+
+def _wide(x: DaskArray, widths: Sequence[tuple[int, int]], allow_rechunk: bool) -> DaskArray:
+    """Return an array whose blocks are no smaller than their rims, cut as Dask does it."""
+    sizes = zip(map(max, widths), x.chunks, strict=True)
+    chunks = tuple(ensure_minimum_chunksize(least, along) for least, along in sizes)
+    if chunks == x.chunks:
+        return x
+    if not allow_rechunk:
+        raise InputError(
+            f"expected blocks that are no smaller than their rims, got chunks {x.chunks} and "
+            f"widths {tuple(widths)}. Rechunk the array, or set allow_rechunk=True."
+        )
+    return rechunk(x, chunks)
 
 
 def _checked_arguments(
@@ -186,20 +233,22 @@ def _assembled_and_mapped(
     func: Callable[..., Any],
     x: DaskArray,
     plan: GridPlan,
-    *,
     trim: bool,
-    dtype: DTypeLike | None = None,
-    meta: Array | None = None,
-    **kwargs: Any,
+    kwargs: Mapping[str, Any],
 ) -> DaskArray:
     """Call the function in the tasks that assemble blocks with rims."""
-    has_block_id = has_keyword(func, "block_id") and "block_id" not in kwargs
-    function = partial(func, **kwargs) if kwargs else func
+    dtype, meta = kwargs.get("dtype"), kwargs.get("meta")
+    given = {name: value for name, value in kwargs.items() if name not in ("dtype", "meta")}
+    has_block_id = has_keyword(func, "block_id") and "block_id" not in given
+    function = partial(func, **given) if given else func
     if meta is None and dtype is None:
         # By an empty array. On a GPU that takes milliseconds, each time.
         meta = da.map_blocks(function, x)._meta
     meta = meta_from_array(x._meta if meta is None else meta, x.ndim, dtype)
     chunks = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
+    if trim and any(0 in sizes for sizes in chunks):
+        function = SkipsEmpty(function, chunks, meta.dtype, has_block_id)
+        has_block_id = True
     stencil = Stencil(function, Trim(rims_of(plan)) if trim else None, has_block_id)
     return planned_array("p2p-overlap", x, plan, checked_options(), Post(stencil, chunks, meta))
 
@@ -212,17 +261,23 @@ def _mapped_by_dask(
     kwargs: dict[str, Any],
 ) -> DaskArray:
     """Have Dask map the function over arrays of blocks with rims, and cut these off."""
-    function = OwnBlocks(func)
-    if all(plan.chunks == x.chunks for x, plan in zip(arrays, plans, strict=True)):
-        return da.map_blocks(function, *arrays, **kwargs)
+    func, kwargs, has_block_id = _bound(func, kwargs)
     options = checked_options()
     with_rims = [
         x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
         for x, plan in zip(arrays, plans, strict=True)
     ]
-    if not trim:
-        return da.map_blocks(function, *with_rims, **{"chunks": arrays[0].chunks, **kwargs})
-    y = da.map_blocks(function, *with_rims, **kwargs)
+    chunks = _chunks_with_empty(arrays, kwargs) if trim else None
+    if chunks is not None:
+        # Dask finds the dtype of all blocks by calling the function, before any is skipped.
+        kwargs["meta"] = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)._meta
+        func = SkipsEmpty(func, chunks, kwargs["meta"].dtype, has_block_id)
+    has_rims = any(x is not y for x, y in zip(arrays, with_rims, strict=True))
+    if has_rims and not trim:
+        kwargs = {"chunks": arrays[0].chunks, **kwargs}
+    y = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)
+    if not has_rims or not trim:
+        return y
     # Of the array with the most axes, the first if there are several.
     most = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
     rims = _rims_of_result(rims_of(plans[most]), y, kwargs.get("drop_axis"), kwargs.get("new_axis"))
@@ -231,6 +286,34 @@ def _mapped_by_dask(
         for sizes, along in zip(y.chunks, rims, strict=True)
     )
     return da.map_blocks(Trim(rims), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
+
+
+def _bound(
+    func: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any], bool]:
+    """Bind keywords to the function, since parameters of Dask's functions have such names too.
+
+    The other keywords are returned too, and whether the function gets the index of a block.
+    """
+    for_dask = {
+        name: value
+        for name, value in kwargs.items()
+        if name in _FOR_DASK or unpack_collections(value)[0]
+    }
+    own = {name: value for name, value in kwargs.items() if name not in for_dask}
+    has_block_id = has_keyword(func, "block_id") and "block_id" not in own
+    return partial(func, **own) if own else func, for_dask, has_block_id
+
+
+def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -> Chunks | None:
+    """Return the chunks of a result that has blocks without elements; None for any other one."""
+    if kwargs.keys() & _OF_SHAPE or not any(0 in sizes for x in arrays for sizes in x.chunks):
+        return None
+    try:
+        chunks: Chunks = broadcast_chunks(*(x.chunks for x in arrays))
+    except ValueError:  # blocks differ, and the function may make anything of them
+        return None
+    return chunks
 
 
 def _rims_of_result(

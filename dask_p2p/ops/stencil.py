@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from typing import Any
 
-from dask.utils import funcname
+import numpy as np
+from dask.utils import funcname, has_keyword
 
 from dask_p2p.errors import BlockMismatchError
-from dask_p2p.geometry import Index
-from dask_p2p.types import Array
+from dask_p2p.geometry import Chunks, Index
+from dask_p2p.types import Array, DType
 from dask_p2p.versioned import versioned
 
 
@@ -67,5 +69,36 @@ class OwnBlocks:
     def __name__(self) -> str:
         return str(funcname(self.function))
 
-    def __call__(self, *blocks: Array, **kwargs: Any) -> Any:
+    def __call__(self, /, *blocks: Array, **kwargs: Any) -> Any:
         return self.function(*(block.copy() for block in blocks), **kwargs)
+
+
+@versioned()
+@dataclass(frozen=True)
+class SkipsEmpty:
+    """A function of blocks with rims that is not called where the output has no elements."""
+
+    function: Callable[..., Any]
+    chunks: Chunks  # of the output
+    dtype: DType  # of the output
+    has_block_id: bool  # as of `Stencil`
+
+    @property
+    def __name__(self) -> str:
+        return str(funcname(self.function))
+
+    @property
+    def __signature__(self) -> Signature:
+        """The parameters that Dask looks for, to send the index of a block along."""
+        told = ["block_id", *(["block_info"] if has_keyword(self.function, "block_info") else [])]
+        by_name = (Parameter(name, Parameter.KEYWORD_ONLY) for name in told)
+        return Signature([Parameter("blocks", Parameter.VAR_POSITIONAL), *by_name])
+
+    def __call__(self, /, *blocks: Array, block_id: Index | None = None, **kwargs: Any) -> Any:
+        if block_id is None:  # Dask finds out the dtype
+            return self.function(*blocks, **kwargs)
+        if any(along[i] == 0 for along, i in zip(self.chunks, block_id, strict=True)):
+            shape = np.broadcast_shapes(*(block.shape for block in blocks))
+            return np.empty_like(blocks[0], dtype=self.dtype, shape=shape)
+        told = {"block_id": block_id} if self.has_block_id else {}
+        return self.function(*blocks, **kwargs, **told)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 #: Of messages. In "auto" all go at the same time, as sockets take them.
 ORDERS = ("auto", "diagonal", "left-right", "pairwise")
 
+_WIDTH = 8  # of a tree: how many are below one
+
 
 class Partners(NamedTuple):
     """What a member does in one stage: None for nothing."""
@@ -45,6 +47,23 @@ def partners(
     if order == "left-right":
         far.sort(key=lambda by: (min(by, size - by), by))
     return [Partners((rank + by) % size, (rank - by) % size) for by in far]
+
+
+def branch(rank: int, size: int) -> tuple[list[int], list[int], list[int]]:
+    """Return a member's place in a tree of all: those above and below it, by links of its own.
+
+    The last ones are those below it that have others below them in turn.
+
+    Examples
+    --------
+    >>> branch(0, 12)
+    ([], [1, 2, 3, 4, 5, 6, 7, 8], [1])
+    >>> branch(9, 12)
+    ([1], [], [])
+    """
+    below = list(range(rank * _WIDTH + 1, min(size, rank * _WIDTH + 1 + _WIDTH)))
+    above = [(rank - 1) // _WIDTH] if rank else []
+    return above, below, [each for each in below if each * _WIDTH + 1 < size]
 
 
 def _opponents(rank: int, size: int) -> list[int | None]:

@@ -111,7 +111,7 @@ class DaskWorkerContext(AttemptLog):
         return find_in_memory(self._worker.data, key)
 
     def kind_of(self, key: Key) -> Kind | None:
-        """Return of which kind a block is, wherever it lies now; None if it is not known."""
+        """Return the kind of a block, wherever the block lies now; None if it is not known."""
         task = self._worker.state.tasks.get(key)
         package = getattr(getattr(task, "type", None), "__module__", "").partition(".")[0]
         return package if package in BACKENDS else None

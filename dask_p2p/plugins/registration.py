@@ -81,7 +81,7 @@ def register(client: Any = None) -> Any:
 def connection_of(client: Any) -> Any:
     """Return a client's connection to its scheduler, which ends with the scheduler.
 
-    What is known of a cluster is kept by it. None while there is no connection.
+    State about a cluster is kept by the connection. None while there is none.
     """
     return getattr(client, "scheduler_comm", None)
 

@@ -5,8 +5,8 @@ threads do that at the same time, one of them gets a `KeyError`. So threads that
 blocks read the levels of a store one by one, and change none of them.
 
 A block of NumPy on disk is mapped: an array whose memory is the file. A region of it takes the
-pages that it lies on, and no more. The file may be removed meanwhile: the pages stay until the
-array is gone. What Dask has compressed, and Python objects, are read as a whole.
+pages that it lies on, and no more. Dask may remove the file at any time: the pages stay until the
+array is gone. Blocks that Dask has compressed, and Python objects, are read as a whole.
 
 dask-cuda spills CuPy blocks as Dask serialises them: a header, and their bytes in host memory.
 There they are read like NumPy blocks, region by region, and take no room on the GPU that they had
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from distributed.spill import SpillBuffer
-from zict import Buffer, File, Func
+from zict import Buffer, Cache, File, Func
 
 from dask_p2p.backends.device import private_stream
 from dask_p2p.backends.pinned import bases
@@ -82,8 +82,8 @@ def is_mapped(block: Any) -> bool:
 def on_spilled(data: Any, function: Callable[[Any, Any], None]) -> Callable[[], None]:
     """Have a function called with each block that a store spills, and its key.
 
-    At once, by the thread that spills: the block is freed right after, unless something else refers
-    to it. Return a function that ends this.
+    The thread that spills calls it. Right after, the block is freed, if no references are left.
+    Return a function that ends this.
     """
     ending = ExitStack()
     stores = (data, getattr(data, "device_buffer", None), getattr(data, "host_buffer", None))
@@ -114,14 +114,17 @@ def _slow_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
 
 def _mapped(level: Mapping[Any, Any], key: Key) -> Any:
     """Return an item of a level; of one in a file, the arrays are that file, mapped."""
-    with suppress(KeyError, AttributeError):
-        return level.cache[key]  # type: ignore[attr-defined]  # of Dask: it is in use somewhere
-    files = getattr(level, "data", level)
+    files: Any = level
+    if isinstance(level, Cache):  # of weak references
+        with suppress(KeyError):
+            return level.cache[key]  # it is in use somewhere
+        files = level.data
     if not isinstance(files, Func) or not isinstance(files.d, File):
         return level[key]
-    path = os.path.join(files.d.directory, files.d.filenames[key])
+    names: Mapping[Any, str] = files.d.filenames
+    path = os.path.join(files.d.directory, names[key])
     with open(path, "rb") as file:
-        # A private copy, as far as it is written to: Dask copies what it cannot write to.
+        # Private and writable: Dask copies arrays that are read-only.
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return files.load(memoryview(content))
 

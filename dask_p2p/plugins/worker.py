@@ -3,8 +3,8 @@
 By default a Dask worker copies every dependency of a task to itself before the task runs, and reads
 those back from disk that it has spilled. The plugin rewrites the scheduler's ``compute-task``
 message for `ReferenceTask` before the worker's state machine sees it: dependencies are taken out of
-``who_has`` and ``nbytes`` and replaced in the task by a `BlockRef`. The task then runs at once, and
-reads only the regions that it needs, block after block.
+``who_has`` and ``nbytes`` and replaced in the task by a `BlockRef`. The task then runs, and reads
+only the regions that it needs, block after block.
 
 Grouped by the thread that calls: `P2PPlugin` runs on the worker's event loop, `DaskWorkerContext`'s
 methods in task threads.

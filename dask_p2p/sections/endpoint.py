@@ -1,6 +1,6 @@
-"""Where a member's links begin: a Unix socket for its host, and TCP or TLS for others.
+"""Where a member's links begin: memory for its process, a Unix socket for its host, TCP or TLS.
 
-An endpoint gives sockets that are connected and do not block; whose they are, `links` finds out. A
+An endpoint gives what is connected and does not block; whose it is, `meeting` finds out. A
 connection between hosts may be cut without either end hearing of it. The kernel asks an idle peer
 now and then; `is_lost` tells whether one answers that is to take something. It is no time-out: a
 peer that computes for long answers all the same, and `TCP_USER_TIMEOUT` would end its connection.
@@ -12,15 +12,24 @@ import os
 import select
 import socket
 import ssl
+import struct
+import threading
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
 
 from dask_p2p.backends.hardware import kernel_and_namespace
 from dask_p2p.errors import SectionError
+from dask_p2p.sections.files import check_files
+from dask_p2p.sections.in_process import Bell, Stream, pair
+from dask_p2p.sections.strangers import Strangers, is_of_this_user
 
 _CONNECT_S = 10.0
 _SOCKET_BYTES = 1 << 20  # that the kernel buffers, where it lets us
-_MOST_STRANGERS = 1000  # connections that have not said yet whose they are
+_QUEUED = 4096  # connections that the kernel keeps waiting
+_TIMEVAL = struct.Struct("ll")  # seconds, microseconds
 _PROBES = 3  # without an answer, before the kernel ends a connection
 # In Linux' struct tcp_info: how often what was sent last has been sent again, and milliseconds
 # since the last answer.
@@ -74,93 +83,123 @@ class TlsSocket(ssl.SSLSocket):
 class Endpoint:
     """What listens for the links of a member, and begins them."""
 
-    def __init__(self, reach: Reach) -> None:  # of its worker
-        self._reach = reach
-        self._strangers: dict[int, tuple[socket.socket, bytearray]] = {}  # by file descriptor
-        unix = socket.socket(socket.AF_UNIX)
-        unix.bind("")  # to a name that the kernel makes: no file, and gone with the process
-        name = unix.getsockname().hex()
-        self._listeners = [unix]
-        port = 0
-        if reach.host:
-            self._listeners.append(_bound(reach.host))
-            port = self._listeners[-1].getsockname()[1]
-        for listener in self._listeners:
-            listener.listen(4096)
-            listener.setblocking(False)
+    _here: ClassVar[dict[str, Endpoint]] = {}  # those of this process, by their texts
+
+    def __init__(self, reach: Reach, bell: Bell) -> None:  # of its worker; what wakes its member
+        self._reach, self._bell = reach, bell
+        self._lock = threading.Lock()
+        self._callers: deque[tuple[bytes, Stream]] | None = deque()  # None: it is closed
+        self._strangers: list[Strangers] = []  # of each listener
         #: What others need to know to begin a link.
-        self.text = " ".join(
-            (
-                _kernel_and_network(),
-                "ucx" if reach.uses_ucx else "-",
-                name,
-                reach.protocol,
-                reach.host or "-",
-                str(port),
-            )
-        )
+        self.text = ""
+        try:
+            self.text = self._listen(reach)
+        except BaseException:
+            self.close()
+            raise
+        self._here[self.text] = self
+
+    def _listen(self, reach: Reach) -> str:
+        """Begin to listen; return where."""
+        port = 0
+        try:
+            unix = self._listener(socket.socket(socket.AF_UNIX))
+            unix.bind("")  # to a name that the kernel makes: no file, and gone with the process
+            unix.listen(_QUEUED)
+            if reach.host:
+                tcp = self._listener(_bound(reach.host))
+                tcp.listen(_QUEUED)
+                port = tcp.getsockname()[1]
+        except OSError as exc:
+            check_files(exc)
+            raise
+        ucx, name = "ucx" if reach.uses_ucx else "-", unix.getsockname().hex()
+        host = reach.host or "-"
+        return f"{_kernel_and_network()} {ucx} {_user()} {name} {reach.protocol} {host} {port}"
+
+    def _listener(self, made: socket.socket) -> socket.socket:
+        made.setblocking(False)
+        self._strangers.append(Strangers(made, self._accepted, self._reach.timeout_s))
+        return made
 
     @property
     def numbers(self) -> list[int]:
         """File descriptors at which something comes for `accepted`."""
-        return [*(each.fileno() for each in self._listeners), *self._strangers]
+        return [number for each in self._strangers for number in each.numbers]
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for something there, at most, before `accepted` is called again."""
+        return 0.0 if self._callers else min(each.patience_s for each in self._strangers)
+
+    def is_here(self, endpoint: str) -> bool:
+        """Return whether another member's endpoint is in this process."""
+        return host_of(endpoint) == host_of(self.text) and endpoint in self._here
 
     def close(self) -> None:
         """Listen no more."""
-        for each in (*self._listeners, *(stranger for stranger, _ in self._strangers.values())):
+        with self._lock:
+            callers, self._callers = self._callers, None
+        for _, stream in callers or ():
+            stream.close()
+        for each in self._strangers:
             each.close()
+        self._here.pop(self.text, None)
 
-    def connect(self, endpoint: str, worker: str) -> socket.socket:
-        """Return a socket to another member's endpoint, on a worker.
+    def stream_to(self, endpoint: str, said: bytes) -> Stream | None:
+        """Return a stream to another member's endpoint, which gets some bytes as the first ones.
+
+        None if it is in no member of this process.
+        """
+        other = self._here.get(endpoint) if self.is_here(endpoint) else None
+        if other is None:
+            return None
+        own, far = pair(self._bell, other._bell)
+        with other._lock:
+            if other._callers is None:
+                return None
+            other._callers.append((said, far))
+        other._bell.ring()
+        return own
+
+    def connect(self, endpoint: str, worker: str, most_s: float = _CONNECT_S) -> socket.socket:
+        """Return a socket to another member's endpoint, on a worker, within so many seconds.
 
         `OSError` if it cannot be reached, `SectionError` if it must not be.
         """
-        kernel, _, name, protocol, host, port = endpoint.split()
-        if kernel == _kernel_and_network():
-            made = socket.socket(socket.AF_UNIX)
-            try:
-                made.settimeout(_CONNECT_S)
-                made.connect(bytes.fromhex(name))
-            except BaseException:
-                made.close()
-                raise
-            return self._prepared(made, None)
-        if protocol != self._reach.protocol or protocol == "none":
-            raise SectionError(
-                f"expected TCP, or TLS at both ends, between members on different hosts, got "
-                f"{self._reach.protocol} here and {protocol} on {worker}. Give the workers a "
-                f"certificate and a CA file where encryption is required."
-            )
-        timeout_s = min(_CONNECT_S, self._reach.timeout_s)
-        made = socket.create_connection((host, int(port)), timeout_s)
+        kernel, _, user, name, protocol, host, port = endpoint.split()
+        try:
+            if kernel == _kernel_and_network() and user == _user():
+                return self._prepared(_connected(bytes.fromhex(name), most_s), None)
+            if protocol != self._reach.protocol or protocol == "none":
+                raise SectionError(
+                    f"expected TCP, or TLS at both ends, between members on different hosts, got "
+                    f"{self._reach.protocol} here and {protocol} on {worker}. Give the workers a "
+                    f"certificate and a CA file where encryption is required."
+                )
+            timeout_s = min(most_s, self._reach.timeout_s)
+            made = socket.create_connection((host, int(port)), timeout_s)
+        except OSError as exc:
+            check_files(exc)
+            raise
         return self._prepared(made, self._reach.connecting)
 
-    def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket]]:
+    def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket | Stream]]:
         """Take new connections; return those that have said so many bytes by now, and what.
 
-        Of `numbers` something has come at those that are ready.
+        Of `numbers` something has come at those that are ready. `SectionError` if this process
+        cannot have any more connections.
         """
-        for listener in self._listeners:
-            if listener.fileno() in ready:
-                with suppress(OSError):  # it has gone meanwhile
-                    stranger, _ = listener.accept()
-                    is_local = stranger.family == socket.AF_UNIX
-                    context = None if is_local else self._reach.listening
-                    stranger = self._prepared(stranger, context, is_server=True)
-                    self._strangers[stranger.fileno()] = (stranger, bytearray())
-                    if len(self._strangers) > _MOST_STRANGERS:
-                        self._strangers.pop(next(iter(self._strangers)))[0].close()
-        found = []
-        for number in ready & self._strangers.keys():
-            stranger, said = self._strangers[number]
-            with suppress(BlockingIOError):
-                is_open = _heard(stranger, said, wanted)
-                del self._strangers[number]
-                if is_open:
-                    found.append((bytes(said), stranger))
-                else:
-                    stranger.close()
+        found: list[tuple[bytes, socket.socket | Stream]] = []
+        while self._callers:
+            found.append(self._callers.popleft())
+        for strangers in self._strangers:
+            found += strangers.accepted(ready, wanted)
         return found
+
+    def _accepted(self, made: socket.socket) -> socket.socket:
+        is_local = made.family == socket.AF_UNIX
+        return self._prepared(made, None if is_local else self._reach.listening, is_server=True)
 
     def _prepared(
         self, made: socket.socket, context: ssl.SSLContext | None, is_server: bool = False
@@ -181,6 +220,21 @@ class Endpoint:
         return context.wrap_socket(made, server_side=is_server, do_handshake_on_connect=False)
 
 
+def _connected(name: bytes, most_s: float) -> socket.socket:
+    """Return a socket that is connected to a Unix socket of this user."""
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        # For so long the kernel waits for one whose queue is full.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(most_s), 0))
+        made.connect(name)
+        if not is_of_this_user(made):
+            raise ConnectionRefusedError("another user's process has taken the place of the member")
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
 def host_of(endpoint: str) -> str:
     """Return what members of one host have in common, of an endpoint's text."""
     return endpoint.split()[0]
@@ -191,30 +245,14 @@ def uses_ucx(endpoint: str) -> bool:
     return endpoint.split()[1] == "ucx"
 
 
-def is_lost(made: socket.socket, timeout_s: float) -> bool:
+def is_lost(made: socket.socket | Stream, timeout_s: float) -> bool:
     """Tell whether a peer on another host should have answered, and has not for so long."""
-    if made.family == socket.AF_UNIX:
+    if isinstance(made, Stream) or made.family == socket.AF_UNIX:
         return False
     info = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     unanswered = max(info[_RETRANSMITS][0], info[_PROBES_OUT][0])
     since_s = int.from_bytes(info[_LAST_ACK_RECV], "little") / 1000
     return unanswered > 1 and since_s >= timeout_s  # the last one may be on its way
-
-
-def _heard(stranger: socket.socket, said: bytearray, wanted: int) -> bool:
-    """Read what a stranger says; return whether it has said all, and not gone."""
-    try:
-        while len(said) < wanted:
-            part = bytearray(wanted - len(said))
-            count = stranger.recv_into(part)
-            if not count:
-                return False
-            said += part[:count]
-    except BlockingIOError:
-        raise
-    except OSError:  # no certificate of this cluster, for one
-        return False
-    return True
 
 
 def _bound(host: str) -> socket.socket:
@@ -232,3 +270,9 @@ def _bound(host: str) -> socket.socket:
 def _kernel_and_network() -> str:
     """Name this kernel and its network, to which names of Unix sockets belong."""
     return f"{kernel_and_namespace()[0]}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+@cache
+def _user() -> str:
+    """Name the user of this process, with the namespace in which that number is one's."""
+    return f"{os.geteuid()}/{os.stat('/proc/self/ns/user').st_ino}"

@@ -11,7 +11,7 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.inputs import checked_count, checked_flag
-from dask_p2p.ops.arguments import check_function, is_dask_array
+from dask_p2p.ops.arguments import check_function, check_names, is_dask_array
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.plugins.registration import register_if_possible
@@ -31,6 +31,7 @@ from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
 def iterate(
     func: Callable[..., Any],
     x: DaskArray | Sequence[DaskArray],
+    /,
     depth: DepthLike,
     steps: int,
     *,
@@ -112,7 +113,7 @@ def iterate(
         for nothing: the graph is compared with it once, bit by bit. Between members of one host
         that read each other's memory by CUDA IPC; others, and NumPy blocks, go on as without.
     **kwargs
-        For `func`, as they are.
+        For `func`, as they are. Give it a keyword that `iterate` has too by `functools.partial`.
 
     Returns
     -------
@@ -147,6 +148,8 @@ def iterate(
     array([0.75, 1.25, 2.  , 3.  , 3.75, 4.25])
     """
     check_function(func, "fields with rims", "iterate(func, x, depth, steps)")
+    count = sum(len(of) if isinstance(of, (list, tuple)) else 1 for of in (x, constants))
+    check_names(func, count, iterate, locals())
     if until is not None and not callable(until):
         raise InputError(f"until: expected a function of numbers, got {until!r}.")
     checked_period(checkpoint_every)

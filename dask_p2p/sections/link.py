@@ -1,4 +1,4 @@
-"""One socket between two members, what is on its way through it, and who is at the other end."""
+"""One stream between two members, what is on its way through it, and who is at the other end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from dask_p2p.errors import P2PError
+from dask_p2p.errors import P2PError, SectionError
 from dask_p2p.sections.channel import LEAST_BYTES, Channel
+from dask_p2p.sections.in_process import Stream
 
 #: Bytes; those of a GPU too, where a link `carries` so many.
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -38,7 +39,7 @@ class Link:
     Of a message by UCX the header alone goes through the socket.
     """
 
-    socket: socket.socket
+    socket: socket.socket | Stream
     sending: list[memoryview] = field(default_factory=list)
     header: memoryview = field(default_factory=lambda: memoryview(bytearray(HEADER.size)))
     receiving: memoryview | None = None  # the part of the header, or the payload, still to come
@@ -86,17 +87,48 @@ class Link:
         if channel := self.channel_for(payload):
             channel.receive(payload)
 
-    def begin_payload(self, size_bytes: int) -> None:
+    def _check_call(self, text: bytes, own: int, rank: int) -> None:
+        """Raise `SectionError` if the header is of another call."""
+        number, count, peers_text = HEADER.unpack(self.header)
+        peers_text = peers_text.rstrip(b"\0")
+        wanted = count if self.payload is None else len(self.payload)
+        if (number, count, peers_text) == (self.number, wanted, text):
+            return
+        calls = sorted([(own, self.number, text), (rank, number, peers_text)])
+        named = " and ".join(
+            f"member {each} called {what.decode(errors='replace')} as number {at}"
+            for each, at, what in calls
+        )
+        raise SectionError(
+            f"expected the same calls of all members in the same order, but {named}. Let no call "
+            f"of the context depend on the rank, or on values that differ between members."
+        )
+
+    def _begin_payload(self) -> None:
         """Go on behind the header, which says how long the message is."""
         is_begun = self.payload is not None
         if not is_begun:
-            self.payload = memoryview(bytearray(size_bytes))
+            self.payload = memoryview(bytearray(HEADER.unpack(self.header)[1]))
         self.receiving, self.is_header = self.payload, False
         if channel := self.channel_for(self.payload):
             if not is_begun:
                 channel.receive(self.payload)
             channel.expect()
             self.receiving = None
+
+    def advance(self, text: bytes, own: int, rank: int) -> bool:
+        """Send and receive what is possible now; return whether that was all of the exchange.
+
+        `SectionError`, with the ranks of both ends, if the peer's call has another text.
+        """
+        has_sent = self.send()
+        while not self.has_received and self.fill():
+            if self.is_header:
+                self._check_call(text, own, rank)
+                self._begin_payload()
+            else:
+                self.has_received = True
+        return has_sent and self.has_received
 
     def send(self) -> bool:
         """Send what the socket takes; return whether that was all."""

@@ -1,8 +1,8 @@
 """Links: how the members of one attempt bring bytes to each other. The data plane of gangs.
 
-Two members share one stream socket: a Unix socket on one host, TCP between hosts. It is made when
-they first need it. A socket blocks without spinning, and ends at once when the process at its other
-end dies. Nothing of Dask is in the way: a message is written and read in the members' own threads.
+Two members share one stream: memory in one process, a Unix socket on one host, TCP between hosts.
+It is made when they first need it. A socket blocks without spinning, and ends at once when the
+process at its other end dies. A message is written and read in the members' own threads, past Dask.
 
 Each message begins with the text of the call that sends it, and with its number: of the exchanges
 between these two members. So those whose calls differ find that out with the first message, instead
@@ -19,43 +19,50 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 
-from dask_p2p.errors import P2PError, SectionError, TransferError
+from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.interprocess.messenger import NAP_S, Messenger
+from dask_p2p.plans.orders import branch
 from dask_p2p.sections.channel import Channel
-from dask_p2p.sections.endpoint import Endpoint, Reach, host_of, is_lost, uses_ucx
-from dask_p2p.sections.link import HEADER, TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
+from dask_p2p.sections.endpoint import Reach, host_of, is_lost, uses_ucx
+from dask_p2p.sections.in_process import Stream
+from dask_p2p.sections.link import TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
+from dask_p2p.sections.meeting import Meeting
 
 _LOOKS = 4  # at connections that may be lost, in the time after which they are
 # How long a member looks for what is to come before it sleeps, which takes as long to end. Only
 # where each member of the host has a core: else the others could not go on meanwhile.
 _SPIN_S = 50e-6
+_NO_MORE = "nothing more: its function has returned"
 
 
 class Links:
     """The links of one run of a member."""
 
     def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
-        self._own: Peer | None = None
         self._links: dict[int, Link] = {}  # by rank
         self._waiting = set[int]()  # ranks with which something of the exchange is on its way
         self._found: dict[int, memoryview] | None = None  # what has come of it; None: it is over
         self._beside: threading.Thread | None = None
-        self._failure: P2PError | None = None
+        self._failure = ""  # an exception would keep all frames that it went through
         self._timeout_s, self._look_s = reach.timeout_s, 0.0  # when connections are looked at
-        self._endpoint = Endpoint(reach)
-        self.endpoint = self._endpoint.text
-        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._is_woken = False
+        self._meeting = Meeting(reach)
+        self.endpoint = self._meeting.endpoint
+        self._is_woken = self._is_finishing = False
         #: Whether members use UCX for large messages between hosts: the same for all of them.
         self.use_ucx = False
 
     def start(self, rank: int, peers: Sequence[Peer]) -> None:
         """Begin an attempt: all members know each other by now."""
-        self._rank, self._peers, self._own = rank, peers, peers[rank]
-        self._ranks = {peer.ticket: rank for rank, peer in enumerate(peers)}
+        self._rank, self._peers = rank, peers
+        self._meeting.start(rank, peers)
         kernels = [host_of(peer.endpoint) for peer in peers]
         has_cores = kernels.count(kernels[rank]) <= len(os.sched_getaffinity(0))
-        self._spin_s = _SPIN_S if has_cores else 0.0
+        # Those of one process share a lock, which one that looks does not give away.
+        self._spin_s = _SPIN_S if has_cores and not self._meeting.has_company else 0.0
+
+    def reserve_files(self) -> None:
+        """Let this process open a file for each link that may be made, or raise `SectionError`."""
+        self._meeting.reserve_files()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -68,8 +75,7 @@ class Links:
 
     def carries(self, rank: int, size_bytes: int) -> bool:
         """Return whether messages of so many bytes go by UCX, from and to memory of any kind."""
-        link = self._links.get(rank)
-        return link is not None and link.carries(size_bytes)
+        return rank in self._links and self._links[rank].carries(size_bytes)
 
     def wake(self) -> None:
         """End the exchange that waits, and all later ones, with an `AttemptEndedError`.
@@ -77,21 +83,20 @@ class Links:
         Any thread may call this, until the links are closed.
         """
         self._is_woken = True
-        os.eventfd_write(self._woken, 1)
+        self._meeting.bell.ring()
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing can be exchanged any more."""
-        return self._is_woken or self._failure is not None
+        return self._is_woken or bool(self._failure)
 
     def close(self) -> None:
         """End all links."""
         self.wake()
         self._join()
-        self._endpoint.close()
+        self._meeting.close()
         for link in self._links.values():
             link.close()
-        os.close(self._woken)
 
     def exchange(
         self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
@@ -119,6 +124,22 @@ class Links:
         found = self.exchange(call, dict.fromkeys(others, data), receives)
         return [found.get(each, data) for each in range(size)]
 
+    def finish(self) -> None:
+        """Return when all members have called this, which each does when its function has returned.
+
+        One that waits for a member which has returned reads that from its link, or one that is made
+        then. No other links are made but those of a tree. It raises what `exchange` raises.
+        """
+        self.exchange(_NO_MORE, {}, {})  # ends one that has begun
+        self._is_finishing = True
+        above, below, far_below = branch(*self.place)
+        near = {*self._links, *above, *below}
+        self.exchange(_NO_MORE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
+        of_all_below = above if below else []  # a leaf has said all by now
+        for to, sources in (([], far_below), (of_all_below, []), ([], above), (below, [])):
+            receives = {each: bytearray() for each in sources}
+            self.exchange(_NO_MORE, dict.fromkeys(to, b""), receives)
+
     def begin(
         self,
         call: str,
@@ -130,18 +151,20 @@ class Links:
 
         Buffers must stay until the end. With `beside` a thread does what sockets do not do at once.
         """
-        if self._failure is not None:
-            raise self._failure  # a function may have caught it when it was raised first
+        if self._failure:  # a function may have caught it when it was raised first
+            raise AttemptEndedError(self._failure)
         if self._found is not None:
             self._end(self._found)
-        self._text, self._sends, self._receives = call.encode()[:TEXT_BYTES], sends, receives
+        self._text = call.encode()[:TEXT_BYTES]
+        self._sends, self._receives = {**sends}, {**receives}
         found = self._found = dict[int, memoryview]()
         self._awaited_s = inf  # not counted as waiting: what is done beside
+        self._meeting.begin()
         self._waiting = {*sends, *receives}
         for rank in sorted(self._waiting):
             link = self._links.get(rank)
             if link is None and self._rank < rank:
-                link = self._connect(rank)
+                link = self._links[rank] = self._connect(rank)
             if link is not None:
                 self._begin(rank, link)
         if beside and self._waiting:
@@ -217,103 +240,83 @@ class Links:
     def _advance(self, rank: int, link: Link) -> None:
         """Send and receive what is possible now."""
         try:
-            has_sent = link.send()
-            while not link.has_received and link.fill():
-                if link.is_header:
-                    link.begin_payload(self._checked_length(rank, link))
-                else:
-                    link.has_received = True
+            is_done = link.advance(self._text, self._rank, rank)
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
-        if has_sent and link.has_received:
+        if is_done:
             self._waiting.discard(rank)
-
-    def _checked_length(self, rank: int, link: Link) -> int:
-        """Return how long the payload is; raise `SectionError` if the peer's call is another."""
-        number, count, peers_text = HEADER.unpack(link.header)
-        peers_text = peers_text.rstrip(b"\0")
-        wanted = count if link.payload is None else len(link.payload)
-        if (number, count, peers_text) == (link.number, wanted, self._text):
-            return int(count)
-        calls = sorted([(self._rank, link.number, self._text), (rank, number, peers_text)])
-        named = " and ".join(
-            f"member {each} called {what.decode(errors='replace')} as number {at}"
-            for each, at, what in calls
-        )
-        raise SectionError(
-            f"expected the same calls of all members in the same order, but {named}. Let no call "
-            f"of the context depend on the rank, or on values that differ between members."
-        )
 
     def _wait(self) -> list[int]:
         """Wait until something can go on; return the ranks with which it may."""
+        links = {rank: self._links[rank] for rank in self._waiting & self._links.keys()}
+        sockets, others, most_s = dict[int, int](), list[int](), self._timeout_s / _LOOKS
         poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        ranks, by_channel = {}, list[int]()
-        for rank in self._waiting:
-            if (link := self._links.get(rank)) is not None:
-                ranks[link.socket.fileno()] = rank
+        poll.register(self._meeting.bell, select.POLLIN)
+        for rank, link in links.items():
+            if not isinstance(link.socket, Stream):
+                sockets[link.socket.fileno()] = rank
                 poll.register(link.socket, link.events)
-                if link.uses_channel:
-                    by_channel.append(rank)
-        if len(ranks) < len(self._waiting):
-            for number in self._endpoint.numbers:
-                poll.register(number, select.POLLIN)
-        polled = poll.poll(0 if by_channel else self._timeout_s / _LOOKS * 1000)
+            elif link.socket.is_ready(link.events):
+                most_s = 0.0
+            if isinstance(link.socket, Stream) or link.uses_channel:
+                others.append(rank)
+        missing = self._waiting - links.keys()
+        meets = self._is_finishing or bool(missing)
+        if meets:
+            most_s = min(most_s, self._meeting.register(poll, missing))
+        ready = self._polled(poll, most_s, sockets)
+        found = {*others, *(sockets[number] for number in ready & sockets.keys())}
+        return [*found, *(self._called(ready) if meets else [])]
+
+    def _polled(self, poll: select.poll, most_s: float, sockets: Mapping[int, int]) -> set[int]:
+        """Wait, not for ever; return at which files there is something. Of sockets it has ranks."""
+        uses_channel = self.use_ucx and any(self._links[r].uses_channel for r in sockets.values())
+        polled = poll.poll(0 if uses_channel else most_s * 1000)
         for number, event in polled:
             if event & select.POLLRDHUP:  # of a link that waits for UCX: it reads nothing itself
-                raise self._broken(ranks[number], "it has ended")
-        ready = [number for number, _ in polled]
-        if not ready and by_channel:
+                raise self._broken(sockets[number], "it has ended")
+        if not polled and uses_channel:
             time.sleep(NAP_S)
-        if not ready and (not by_channel or time.monotonic() >= self._look_s):
-            self._check_links(ranks.values())
-        if self._woken in ready:
+        if not polled and time.monotonic() >= self._look_s:
+            self._check_links(sockets.values())
+        self._meeting.bell.hush()
+        if self._is_woken:
+            self._meeting.bell.ring()  # for whoever waits next
             raise AttemptEndedError("the attempt has ended")
-        found = [ranks[number] for number in ready if number in ranks]
-        found += [rank for rank in by_channel if rank not in found]
-        for rank in self._accepted(set(ready)):
-            if rank in self._waiting:
-                self._begin(rank, self._links[rank])
-                found.append(rank)
-        return found
+        return {number for number, _ in polled}
 
     def _check_links(self, ranks: Iterable[int]) -> None:
         """Raise if a connection to another host is cut."""
-        self._look_s = time.monotonic() + self._timeout_s / _LOOKS
+        self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
         for rank in ranks:
             if is_lost(self._links[rank].socket, self._timeout_s):
                 raise self._broken(rank, f"no answer for {self._timeout_s:g} s")
 
     def _broken(self, rank: int, why: object) -> AttemptEndedError:
-        worker = self._peers[rank].worker
-        self._failure = AttemptEndedError(f"the link to member {rank} on {worker} broke: {why}")
-        return self._failure
-
-    # --- making links: of two members the one with the lower rank connects, and shows both tickets
+        self._failure = f"the link to member {rank} on {self._peers[rank].worker} broke: {why}"
+        return AttemptEndedError(self._failure)
 
     def _connect(self, rank: int) -> Link:
-        assert self._own is not None
-        peer = self._peers[rank]
         try:
-            link = self._links[rank] = Link(self._endpoint.connect(peer.endpoint, peer.worker))
+            return self._meeting.connect(rank)
         except OSError as exc:
             raise self._broken(rank, exc) from exc
-        link.sending = [memoryview(f"{self._own.ticket}{peer.ticket}".encode())]
-        return link
 
-    def _accepted(self, ready: set[int]) -> list[int]:
-        """Take new connections; return the ranks of those that are links now."""
-        assert self._own is not None
-        found, length = [], len(self._own.ticket)
-        for said, made in self._endpoint.accepted(ready, 2 * length):
-            theirs, own = said[:length].decode("latin"), said[length:].decode("latin")
-            rank = self._ranks.get(theirs)
-            if own != self._own.ticket or rank is None or rank in self._links:
-                made.close()  # of another attempt, or no member at all
+    def _called(self, ready: set[int]) -> list[int]:
+        """Take new links; return the ranks of those that the current exchange has to do with."""
+        found = []
+        for rank, link in self._meeting.callers(ready):
+            if rank in self._links:
+                if link is not None:
+                    link.close()
                 continue
-            self._links[rank] = Link(made)
-            found.append(rank)
+            link = self._links[rank] = link or self._connect(rank)
+            if self._is_finishing and rank not in self._waiting:
+                self._sends[rank], self._receives[rank] = b"", bytearray()
+                self._waiting.add(rank)
+            if rank in self._waiting:
+                self._begin(rank, link)
+                found.append(rank)
         return found
 
     def open_channels(self, started: Callable[[], Messenger | None]) -> None:

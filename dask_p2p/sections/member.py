@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dask_p2p.config import Options
 from dask_p2p.engine.attempts import pause_s
+from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.members import Members
@@ -33,6 +34,7 @@ _MOST_ERROR_BYTES = 2**20  # of an exception that the scheduler hands to all mem
 _MOST_CHARS = 1000  # of what another one says
 
 
+@drops_frames
 def run_member(
     gang: str,  # its name
     rank: int,  # which member this is
@@ -133,11 +135,12 @@ def _attempt(
     """Call the function; return its result and, when all members have come so far, the order."""
     result = None
     try:
+        member.links.reserve_files()
         member.links.open_channels(partial(_started, ucx))
         with within_gang():
             result = _called(body, ctx, arrays)
         # One that returns early would leave others waiting for it.
-        member.links.gather("nothing more: its function has returned", b"")
+        member.links.finish()
         ctx.device.let_go(is_orderly=True)
         return result, member.leave()
     except AttemptEndedError as exc:
@@ -151,6 +154,7 @@ def _attempt(
             watch.error = f"another member was lost; then the function raised {_described(exc)}"
             return None, member.leave(watch.error)
         error, is_itself = _pickled(exc, member.rank)
+        traceback.clear_frames(exc.__traceback__)  # what they have is used no more
         order = member.leave(f"member {member.rank} raised {type(exc).__name__}", error)
         if is_itself and order.error == error:
             raise  # with its traceback

@@ -66,7 +66,9 @@ def _class_for(module: Any) -> type:
 
 
 def _plain(value: Any) -> Any:
-    return value.view(type=value.module.ndarray) if isinstance(value, Recorder) else value
+    """Return a recorder as an array, and any other value as it is."""
+    array: Any = value
+    return array.view(type=value.module.ndarray) if isinstance(value, Recorder) else value
 
 
 def check_kept(value: Any, dtype: DType, verb: str) -> None:

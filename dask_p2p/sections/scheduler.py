@@ -174,11 +174,12 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._tell()
 
     async def _next_order(self, gang: str, rank: int, ticket: str, known: str) -> dict[str, Any]:
-        deadline_s = time.monotonic() + _POLL_S
+        now_s = asyncio.get_running_loop().time
+        deadline_s = now_s() + _POLL_S
         while True:
             self._check_is_on()
             order = self._coordinator.order(gang, rank, ticket)
-            left_s = deadline_s - time.monotonic()
+            left_s = deadline_s - now_s()
             if order.state != known or left_s <= 0:
                 return asdict(order)
             with suppress(TimeoutError, asyncio.TimeoutError):

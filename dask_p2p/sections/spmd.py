@@ -11,7 +11,7 @@ import numpy as np
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.arguments import check_function, is_dask_array
+from dask_p2p.ops.arguments import check_function, check_names, is_dask_array
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.arguments import check_computed, check_shares, chosen_members
 from dask_p2p.sections.context import Context
@@ -21,6 +21,7 @@ from dask_p2p.types import DaskArray, DTypeLike
 
 def spmd(
     func: Callable[..., Any],
+    /,
     *arrays: DaskArray,
     outputs: int = 1,
     cut: Sequence[int] | None = None,
@@ -63,7 +64,8 @@ def spmd(
         number or an array of the value's shape and dtype. It becomes an array with one block a
         member, along a new first axis, of NumPy.
     **kwargs
-        For `func`. Each member has its own copy, except of objects that cannot be copied.
+        For `func`. Each member has its own copy, except of objects that cannot be copied. A keyword
+        that `spmd` has too is given by `functools.partial`.
 
     Returns
     -------
@@ -74,8 +76,8 @@ def spmd(
     ------
     InputError
         If `func` cannot be called, a number is too small, an example in `per_member` is none, or an
-        argument for `func` has still to be computed. Also if `dtype` has another length than
-        `outputs`.
+        argument for `func` has still to be computed, or is a keyword of `spmd` too. Also if `dtype`
+        has another length than `outputs`.
     AxesError
         If there is no axis of a number in `cut`.
     ChunksError
@@ -98,6 +100,7 @@ def spmd(
     array([0.25, 0.25, 0.25])
     """
     check_function(func, "a context and arrays", "spmd(func, x)")
+    check_names(func, 1 + len(arrays), spmd, locals())
     check_shares(arrays)
     check_computed(*kwargs.values())
     chosen = chosen_members(arrays[0], members, cut)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from importlib import import_module
-from threading import Lock
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -27,21 +27,24 @@ import numpy as np
 from dask_p2p import fft
 from dask_p2p.errors import InputError, P2PWarning, RegistrationError
 from dask_p2p.ops.arguments import has_unknown_chunks, is_dask_array
-from dask_p2p.ops.overlap import map_overlap
+from dask_p2p.ops.overlap import mapped
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plugins.registration import connection_of, current_client
 from dask_p2p.types import DaskArray
 
-_lock = Lock()
+_lock = RLock()
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, what it was, what it is
-_installations: WeakSet[Installation] = WeakSet()  # those that count
+_lasting = 0  # how many installations no `with` statement ends
+_entered: set[Installation] = set()  # installations whose `with` statements run
+_installations: WeakSet[Installation] = WeakSet()  # all that have not ended and are referred to
 _lacking: WeakSet[Any] = WeakSet()  # connections to schedulers of clusters that cannot take part
 
 
 class Installation(AbstractContextManager["Installation"]):
     """What `install` gives. It counts what this package does in Dask's place.
 
-    As a context manager it uninstalls at its end, unless it was installed before.
+    As a context manager it ends with the `with` statement. Dask does all as before when the last
+    installation of the process has ended.
 
     Attributes
     ----------
@@ -49,19 +52,43 @@ class Installation(AbstractContextManager["Installation"]):
         How often Dask's functions were replaced, by their names: "rechunk", "map_overlap", "fft".
     """
 
-    def __init__(self, is_first: bool) -> None:
+    def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._is_first = is_first
+        self._lasts = False  # whether it is one of `_lasting`
+        self._depth = 0  # of its `with` statements that run
 
     @property
     def count(self) -> int:
         """All of `counts` together."""
         return self.counts.total()
 
+    def uninstall(self) -> None:
+        """End this installation, and no other. If it has ended, nothing changes."""
+        global _lasting
+        with _lock:
+            _lasting -= self._lasts
+            self._lasts, self._depth = False, 0
+            _entered.discard(self)
+            _installations.discard(self)
+            _take_off_unless_needed()
+
+    def __enter__(self) -> Installation:
+        global _lasting
+        with _lock:
+            _put_in_place()
+            _lasting -= self._lasts
+            self._lasts = False
+            self._depth += 1
+            _entered.add(self)
+            _installations.add(self)
+        return self
+
     def __exit__(self, *_: Any) -> None:
-        _installations.discard(self)
-        if self._is_first:
-            uninstall()
+        with _lock:
+            if self._depth > 1:
+                self._depth -= 1
+            else:
+                self.uninstall()
 
     def __repr__(self) -> str:
         verbs = ", ".join(f"{verb} {count}" for verb, count in self.counts.items())
@@ -69,30 +96,29 @@ class Installation(AbstractContextManager["Installation"]):
 
 
 def install() -> Installation:
-    """Have Dask use this package for peer-to-peer rechunks, `map_overlap`, and FFTs of cut axes.
+    """Put this package in Dask's place for p2p rechunks, `map_overlap`, and FFTs of cut axes.
 
     Code that calls ``x.rechunk(...)``, ``x.T.rechunk(...)``, ``xarray.DataArray.chunk(...)`` or
-    ``x.map_overlap(...)`` stays as it is, and gives arrays of the same values, dtype and type of
-    blocks. From now on, this package does every rechunk of this process for which Dask chooses its
-    method ``p2p``: because it is named, or by itself, with a client and above a certain size of the
-    graph. Rechunks by tasks still go by tasks. Functions of ``da.fft`` take axes that are cut.
-    Calling it again changes nothing.
+    ``x.map_overlap(...)`` stays as it is, and gives arrays of the same values, chunks, dtype and
+    type of blocks. From now on, this package does every rechunk of this process that goes by Dask's
+    method ``p2p``. Dask chooses that where it is named, or with a client above a certain size of
+    the graph. Rechunks by tasks still go by tasks. Functions of ``da.fft`` take axes that are cut.
 
     Returns
     -------
     Installation
-        A context manager that uninstalls at its end, unless it was installed before. Its ``count``
-        says how often this package took Dask's place since then, its ``counts`` by which function.
+        A context manager that ends this installation. Without a `with` statement the installation
+        lasts until its ``uninstall()``, or `dask_p2p.uninstall`. Its ``count`` is the number of
+        calls that this package took since then; its ``counts`` has them by function.
 
     Notes
     -----
-    Chunks are the same too, but for rims that are wider than blocks: Dask merges such blocks, this
-    package leaves them.
+    A process counts the installations of all its threads and libraries. Dask does all as before
+    when the last one has ended.
 
-    What this package does not take still goes Dask's own way: arrays of masked or sparse blocks,
-    NumPy arrays of unknown chunk sizes, and all arrays on a cluster that lacks the package, with
-    one warning. Blocks must have the dtype and the shape that their array says; if not, a
-    `BlockMismatchError` names the block.
+    Some arrays still go Dask's own way: masked or sparse blocks, NumPy arrays of unknown chunk
+    sizes, and all arrays on a cluster that lacks the package, with one warning. Blocks must have
+    the dtype and the shape of their array; if not, a `BlockMismatchError` names the block.
 
     For programs that cannot be changed, set the options ``p2p.install: true`` and
     ``distributed.client.preload: [dask_p2p.preload]``.
@@ -108,66 +134,97 @@ def install() -> Installation:
     >>> used.count, used
     (1, <dask_p2p in Dask's place: rechunk 1>)
     """
-    import distributed.shuffle
-
+    global _lasting
+    installation = Installation()
     with _lock:
-        installation = Installation(is_first=not _replaced)
+        _put_in_place()
+        installation._lasts = True
+        _lasting += 1
         _installations.add(installation)
-        if _replaced:
-            return installation
-        _replace("rechunk", distributed.shuffle, "rechunk_p2p", rechunked)
-        is_expression = da._array_expr_enabled()
-        where = "dask.array._array_expr._overlap" if is_expression else "dask.array.overlap"
-        for owner in (da, import_module(where)):
-            _replace("map_overlap", owner, "map_overlap", map_overlap)
-        transforms = import_module("dask.array.fft")
-        for name in fft.__all__:
-            if not name.endswith(("fft", "fft2", "fftn")):
-                continue  # frequencies, and their order: the same whatever is cut
-            _replace("fft", transforms, name, partial(_transformed, getattr(fft, name)))
-        if is_expression:
-            from dask.array._array_expr._rechunk import Rechunk
-
-            _replace("rechunk", Rechunk, "_lower", _lowered)
     return installation
 
 
 def uninstall() -> None:
-    """Have Dask do all as before `install`. Arrays that were made in between stay as they are."""
+    """End all installations but those whose `with` statements run.
+
+    If no such statement runs, Dask does all as before `install`. Arrays that were made in between
+    do not change.
+    """
+    global _lasting
     with _lock:
-        for owner, name, original, replacement in _replaced:
-            if getattr(owner, name) is replacement:  # no other code has replaced it
-                setattr(owner, name, original)
-        _replaced.clear()
-        _lacking.clear()
+        for installation in list(_installations):
+            if installation not in _entered:
+                installation.uninstall()
+        _lasting = 0  # others of them are kept by nobody
+        _take_off_unless_needed()
 
 
-def _replace(verb: str, owner: Any, name: str, make: Callable[..., Any]) -> None:
+def _put_in_place() -> None:
+    """Replace Dask's functions: all of them, or none if there is an error."""
+    if _replaced:
+        return
+    try:
+        _replace_all()
+    except BaseException:
+        _take_off_unless_needed()
+        raise
+
+
+def _replace_all() -> None:
+    import distributed.shuffle
+
+    _replace(distributed.shuffle, "rechunk_p2p", partial(tried, "rechunk", rechunked))
+    is_expression = da._array_expr_enabled()
+    where = "dask.array._array_expr._overlap" if is_expression else "dask.array.overlap"
+    for owner in (da, import_module(where)):
+        _replace(owner, "map_overlap", partial(tried, "map_overlap", overlapped))
+    transforms = import_module("dask.array.fft")
+    for name in fft.__all__:
+        if not name.endswith(("fft", "fft2", "fftn")):
+            continue  # frequencies, and their order: the same whatever is cut
+        _replace(transforms, name, partial(tried, "fft", _transformed, getattr(fft, name)))
+    if is_expression:
+        # Imports parts of Dask that are private as yet, so it is itself imported only here.
+        from dask_p2p.tools import expressions
+
+        _replace(expressions.ArrayExpr, "rechunk", expressions.rechunked)
+        _replace(expressions.Rechunk, "_lower", expressions.lowered)
+
+
+def _take_off_unless_needed() -> None:
+    if _lasting or _entered:
+        return
+    for owner, name, original, replacement in _replaced:
+        if getattr(owner, name) is replacement:  # no other code has replaced it
+            setattr(owner, name, original)
+    _replaced.clear()
+    _lacking.clear()
+
+
+def _replace(owner: Any, name: str, make: Callable[..., Any]) -> None:
     """Put a function in the place of Dask's; where it gives None, Dask's is called."""
     original = getattr(owner, name)
 
     @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         # Others may have wrapped this one, and still call it after `uninstall`.
-        result = _tried(make, *args, **kwargs) if _replaced else None
-        if result is None:
-            return original(*args, **kwargs)
-        with _lock:
-            for installation in _installations:
-                installation.counts[verb] += 1
-        return result
+        result = make(*args, **kwargs) if _replaced else None
+        return original(*args, **kwargs) if result is None else result
 
     setattr(owner, name, replacement)
     _replaced.append((owner, name, original, replacement))
 
 
-def _tried(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make an array; None if this package does not take what is given, or cannot be used."""
+def tried(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Make an array, and count that by a verb.
+
+    The result is None if this package does not take the arguments, or cannot be used.
+    """
     connection = connection_of(current_client())
     if connection in _lacking:
         return None
     try:
-        return make(*args, **kwargs)
+        result = make(*args, **kwargs)
     except InputError:
         return None
     except RegistrationError as exc:
@@ -175,6 +232,11 @@ def _tried(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _lacking.add(connection)
         warnings.warn(f"dask_p2p: Dask's own way is used: {exc}", P2PWarning, stacklevel=4)
         return None
+    if result is not None:
+        with _lock:
+            for installation in _installations:
+                installation.counts[verb] += 1
+    return result
 
 
 def rechunked(x: DaskArray, chunks: Any, **_: Any) -> Any:
@@ -185,6 +247,34 @@ def rechunked(x: DaskArray, chunks: Any, **_: Any) -> Any:
     if has_unknown_chunks(x) and isinstance(x._meta, np.ndarray):
         return None
     return rechunk(x, chunks)
+
+
+def overlapped(
+    func: Callable[..., Any],
+    /,
+    *args: Any,
+    depth: Any = None,
+    boundary: Any = None,
+    trim: bool = True,
+    align_arrays: bool = True,
+    allow_rechunk: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Map a function over blocks with rims, in the place of `dask.array.map_overlap`.
+
+    All other keywords are for the function, or for `dask.array.map_blocks`. Where blocks are
+    smaller than their rims, arrays are cut as Dask cuts them.
+    """
+    return mapped(
+        func,
+        args,
+        kwargs,
+        depth,
+        boundary,
+        trim=trim,
+        align_arrays=align_arrays,
+        allow_rechunk=bool(allow_rechunk),
+    )
 
 
 def _transformed(
@@ -209,17 +299,3 @@ def _transformed(
     if all(-a.ndim <= axis < a.ndim and len(a.chunks[axis]) == 1 for axis in along):
         return None
     return function(a, s, along[0] if is_along_one else along, norm)
-
-
-def _lowered(expr: Any) -> Any:
-    """Rechunk an expression, where `Rechunk._lower` raises NotImplementedError for ``p2p``."""
-    from dask.array._array_expr._collection import new_collection
-    from dask.array.rechunk import _choose_rechunk_method
-
-    before, after = expr.array.chunks, expr.chunks
-    if before == after:
-        return None
-    method = expr.method or _choose_rechunk_method(before, after, threshold=expr.threshold)
-    if method != "p2p":
-        return None
-    return rechunk(new_collection(expr.array), after).expr

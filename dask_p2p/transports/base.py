@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 
 from dask_p2p.backends import RUN_BYTES, backend_named
 from dask_p2p.config import Options, Section
-from dask_p2p.errors import Obstacle, TransferError
+from dask_p2p.errors import Obstacle, TransferError, without_frames
 from dask_p2p.geometry import Box, Runs, box_size, split_box, taper_last
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.transports.context import WorkerContext
@@ -98,7 +98,7 @@ class Region:
 
     def failed(self, error: Exception) -> Region:
         """Return it as one that will not come."""
-        self.error = error
+        self.error = without_frames(error)
         return self
 
     def is_here(self) -> bool:
@@ -114,7 +114,7 @@ class Region:
         come in time and nobody has noticed.
         """
         if self.error is not None:
-            raise self.error
+            raise self.error  # `RemoteSource.give_up` drops the frames that it has then
         assert self.bring is not None
         return self.bring(timeout_s, into)
 

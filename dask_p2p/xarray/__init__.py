@@ -22,6 +22,7 @@ from typing import Any
 import xarray as xr
 
 from dask_p2p.errors import AxesError, ChunksError
+from dask_p2p.ops.arguments import check_names
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.transpose import transpose
@@ -128,6 +129,7 @@ class P2PAccessor:
     def map_overlap(
         self,
         func: Callable[..., Any],
+        /,
         depth: Mapping[Any, Any] | int,
         boundary: Any = None,
         **kwargs: Any,
@@ -180,6 +182,7 @@ class P2PAccessor:
     def iterate(
         self,
         func: Callable[..., Any],
+        /,
         depth: Any,
         steps: int,
         *,
@@ -235,6 +238,9 @@ class P2PAccessor:
         >>> a.p2p.iterate(smooth, {"x": 1}, 2).values
         array([1., 0., 2., 0., 1., 0.])
         """
+        count = sum(len(of) if isinstance(of, (list, tuple)) else 1 for of in (fields, constants))
+        is_before = fields is not None and isinstance(self._given, xr.DataArray)
+        check_names(func, count + is_before, type(self).iterate, locals())
         return iterated(self._given, func, depth, steps, fields, boundary, constants, kwargs)
 
     def fft(

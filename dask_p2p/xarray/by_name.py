@@ -76,7 +76,7 @@ def iterated(
             widths if isinstance(depth, list) else widths[0],
             steps,
             boundary=beyond,
-            constants=read,
+            constants=tuple(read),
             **kwargs,
         )
     changed = []

@@ -53,7 +53,7 @@ def test_a_copy_goes_on_until_it_is_waited_for(monkeypatch):
     held, permute_into = threading.Event(), NUMPY.permute_into
 
     def late(*args):
-        assert held.wait(30)
+        assert held.wait(60)
         permute_into(*args)
 
     monkeypatch.setattr(NUMPY, "permute_into", late)

@@ -14,16 +14,24 @@ from .support import random_bits
 def test_the_interpreter_goes_on_during_a_copy():
     src = random_bits((3000, 3000), "f8")
     dst = NUMPY.empty((3000, 3000), "f8")
-    copies = threading.Thread(target=lambda: NUMPY.permute_into(dst, src, (1, 0)))
+    ticks, number = [0] * 50, 0  # during each copy, and that of the copy
+
+    def copy():
+        nonlocal number
+        for number in range(len(ticks)):
+            NUMPY.permute_into(dst, src, (1, 0))
+            if ticks[number] > 3:  # not at the first one where other processes have the cores
+                break
+
+    copies = threading.Thread(target=copy)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1)  # a thread that keeps the lock is not asked for it during this test
-    ticks = 0
     try:
         copies.start()
         while copies.is_alive():
-            ticks += 1
+            ticks[number] += 1
             time.sleep(0.0005)
     finally:
         sys.setswitchinterval(interval)
     copies.join()
-    assert ticks > 3
+    assert max(ticks) > 3

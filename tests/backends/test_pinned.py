@@ -37,7 +37,7 @@ def test_memory_is_pinned_until_the_last_view_is_gone(gpu):
     np.testing.assert_array_equal(copy, view)
     assert not is_pinned(copy)
     del view
-    wait_until(lambda: not gpu.pinned, 10)  # by a thread of its own
+    wait_until(lambda: not gpu.pinned)  # by a thread of its own
 
 
 def test_memory_is_registered_where_it_is(gpu):

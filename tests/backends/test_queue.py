@@ -13,7 +13,7 @@ from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pitch import Pitch, engine_pitch, pitched
 from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
-from tests.transports.loopback import wait_until
+from tests.clock import Clock, Timers
 
 
 @st.composite
@@ -144,14 +144,14 @@ def test_the_host_queue_takes_arrays_of_a_device():
 
 def test_the_host_queue_tells_what_work_took():
     queue = HostQueue(NUMPY)
-    timer, other = Timer(), Timer()
-    large = np.ones((1000, 1000))
+    clock = Clock()
+    timer, other = Timer(clock=clock), Timer(clock=clock)
     for _ in range(2):
         with queue.timing(timer):
-            queue.permute(queue.empty(large.shape, large.dtype), large, (1, 0))
+            clock.advance(2)
     with queue.timing(other):
-        pass
-    assert timer.seconds > 10 * other.seconds > 0
+        clock.advance(1)
+    assert (timer.seconds, other.seconds) == (4, 1)
 
 
 @pytest.mark.gpu
@@ -291,7 +291,8 @@ def used_slot(nbytes):
 
 
 def test_slots_are_kept_for_the_next_queue():
-    kept = KeptSlots(keep_s=0.2)
+    timers = Timers()
+    kept = KeptSlots(20, timers.clock, timers.make)
     large = [used_slot(100)]
     kept.keep(0, large)
     assert kept.take(1, 10) == [], "another device's"
@@ -306,7 +307,8 @@ def test_slots_are_kept_for_the_next_queue():
     gone = weakref.ref(large[0].memory)
     kept.keep(0, large)
     del large
-    wait_until(lambda: gone() is None, 5)
+    timers.advance(20)
+    assert gone() is None
 
 
 def test_slots_that_are_too_small_are_not_kept_beside_larger_ones():

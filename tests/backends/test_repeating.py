@@ -3,52 +3,53 @@
 from __future__ import annotations
 
 import threading
-import time
 
-import numpy as np
+import pytest
 
 from dask_p2p.backends.repeating import RepeatingTimer
 from dask_p2p.errors import DeviceLostError
-from tests.transports.loopback import wait_until
+from tests.clock import Timers
 
-INTERVAL_S = 0.02
+INTERVAL_S = 20.0
 
 
-def test_it_goes_on_until_the_function_says_no():
-    answers = [True, True, False]
-    called_s, threads = [time.monotonic()], []
+@pytest.fixture
+def timers():
+    return Timers()
+
+
+def test_it_goes_on_until_the_function_says_no(timers):
+    answers, called_s = [True, True, False, False], []
 
     def function():
-        called_s.append(time.monotonic())
-        threads.append(threading.current_thread())
-        return answers[len(threads) - 1]
+        called_s.append(timers.clock.now_s)
+        return answers[len(called_s) - 1]
 
-    timer = RepeatingTimer(INTERVAL_S, function)
+    began_s = timers.clock.now_s
+    timer = RepeatingTimer(INTERVAL_S, function, timers.make)
     timer.start()
     timer.start()  # it goes on already
-    wait_until(lambda: len(threads) == 3, 5)
-    time.sleep(5 * INTERVAL_S)
-    assert len(threads) == 3
-    assert min(np.diff(called_s)) >= 0.9 * INTERVAL_S
-    assert all(thread.daemon for thread in threads), "a process that ends does not wait for it"
-    answers.append(False)
+    timers.advance(10 * INTERVAL_S)
+    assert called_s == [began_s + n * INTERVAL_S for n in (1, 2, 3)]
     timer.start()
-    wait_until(lambda: len(threads) == 4, 5)
+    timers.advance(10 * INTERVAL_S)
+    assert called_s[3:] == [began_s + 11 * INTERVAL_S]
 
 
-def test_it_can_be_ended_and_begun_again():
+def test_it_can_be_ended_and_begun_again(timers):
     called = []
-    timer = RepeatingTimer(10 * INTERVAL_S, lambda: called.append(1) or False)
+    timer = RepeatingTimer(INTERVAL_S, lambda: called.append(1) or False, timers.make)
     timer.cancel()
     timer.start()
     timer.cancel()
-    time.sleep(20 * INTERVAL_S)
+    timers.advance(2 * INTERVAL_S)
     assert called == []
     timer.start()
-    wait_until(lambda: called, 5)
+    timers.advance(2 * INTERVAL_S)
+    assert called == [1]
 
 
-def test_one_that_is_started_while_the_function_runs_goes_on():
+def test_one_that_is_started_while_the_function_runs_goes_on(timers):
     """What it is started for may have come too late for the call that runs."""
     called = []
 
@@ -58,21 +59,35 @@ def test_one_that_is_started_while_the_function_runs_goes_on():
             timer.start()
         return False
 
-    timer = RepeatingTimer(INTERVAL_S, function)
+    timer = RepeatingTimer(INTERVAL_S, function, timers.make)
     timer.start()
-    wait_until(lambda: len(called) == 2, 5)
+    timers.advance(5 * INTERVAL_S)
+    assert called == [1, 1]
 
 
-def test_a_lost_device_ends_it_quietly(monkeypatch):
-    errors, called = [], []
-    monkeypatch.setattr(threading, "excepthook", errors.append)
+def test_a_lost_device_ends_it_quietly(timers):
+    called = []
 
     def lost():
         called.append(1)
         raise DeviceLostError("gone")
 
-    timer = RepeatingTimer(INTERVAL_S, lost)
+    timer = RepeatingTimer(INTERVAL_S, lost, timers.make)
     timer.start()
-    wait_until(lambda: called, 5)
-    time.sleep(5 * INTERVAL_S)
-    assert (called, errors) == ([1], [])
+    timers.advance(5 * INTERVAL_S)
+    assert called == [1]
+
+
+def test_a_thread_of_its_own_calls_it():
+    """A process that ends does not wait for that thread."""
+    threads, called = [], threading.Event()
+
+    def function():
+        threads.append(threading.current_thread())
+        called.set()
+        return False
+
+    RepeatingTimer(0.001, function).start()
+    assert called.wait(60)
+    assert threads[0] is not threading.main_thread()
+    assert threads[0].daemon

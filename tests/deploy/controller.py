@@ -72,7 +72,7 @@ def controller(folder):
     for log in logs:
         log.mkdir()
     with running(logs[0], munged, **variables):
-        wait_until((folder / "munge").exists, timeout_s=20)
+        wait_until((folder / "munge").exists, timeout_s=60)
         with running(logs[1], *daemons, **variables):
             wait_until(lambda: is_up(variables), timeout_s=60)
             try:

@@ -63,7 +63,7 @@ def test_systemd_finds_nothing_wrong(path, tmp_path):
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=200,
         )
         # Units of this machine itself may be wrong too.
         return [line for line in done.stderr.splitlines() if path.name in line]

@@ -175,6 +175,9 @@ def test_no_more_memory_is_asked_for_than_for_one_block():
     store.memory -= 1
     with pytest.raises(MemoryLimitError, match="216 B for the blocks here"):
         assembly(store).run()
+    store = Store(blocks=BLOCKS, spilled=KEYS[1:])
+    store.memory = 3 * 216  # beside one that is there
+    check(assembly(store).run())
 
 
 def test_a_spilled_block_is_of_the_kind_that_it_had():

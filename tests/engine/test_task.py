@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pickle
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import dask
 import dask.array as da
@@ -20,6 +20,7 @@ from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution
+from tests.clock import Clock
 
 PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
@@ -75,7 +76,7 @@ def test_fusion_leaves_it_alone():
 
 def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatch):
     pauses_s = []
-    monkeypatch.setattr(time, "sleep", pauses_s.append)
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=pauses_s.append))
     chosen = options()
     runtime = AttemptLog("tcp://here")
     error = TransferError("comm: tcp://there is deaf")
@@ -94,7 +95,7 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
 
 
 def test_a_holder_that_is_given_up_ends_a_task_at_its_first_attempt(monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda pause_s: None)
+    monkeypatch.setattr(module, "time", Clock())
     chosen = replace(options(), attempts=4, request_timeout_s=30.0)
     runtime = AttemptLog("tcp://here")
     error = TransferError("comm: no answer of tcp://there")
@@ -117,7 +118,7 @@ def test_the_worst_case_adds_up():
 
 
 def test_the_last_error_tells_the_cause_of_each_attempt(monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda pause_s: None)
+    monkeypatch.setattr(module, "time", Clock())
     chosen = replace(options(), attempts=4)
     runtime = AttemptLog("tcp://here")
     for cause in ("dumb", "deaf", "deaf"):

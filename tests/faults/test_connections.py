@@ -29,7 +29,7 @@ from tests.transports.loopback import wait_until
 
 SHAPE = (48, 60)
 WORKERS = 3
-DEADLINE_S = 0.3
+DEADLINE_S = 1.5  # those that are well answer within it, on a busy machine too
 SETTINGS = {
     "p2p.timeouts.request": f"{DEADLINE_S} s",
     "p2p.timeouts.backoff": "1 ms",

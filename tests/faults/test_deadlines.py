@@ -25,10 +25,11 @@ from tests.faults.support import (
     source,
 )
 from tests.faults.test_moved_blocks import read_from, replicate
+from tests.transports.loopback import wait_until
 
 SHAPE = (64, 64)
 LARGE = (2048, 2048)  # a holder sends no part of it before a reader asks, or looks out for it
-DEADLINE_S = 1.0
+DEADLINE_S = 2.0
 SETTINGS = {
     "p2p.timeouts.request": f"{DEADLINE_S} s",
     "p2p.timeouts.backoff": "1 ms",
@@ -54,7 +55,8 @@ def client(client, request):
 def x(client):
     """One block on each worker; each worker has read from all others."""
     x = one_block_each(client, source(SHAPE, (16, 64)), addresses(client))
-    y = dask_p2p.transpose(x)
+    with dask.config.set(PATIENT):
+        y = dask_p2p.transpose(x)
     read = [
         client.compute(y[16 * place : 16 * place + 16], workers=[worker])
         for place, worker in enumerate(addresses(client))
@@ -84,18 +86,20 @@ def halted(client, worker):
 def test_another_holder_is_asked(client, x):
     reader, holder, _, other = addresses(client)
     replicate(client, x, 1, [holder, other])
-    y = client.persist(dask_p2p.transpose(x)[:16], workers=[reader])
+    with dask.config.set(PATIENT):
+        y = client.persist(dask_p2p.transpose(x)[:16], workers=[reader])
     wait(y)
     assert holder in read_from(client, reader), "it is the first that is asked"
     del y
     with halted(client, holder):
         start_s = time.monotonic()
-        y = dask_p2p.transpose(x, chunks=((16, 48), (64,)))[:16]
+        with dask.config.set({"p2p.timeouts.request": "5 s"}):  # the others answer within it
+            y = dask_p2p.transpose(x, chunks=((16, 48), (64,)))[:16]
         got = client.compute(y, workers=[reader]).result(timeout=BOUND_S)
         took_s = time.monotonic() - start_s
         np.testing.assert_array_equal(got, expected(SHAPE).T[:16])
         assert holder not in read_from(client, reader)
-    assert DEADLINE_S <= took_s < 4 * DEADLINE_S
+    assert 5 <= took_s < BOUND_S / 2, "one deadline"
     check(client, x)
 
 
@@ -104,16 +108,18 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
     (used,) = dask.config.get("p2p.transports.order")
     z = one_block_each(client, source(SHAPE, (16, 64)) + 1, [reader, *free, reader])
     wait(z)
+    with halted(client, holder), dask.config.set(PATIENT):
+        waiting = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
+        others = client.compute(dask_p2p.transpose(z), workers=free)
+        np.testing.assert_array_equal(others.result(timeout=BOUND_S), expected(SHAPE).T + 1)
+        assert not waiting.done()
+    np.testing.assert_array_equal(waiting.result(timeout=BOUND_S), expected(SHAPE).T[:16])
     with halted(client, holder):
         start_s = time.monotonic()
         late = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
-        with dask.config.set(PATIENT):
-            others = client.compute(dask_p2p.transpose(z), workers=free)
-        np.testing.assert_array_equal(others.result(timeout=BOUND_S), expected(SHAPE).T + 1)
-        assert not late.done()
         with pytest.raises(TransferError, match=f"failed 2 times on {reader}") as caught:
             late.result(timeout=BOUND_S)
-        assert time.monotonic() - start_s < 3 * DEADLINE_S + 10  # on a busy machine
+        assert time.monotonic() - start_s < BOUND_S / 2  # two deadlines, on a busy machine
     said = str(caught.value)
     for words in (
         f"block ('{x.name}', 3, 0)",
@@ -130,7 +136,8 @@ def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
     reader, holder, *_ = addresses(client)
     x = source(LARGE, (64, 2048))
     x = client.persist(x, workers=[holder], allow_other_workers=True)
-    y = client.persist(dask_p2p.transpose(x)[:512], workers=[reader], allow_other_workers=True)
+    with dask.config.set(PATIENT):
+        y = client.persist(dask_p2p.transpose(x)[:512], workers=[reader], allow_other_workers=True)
     wait([x, y])  # they have met
     del y
     with halted(client, holder):
@@ -138,7 +145,7 @@ def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
         y = client.compute(dask_p2p.transpose(x, chunks=(512, -1))[:512], workers=[reader])
         with pytest.raises(TransferError, match=f"failed 2 times on {reader}.*no answer of"):
             y.result(timeout=BOUND_S)
-        assert time.monotonic() - start_s < 5 * DEADLINE_S + 5, "it is not 32 deadlines twice"
+        assert time.monotonic() - start_s < 32 * DEADLINE_S, "it is not 32 deadlines twice"
     del y
     check(client, x, shape=LARGE)
 
@@ -147,7 +154,8 @@ def halo_of_alternate_blocks(client, reader, holder, blocks):
     """A task for each block of the reader's, that needs rims of the holder's."""
     x = source((2 * blocks, 16), (2, 16))
     x = one_block_each(client, x, [reader, holder] * (blocks // 2))
-    wait([x, client.persist(dask_p2p.transpose(x)[:8], workers=[reader])])  # they have met
+    with dask.config.set(PATIENT):
+        wait([x, client.persist(dask_p2p.transpose(x)[:8], workers=[reader])])  # they have met
     return dask_p2p.map_overlap(add_one, x, depth={0: 1}, boundary="none")
 
 
@@ -156,9 +164,13 @@ def add_one(block):
 
 
 def silent(dask_worker):
-    """Holders of which a worker knows that they do not answer."""
+    """For how long a worker has known of holders that they do not answer."""
     silences = dask_worker.plugins[PLUGIN_NAME].context.router.silences
-    return {holder for holder, transport in silences.known if transport is None}
+    return {
+        holder: silence.last_s - silence.first_s
+        for (holder, transport), silence in silences.known.items()
+        if transport is None
+    }
 
 
 def test_the_time_does_not_grow_with_the_tasks_that_read_from_a_halted_holder(client):
@@ -170,20 +182,20 @@ def test_the_time_does_not_grow_with_the_tasks_that_read_from_a_halted_holder(cl
         y = client.compute(y, workers=[reader])
         with pytest.raises(TransferError, match=f"on {reader}: .*no answer of {holder}"):
             y.result(timeout=BOUND_S)
-        assert 4 * DEADLINE_S <= time.monotonic() - start_s < 7 * DEADLINE_S
+        took_s = time.monotonic() - start_s
+    assert 4 * DEADLINE_S <= took_s < 32 * DEADLINE_S, "it is not 32 times four deadlines"
     del y
 
 
 def test_tasks_get_over_a_holder_that_is_slow_for_less_than_their_attempts_take(client):
     reader, holder, *_ = addresses(client)
-    with dask.config.set({"p2p.attempts": 5}):
+    with dask.config.set({"p2p.attempts": 30}):  # more than a busy machine lets pass
         y = halo_of_alternate_blocks(client, reader, holder, 64)
     with halted(client, holder):
         y = client.compute(y, workers=[reader])
-        time.sleep(2.5 * DEADLINE_S)
-        assert holder in client.run(silent, workers=[reader])[reader]
+        wait_until(lambda: client.run(silent, workers=[reader])[reader].get(holder), BOUND_S)
     np.testing.assert_array_equal(y.result(timeout=BOUND_S), expected((128, 16)) + 1)
-    assert client.run(silent, workers=[reader])[reader] == set(), "it has answered since"
+    assert client.run(silent, workers=[reader])[reader] == {}, "it has answered since"
     del y
     assert_nothing_is_held(client)
 
@@ -199,7 +211,7 @@ def test_a_holder_that_is_halted_in_the_middle(client):
         y = client.compute(dask_p2p.transpose(x)[:512], workers=[reader])
         with pytest.raises(TransferError, match=f"failed 2 times on {reader}.*{holder}"):
             y.result(timeout=BOUND_S)
-        assert time.monotonic() - start_s < 3 * DEADLINE_S + 10  # on a busy machine
+        assert time.monotonic() - start_s < BOUND_S / 2  # two deadlines, on a busy machine
     finally:
         os.kill(pid, signal.SIGCONT)
     del y

@@ -15,7 +15,9 @@ from distributed.spill import Slow, SpillBuffer
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.errors import MemoryLimitError
+from dask_p2p.plugins import spilling
 from dask_p2p.plugins.context import DaskWorkerContext
+from dask_p2p.plugins.spilling import is_mapped
 from tests.faults.support import (
     BOUND_S,
     addresses,
@@ -124,16 +126,25 @@ def test_a_block_is_read_while_dask_brings_it_back(spilled):
                 buffer.evict()
             reading = [threads.submit(host.block, "x") for _ in range(2)]
             brought_back = buffer["x"]
-            for block in (brought_back, *(read.result(20) for read in reading)):
+            for block in (brought_back, *(read.result(60) for read in reading)):
                 assert block.tobytes() == expected(SHAPE).tobytes()
 
 
-def test_a_block_on_disk_stays_there_and_is_not_read_for_each_region(spilled, monkeypatch):
+def test_a_block_on_disk_stays_there_and_is_mapped(spilled, monkeypatch):
     host, buffer = spilled
-    read = []
-    monkeypatch.setattr(
-        Slow, "__getitem__", lambda slow, key: (read.append(key), slow.load(slow.d[key]))[1]
-    )
+    monkeypatch.setattr(Slow, "__getitem__", lambda slow, key: pytest.fail("it is read"))
+    for _ in range(5):
+        assert is_mapped(host.block("x"))
+    assert list(buffer.disk) == ["x"]
+    assert usage_of_worker(host)["from disk"] == 0, "a mapping costs nothing to make"
+
+
+def test_a_block_that_has_to_be_read_is_not_read_for_each_region(spilled, monkeypatch):
+    """As one that Dask has compressed."""
+    host, buffer = spilled
+    files, read = buffer.disk.data, []
+    load = files.load
+    monkeypatch.setattr(files, "load", lambda content: read.append("x") or load(content).copy())
     for _ in range(5):
         host.block("x")
     assert read == ["x"]
@@ -146,14 +157,13 @@ def test_a_block_on_disk_stays_there_and_is_not_read_for_each_region(spilled, mo
 
 def test_a_block_that_comes_back_just_when_it_is_looked_for(spilled, monkeypatch):
     host, buffer = spilled
-    read = Slow.__getitem__
 
-    def moved(slow, key):
+    def moved(path, mode):
         monkeypatch.undo()
-        buffer[key]
-        return read(slow, key)
+        assert buffer["x"].size
+        return open(path, mode)
 
-    monkeypatch.setattr(Slow, "__getitem__", moved)
+    monkeypatch.setattr(spilling, "open", moved, raising=False)
     assert host.block("x").tobytes() == expected(SHAPE).tobytes()
     assert list(buffer.memory) == ["x"]
 

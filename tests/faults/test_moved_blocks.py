@@ -85,6 +85,17 @@ def finish(client, gate, y):
     assert_nothing_is_held(client)
 
 
+def test_a_block_of_the_readers_own_that_moved(client, gate):
+    """It is a reference as well: the task is sent anew, with the block's new holder."""
+    reader, *_, other = addresses(client)
+    x = slabs(client)
+    rows = start(client, gate, x, reader)
+    replicate(client, x, 0, [reader, other])
+    drop(client, reader, x, 0)
+    wait_until(lambda: holders(client, x, 0) == {other})
+    finish(client, gate, rows)
+
+
 def test_a_block_that_moved(client, gate):
     reader, holder, _, other = addresses(client)
     x = slabs(client)

@@ -83,7 +83,7 @@ def lent_bytes(dask_worker):
 def forget(client, future):
     """Have the scheduler forget a task that failed: what has the same key would fail, too."""
     future.release()
-    wait_until(lambda: not client.run_on_scheduler(known, "p2p-transpose"), 8)
+    wait_until(lambda: not client.run_on_scheduler(known, "p2p-transpose"))
 
 
 def check(client, x):

@@ -52,7 +52,7 @@ def test_others_end_while_a_worker_waits_in_the_middle_of_one(client, gate, numb
 
 
 @pytest.mark.parametrize(
-    ("number", "bound_s"), [(2, 15), pytest.param(10, 30, marks=pytest.mark.slow)]
+    ("number", "bound_s"), [(2, 60), pytest.param(10, 120, marks=pytest.mark.slow)]
 )
 def test_all_at_once_within_a_deadline(client, number, bound_s):
     """From nothing, inputs included, each worker with tasks of all of them."""

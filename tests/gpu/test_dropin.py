@@ -56,6 +56,26 @@ def test_xarray(client):
     np.testing.assert_array_equal(on_host(cut.data).compute(), X)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_small_and_empty_blocks(client, count):
+    def slope(*blocks):
+        assert all(block.size for block in blocks)
+        return (sum(blocks)[1:] - sum(blocks)[:-1]).sum() * 0 + blocks[0]
+
+    x = persisted(client, on_gpu(X, (16, -1)))
+    for chunks in (((0, 100, 1, 27), (96,)), ((128,), (0, 90, 6)), ((0, 128), (96, 0))):
+        small = dask_p2p.rechunk(x, chunks)
+        stock = da.from_array(X, chunks=chunks).map_overlap(np.copy, {0: 2}, dtype=X.dtype)
+        with dask_p2p.install() as used:
+            y = da.map_overlap(slope, *[small] * count, depth={0: 2}, dtype=X.dtype)
+        assert used.count == 1
+        assert y.chunks == stock.chunks
+        np.testing.assert_array_equal(on_host(y).compute(), X)
+        kept = dask_p2p.map_overlap(slope, *[small] * count, depth={0: 2}, dtype=X.dtype)
+        assert kept.chunks == chunks
+        np.testing.assert_array_equal(on_host(kept).compute(), X)
+
+
 def test_unknown_sizes(client):
     x = persisted(client, on_gpu(X, (16, -1)))
     rows = x[x[:, 0] > 0.5]

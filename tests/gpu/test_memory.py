@@ -253,6 +253,48 @@ def test_the_limit_of_device_memory_is_kept(transport):
             wait_until(lambda: max(client.run(device_bytes).values()) <= 40e6 + 2 * 16e6)
 
 
+@pytest.mark.parametrize("share", ["one block", "all blocks"])
+@pytest.mark.parametrize("transport", ["ipc", "comm"])
+def test_an_array_of_three_times_the_device_memory(transport, share):
+    """A task's own blocks stay in host memory, where dask-cuda has put them.
+
+    Each pool has room for a third of its worker's blocks.
+    """
+    from distributed import Client
+
+    shape, chunks = (24000, 16000), (500, 16000)  # 24 blocks of 32 MB a worker
+    pool_bytes = 256 * 2**20
+    pool = {"rmm_pool_size": pool_bytes, "rmm_maximum_pool_size": pool_bytes}
+    with (
+        dask.config.set({"p2p.transports.order": [transport, "comm"]}),
+        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="100 MB", **pool) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        x = persisted(client, indexed_array(shape, chunks, "f4", kind="cupy"))
+        client.run(count_restored)
+        before = client.run(keys_on_host, x.name)
+        assert sum(map(len, before.values())) >= 30
+        y = dask_p2p.transpose(x, chunks=(500, -1))
+        if share == "one block":
+            y = persisted(client, y[:500])
+            after = client.run(keys_on_host, x.name)
+            assert all(set(keys) <= set(after[worker]) for worker, keys in before.items())
+            expected = indexed_array(shape, chunks, "f4")[:, :500].compute().T
+            assert (y.compute().get() == expected).all()
+        else:
+            y = y.map_blocks(lambda b: b[:1, :1].copy(), chunks=((1,) * y.numblocks[0], (1,)))
+            rows = persisted(client, y).compute().get()
+            expected = indexed_array(shape, chunks, "f4")[0, ::500].compute()
+            assert rows[:, 0].tolist() == expected.tolist()
+        assert set(client.run(lambda dask_worker: dask_worker.restored).values()) == {0}
+
+
+def keys_on_host(dask_worker, name):
+    """Blocks of an array that were spilled to host memory."""
+    return sorted(key for key in dask_worker.data.host if key[0] == name)
+
+
 async def read_in_threads(dask_worker, seconds):
     """Read all blocks in serving threads, while the event loop brings them back; count errors."""
     host = dask_worker.plugins["dask-p2p"].context

@@ -13,7 +13,7 @@ from tests.hosts.network import Host, Network
 from tests.support import import_path
 
 PORT = 8786
-BOUND_S = 60
+BOUND_S = 120
 #: That a connection is cut is noticed sooner than by default, and idle processes take less time.
 SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11 s",

@@ -135,7 +135,7 @@ def test_memory_of_a_process_that_has_ended_is_free(runtime, mappings, holder, e
     mappings.release(other)
     assert len(runtime.open) == 3, "they are kept for the next user"
     holder.kill()
-    wait_until(lambda: set(runtime.open) == {other.address}, 20)
+    wait_until(lambda: set(runtime.open) == {other.address})
 
 
 def test_what_is_read_of_a_process_that_has_ended_is_closed_after(
@@ -144,7 +144,7 @@ def test_what_is_read_of_a_process_that_has_ended_is_closed_after(
     read, idle = (mappings.acquire(ending, place(n, f"{n:02}"), 1) for n in (1, 2))
     mappings.release(idle)
     holder.kill()
-    wait_until(lambda: set(runtime.open) == {read.address}, 20)
+    wait_until(lambda: set(runtime.open) == {read.address})
     mappings.release(read)
     assert runtime.open == {}
 
@@ -158,7 +158,7 @@ def test_a_process_that_ends_while_its_memory_is_mapped(
     def map_late(handle):
         address = map_it(handle)
         holder.kill()
-        wait_until(lambda: cuda_ipc.PROCESSES.has_ended(ending.process), 20)
+        wait_until(lambda: cuda_ipc.PROCESSES.has_ended(ending.process))
         return address
 
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_late)
@@ -204,9 +204,9 @@ def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
     mappings = Mappings()
     used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
     mappings.release(idle)
-    wait_until(lambda: opened(runtime) == {"00"}, 5)
+    wait_until(lambda: opened(runtime) == {"00"})
     mappings.release(used)
-    wait_until(lambda: opened(runtime) == set(), 5)
+    wait_until(lambda: opened(runtime) == set())
     mappings.close()
 
 
@@ -258,19 +258,19 @@ def test_nobody_waits_for_the_mapping_of_another_process(runtime, mappings, monk
     def map_slowly(handle):
         if handle.hex() == "aa":
             slow.set()
-            go_on.wait(30)
+            go_on.wait(60)
         return map_it(handle)
 
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_slowly)
     threads = [threading.Thread(target=acquire, args=(mappings, "p", 1, "aa")) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert slow.wait(30)
+    assert slow.wait(60)
     mappings.release(acquire(mappings, "q", 1, "bb"))
     assert opened(runtime) == {"bb"}
     go_on.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert len(runtime.open) == 2, "it was opened once"
 
 

@@ -12,7 +12,7 @@ import pytest
 from dask_p2p.interprocess.processes import Processes, own_name
 from tests.transports.loopback import wait_until
 
-BOUND_S = 20
+BOUND_S = 60
 
 
 @pytest.fixture

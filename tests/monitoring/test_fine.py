@@ -96,7 +96,7 @@ def unsent(dask_worker):
 
 
 def wait_for_heartbeats(client):
-    wait_until(lambda: not any(client.run(unsent).values()), 10)
+    wait_until(lambda: not any(client.run(unsent).values()))
 
 
 def test_the_scheduler_has_them(client):
@@ -113,7 +113,7 @@ def test_the_scheduler_has_them(client):
         return executed(client, name).get(what, 0) - before.get(what, 0)
 
     wait_for_heartbeats(client)
-    wait_until(lambda: more("p2p-transfer", "bytes") == run.least_bytes, 10)
+    wait_until(lambda: more("p2p-transfer", "bytes") == run.least_bytes)
     stages = [stage for record in run.made for stage in record.stages]
     kernel_s = sum(r.kernel_s for r in run.made) + sum(stage.kernel_s for stage in stages)
     waited_s = sum(stage.waited_s for stage in stages)

@@ -156,7 +156,7 @@ def test_a_task_that_never_ends_well_is_there_too(client, x):
         y = dask_p2p.transpose(x)[:16]
     client.run(refuse, 2, workers=[holder])
     with pytest.raises(TransferError):
-        client.compute(y, workers=[reader]).result(timeout=30)
+        client.compute(y, workers=[reader]).result(timeout=60)
     run = dask_p2p.last_runs(client, n=1)[0]
     assert (run.attempts, run.made, run.dtype) == (2, (), "")
     assert "0 of 4 x 1" in repr(dask_p2p.last_runs(client, n=1))

@@ -23,7 +23,7 @@ parser = pytest.importorskip("prometheus_client.parser")
 
 def read_page(url):
     """Values of the package's figures on a page, by name and label."""
-    with urlopen(url, timeout=10) as page:
+    with urlopen(url, timeout=60) as page:
         text = page.read().decode()
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -61,7 +61,7 @@ def test_workers_and_the_scheduler_tell_what_was_moved(cluster, client):
             told = seen[0].get(attempts, 0)
             return told == sum(page.get(own_attempts, 0) for page in pages.values()) >= at_least
 
-        wait_until(look_once, 10)
+        wait_until(look_once)
         return seen
 
     before, of_workers = look()

@@ -77,7 +77,7 @@ def test_a_task_and_its_stages(seen):
         ]
         x = persisted(client, da.concatenate(slabs))
         y = dask_p2p.transpose(x)[:3]
-        client.compute(y, workers=[first]).result(timeout=30)
+        client.compute(y, workers=[first]).result(timeout=60)
     (_, task), *stages = seen
     assert task.startswith("('p2p-transpose-")
     assert stages == [

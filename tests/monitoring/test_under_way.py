@@ -95,7 +95,7 @@ def test_a_function_of_the_user_is_part_of_the_task(client, slabs):
     gate = Event("under-way", client=client)
 
     def wait_at_gate(block):
-        Event("under-way").wait(30)
+        Event("under-way").wait(60)
         return block
 
     y = client.compute(dask_p2p.map_overlap(wait_at_gate, x, {0: 1}, "periodic", dtype=float))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 
 import dask
@@ -20,6 +21,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from tests.ops.stencils import cases, windows
+from tests.support import added, parameter_names
 from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).random((12, 10))
@@ -201,7 +203,7 @@ def test_runs_are_recorded(client):
     y = on_gpu(np.sqrt, x, part_bytes=80)
     for _ in range(2):
         y.compute()
-        wait_until(lambda: not client.run_on_scheduler(names_of_tasks), 10)
+        wait_until(lambda: not client.run_on_scheduler(names_of_tasks))
     with pytest.raises(KeyError):
         on_gpu(only_small, x + 1, part_bytes=80, dtype="f8").compute()
     fused = on_gpu(np.sqrt, x) + 1
@@ -324,3 +326,27 @@ def test_of_cupys_ufuncs_numpys_are_taken():
     assert y.shape == (2,)
     with pytest.raises(InputError, match="got CuPy's ufunc cupyx_scipy_special_erf"):
         dask_p2p.map_on_gpu(ufunc("cupyx_scipy_special_erf"), x)
+
+
+def test_all_other_keywords_are_for_the_function():
+    own = inspect.signature(dask_p2p.map_on_gpu).parameters.values()
+    own = {of.name for of in own if of.kind is of.KEYWORD_ONLY}
+    names = parameter_names(
+        *(f"dask_p2p.{name}" for name in ("ops.on_gpu", "ops.parts_arguments", "engine.parts")),
+        *("dask_p2p.engine.part_work", "dask.array.core", "dask.array.blockwise", "functools"),
+    )
+    assert {"func", "arrays", "function", "self", "keywords"} <= {*names} - own
+    array = np.arange(8.0)
+    x = da.from_array(array, chunks=4)
+    for name in {*names} - own:
+        y = dask_p2p.map_on_gpu(added, x, fallback="numpy", dtype=float, **{name: 3})
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), array + 3, name)
+
+
+def test_a_keyword_of_two_is_refused():
+    x = da.from_array(np.arange(8.0).reshape(2, 4), chunks=2)
+    with pytest.raises(InputError, match=r"axis=0.*map_on_gpu and .*partial\(func, axis=\.\.\.\)"):
+        dask_p2p.map_on_gpu(np.sort, x, axis=0, fallback="numpy")
+    y = dask_p2p.map_on_gpu(partial(np.sort, axis=-1), -x, axis=0, fallback="numpy")
+    expected = [[-1, 0, -3, -2], [-5, -4, -7, -6]]
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), expected)

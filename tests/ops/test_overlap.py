@@ -12,7 +12,7 @@ from hypothesis import given
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, ChunksError, InputError, UnsupportedArrayError
 from tests.ops.stencils import BOUNDARIES, cases, windows
-from tests.support import pairwise, persisted
+from tests.support import added, pairwise, parameter_names, persisted
 
 X = np.random.default_rng(0).random((12, 10))
 
@@ -131,6 +131,46 @@ def test_dtype_and_arguments():
     assert calls == [], "what is known is not found out"
     empty = da.ones((0, 3), chunks=(1, 3))
     assert dask_p2p.map_overlap(np.negative, empty, 0).compute(scheduler="sync").shape == (0, 3)
+
+
+#: What is for `map_overlap`, or for Dask's `map_blocks`.
+NOT_FOR_FUNCTIONS = {
+    *("align_arrays", "allow_rechunk", "boundary", "corners", "depth", "trim"),
+    *("chunks", "drop_axis", "dtype", "enforce_ndim", "meta", "name", "new_axis", "token"),
+}
+
+
+@pytest.mark.parametrize("way", ["one", "several", "by Dask"])
+def test_all_other_keywords_are_for_the_function(way):
+    names = parameter_names(
+        *(f"dask_p2p.ops.{name}" for name in ("overlap", "stencil", "arguments", "rechunk")),
+        *("dask.array.core", "dask.array.blockwise", "dask.blockwise", "functools"),
+    )
+    x = da.from_array(X, chunks=(6, 10))
+    arrays = [x] * (2 if way == "several" else 1)
+    more = {"token": "added"} if way == "by Dask" else {}
+    assert {"func", "x", "plan", "self", "concatenate", "output"} <= {*names}
+    for name in {*names} - NOT_FOR_FUNCTIONS:
+        given = {"depth": {0: 1}, "dtype": float, **more, name: 3}
+        y = dask_p2p.map_overlap(added, *arrays, **given)
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), X * len(arrays) + 3, name)
+
+
+def of_its_own(block, corners=True):
+    return block if corners else -block
+
+
+def test_a_keyword_of_two_is_refused():
+    x = da.from_array(X, chunks=(6, 5))
+    with pytest.raises(
+        InputError, match=r"corners=False.*map_overlap and .*partial\(func, corners="
+    ):
+        dask_p2p.map_overlap(of_its_own, x, depth=1, corners=False)
+    bound = partial(of_its_own, corners=False)
+    for corners in (True, False):
+        y = dask_p2p.map_overlap(bound, x, depth=1, corners=corners)
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), -X)
+    np.testing.assert_array_equal(dask_p2p.map_overlap(of_its_own, x, depth=1), X)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +318,61 @@ def test_a_function_overwrites_blocks_that_groups_handed_out(client):
 
 
 # --- what `dask.array.map_overlap` takes as well ---
+
+
+EMPTY = [((0, 7, 5), (10,)), ((12,), (3, 0, 7)), ((6, 6, 0), (0, 10)), ((0, 12), (0, 0, 10, 0))]
+
+
+@pytest.mark.parametrize("way", ["one", "several", "by Dask", "block_id", "block_info"])
+@pytest.mark.parametrize("chunks", EMPTY, ids=str)
+def test_functions_are_not_called_for_blocks_without_elements(chunks, way):
+    calls, places = [], []
+
+    def twice(*blocks, above=0):
+        calls.append(min(block.shape for block in blocks))
+        return (2 * blocks[0]).astype(int) + above
+
+    def with_id(*blocks, block_id=None):
+        places.append(block_id)
+        return twice(*blocks)
+
+    def with_info(*blocks, block_info=None):
+        places.append(block_info[None]["chunk-location"])
+        return twice(*blocks)
+
+    x = da.from_array(10 * X, chunks=chunks)
+    function = {"block_id": with_id, "block_info": with_info}.get(way, twice)
+    arrays = [x, x + 1] if way == "several" else [x]
+    more = {"above": da.zeros((), dtype=int)} if way == "by Dask" else {}
+    y = dask_p2p.map_overlap(function, *arrays, depth={0: 1}, boundary="reflect", dtype=int, **more)
+    calls.clear()
+    places.clear()
+    assert y.chunks == chunks
+    result = y.compute(scheduler="sync")
+    np.testing.assert_array_equal(result, (20 * X).astype(int))
+    assert result.dtype == int
+    filled = [[i for i, n in enumerate(along) if n] for along in chunks]
+    assert len(calls) == len(filled[0]) * len(filled[1])
+    if places:
+        assert sorted(places) == [(i, j) for i in filled[0] for j in filled[1]]
+
+
+@pytest.mark.parametrize("chunks", EMPTY, ids=str)
+@pytest.mark.parametrize("keeps_rims", [True, False])
+def test_functions_that_trim_are_called_for_all_blocks(chunks, keeps_rims):
+    """Their results may have any shape."""
+    x = da.from_array(X, chunks=chunks)
+
+    def function(block):
+        return -block if keeps_rims else -block[1:-1]
+
+    y = dask_p2p.map_overlap(function, x, {0: 1}, "reflect", trim=False, dtype=float)
+    expected = da.map_overlap(
+        function, x.rechunk(), depth={0: 1}, boundary="reflect", trim=False, dtype=float
+    )
+    assert y.chunks == chunks
+    if not keeps_rims or len(chunks[0]) == 1:
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), expected.compute())
 
 
 def test_block_id_and_block_info_tell_where_a_block_is():

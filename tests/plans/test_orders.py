@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from dask_p2p.plans.orders import ORDERS, partners
+from dask_p2p.plans.orders import ORDERS, branch, partners
 
 
 @pytest.mark.parametrize("order", ORDERS[1:])
@@ -32,3 +32,15 @@ def test_what_orders_are(size):
         right, *left = partners("left-right", rank, size)
         assert right == ((rank + 1) % size, (rank - 1) % size)
         assert not left or left[0] == right[::-1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9, 10, 73, 74, 1000])
+def test_a_tree_has_all_members_and_few_links_of_each(size):
+    each = [branch(rank, size) for rank in range(size)]
+    assert each[0][0] == []
+    for rank, (above, below, far_below) in enumerate(each):
+        assert all(each[other][0] == [rank] for other in below)
+        assert all(rank in each[other][1] and other < rank for other in above)
+        assert far_below == [other for other in below if each[other][1]]
+        assert len(above) + len(below) <= 9
+    assert sum(len(below) for _, below, _ in each) == size - 1

@@ -11,6 +11,7 @@ from distributed.batched import BatchedSend
 import dask_p2p
 from dask_p2p import fft
 from dask_p2p.plugins.at_once import AtOnce
+from tests.clock import run_clocked
 
 
 class Comm:
@@ -37,7 +38,7 @@ def test_what_is_sent_at_once():
         at_once = AtOnce()
 
         async def got():
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(1)
             return [end.got for end in ends]
 
         assert await got() == [["begins"], ["begins"]]
@@ -54,10 +55,10 @@ def test_what_is_sent_at_once():
         second.send("waits again")
         assert await got() == [sent, ["begins", "waits"]]
 
-    asyncio.run(main())
+    run_clocked(main())
 
 
-_PAUSE_S, _SHORT_S = 30, 0.002
+_PAUSE_S, _SHORT_S = 120, 0.002
 
 
 @pytest.mark.parametrize("how", ["transform", "section"])

@@ -14,12 +14,15 @@ from pathlib import Path
 
 import dask.array as da
 import distributed
+import numpy as np
 import pytest
 from dask.task_spec import GraphNode
 from distributed import Scheduler, Worker, wait
 from distributed.scheduler import ALL_TASK_STATES, SchedulerState, TaskGroup, TaskState, WorkerState
+from distributed.spill import SpillBuffer
 from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
 from distributed.worker_state_machine import TaskState as WorkerTaskState
+from zict import Buffer, Cache, File, Func
 
 import dask_p2p
 from dask_p2p import versioned
@@ -213,6 +216,25 @@ def test_dask_serializes_cupy_blocks_as_is_expected():
     text = (package / "protocol" / "serialize.py").read_text("utf-8")
     for line in ('"sub-header": sub_header', '"type": type_name', '"serializer": "dask"'):
         assert line in text
+
+
+def test_the_levels_of_dasks_store(tmp_path):
+    """`dask_p2p.plugins.spilling` reads them, maps the files, and has a function called."""
+    data = SpillBuffer(str(tmp_path), target=10**6)
+    assert isinstance(data, Buffer)
+    told = []
+    data.fast_to_slow_callbacks.append(lambda key, value: told.append(key))
+    data["key", 0] = values = np.arange(1000)
+    assert data.memory["key", 0] is values
+    data.evict()
+    assert told == [("key", 0)]
+    assert isinstance(data.disk, Cache)
+    assert data.disk.cache["key", 0] is values
+    files = data.disk.data
+    assert isinstance(files, Func)
+    assert isinstance(files.d, File)
+    content = (Path(files.d.directory) / files.d.filenames["key", 0]).read_bytes()
+    np.testing.assert_array_equal(files.load(memoryview(content)), values)
 
 
 def test_threads_of_a_pool():

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-import pytest
-
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.records import Record, packed, unpacked
-from dask_p2p.plugins import scheduler as module
 from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
+from tests.clock import run_clocked
 
 OK = {"status": "OK", "result": None}
 
@@ -59,12 +57,6 @@ class Scheduler:
         pass
 
 
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch):
-    monkeypatch.setattr(module, "ANSWER_S", 0.2)
-    monkeypatch.setattr(module, "_RETRY_S", 0.01)
-
-
 def registered(scheduler):
     async def main():
         plugin = P2PSchedulerPlugin()
@@ -74,7 +66,7 @@ def registered(scheduler):
         await plugin.close()
         return answer, again
 
-    return asyncio.run(main())
+    return run_clocked(main())
 
 
 def test_workers_that_cannot_be_reached_are_tried_again():
@@ -117,7 +109,7 @@ def test_records_are_fetched_once_and_outlive_their_worker():
         await plugin.close()
         return answers
 
-    answers = asyncio.run(main())
+    answers = run_clocked(main())
     assert {tuple(answer["silent"]) for answer in answers} == {("still", "refuses")}
     got = [unpacked(answer["records"]) for answer in answers]
     assert got == [noted[:2], noted, noted, noted[2:], noted[::-1]]

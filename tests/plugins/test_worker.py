@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -94,6 +95,29 @@ def test_holders_that_a_message_names_are_in_the_cluster():
     assert set(back) == {here, "b", "c"}
     assert [message["who_has"] for message in sent] == [{}]
     assert sent[0]["run_spec"].dependencies == set(), "both are given as references"
+
+
+def test_a_block_that_dask_spills_is_free_at_once():
+    """Though it was published: Dask looks at its memory right after, and would spill the next."""
+
+    async def main():
+        async with in_process(1, memory_limit="1 GB") as (cluster, _):
+            (worker,) = cluster.workers.values()
+            await worker.plugin_add(P2PPlugin(), catch_errors=False)
+            context = worker.plugins[PLUGIN_NAME].context
+            directory = context.router.transports["cma"].directory
+            key = ("x", 0)
+            worker.data[key] = np.ones((4, 4))
+            reference = weakref.ref(worker.data[key])
+            context.publish({key: worker.data[key]}, "numpy", options())
+            assert key in directory.published
+            worker.data.evict()
+            assert key not in directory.published
+            assert reference() is None
+            await worker.plugin_remove(name=PLUGIN_NAME)
+            assert worker.data.fast_to_slow_callbacks == []
+
+    asyncio.run(main())
 
 
 def test_an_error_of_the_plugin_keeps_nothing_from_dask():

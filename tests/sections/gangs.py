@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from dask_p2p.sections import Context
 from dask_p2p.sections.devices import HOST
 from dask_p2p.sections.endpoint import Reach
+from dask_p2p.sections.in_process import Stream
 from dask_p2p.sections.link import Peer
 from dask_p2p.sections.links import Links
 
-BOUND_S = 20
+BOUND_S = 60
 
 
 def links_of(owner):
@@ -28,9 +30,15 @@ def has_come(links, rank):
     return rank in {other for other, *_ in links.received} and link_to(links, rank).has_received
 
 
+def cut(links, rank):
+    """Have a link end, as if the process of one of its ends had died."""
+    made = link_to(links, rank).socket
+    made.close() if isinstance(made, Stream) else made.shutdown(socket.SHUT_RDWR)
+
+
 def stop_listening(links):
     """Have a member that nobody can reach any more."""
-    links._endpoint.close()
+    links._meeting._endpoint.close()
 
 
 def messenger():
@@ -60,7 +68,7 @@ def run_gang(members, function, device=lambda links: HOST, checkpoints=no_checkp
     def run(ctx):
         links[ctx.rank].open_channels(messenger)
         result = function(ctx)
-        links[ctx.rank].gather("nothing more", b"")  # as members do
+        links[ctx.rank].finish()  # as members do
         ctx.device.let_go(is_orderly=True)
         return result
 

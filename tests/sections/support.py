@@ -12,7 +12,7 @@ from dask_p2p.sections import endpoint
 from dask_p2p.sections.scheduler import SectionsSchedulerPlugin
 from dask_p2p.sections.worker import SectionsPlugin
 
-BOUND_S = 60.0
+BOUND_S = 120.0
 
 
 def coordinator_of(plugin):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
+
 import dask
 import dask.array as da
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
+from tests.support import added, parameter_names
 
 X = np.arange(24.0).reshape(6, 4)
 
@@ -50,6 +54,62 @@ def test_what_is_still_to_be_computed(given):
     if "c" in given:
         with pytest.raises(InputError, match=match):
             spmd(lambda ctx, x, c: x, array(), **given)
+
+
+ON_THE_WAY = [
+    *(f"dask_p2p.sections.{name}" for name in ("iterate", "iteration", "spmd", "graph", "member")),
+    *(f"dask_p2p.sections.{name}" for name in ("arguments", "context", "captured", "halo")),
+    *("dask_p2p.ops.arguments", "functools", "dask.array.core"),
+]
+
+
+def added_in_context(ctx, x, /, **given):
+    return added(x, **given)
+
+
+@pytest.mark.parametrize("operation", ["iterate", "spmd"])
+def test_all_other_keywords_are_for_the_function(operation):
+    make = {
+        "iterate": lambda **given: iterate(added, array(), 0, 1, **given),
+        "spmd": lambda **given: spmd(added_in_context, array(), **given),
+    }[operation]
+    own = {
+        name
+        for name, of in inspect.signature(
+            {"iterate": iterate, "spmd": spmd}[operation]
+        ).parameters.items()
+        if of.kind in (of.POSITIONAL_OR_KEYWORD, of.KEYWORD_ONLY)
+    }
+    names = {*parameter_names(*ON_THE_WAY)} - own
+    assert {"func", "x", "self", "function", "share", "arrays", "kwargs"} <= names
+    for name in names:
+        np.testing.assert_array_equal(make(**{name: 3}).compute(scheduler="sync"), X + 3, name)
+
+
+def of_many(u, members=1, dtype=None):
+    return u + members
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda func: iterate(func, array(), 0, 1, members=2),
+        lambda func: spmd(lambda ctx, u, members=1: func(u, members), array(), members=2),
+    ],
+    ids=["iterate", "spmd"],
+)
+def test_a_keyword_of_two_is_refused(make):
+    with pytest.raises(InputError, match=r"members=2.*both take.*partial\(func, members=\.\.\.\)"):
+        make(of_many)
+
+
+def test_keywords_that_are_clear():
+    bound = partial(of_many, members=3)
+    y = iterate(bound, array(), 0, 1, members=1, dtype="f4")
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), X + 3)
+    one_block = array().rechunk(-1)
+    y = spmd(lambda ctx, members: members + 1, one_block, members=2)  # the name of its share
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), X + 1)
 
 
 def test_futures_are_not_there_yet(client):

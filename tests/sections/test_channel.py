@@ -19,7 +19,7 @@ from tests.sections.gangs import link_to
 from tests.sections.test_links import BOUND_S, Gang, hosts  # noqa: F401
 from tests.transports.loopback import wait_until
 
-SILENCE_S = 0.5
+SILENCE_S = 2.0
 LARGE = bytes(range(256)) * (2**22 // 256)
 
 
@@ -43,6 +43,12 @@ def messengers():
 
 @pytest.fixture
 def pair(hosts, messengers):  # noqa: F811
+    with Gang(2, Reach("127.0.0.1"), messengers) as gang:
+        yield gang
+
+
+@pytest.fixture
+def impatient(hosts, messengers):  # noqa: F811
     with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
         yield gang
 
@@ -112,32 +118,32 @@ def test_members_of_one_host_open_none(messengers):
         assert not any(each.sent for each in messengers)
 
 
-def test_a_member_that_sends_late_is_waited_for(pair):
+def test_a_member_that_sends_late_is_waited_for(impatient):
     def exchange(rank, links):
         if rank:
-            time.sleep(3 * SILENCE_S)
+            time.sleep(2 * SILENCE_S)
         return swap(LARGE)(rank, links)
 
-    assert pair.run(exchange) == [LARGE, LARGE]
+    assert impatient.run(exchange) == [LARGE, LARGE]
 
 
-def test_parts_that_do_not_come_end_the_attempt(pair, monkeypatch):
+def test_parts_that_do_not_come_end_the_attempt(impatient, monkeypatch):
     """As over a connection that is cut, of which UCX does not tell."""
     monkeypatch.setattr(module.Channel, "send", lambda *_: None)
     errors = [
-        future.exception(BOUND_S) for future in pair.begin(swap(LARGE, [bytearray(2**22)] * 2))
+        future.exception(BOUND_S) for future in impatient.begin(swap(LARGE, [bytearray(2**22)] * 2))
     ]
     for each in errors:
         assert isinstance(each, AttemptEndedError)
     assert any(f"no bytes within {SILENCE_S:g} s" in str(each) for each in errors)
 
 
-def test_a_cut_connection_is_noticed_before_a_header_has_come(pair, monkeypatch):
+def test_a_cut_connection_is_noticed_before_a_header_has_come(impatient, monkeypatch):
     """No part is due yet, so the socket has to tell."""
     monkeypatch.setattr(module.Channel, "send", lambda *_: None)
     monkeypatch.setattr(module.Channel, "expect", lambda _: None)
     monkeypatch.setattr(links_module, "is_lost", lambda *_: True)
-    for future in pair.begin(swap(LARGE, [bytearray(2**22)] * 2)):
+    for future in impatient.begin(swap(LARGE, [bytearray(2**22)] * 2)):
         assert isinstance(future.exception(BOUND_S), AttemptEndedError)
 
 

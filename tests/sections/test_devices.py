@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from functools import partial
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from weakref import ref
@@ -30,6 +31,7 @@ from dask_p2p.sections.devices import STEPS_AHEAD, Gpu
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
+from tests.clock import START_S, Clock
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
 from tests.sections.gangs import run_gang
 from tests.sections.test_iterate import X as LARGE
@@ -367,17 +369,28 @@ def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
         assert other.stream is not device.stream, "which is nobody's"
 
 
+class StartedByHand:
+    """A thread that the test runs itself."""
+
+    def __init__(self, started, target, args, daemon):
+        assert daemon
+        self.start = lambda: started.append(partial(target, *args))
+
+
 def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
-    monkeypatch.setattr(devices, "_LINGER_S", 0.1)
-    device = Gpu(None)
+    clock, later, device = Clock(), [], Gpu(None)
+    monkeypatch.setattr(devices, "time", clock)
+    monkeypatch.setattr(
+        devices, "threading", SimpleNamespace(Thread=lambda **made: StartedByHand(later, **made))
+    )
     device.exported.append(memory := gpu.empty((100,), "f8"))
     used = gpu.live_bytes
     del memory
     device.let_go(is_orderly=False)
     assert gpu.live_bytes == used
-    deadline_s = time.monotonic() + 20
-    while gpu.live_bytes == used and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    (run,) = later
+    run()
+    assert clock.now_s - START_S == pytest.approx(devices._LINGER_S, abs=2 * devices._LOOK_S)
     assert gpu.live_bytes < used
     device.exported.append(gpu.empty((100,), "f8"))
     device.let_go(is_orderly=True)
@@ -396,7 +409,7 @@ def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ende
         time.sleep(3 * devices._LOOK_S)
         assert gpu.live_bytes == used
         device.peers[1].has_ended = True
-    wait_until(lambda: gpu.live_bytes < used, 20)
+    wait_until(lambda: gpu.live_bytes < used)
 
 
 def test_links_tell_that_they_have_ended():

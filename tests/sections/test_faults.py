@@ -216,7 +216,7 @@ def test_an_error_that_somebody_keeps_keeps_no_states(client):
     y = spmd(failing, array(), members=4).persist()
     with pytest.raises(ValueError, match="too large"):
         y.compute()
-    wait_until(lambda: not any(client.run(states).values()), timeout_s=10)
+    wait_until(lambda: not any(client.run(states).values()))
     del y
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
+import threading
 
 import dask
 import dask.array as da
@@ -98,6 +98,11 @@ def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
     nothing_is_left(client)
 
 
+def lingers(thread):
+    """Whether windows of an attempt that failed stay until this thread ends."""
+    return getattr(thread, "_target", None) is devices._drop_later
+
+
 def blocks_here(dask_worker):
     return len(dask_worker.data)
 
@@ -131,7 +136,7 @@ def test_redistributions(gpu, client, monkeypatch, order, fails):
         del y, downs
         gpu.check()
         nothing_is_left(client)
-        time.sleep(0.1 * fails)
+        wait_until(lambda: not any(map(lingers, threading.enumerate())))
         drop_queue_slots()
         # Workers drop blocks later than the client does.
         wait_until(lambda: not any(client.run(blocks_here).values()))

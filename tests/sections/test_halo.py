@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import dask.array as da
 import numpy as np
 import pytest
@@ -14,7 +12,8 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.sections import Context
-from tests.sections.gangs import BOUND_S, has_come, links_of, run_gang
+from tests.sections.gangs import has_come, links_of, run_gang
+from tests.transports.loopback import wait_until
 
 MODES = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
 
@@ -97,10 +96,8 @@ def test_large_rims_arrive_in_the_order_of_calls():
     def function(ctx):
         fields = [ctx.padded(np.full((4, 500_000), 10.0 * i + ctx.rank), {0: 1}) for i in range(3)]
         pending = [ctx.halo_begin(p) for p in fields]
-        deadline_s = time.monotonic() + BOUND_S
-        while not has_come(links_of(ctx), 1 - ctx.rank) and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        assert has_come(links_of(ctx), 1 - ctx.rank), "while the function does something else"
+        # While the function does something else.
+        wait_until(lambda: has_come(links_of(ctx), 1 - ctx.rank))
         for number in (2, 0, 1):
             rim = pending[number].wait()[-1 if ctx.rank == 0 else 0]
             assert (rim == 10 * number + 1 - ctx.rank).all()

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from functools import partial
-from threading import Timer
+from threading import Thread
 
 import dask.array as da
 import numpy as np
@@ -19,7 +19,7 @@ from tests.support import result_of
 from tests.transports.loopback import wait_until
 
 X = np.arange(96.0).reshape(8, 12)
-BOUND_S = 60.0
+BOUND_S = 120.0
 CLUSTER = {"n_workers": 3, "threads_per_worker": 2}
 
 
@@ -83,22 +83,29 @@ def test_an_output_that_is_lost_is_made_again(client):
 
 def test_a_worker_dies_when_only_some_blocks_are_handed_out(client, tmp_path):
     """Between commit and hand-out: outputs of some members are in memory, others are gone."""
+    first = tmp_path / "first"  # is there as soon as one block is handed out
+
+    def die():
+        wait_until(first.exists)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def dying(ctx, x, path):
         total = ctx.allreduce(1.0)
         if ctx.rank == 1 and not path.exists():
             path.touch()
-            Timer(0.3, signal.raise_signal, [signal.SIGKILL]).start()  # about when it commits
-            time.sleep(0.25)
+            Thread(target=die, daemon=True).start()
         return x + total
 
     x = da.from_array(X, chunks=(1, 12))
-    y = spmd(dying, x, members=3, path=tmp_path / "died").map_blocks(slow, dtype=x.dtype)
+    y = spmd(dying, x, members=3, path=tmp_path / "died")
+    y = y.map_blocks(slow, first, dtype=x.dtype)
     assert np.array_equal(result_of(client, client.compute(y)), X + 3)
+    assert first.exists()
     nothing_is_left(client)
 
 
-def slow(block):
+def slow(block, first):
+    first.touch()
     time.sleep(0.1)
     return block
 

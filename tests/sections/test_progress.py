@@ -15,7 +15,7 @@ from dask_p2p import estimate, iterate, last_runs, spmd
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.page.feed import TABLE
 
-BOUND_S = 30
+BOUND_S = 60
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
 

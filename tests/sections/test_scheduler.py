@@ -19,6 +19,7 @@ from dask_p2p.sections.scheduler import (
     SectionsSchedulerPlugin,
 )
 from dask_p2p.sections.waiting import Waiting
+from tests.clock import run_clocked
 from tests.sections.support import coordinator_of
 
 GOOD = {"gang": "x", "rank": 0, "ticket": "t0"}
@@ -59,7 +60,7 @@ def running(main):
         scheduler.add_plugin(plugin, plugin.name)
         return await main(scheduler, plugin)
 
-    return asyncio.run(run())
+    return run_clocked(run())
 
 
 def whole(plugin):
@@ -94,13 +95,14 @@ def test_nobody_joins_whose_task_is_not_in_process_there():
     running(main)
 
 
-def test_a_poll_is_answered_in_time_without_news(monkeypatch):
-    monkeypatch.setattr(module, "_POLL_S", 0.01)
+def test_a_poll_is_answered_in_time_without_news():
 
     async def main(scheduler, plugin):
-        return await plugin.join(**JOINING)
+        began_s = asyncio.get_running_loop().time()
+        answer = await plugin.join(**JOINING)
+        return answer["state"], asyncio.get_running_loop().time() - began_s
 
-    assert running(main)["state"] == "waiting"
+    assert running(main) == ("waiting", module._POLL_S)
 
 
 def test_outputs_are_released_when_one_is_lost():
@@ -174,9 +176,8 @@ def test_states_that_no_member_has_are_refused(saved):
 
 
 @pytest.mark.parametrize("taken", ["off", "by another"])
-def test_members_come_again_after_the_plugin_was_taken_off(monkeypatch, taken):
+def test_members_come_again_after_the_plugin_was_taken_off(taken):
     """It has not heard what became of their tasks meanwhile."""
-    monkeypatch.setattr(module, "_POLL_S", 0.05)
 
     async def main(scheduler, plugin):
         await whole(plugin)

@@ -15,9 +15,10 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.sections import waiting as module
 from dask_p2p.sections.coordinator import Coordinator, Wait
 from dask_p2p.sections.waiting import Waiting
+from tests.clock import run_clocked
 from tests.support import in_process
 
-AFTER_S = 0.01
+AFTER_S = 1.0
 
 
 def worker(status="running", tasks=1, seceded=0):
@@ -48,26 +49,8 @@ class Scheduler:
         self.told.append(pickle.loads(event["message"]))
 
 
-class Loop(asyncio.SelectorEventLoop):
-    """Knows the timers that were set."""
-
-    def __init__(self):
-        super().__init__()
-        self.timers = []
-
-    def call_later(self, delay, callback, *args, **kwargs):
-        self.timers.append(super().call_later(delay, callback, *args, **kwargs))
-        return self.timers[-1]
-
-
 def no_timer_is_left():
-    loop = asyncio.get_running_loop()
-    return all(timer.cancelled() or timer.when() <= loop.time() for timer in loop.timers)
-
-
-def run(main):
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        return runner.run(main)
+    return not asyncio.get_running_loop().has_timers()
 
 
 def told(scheduler):
@@ -79,12 +62,12 @@ def told(scheduler):
         coordinator.join("x", len(scheduler.tasks), 0, "t0", "a")
         waiting.watch("x")
         waiting.watch("x")  # once for each that joins
-        await asyncio.sleep(5 * AFTER_S)
+        await asyncio.sleep(1.5 * AFTER_S)
         waiting.close()
         assert no_timer_is_left()
         return scheduler.told
 
-    return run(main())
+    return run_clocked(main())
 
 
 def test_a_gang_of_the_same_name_has_not_waited_as_long():
@@ -103,7 +86,7 @@ def test_a_gang_of_the_same_name_has_not_waited_as_long():
         assert no_timer_is_left()
         waiting.forget("x")
 
-    run(main())
+    run_clocked(main())
     assert not scheduler.told
 
 
@@ -123,7 +106,7 @@ def test_a_gang_of_the_same_name_has_not_waited_as_long():
 )
 def test_clients_are_told_who_is_missing_and_where(caplog, missing, why):
     text = (
-        "dask_p2p: x has waited for 0 s: of its 2 members are missing member 1, whose task is "
+        "dask_p2p: x has waited for 1 s: of its 2 members are missing member 1, whose task is "
         f"{why}."
     )
     assert told(Scheduler([task("processing"), missing])) == [text]
@@ -159,7 +142,7 @@ def test_they_are_told_again_until_it_begins(monkeypatch):
         assert len(scheduler.told) == count
         assert no_timer_is_left()
 
-    run(main())
+    run_clocked(main())
 
 
 def test_a_gang_that_runs_in_time_is_not_told_of():
@@ -178,14 +161,14 @@ def test_a_gang_that_runs_in_time_is_not_told_of():
         await asyncio.sleep(20 * AFTER_S)
         assert len(scheduler.told) == 1
 
-    run(main())
+    run_clocked(main())
 
 
 is_over = threading.Event()
 
 
 def holding(ctx, x, number):
-    is_over.wait(30)
+    is_over.wait(60)
     return x + ctx.allreduce(1)
 
 
@@ -207,7 +190,7 @@ def test_clients_see_it_as_a_warning():
         warnings.catch_warnings(record=True) as seen,
     ):
         warnings.simplefilter("always", P2PWarning)
-        run(main())
+        asyncio.run(main())
     assert "dask_p2p: p2p-spmd-members-" in str(seen[0].message)
 
 

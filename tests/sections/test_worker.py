@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 
 import dask
 import dask.array as da
@@ -44,7 +45,7 @@ def test_no_thread_outlives_its_worker():
 def test_members_pause_before_they_come_again(monkeypatch):
     """Attempts at once would be used up while Dask still sends tasks to a worker that closes."""
     pauses = []
-    monkeypatch.setattr(member.time, "sleep", pauses.append)
+    monkeypatch.setattr(member, "time", SimpleNamespace(sleep=pauses.append))
     for failures in (0, 1, 3):
         with pytest.raises(Reschedule):
             member._raise_end(Order("stopped", failures=failures), options())
@@ -115,7 +116,7 @@ def test_the_scheduler_is_told_of_states_though_the_member_ends(monkeypatch):
                 monkeypatch.setattr(own, "_call", call)
                 own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.tell()
                 await asyncio.sleep(0.02)  # it has begun
-            await asyncio.wait_for(told.wait(), 10)
+            await asyncio.wait_for(told.wait(), 60)
 
     asyncio.run(main())
 

@@ -98,7 +98,7 @@ class Actor:
         self.world.settle()
 
     def join(self):
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 

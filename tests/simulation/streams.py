@@ -45,7 +45,7 @@ class Recorder:
 
     def __init__(self):
         self.clocks = defaultdict(lambda: defaultdict(int))  # by timeline
-        self.meeting_timeout_s = 10.0
+        self.meeting_timeout_s = 60.0
         self.memory = np.zeros(_MEMORY_BYTES, "u1")
         self.base = address_of(self.memory)
         self.used_bytes = 0

@@ -16,6 +16,7 @@ from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import check as check_module
 from dask_p2p.tools.check import FAR, Link, Report, Status, find_problems
 from dask_p2p.transports.probe import most_probe_bytes
+from tests.clock import Clock
 from tests.support import given_up, own_client
 
 VERSIONS = {"dask": "1", "cupy": "14", "ucxx": None}
@@ -241,20 +242,28 @@ def test_a_plugin_that_was_missing():
 
 
 def slow_down():
-    """Have all blocks come late by cma; measure them only once, and small ones."""
-    import time
+    """Have all blocks come late by cma, and all others in a tick of the clock.
 
+    Measure them only once, and small ones.
+    """
     from dask_p2p.tools import check
     from dask_p2p.transports.in_place.cma import CmaTransport
 
     check.REPEATS, check.most_probe_bytes = 1, lambda *_: 2**20
+    check.time = clock = TickingClock()
     opened = CmaTransport.regions
 
     def opened_late(*args):
-        time.sleep(0.4)
+        clock.advance(0.4)
         return opened(*args)
 
     CmaTransport.regions = opened_late
+
+
+class TickingClock(Clock):
+    def perf_counter(self):
+        self.advance(0.001)
+        return self.now_s
 
 
 def test_a_transport_that_is_quicker_by_far_is_named():

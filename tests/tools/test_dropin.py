@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import doctest
+import gc
 import inspect
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Event
 from types import SimpleNamespace
 
 import dask
@@ -19,7 +23,7 @@ import dask_p2p
 from dask_p2p import fft
 from dask_p2p.errors import ConfigError
 from dask_p2p.tools import dropin
-from tests.support import persisted, used
+from tests.support import added, parameter_names, persisted, used
 
 #: From eight slabs on Dask chooses p2p by itself where there is a client.
 X = np.arange(64 * 48.0).reshape(64, 48)
@@ -56,6 +60,11 @@ def test_what_is_replaced_has_the_same_parameters():
     stock = inspect.signature(rechunk_p2p)
     assert [*stock.parameters][:2] == [*inspect.signature(dropin.rechunked).parameters][:2]
     assert all(p.kind is p.KEYWORD_ONLY for p in [*stock.parameters.values()][2:])
+    stock, own = inspect.signature(map_overlap), inspect.signature(dropin.overlapped)
+    assert [*stock.parameters] == [*own.parameters]
+    assert [p.default for p in stock.parameters.values()] == [
+        p.default for p in own.parameters.values()
+    ]
 
 
 def test_code_that_exists_uses_this_package(client, x):
@@ -236,6 +245,148 @@ def test_what_changes(x, when):
             np.testing.assert_allclose(got, expected, atol=1e-9, err_msg=name)
 
 
+#: Modules that a keyword of the user's function goes through.
+ON_THE_WAY = ("tools.dropin", "ops.overlap", "ops.stencil", "ops.arguments", "graph.arrays")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_keywords_of_functions_are_those_of_dask(count):
+    """Also those that this package's own functions have."""
+    modules = [f"dask_p2p.{name}" for name in ON_THE_WAY]
+    names = parameter_names(*modules, "dask.array.overlap", "dask.array.core", "functools")
+    arrays = [da.from_array(X[:8, :6], chunks=(4, 6))] * count
+    handed_on = set()
+    for name in names:
+        given = {"depth": {0: 1}, "dtype": float, name: 3}
+        try:
+            stock = da.map_overlap(added, *arrays, **given).compute(scheduler="sync")
+        except Exception:  # it is one of Dask's own, which 3 is no value of
+            continue
+        if (stock != count * X[:8, :6] + 3).any():
+            continue  # another one of Dask's own
+        with dask_p2p.install():
+            y = da.map_overlap(added, *arrays, **given).compute(scheduler="sync")
+        np.testing.assert_array_equal(y, stock, name)
+        handed_on.add(name)
+    assert {"corners", "x", "plan", "make", "self", "verb"} <= handed_on
+
+
+def of_corners(block, corners=True):
+    """A box average, or a star's."""
+    side = block + np.roll(block, 1, 0) + np.roll(block, -1, 0)
+    star = block + np.roll(block, 1, 1) + np.roll(block, -1, 1)
+    return side + np.roll(side, 1, 1) + np.roll(side, -1, 1) if corners else side + star - block
+
+
+@pytest.mark.parametrize("corners", [True, False])
+def test_a_function_of_corners_reads_those_of_blocks(corners):
+    x = da.from_array(X, chunks=(16, 16))
+    ways = {
+        "method": lambda: x.map_overlap(of_corners, 1, "periodic", corners=corners),
+        "function": lambda: da.map_overlap(of_corners, x, depth=1, corners=corners),
+        "bound": lambda: x.map_overlap(partial(of_corners, corners=corners), 1, "reflect"),
+    }
+    for name, way in ways.items():
+        stock = way().compute(scheduler="sync")
+        with dask_p2p.install() as used:
+            np.testing.assert_array_equal(way().compute(scheduler="sync"), stock, name)
+        assert used.count == 1, name
+
+
+SMALL = [((0, 36, 12), (9,)), ((36, 0, 12), (4, 5)), ((36, 12, 0), (9,)), ((0, 0, 48), (1, 8))]
+SMALL += [
+    ((1, 1, 1, 40, 5), (9,)),
+    ((20, 1, 27), (3, 3, 3)),
+    ((47, 1), (9, 0)),
+    ((5,) * 9 + (3,), (9,)),
+]
+
+
+def slope(block):
+    return np.gradient(block, axis=0)
+
+
+def smoothed(block):
+    return pytest.importorskip("scipy.signal").savgol_filter(block, 5, 2, axis=0)
+
+
+def twice_smoothed(block):
+    signal = pytest.importorskip("scipy.signal")
+    return signal.filtfilt([0.5, 0.5], [1.0], block, axis=0)
+
+
+def splined(block):
+    interpolate = pytest.importorskip("scipy.interpolate")
+    at = np.arange(len(block))
+    return interpolate.CubicSpline(at, block, axis=0)(at + 0.25)
+
+
+@pytest.mark.parametrize("boundary", ["none", "reflect"])
+@pytest.mark.parametrize(
+    ("function", "depth"), [(slope, 1), (smoothed, 5), (twice_smoothed, 7), (splined, 4)]
+)
+@pytest.mark.parametrize("chunks", SMALL, ids=str)
+def test_blocks_are_no_smaller_than_their_rims(chunks, function, depth, boundary):
+    x = da.from_array(X[:, :9].copy()[:48], chunks=(48, 9)).rechunk(chunks, method="tasks")
+
+    def make(x=x):
+        return x.map_overlap(function, {0: depth}, boundary, dtype=x.dtype)
+
+    stock = make()
+    with dask_p2p.install() as used:
+        y = make()
+    assert used.count == 1
+    assert y.chunks == stock.chunks
+    # Dask calls the function for blocks that are empty along the other axis.
+    by_dask = make(x.rechunk({1: -1}, method="tasks"))
+    got, expected = dask.compute(y, by_dask, scheduler="sync")
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("chunks", SMALL, ids=str)
+@pytest.mark.parametrize("trim", [True, False])
+def test_small_blocks_of_several_arrays(chunks, trim):
+    x = da.from_array(X[:48, :9].copy(), chunks=(48, 9)).rechunk(chunks, method="tasks")
+    other = da.from_array(X[:48, 20:29].copy(), chunks=(10, 3))
+    row = other[0]
+
+    def difference(*blocks):
+        return sum(slope(block) if block.ndim == 2 else block for block in blocks)
+
+    def inner(*blocks):
+        return difference(*blocks)[2:-2]
+
+    for arrays, depth in (
+        ((x, other), {0: 2}),
+        ((x, row), [{0: 2}, 0]),
+        ((x, x + 1, other), [{0: 2}] * 3),
+        ((x,), {0: 2}),
+    ):
+
+        def make(arrays=arrays, depth=depth):
+            function = difference if trim else inner
+            more = {"boundary": "reflect", "dtype": float, "token": "several"}
+            return da.map_overlap(function, *arrays, depth=depth, trim=trim, **more)
+
+        stock = make()
+        with dask_p2p.install() as used:
+            y = make()
+        assert used.count == 1
+        assert y.chunks == stock.chunks
+        got, expected = dask.compute(y, stock, scheduler="sync")
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_small_blocks_that_must_stay():
+    x = da.from_array(X[:48], chunks=((0, 36, 12), (48,)))
+    with dask_p2p.install() as used:
+        with pytest.raises(ValueError, match="allow_rechunk=True"):  # Dask's own
+            x.map_overlap(slope, {0: 1}, dtype=float, allow_rechunk=False)
+        y = x.map_overlap(slope, {1: 1}, dtype=float, allow_rechunk=False)
+    assert used.count == 1
+    np.testing.assert_array_equal(y, slope(X[:36]).tolist() + slope(X[36:48]).tolist())
+
+
 def test_overlaps_that_it_does_not_take_go_dasks_way(x):
     masked = da.ma.masked_greater(x, 100)
     unknown = x[x[:, 0] >= 0]  # all of them
@@ -265,9 +416,113 @@ def test_what_was_done_in_dasks_place_is_counted(x):
     assert inner.count == 2
 
 
+def is_installed():
+    return distributed.shuffle.rechunk_p2p is not rechunk_p2p
+
+
+def test_an_installation_of_another_thread_goes_on(x):
+    """Also where it came later, and uses that overlap are not nested."""
+    has_begun, may_end = Event(), Event()
+
+    def other():
+        with dask_p2p.install():
+            has_begun.set()
+            assert may_end.wait(60)
+            return [is_ours(x.rechunk((-1, 6), method="p2p")), da.fft.fft(x.T).shape]
+
+    with ThreadPoolExecutor(1) as threads:
+        with dask_p2p.install():
+            running = threads.submit(other)
+            assert has_begun.wait(60)
+        assert is_installed()
+        dask_p2p.install()
+        dask_p2p.uninstall()  # of a library, which knows nothing of the thread
+        assert is_installed()
+        may_end.set()
+        assert running.result() == [True, (48, 64)]
+    assert not is_installed()
+
+
+def test_an_installation_of_another_task_goes_on():
+    async def use(has_begun, may_end, error=None):
+        with dask_p2p.install():
+            has_begun.set()
+            await may_end.wait()
+            assert is_installed()
+            if error is not None:
+                raise error
+
+    async def run():
+        events = [asyncio.Event() for _ in range(6)]
+        first = asyncio.ensure_future(use(events[0], events[1], KeyError()))
+        await events[0].wait()
+        second = asyncio.ensure_future(use(events[2], events[3]))
+        third = asyncio.ensure_future(use(events[4], events[5]))
+        await asyncio.gather(events[2].wait(), events[4].wait())
+        events[1].set()
+        with pytest.raises(KeyError):
+            await first
+        third.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await third
+        assert is_installed()
+        events[3].set()
+        await second
+        assert not is_installed()
+
+    asyncio.run(run())
+
+
+def test_a_lasting_installation_of_a_library():
+    with dask_p2p.install():
+        library = dask_p2p.install()
+    assert is_installed()
+    with dask_p2p.install():
+        library.uninstall()
+        library.uninstall()  # changes nothing
+        library.__exit__(None, None, None)
+        assert is_installed()
+    assert not is_installed()
+    dask_p2p.install()
+    del library
+    gc.collect()
+    with dask_p2p.install():
+        pass
+    assert is_installed(), "nobody keeps it, and it lasts"
+    dask_p2p.uninstall()
+    assert not is_installed()
+
+
+def test_one_installation_entered_again(x):
+    installation = dask_p2p.install()
+    with installation, installation:
+        x.rechunk((-1, 6), method="p2p")
+    assert not is_installed()
+    with installation as again:
+        assert is_installed()
+        dask_p2p.uninstall()
+        assert is_installed()
+        x.rechunk((-1, 6), method="p2p")
+        installation.uninstall()
+        assert not is_installed()
+    assert again is installation
+    assert installation.count == 2
+    with dask_p2p.install():
+        x.rechunk((-1, 6), method="p2p")
+    assert installation.count == 2, "it has ended"
+
+
+def test_an_installation_that_fails_replaces_nothing(monkeypatch):
+    monkeypatch.delattr(da.fft, "irfftn")
+    with pytest.raises(AttributeError):
+        dask_p2p.install()
+    assert not is_installed()
+    assert da.map_overlap is map_overlap
+
+
 def test_installing_twice_and_taking_it_off(x):
     dask_p2p.install()
-    with dask_p2p.install():  # changes nothing, and so takes nothing off
+    with dask_p2p.install():  # the first one lasts
         pass
     dask_p2p.install()
     assert is_ours(x.rechunk((-1, 6), method="p2p"))

@@ -110,7 +110,7 @@ class Conformance:
         futures = [remote.request() for _ in boxes]
         for box, future in zip(boxes, futures, strict=True):
             expected = array[tuple(slice(*pair) for pair in box)]
-            np.testing.assert_array_equal(setup.to_numpy(future.result(20)), expected)
+            np.testing.assert_array_equal(setup.to_numpy(future.result(60)), expected)
         remote.close()
 
     def read_blocks(self, setup, arrays):
@@ -131,7 +131,7 @@ class Conformance:
             for region in reading:
                 key = requests[region.request].key
                 try:
-                    came[key].append(np.array(setup.to_numpy(region.result(20))))
+                    came[key].append(np.array(setup.to_numpy(region.result(60))))
                 except (TransferError, BlockMismatchError) as exc:
                     came[key].append(exc)
                     reading.drop(region.request)
@@ -204,7 +204,7 @@ class Conformance:
     def test_a_released_block_is_kept_while_it_is_read(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
-        before = remote.request().result(20)
+        before = remote.request().result(60)
         setup.drop(key)
         np.testing.assert_array_equal(setup.to_numpy(before), array)
         remote.close()

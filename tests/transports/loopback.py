@@ -23,7 +23,7 @@ class EventLoop:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine, timeout_s=30):
+    def run(self, coroutine, timeout_s=60):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self):

@@ -149,7 +149,7 @@ def test_a_worker_leaves_while_another_is_met(router):
     routes(router, ("gone", "stays"))
     router.proofs = Watched(router.proofs.default_factory, router.proofs)
     router.on_worker_left("gone")
-    meeting.join(10)
+    meeting.join(60)
     assert {holder for holder, *_ in router.proofs} == {"stays", "new"}
 
 
@@ -166,7 +166,7 @@ def test_threads_that_need_a_way_at_once_prove_it_once(router, ipc):
     def probe(holder, kind):
         original(holder, kind)
         started.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     ipc.probe = probe
     results = []
@@ -175,10 +175,10 @@ def test_threads_that_need_a_way_at_once_prove_it_once(router, ipc):
     ]
     for thread in threads:
         thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     go_on.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert results == [[("a", "ipc"), ("a", "comm")]] * 3
     assert ipc.probed == [("a", "cupy")]
 

@@ -58,19 +58,20 @@ class Feed:
         workers: Callable[[], Iterable[str]],  # addresses of those that may be asked
         ask: Callable[[str], Awaitable[list[Record] | None]],  # a worker; returns those under way
         tasks: Callable[[str], Tasks],  # of an output array, by its name
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.records, self.ask = records, ask
+        self.records, self.ask, self._clock = records, ask, clock
         self._workers, self._tasks = workers, tasks
         self._under_way: dict[str, list[Record]] = {}
         self._asked: dict[str, asyncio.Future[None]] = {}  # that have not answered
-        self.last_round_s = 0.0  # when questions were asked last, by the monotonic clock
+        self.last_round_s = 0.0  # when questions were asked last, by the clock
         self._inputs: Any = None  # of the newest picture
         self._picture = picture([])
 
     def look(self) -> Picture:
         """Return what there is to show, and ask for more. Call it while somebody can see it."""
         workers = [*self._workers()]
-        since_s = time.monotonic() - self.last_round_s
+        since_s = self._clock() - self.last_round_s
         if since_s >= max(INTERVAL_S, _S_PER_WORKER * len(workers)):
             if since_s > _FORGET_S:
                 self._under_way.clear()

@@ -8,13 +8,18 @@ import gc
 import pytest
 
 from dask_p2p.monitoring.page import feed as module
-from dask_p2p.monitoring.page.feed import Feed, Tasks, picture
+from dask_p2p.monitoring.page.feed import INTERVAL_S, Feed, Tasks, picture
 from dask_p2p.monitoring.records import RecordStore, Stage, packed, unpacked
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.monitoring.tables import cells
+from tests.clock import run_clocked
 from tests.monitoring.support import NAME, record
 
 FROM_B = (Stage("b", "cma", 100),)
+
+
+def now_s():
+    return asyncio.get_running_loop().time()
 
 
 class Workers:
@@ -25,7 +30,7 @@ class Workers:
         self.asked = dict.fromkeys(names, 0)
         self.tasks = Tasks()
         self.under_way = []
-        self.feed = Feed(self.store, lambda: [*self.asked], self.ask, lambda name: self.tasks)
+        self.feed = Feed(self.store, lambda: [*self.asked], self.ask, lambda _: self.tasks, now_s)
 
     async def ask(self, worker):
         number = self.asked[worker]
@@ -42,12 +47,7 @@ class Workers:
         """Look as a page does, more often than workers are to be asked."""
         for _ in range(times):
             self.feed.look()
-            await asyncio.sleep(0.002)
-
-
-@pytest.fixture(autouse=True)
-def _in_haste(monkeypatch):
-    monkeypatch.setattr(module, "INTERVAL_S", 0.01)
+            await asyncio.sleep(INTERVAL_S / 5)
 
 
 def run(main):
@@ -58,23 +58,23 @@ def run(main):
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    asyncio.run(whole())
+    run_clocked(whole())
 
 
 def test_nobody_is_asked_unless_somebody_looks():
     async def main():
         workers = Workers("a")
         workers.feed.picture()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(5 * INTERVAL_S)
         assert workers.asked == {"a": 0}
         await workers.look(1)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(5 * INTERVAL_S)
         assert workers.asked == {"a": 1}
 
     run(main)
 
 
-def test_pages_share_what_is_asked(monkeypatch):
+def test_pages_share_what_is_asked():
     async def main():
         workers = Workers("a")
         while workers.asked["a"] < 5:
@@ -82,9 +82,9 @@ def test_pages_share_what_is_asked(monkeypatch):
         first = workers.feed.look()
         assert first is workers.feed.look(), "nothing was new"
         assert first.runs["blocks"] == ["3 of 2 x 1"]
-        monkeypatch.setattr(module, "INTERVAL_S", 100)
+        asked = workers.asked["a"]
         await workers.look(3)
-        assert workers.asked["a"] <= 6, "one has asked just now"
+        assert workers.asked["a"] == asked, "one has asked just now"
         workers.feed.close()
 
     run(main)
@@ -151,15 +151,14 @@ def test_tasks_under_way_are_shown_until_they_have_ended():
     run(main)
 
 
-def test_what_was_under_way_is_forgotten_while_nobody_looks(monkeypatch):
+def test_what_was_under_way_is_forgotten_while_nobody_looks():
     async def main():
         workers = Workers("a")
         workers.asked["a"] = 3
         workers.under_way = [record(0, wanted_bytes=10)]
         await workers.look(2)
         assert workers.feed.picture().running == {NAME}
-        monkeypatch.setattr(module, "_FORGET_S", 0.03)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(module._FORGET_S + 1)
         assert workers.feed.look().running == frozenset()
         workers.feed.close()
 

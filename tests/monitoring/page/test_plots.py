@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -142,7 +143,7 @@ def test_a_run_is_shown_while_it_is_under_way(client, driver, page):
     gate = Event("gate", client=client)
 
     def wait_at_gate(block):
-        Event("gate").wait(30)
+        Event("gate").wait(60)
         return block
 
     y = dask_p2p.map_overlap(wait_at_gate, array(client), {0: 1}, "periodic", dtype=float)
@@ -251,12 +252,12 @@ def pointed_at(driver, text):
     from selenium.webdriver.common.action_chains import ActionChains
 
     width, height = driver.execute_script("return [innerWidth, innerHeight]")
-    for y in range(1, 12):
-        for x in range(1, 12):
+    for pause_s in (0.02, 0.1, 0.5):  # a busy machine draws tips later
+        for y, x in itertools.product(range(1, 12), repeat=2):
             chain = ActionChains(driver, duration=0)
             chain.w3c_actions.pointer_action.move_to_location(width * x // 12, height * y // 12)
             chain.perform()
-            time.sleep(0.02)
+            time.sleep(pause_s)
             if text in (tips := driver.execute_script(TIPS)):
                 return tips
     raise AssertionError(f"no tip has {text}")

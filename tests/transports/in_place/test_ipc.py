@@ -96,7 +96,7 @@ class RemoteHost:
 
     def close(self):
         self._connection.send(None)
-        self._process.join(30)
+        self._process.join(60)
 
 
 class Host(LoopbackHost):
@@ -205,7 +205,7 @@ class TestIpc(Conformance):
     def test_leaving_closes_mappings_that_are_not_used(self, setup, block, loop):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
-        in_use = remote.request().result(5)
+        in_use = remote.request().result(60)
 
         async def forget():
             setup.reader.on_worker_left(setup.holder)

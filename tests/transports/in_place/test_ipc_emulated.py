@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import sys
-import time
+import threading
 import weakref
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -288,9 +288,11 @@ class TestIpcEmulated(Conformance):
         assert usage(setup.serving)["published"] == 0
 
     def test_an_event_loop_that_is_stuck(self, setup, loop):
-        loop.loop.call_soon_threadsafe(time.sleep, 1)
+        go_on = threading.Event()
+        loop.loop.call_soon_threadsafe(go_on.wait, 60)
         with pytest.raises(TransferError, match="the worker's event loop did not respond"):
             ask_and_wait(setup.reader.worker, "holder", "p2p_ipc_peer", -9.8, "where it runs")
+        go_on.set()
 
     def test_a_directory_that_cannot_be_read(self, setup, block, monkeypatch):
         def take(leases, key):

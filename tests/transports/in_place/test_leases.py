@@ -395,7 +395,7 @@ def test_an_old_block_is_not_freed_under_the_lock(directory):
         def __del__(self):
             thread = threading.Thread(target=directory.touch, args=("other", self), daemon=True)
             thread.start()
-            thread.join(5)
+            thread.join(60)
             was_free.append(not thread.is_alive())
 
     publish(directory, "key", Old(), b"old")
@@ -750,7 +750,7 @@ def _started(function, *args):
     here, there = context.Pipe()
     process = context.Process(target=function, args=(*args, there))
     process.start()
-    assert here.poll(30)
+    assert here.poll(60)
     return process, here.recv()
 
 
@@ -860,7 +860,7 @@ def test_a_killed_readers_lease_ends(directory):
     publish(directory, "key", Block(), b"text")
     reader = context.Process(target=_hold, args=(directory.folder, taken))
     reader.start()
-    assert taken.wait(30)
+    assert taken.wait(60)
     directory.withdraw("key")
     assert directory.expire(60) == 1, "it is being read"
     reader.kill()
@@ -880,7 +880,7 @@ class _Freed:
 
 def _read_for(seconds, folder, freed, connection):
     end_s, count, wrong = time.monotonic() + seconds, 0, 0
-    while time.monotonic() < end_s:
+    while time.monotonic() < end_s or count <= 100:  # on a busy machine it takes longer
         lease = take(folder, count % 3)
         count += 1
         if lease is not None:

@@ -76,13 +76,13 @@ def link(transport, loop, tmp_path, monkeypatch):
 
 
 def read(link, checksum, boxes=(BOX,), part_bytes=2**24):
-    chosen = replace(options(), checksum=checksum, request_timeout_s=10.0)
+    chosen = replace(options(), checksum=checksum, request_timeout_s=60.0)
     chosen = with_section(chosen, UcxOptions, host_part_bytes=part_bytes)
     of = "holder", KEY, BLOCK.shape, BLOCK.dtype, "numpy"
     remote = open_block(link.reader, *of, boxes, chosen)
     try:
         regions = [remote.request() for _ in boxes]
-        regions = [np.array(region.result(10)) for region in regions]
+        regions = [np.array(region.result(60)) for region in regions]
         remote.confirm()
         return regions
     finally:
@@ -154,7 +154,7 @@ def test_a_holder_that_sends_no_checksum(link, said):
 
 def test_a_sum_is_asked_for_by_yes_or_no(link, loop):
     request = {"blocks": [(KEY, BLOCK.shape)], "parts": [(0, BOX)], "dtype": "float64 <f8"}
-    request |= {"item_bytes": 8, "wait_s": 1.0, "checksum": "md5"}
+    request |= {"item_bytes": 8, "wait_s": 60.0, "checksum": "md5"}
     reply = loop.run(link.holder.handlers[f"p2p_{link.name}_read"](**request))
     assert reply["status"] == "error"
     assert "checksum: expected" in reply["message"]

@@ -15,7 +15,7 @@ from tests.transports.loopback import linked, wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.usage import usage
 
-F8 = {"dtype": "float64 <f8", "item_bytes": 8, "wait_s": 1.0}
+F8 = {"dtype": "float64 <f8", "item_bytes": 8, "wait_s": 60.0}
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ class TestComm(PackedConformance):
         # Both by one call.
         assert usage(setup.reader) == {"opened": 1, "requested": 1, "serving": 0}
         for request in requests:
-            request.result(20)
+            request.result(60)
         wait_until(lambda: usage(setup.reader)["requested"] == 0)
         remote.close()
         assert usage(setup.reader)["opened"] == usage(setup.serving)["serving"] == 0
@@ -128,11 +128,11 @@ class TestComm(PackedConformance):
 
     def test_an_answer_that_does_not_come_in_time(self, setup, block):
         key, array = block
-        setup.host.delay_s = 5
+        setup.host.delay_s = 100
         start_s = time.monotonic()
         with pytest.raises(TransferError, match=r"no answer of holder .* within 0\.1 s"):
             self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.1)
-        assert time.monotonic() - start_s < 4
+        assert time.monotonic() - start_s < 50
 
     def test_a_holder_that_cannot_be_reached(self, setup, block):
         key, array = block

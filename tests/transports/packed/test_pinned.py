@@ -119,7 +119,7 @@ class Pinned(PackedConformance):
         for _ in range(10):
             setup.host.blocks[key] = setup.host.blocks[key] + 1
             remote = self.open(setup, key, array, WHOLE)
-            kept.append(remote.request().result(20))
+            kept.append(remote.request().result(60))
             remote.close()
         for i, region in enumerate(kept):
             np.testing.assert_array_equal(setup.to_numpy(region), array + i + 1)
@@ -159,7 +159,7 @@ class Pinned(PackedConformance):
 
         def late(*args):
             here.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
             try:
                 return pack(*args)
             finally:
@@ -169,20 +169,20 @@ class Pinned(PackedConformance):
         timeout_s = 0.1 if why == "it takes too long" else 20.0
         remote = self.open(setup, key, array, WHOLE, request_timeout_s=timeout_s)
         pending = remote.request()
-        assert here.wait(20)
+        assert here.wait(60)
         if why == "it takes too long":
             with pytest.raises(TransferError, match="no answer of holder"):
-                pending.result(20)
+                pending.result(60)
         remote.close()
         wait_until(lambda: usage(setup.reader)["requested"] == 0)
         del remote, pending
         gc.collect()
         setup.serving.pack_all = pack
         other = self.open(setup, key, array, WHOLE)
-        region = other.request().result(20)
+        region = other.request().result(60)
         setup.host.blocks[key] = setup.host.blocks[key] + 1
         go_on.set()
-        assert written.wait(20)
+        assert written.wait(60)
         np.testing.assert_array_equal(setup.to_numpy(region), array)
         other.close()
 
@@ -204,7 +204,7 @@ class Pinned(PackedConformance):
         key, array = block
         remote = self.open(setup, key, array, WHOLE, ((0, 1), (0, 1)))
         with pytest.raises(TransferError, match="holder"):
-            remote.request().result(20)
+            remote.request().result(60)
         remote.close()
 
 
@@ -222,7 +222,7 @@ class TestPinned(Pinned):
             pairs = [((i, i + 2), (0, 2**9)) for i in range(0, 14, 2)]
             remote = self.open(setup, "block", array, *pairs, part_bytes=2**13)
             for pending in [remote.request() for _ in pairs]:
-                pending.result(20)
+                pending.result(60)
             remote.close()
             del remote, pending
             gc.collect()
@@ -249,10 +249,10 @@ class TestPinned(Pinned):
                 while len(ahead) > remote.reading.ahead:
                     region = ahead.popleft()
                     expected = array[tuple(slice(*pair) for pair in region.box)]
-                    np.testing.assert_array_equal(region.result(20), expected)
+                    np.testing.assert_array_equal(region.result(60), expected)
                     del region
             while ahead:
-                ahead.popleft().result(20)
+                ahead.popleft().result(60)
             remote.close()
         in_flight = setup.reader.footprint(self.options, "numpy").parts_in_flight
         assert in_flight <= most <= in_flight + 1
@@ -262,7 +262,7 @@ class TestPinned(Pinned):
         regions = []
         for _ in range(4):
             remote = self.open(setup, key, array, WHOLE)
-            regions.append(remote.request().result(20))
+            regions.append(remote.request().result(60))
             remote.close()
         assert usage(setup.serving)["mapped"] == 4
         setup.reader.segments[setup.kind].clear()
@@ -591,12 +591,12 @@ class TestPinnedOnGpus(Pinned):
 
         def wait(stream):
             here.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
 
         monkeypatch.setattr(Stream, "before_copies", wait)
         remote = self.open(setup, key, array, WHOLE)
         remote.request()
-        assert here.wait(20)
+        assert here.wait(60)
         remote.close()
         wait_until(lambda: usage(setup.reader)["requested"] == 0)
         pool = setup.reader.segments["cupy"]

@@ -1,0 +1,139 @@
+"""Streams between members of one process: bytes in memory, without a socket at either end.
+
+A stream does what links ask of a socket. The kernel wakes a thread that polls a socket; here each
+member has a bell, which its thread polls, and which the streams of all its peers ring.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from dask_p2p.sections.files import check_files
+
+_PIPE_BYTES = 1 << 20  # that wait for their reader; a writer waits when they are so many
+
+
+class Bell:
+    """Wakes one member's thread, from any other one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_open = True
+        try:
+            self._number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as exc:
+            check_files(exc)
+            raise
+
+    def fileno(self) -> int:
+        """Return the file descriptor at which the thread waits."""
+        return self._number
+
+    def ring(self) -> None:
+        """Wake the thread, or keep it from going to sleep."""
+        with self._lock:  # once it is closed, its number may be that of another file
+            if self._is_open:
+                os.eventfd_write(self._number, 1)
+
+    def hush(self) -> None:
+        """Take note of all that has rung so far."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._number)
+
+    def close(self) -> None:
+        """End it: to ring it does nothing any more."""
+        with self._lock:
+            self._is_open = False
+            os.close(self._number)
+
+
+class _Pipe:
+    """Bytes on their way from one member to another."""
+
+    def __init__(self, writer: Bell, reader: Bell) -> None:
+        self._writer, self._reader = writer, reader
+        self._lock = threading.Lock()
+        self._parts = deque[memoryview]()
+        self.size_bytes = 0
+        self.is_closed = False
+
+    @property
+    def has_room(self) -> bool:
+        return self.size_bytes < _PIPE_BYTES
+
+    def write(self, buffers: Iterable[Any]) -> int:
+        """Take as many bytes as there is room for; return how many."""
+        with self._lock:
+            if self.is_closed:
+                raise BrokenPipeError("it has ended")
+            if not self.has_room:
+                raise BlockingIOError
+            before = self.size_bytes
+            for buffer in buffers:
+                if part := bytes(buffer[: _PIPE_BYTES - self.size_bytes]):
+                    self._parts.append(memoryview(part))
+                    self.size_bytes += len(part)
+            taken = self.size_bytes - before
+        self._reader.ring()
+        return taken
+
+    def read(self, into: memoryview) -> int:
+        """Hand bytes to the reader, as many as it has room for; return how many: 0 at the end."""
+        with self._lock:
+            had_room, count = self.has_room, 0
+            while self._parts and count < len(into):
+                part = self._parts.popleft()
+                size = min(len(part), len(into) - count)
+                into[count : count + size] = part[:size]
+                if size < len(part):
+                    self._parts.appendleft(part[size:])
+                count += size
+            self.size_bytes -= count
+            if not count and not self.is_closed:
+                raise BlockingIOError
+        if not had_room:
+            self._writer.ring()
+        return count
+
+    def close(self) -> None:
+        with self._lock:
+            self.is_closed = True
+
+
+class Stream:
+    """One end of a stream. Methods that sockets have raise what sockets that do not block raise."""
+
+    def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: Bell) -> None:
+        self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
+
+    def sendmsg(self, buffers: Iterable[Any]) -> int:
+        """Send what there is room for."""
+        return self._outgoing.write(buffers)
+
+    def recv_into(self, into: Any) -> int:
+        """Receive what has come."""
+        return self._incoming.read(memoryview(into))
+
+    def is_ready(self, events: int) -> bool:
+        """Return whether it can go on with what `select.poll` names so."""
+        reads = self._incoming.size_bytes > 0 or self._incoming.is_closed
+        writes = self._outgoing.has_room or self._outgoing.is_closed
+        return bool((reads and events & select.POLLIN) or (writes and events & select.POLLOUT))
+
+    def close(self) -> None:
+        """End it. The peer can still read what was sent."""
+        self._incoming.close()
+        self._outgoing.close()
+        self._peer.ring()
+
+
+def pair(one: Bell, other: Bell) -> tuple[Stream, Stream]:
+    """Return both ends of a stream: of the member that the first bell wakes, and of the other's."""
+    there, back = _Pipe(one, other), _Pipe(other, one)
+    return Stream(back, there, other), Stream(there, back, one)

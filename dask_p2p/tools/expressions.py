@@ -1,0 +1,59 @@
+"""Rechunks of array-expr, which raises NotImplementedError for the method ``p2p``.
+
+Dask chooses a method when it computes, which may be after `uninstall`. So a rechunk that is made
+while this package is installed is one of this package, or chooses by itself.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from dask.array._array_expr._collection import new_collection
+from dask.array._array_expr._expr import ArrayExpr
+from dask.array._array_expr._rechunk import Rechunk
+from dask.array.rechunk import _choose_rechunk_method
+
+from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.tools.dropin import tried
+
+__all__ = ["ArrayExpr", "Rechunk", "lowered", "rechunked"]
+
+
+class LateRechunk(Rechunk):  # type: ignore[misc]
+    """Rechunk whose method Dask chooses when it computes: ``p2p`` is this package."""
+
+    @cached_property
+    def _name(self) -> str:
+        return f"p2p-late-{super()._name}"
+
+    def _lower(self) -> Any:
+        made = lowered(self)
+        return super()._lower() if made is None else made
+
+
+def rechunked(expr: Any, *args: Any, **kwargs: Any) -> Any:
+    """Rechunk an expression, in the place of `ArrayExpr.rechunk`."""
+    if expr.ndim and not any(expr.shape):
+        return None
+    asked = LateRechunk(expr, *args, **kwargs)
+    if asked.chunks == expr.chunks:
+        return expr
+    made = lowered(asked)
+    return asked if made is None and asked.method is None else made
+
+
+def lowered(asked: Any) -> Any:
+    """Rechunk an expression by ``p2p`` if that is its method by now, and None if not.
+
+    This takes the place of `Rechunk._lower`, which raises NotImplementedError then.
+    """
+    before, after = asked.array.chunks, asked.chunks
+    method = asked.method or _choose_rechunk_method(before, after, threshold=asked.threshold)
+    if before == after or method != "p2p":
+        return None
+    return tried("rechunk", _by_this_package, asked)
+
+
+def _by_this_package(asked: Any) -> Any:
+    return rechunk(new_collection(asked.array), asked.chunks).expr
