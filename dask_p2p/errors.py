@@ -171,7 +171,11 @@ class RegistrationError(P2PError):
 
 
 class SectionError(P2PError):
-    """The members of a gang made different calls, or too many of their attempts have failed."""
+    """The members of a gang made different calls, or too many of their attempts have failed.
+
+    Or they never can run at the same time, since workers lack resources or another gang waits for
+    them.
+    """
 
 
 class FileError(P2PError, OSError):
@@ -186,7 +190,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 def without_frames(exc: _Error) -> _Error:
-    """Return an exception for who keeps it, without the frames that it and its causes went through.
+    """Return an exception that is to be kept, without the frames of its traceback and its causes.
 
     Frames have arrays, and some have the exception: all would stay until Python collects garbage.
     """

@@ -26,18 +26,21 @@ def checked_client(client: Any) -> Any:
     return client
 
 
-def checked_count(of: str, **given: Any) -> int:
-    """Return a number of at least 1, given by the name of its parameter.
+def checked_count(of: str, least: int = 1, **given: Any) -> int:
+    """Return a number of at least `least`, given by the name of its parameter.
 
     `InputError` if it is none.
     """
     ((name, value),) = given.items()
     try:
-        count = 0 if isinstance(value, bool) else index(value)
+        count = None if isinstance(value, bool) else index(value)
     except TypeError:
-        count = 0
-    if count < 1:
-        raise InputError(f"expected a number of {of}, at least 1, got {name}={value!r}.")
+        count = None
+    if count is None or count < least:
+        raise InputError(
+            f"expected a number of {of}, at least {least}, got {name}={value!r}. Give an integer, "
+            f"{name}={least} or more."
+        )
     return count
 
 

@@ -2,7 +2,7 @@
 
 A worker of Dask has the exception of a task in a variable of a frame that the exception's traceback
 leads to. Such a cycle stays until Python collects garbage of its oldest generation: for minutes, on
-a worker that does little. The memory of arrays does not count for that.
+a worker that does little. Python counts objects for that, and no bytes of arrays.
 """
 
 from __future__ import annotations

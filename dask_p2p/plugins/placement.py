@@ -1,9 +1,8 @@
 """How Dask's scheduler treats this package's tasks differently: docs/design.md tells why.
 
 It refuses none for whole dependencies, and places each by the regions that it reads. In a transpose
-all workers hold about as much, so that tasks are spread evenly. The members of a gang go to as many
-workers as there are: each to that which has the fewest others of its gang, and of these the one
-with most of its blocks.
+all workers hold about as much, so that tasks are spread evenly. `dask_p2p.plugins.seating`
+places the members of a gang.
 
 These are private methods of Dask's scheduler, which `tests/plugins/test_canary.py` watches. An
 `Overlay` takes the place of each, and passes on everything that it does not decide.
@@ -15,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dask_p2p.engine.task import PLUGIN_NAME, MemberTask, ReferenceTask, WaitTask
+from dask_p2p.engine.task import PLUGIN_NAME, MemberTask, ReferenceTask
+from dask_p2p.plugins.seating import place_member
 
 #: Method of Dask's scheduler that refuses tasks.
 MEMORY_CHECK = "_add_to_processing"
@@ -106,7 +106,7 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
 
     def place(original: Any, ts: Any) -> Any:
         if isinstance(ts.run_spec, MemberTask):
-            return _place_member(scheduler, ts)
+            return place_member(scheduler, ts)
         if not is_placed_here(ts) or not 0 < len(ts.dependencies) <= _MOST_SOURCES:
             return original(ts)
         held = held_elements(ts.run_spec, {dep.key: dep.who_has or () for dep in ts.dependencies})
@@ -127,25 +127,6 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
 
     Overlay(scheduler, _ROOTISH, is_rootish, is_wanted)
     Overlay(scheduler, _PLACE, place, is_wanted)
-
-
-def _place_member(scheduler: Any, ts: Any) -> Any:
-    """Return the worker for a member of a gang; None if none can take it."""
-    valid = scheduler.valid_workers(ts)
-    workers = scheduler.running if valid is None else scheduler.running & valid
-    # The task that depends on all members knows the others.
-    waiting = [each for each in ts.dependents if isinstance(each.run_spec, WaitTask)]
-    siblings = set().union(*(each.dependencies for each in waiting)) - {ts}
-    taken = Counter(sibling.processing_on for sibling in siblings)
-    held_bytes: Counter[Any] = Counter()
-    for block in ts.dependencies:
-        for ws in block.who_has or ():
-            held_bytes[ws] += block.get_nbytes()
-
-    def preference(ws: Any) -> tuple[Any, ...]:
-        return taken[ws], -held_bytes[ws], ws.occupancy / ws.nthreads, ws.address
-
-    return min(workers, key=preference, default=None)
 
 
 def held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter[Any]:

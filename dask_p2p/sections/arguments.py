@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from operator import index as as_int
 from typing import Any
 
+import dask
 import numpy as np
 from dask.base import unpack_collections
 
@@ -16,10 +17,13 @@ from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArray
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known
 from dask_p2p.plans.members import Members
-from dask_p2p.plugins.registration import cluster_size
+from dask_p2p.plans.seats import room
+from dask_p2p.plugins.registration import cluster_size, current_client, workers_of
 from dask_p2p.types import DaskArray
 
+_OF_WORKERS = "Client-worker-"  # how names of clients begin that tasks have
 _thread = threading.local()
+_running: list[int] = []  # threads of this process in functions of members that have others
 
 
 def check_computed(*given: Any) -> None:
@@ -72,10 +76,26 @@ def check_same_kind(backend: Backend, value: Any, name: str) -> None:
 def within_gang() -> Iterator[None]:
     """Note that this thread runs the function of a member that has others."""
     _thread.is_in_gang = True
+    _running.append(threading.get_ident())
     try:
         yield
     finally:
+        _running.remove(threading.get_ident())
         _thread.is_in_gang = False
+
+
+def _is_beside_gang() -> bool:
+    """Return whether a thread of no task has a worker's client, while a gang runs there.
+
+    Then the function of a member has started the thread, and perhaps waits for it.
+    """
+    if not _running:
+        return False
+    from distributed.worker import thread_state
+
+    client = current_client()
+    is_of_worker = client is not None and client.id.startswith(_OF_WORKERS)
+    return is_of_worker and not hasattr(thread_state, "key")
 
 
 def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None) -> Members:
@@ -84,9 +104,19 @@ def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None)
     `InputError` if the number of members is none, `AxesError` if there is no such axis.
     """
     is_in_gang = getattr(_thread, "is_in_gang", False)
+    if members != 1 and not is_in_gang and _is_beside_gang():
+        raise InputError(
+            "expected a section in the thread that runs the function of another section, got one "
+            "in a further thread of its process: each section might wait for the other. Build and "
+            "compute it in the function's own thread, where it has one member, or give members=1."
+        )
     if members is None:
-        members, _ = (not is_in_gang and cluster_size()) or (1, 1)
-    if checked_count("members", members=members) > 1 and is_in_gang:
+        members = 1 if is_in_gang else _usable_workers()
+    try:
+        members = checked_count("members", members=members)
+    except InputError as exc:
+        raise InputError(f"{exc} Leave members= out for one on each worker.") from None
+    if members > 1 and is_in_gang:
         raise InputError(
             f"members: expected 1 in the function of another section, got {members}: they would "
             f"wait for workers that this section has, and it for them. Leave members= out."
@@ -101,3 +131,18 @@ def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None)
         )
     divided = [axis % x.ndim for axis in axes]
     return Members.at_most(x.chunks, members, divided)
+
+
+def _usable_workers() -> int:
+    """Return how many workers of the current cluster have the resources that are annotated.
+
+    It is 1 without a cluster. The scheduler refuses more members than can run.
+    """
+    size = cluster_size()
+    if size is None:
+        return 1
+    needs = dask.get_annotations().get("resources")
+    if not isinstance(needs, dict):  # it may be a function of keys
+        return size[0]
+    workers = workers_of(current_client()).values()
+    return max(1, sum(room(worker.get("resources", {}), needs) >= 1 for worker in workers))

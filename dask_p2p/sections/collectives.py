@@ -57,8 +57,11 @@ class Collectives:
         SectionError
             If the members made different calls, or gave values of different shapes or dtypes.
         """
-        if op not in _REDUCTIONS:
-            raise InputError(f"op: expected one of {', '.join(_REDUCTIONS)}, got {op!r}.")
+        if not isinstance(op, str) or op not in _REDUCTIONS:
+            raise InputError(
+                f"op: expected one of {', '.join(_REDUCTIONS)}, got {op!r}. Give one of these, or "
+                f"combine the values that ctx.allgather(value) returns."
+            )
         own, combine = self._numbers(value), _REDUCTIONS[op]
         try:
             dtype = combine.reduce(np.ones(1, own.dtype)).dtype
@@ -120,7 +123,10 @@ class Collectives:
             As `allreduce` raises it.
         """
         if root not in range(self.size):
-            raise InputError(f"root: expected a rank below {self.size}, got {root!r}.")
+            raise InputError(
+                f"root: expected a rank below {self.size}, got {root!r}. Give the ctx.rank of the "
+                f"member whose value it is, such as 0."
+            )
         own = np.array(self._numbers(value))
         others = [rank for rank in range(self.size) if rank != self.rank]
         call = f"broadcast(root={root}) of {own.dtype.str} {own.shape}"

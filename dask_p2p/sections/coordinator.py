@@ -205,6 +205,21 @@ class Coordinator:
         """Return whether outputs of this gang count."""
         return gang in self._gangs and self._gangs[gang].phase == "committed"
 
+    def has_started(self, gang: str) -> bool:
+        """Return whether a gang runs, or has run and was committed."""
+        return gang in self._gangs and self._gangs[gang].phase != "gathering"
+
+    def running(self) -> dict[str, set[str]]:
+        """Return the workers of each gang that runs."""
+        gangs = self._gangs.items()
+        return {name: each.workers for name, each in gangs if each.phase == "running"}
+
+    def waiting(self, gang: str, worker: str | None = None) -> set[int]:
+        """Return the members of a gang that wait for it, on all workers or on one."""
+        members = self._gangs[gang].members.items() if gang in self._gangs else ()
+        here = ((rank, each) for rank, each in members if worker in (None, each.worker))
+        return {rank for rank, each in here if each.state == "waiting"}
+
     def wait(self, gang: str) -> Wait | None:
         """Return what a gang waits for; None if no member of it waits."""
         found = self._gangs.get(gang)

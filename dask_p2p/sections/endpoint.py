@@ -1,9 +1,10 @@
 """Where a member's links begin: memory for its process, a Unix socket for its host, TCP or TLS.
 
-An endpoint gives what is connected and does not block; whose it is, `meeting` finds out. A
-connection between hosts may be cut without either end hearing of it. The kernel asks an idle peer
-now and then; `is_lost` tells whether one answers that is to take something. It is no time-out: a
-peer that computes for long answers all the same, and `TCP_USER_TIMEOUT` would end its connection.
+An endpoint gives streams that are connected and do not block; `meeting` finds out the member at the
+other end. A connection between hosts may be cut, and neither end notices. The kernel asks an idle
+peer now and then; `is_lost` returns whether a peer answers that is to take bytes. It is not a
+time-out: a peer that computes for long answers all the same, and `TCP_USER_TIMEOUT` would end its
+connection.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Endpoint:
 
     @property
     def numbers(self) -> list[int]:
-        """File descriptors at which something comes for `accepted`."""
+        """File descriptors to poll, for `accepted`."""
         return [number for each in self._strangers for number in each.numbers]
 
     @property
@@ -185,9 +186,9 @@ class Endpoint:
         return self._prepared(made, self._reach.connecting)
 
     def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket | Stream]]:
-        """Take new connections; return those that have said so many bytes by now, and what.
+        """Take new connections; return those that have sent so many bytes by now, and these.
 
-        Of `numbers` something has come at those that are ready. `SectionError` if this process
+        `ready` are those of `numbers` with something to read. `SectionError` if this process
         cannot have any more connections.
         """
         found: list[tuple[bytes, socket.socket | Stream]] = []
@@ -274,5 +275,5 @@ def _kernel_and_network() -> str:
 
 @cache
 def _user() -> str:
-    """Name the user of this process, with the namespace in which that number is one's."""
+    """Name the user of this process, and the namespace of that number."""
     return f"{os.geteuid()}/{os.stat('/proc/self/ns/user').st_ino}"

@@ -1,6 +1,6 @@
 """Open files: each link to a member of another process takes one of those of its own.
 
-Linux allows 1,024 by default, far below what it could. A process may raise that soft limit itself,
+Linux allows 1,024 by default, far below its own bounds. A process may raise that soft limit itself,
 up to the hard one.
 """
 

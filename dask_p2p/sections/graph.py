@@ -31,6 +31,7 @@ from dask_p2p.sections.coordinator import COMMIT
 from dask_p2p.sections.devices import HOST, Host, check_kind, check_not_masked
 from dask_p2p.sections.estimate import SectionEstimate, check_memory
 from dask_p2p.sections.member import run_member
+from dask_p2p.sections.registration import register_sections_if_possible
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, DaskArray, DType, Kind
 
@@ -55,6 +56,8 @@ def section_arrays(
     made = tuple(map(np.dtype, dtypes))
     body = _Body(function, members, inputs, made, specs, kind, converts)
     section = Section(prefix, body, options)
+    if members.size > 1:
+        register_sections_if_possible()
     if hasattr(arrays[0], "expr"):
         from dask_p2p.sections.expression import SectionExpr
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from dask_p2p.sections.files import check_files
 
-_PIPE_BYTES = 1 << 20  # that wait for their reader; a writer waits when they are so many
+_PIPE_BYTES = 1 << 20  # that wait for their reader; the writer of more waits
 
 
 class Bell:
@@ -32,7 +32,7 @@ class Bell:
             raise
 
     def fileno(self) -> int:
-        """Return the file descriptor at which the thread waits."""
+        """Return the file descriptor that the thread polls."""
         return self._number
 
     def ring(self) -> None:
@@ -84,7 +84,7 @@ class _Pipe:
         return taken
 
     def read(self, into: memoryview) -> int:
-        """Hand bytes to the reader, as many as it has room for; return how many: 0 at the end."""
+        """Copy as many bytes as there is room for; return how many: 0 at the end."""
         with self._lock:
             had_room, count = self.has_room, 0
             while self._parts and count < len(into):
@@ -117,17 +117,17 @@ class Stream:
         return self._outgoing.write(buffers)
 
     def recv_into(self, into: Any) -> int:
-        """Receive what has come."""
+        """Receive bytes that have come."""
         return self._incoming.read(memoryview(into))
 
     def is_ready(self, events: int) -> bool:
-        """Return whether it can go on with what `select.poll` names so."""
+        """Return whether it is ready for one of these events of `select.poll`."""
         reads = self._incoming.size_bytes > 0 or self._incoming.is_closed
         writes = self._outgoing.has_room or self._outgoing.is_closed
         return bool((reads and events & select.POLLIN) or (writes and events & select.POLLOUT))
 
     def close(self) -> None:
-        """End it. The peer can still read what was sent."""
+        """End it. The peer can still read all bytes that were sent."""
         self._incoming.close()
         self._outgoing.close()
         self._peer.ring()

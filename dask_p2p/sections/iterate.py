@@ -70,7 +70,7 @@ def iterate(
         Width of the rims, as `dask_p2p.map_overlap` takes it; in a list one for each field. Rims
         may be wider than a member's share.
     steps : int
-        How often `func` is applied, at most.
+        How often `func` is applied, at most. With 0 the fields come back as they are.
     boundary : str, scalar, tuple or dict, optional
         What lies beyond the ends of the array, as `dask_p2p.map_overlap` takes it: by default
         "periodic". With "none" shares at the ends have no rim there.
@@ -101,8 +101,8 @@ def iterate(
         on another worker. When a worker is lost, all go on from there; without, from the start.
     members : int, optional
         At most so many, and at most the blocks of the array. By default the workers of the current
-        cluster; 1 without a cluster, with an asynchronous client, or in the function of another
-        section, where there can be no more.
+        cluster that have the resources of `dask.annotate`; 1 without a cluster, with an
+        asynchronous client, or in the function of another section, where there can be no more.
     dtype : dtype, optional
         Of the fields and the result, by default that of the first field. Integers with a function
         that makes fractions need it: ``dtype=float``.
@@ -136,7 +136,8 @@ def iterate(
         When it runs, if `func` returns other values than one array and numbers for `until`, leaves
         elements of `out` as they were, or makes numbers that the dtype of the fields cannot hold.
     SectionError
-        When it runs, if the members come to no end after `p2p.attempts` attempts.
+        When it runs, if the members come to no end after `p2p.attempts` attempts, or the workers
+        can never run all of them at the same time.
 
     Examples
     --------
@@ -152,7 +153,6 @@ def iterate(
     check_names(func, count, iterate, locals())
     if until is not None and not callable(until):
         raise InputError(f"until: expected a function of numbers, got {until!r}.")
-    checked_period(checkpoint_every)
     if isinstance(boundary, list):
         raise InputError(
             f"boundary: expected one for all fields, got {boundary!r}. A field becomes the one "
@@ -172,7 +172,7 @@ def iterate(
     iteration = Iteration(
         function=func,
         depths=tuple(checked_depths(depth, shapes)),
-        steps=checked_count("steps", steps=steps),
+        steps=checked_count("steps", 0, steps=steps),
         dtype=first.dtype,
         boundary=checked_boundaries(boundary, shapes, first.dtype)[0],
         corners=checked_flag("corners", corners),
@@ -181,7 +181,7 @@ def iterate(
         constants=given,
         until=until,
         check_every=checked_count("steps", check_every=check_every),
-        period=checkpoint_every,
+        period=checked_period(checkpoint_every),
         capture=checked_flag("capture", capture),
         kwargs=kwargs,
     )

@@ -117,7 +117,7 @@ class Link:
             self.receiving = None
 
     def advance(self, text: bytes, own: int, rank: int) -> bool:
-        """Send and receive what is possible now; return whether that was all of the exchange.
+        """Send and receive as much as is possible now; return whether that ends the exchange.
 
         `SectionError`, with the ranks of both ends, if the peer's call has another text.
         """

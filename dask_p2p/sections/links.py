@@ -57,7 +57,7 @@ class Links:
         self._meeting.start(rank, peers)
         kernels = [host_of(peer.endpoint) for peer in peers]
         has_cores = kernels.count(kernels[rank]) <= len(os.sched_getaffinity(0))
-        # Those of one process share a lock, which one that looks does not give away.
+        # Members of one process share a lock, which one that looks does not release.
         self._spin_s = _SPIN_S if has_cores and not self._meeting.has_company else 0.0
 
     def reserve_files(self) -> None:
@@ -135,7 +135,7 @@ class Links:
         above, below, far_below = branch(*self.place)
         near = {*self._links, *above, *below}
         self.exchange(_NO_MORE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
-        of_all_below = above if below else []  # a leaf has said all by now
+        of_all_below = above if below else []  # a leaf has sent all by now
         for to, sources in (([], far_below), (of_all_below, []), ([], above), (below, [])):
             receives = {each: bytearray() for each in sources}
             self.exchange(_NO_MORE, dict.fromkeys(to, b""), receives)
@@ -269,7 +269,7 @@ class Links:
         return [*found, *(self._called(ready) if meets else [])]
 
     def _polled(self, poll: select.poll, most_s: float, sockets: Mapping[int, int]) -> set[int]:
-        """Wait, not for ever; return at which files there is something. Of sockets it has ranks."""
+        """Wait, not for ever; return the files that are ready. `sockets` are those of ranks."""
         uses_channel = self.use_ucx and any(self._links[r].uses_channel for r in sockets.values())
         polled = poll.poll(0 if uses_channel else most_s * 1000)
         for number, event in polled:

@@ -40,14 +40,14 @@ class Meeting:
         self._knock_s = inf  # when to do that
 
     def start(self, rank: int, peers: Sequence[Peer]) -> None:
-        """Begin an attempt: all members know each other by now."""
+        """Begin an attempt, of members with these tickets and endpoints."""
         self._rank, self._peers, self._own = rank, peers, peers[rank]
         self._ranks = {peer.ticket: rank for rank, peer in enumerate(peers)}
         self._is_here = [self._endpoint.is_here(peer.endpoint) for peer in peers]
 
     @property
     def has_company(self) -> bool:
-        """Whether other members are in this process."""
+        """Return whether other members are in this process."""
         return sum(self._is_here) > 1
 
     def reserve_files(self) -> None:
@@ -76,9 +76,9 @@ class Meeting:
         self._knock_s = time.monotonic() + _KNOCK_S
 
     def register(self, poll: select.poll, missing: Iterable[int]) -> float:
-        """Have something polled for `callers`; return for how many seconds at most.
+        """Add to the files that are polled, for `callers`; return for how many seconds at most.
 
-        Those that are missing are to call, unless they have higher ranks.
+        Members that are missing are to call, unless they have higher ranks.
         """
         missing = [each for each in missing if each < self._rank and each not in self._knocked]
         left_s = self._knock_s - time.monotonic() if missing else inf
@@ -111,7 +111,7 @@ class Meeting:
                 self._knocks.pop(number).close()
 
     def callers(self, ready: set[int]) -> list[tuple[int, Link | None]]:
-        """Take what has come; return which members want a link, and that unless they knock."""
+        """Take new connections; return which members want a link, and that unless they knock."""
         self._show_tickets(ready)
         found: list[tuple[int, Link | None]] = []
         length = len(self._own.ticket)

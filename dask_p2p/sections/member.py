@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,21 +16,25 @@ from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.members import Members
+from dask_p2p.plugins.registration import on_missing_plugin
 from dask_p2p.sections.arguments import within_gang
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import device_for
 from dask_p2p.sections.link import AttemptEndedError, Peer
 from dask_p2p.sections.progress import Watch
+from dask_p2p.sections.units import Units
 from dask_p2p.types import Kind
 from dask_p2p.versioned import check_readable
 
 if TYPE_CHECKING:
     from dask_p2p.interprocess.messenger import Messenger
     from dask_p2p.sections.coordinator import Order
+    from dask_p2p.sections.threads import PoolThread
     from dask_p2p.sections.worker import Member
     from dask_p2p.transports.packed.ucx import UcxTransport
 
 _SECEDE_S = 0.05  # that a member waits in its worker's pool, before others get its thread
+_LOOK_S = 0.02  # between two looks whether units of a resource are free
 _MOST_ERROR_BYTES = 2**20  # of an exception that the scheduler hands to all members
 _MOST_CHARS = 1000  # of what another one says
 
@@ -78,17 +83,22 @@ def _run_in_gang(
             f"expected a cluster for {members.size} members that run at the same time, got another "
             f"scheduler of Dask. Compute with a distributed.Client, or give members=1."
         )
-    from distributed import secede
     from distributed.utils import sync
 
+    from dask_p2p.sections.threads import PoolThread
     from dask_p2p.sections.worker import plugin_on
 
+    if context is None:  # it is asked for, and this member goes on without it
+        on_missing_plugin(worker, [])
     plugin, ucx = sync(worker.loop, plugin_on, worker), _ucx(context, options, body.kind)
     reach = {"timeout_s": options.request_timeout_s, "uses_ucx": ucx is not None}
-    with plugin.member(gang, rank, members.size, **reach) as member:
-        if member.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
-            secede()  # any number of members may wait on a worker with one thread
-        order, result = member.order_after("waiting"), None
+    units, thread = Units(worker, (gang, rank)), PoolThread(worker)
+    with (
+        closing(thread),
+        plugin.member(gang, rank, members.size, **reach) as member,
+        closing(units),
+    ):
+        order, result = _order_when_whole(member, units, thread), None
         if order.state == "running":
             member.links.start(rank, [Peer(*peer) for peer in order.peers])
             reads_memory = "cma" in options.order("numpy") and not options.checksum
@@ -109,9 +119,19 @@ def _run_in_gang(
     return result
 
 
+def _order_when_whole(member: Member, units: Units, thread: PoolThread) -> Order:
+    """Wait for the other members, without a place in the pool; return the order that follows."""
+    if member.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
+        units.lend()
+        thread.secede()  # any number of members may wait on a worker with one thread
+    if member.order_after("waiting").state == "running":
+        units.take(lambda: member.order_after("running", timeout_s=_LOOK_S).state == "running")
+    return member.order_after("waiting")
+
+
 def _ucx(context: Any, options: Options, kind: Kind) -> UcxTransport | None:
     """Return what has UCX for large messages to other hosts, if tasks would use it; else None."""
-    if "ucx" not in options.order(kind) or options.checksum:
+    if context is None or "ucx" not in options.order(kind) or options.checksum:
         return None
     transport: UcxTransport | None = context.router.transports.get("ucx")
     return None if transport is None or transport.holder_obstacle("") else transport
@@ -154,7 +174,7 @@ def _attempt(
             watch.error = f"another member was lost; then the function raised {_described(exc)}"
             return None, member.leave(watch.error)
         error, is_itself = _pickled(exc, member.rank)
-        traceback.clear_frames(exc.__traceback__)  # what they have is used no more
+        traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
         order = member.leave(f"member {member.rank} raised {type(exc).__name__}", error)
         if is_itself and order.error == error:
             raise  # with its traceback
@@ -168,10 +188,17 @@ def _called(body: Callable[..., Any], ctx: Context, arrays: Sequence[Any]) -> An
     try:
         return body(ctx, *arrays)
     except BaseException as exc:
-        if isinstance(exc, Exception) and not isinstance(exc, StopIteration):
+        if isinstance(exc, Exception) and not isinstance(exc, _taken_by_dask()):
             raise
-        # SystemExit would end the worker, StopIteration a coroutine of the client's.
+        # SystemExit would end the worker, StopIteration a coroutine of the client's. Dask would
+        # start a task that raises Reschedule again and again.
         raise SectionError(f"the function raised {_described(exc)} on member {ctx.rank}") from exc
+
+
+def _taken_by_dask() -> tuple[type[Exception], ...]:
+    """Return the exceptions that Dask does not return to the user as it does others."""
+    distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
+    return (StopIteration,) if distributed is None else (StopIteration, distributed.Reschedule)
 
 
 def _raise_end(order: Order, options: Options) -> NoReturn:

@@ -11,8 +11,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
+from operator import index
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -241,7 +243,8 @@ class Period:
     """
 
     def __init__(self, every: int | str | None) -> None:  # steps; time, like "30 s"; None for never
-        self._every = checked_period(every)
+        period = checked_period(every)
+        self._every = duration_s(period) if isinstance(period, str) else period
         self._began_s = self._last_s = time.monotonic()
         self._done = self._look = 0  # steps so far, and those after which time is compared again
 
@@ -269,19 +272,20 @@ class Period:
         return bool(is_due)
 
 
-def checked_period(every: Any) -> int | float | None:
-    """Return a number of steps as an integer, or seconds as a float.
+def checked_period(every: Any) -> int | str | None:
+    """Return a number of steps, NumPy's too, as an integer of Python, or a time as it is.
 
     `InputError` if it is neither, and not None.
     """
-    if every is None or (isinstance(every, int) and not isinstance(every, bool) and every > 0):
-        return every
-    try:
+    if every is None:
+        return None
+    with suppress(ValueError, TypeError):
         if isinstance(every, str):
-            return duration_s(every)
-    except ValueError:
-        pass
+            duration_s(every)
+            return every
+        if not isinstance(every, bool) and (steps := index(every)) > 0:
+            return steps
     raise InputError(
         f"expected a number of steps, a time like '30 s' or None between checkpoints, got "
-        f"{every!r}."
+        f"{every!r}. Give an integer of at least 1, a time, or None for no checkpoints."
     )

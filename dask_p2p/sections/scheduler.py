@@ -12,13 +12,17 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import wraps
 from typing import Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_p2p.config import options
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
+from dask_p2p.plugins.seating import has_room, needs_of
 from dask_p2p.sections.coordinator import COMMIT, Coordinator, Order
+from dask_p2p.sections.gathering import Gathering
+from dask_p2p.sections.nesting import Nesting
 from dask_p2p.sections.waiting import Waiting
 from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import versioned
@@ -30,6 +34,7 @@ SAVES = "p2p_section_saves"
 FORGET = "p2p_section_forget"
 
 _POLL_S = 5.0
+_ELSEWHERE_S = 1.0  # until a member without room goes to another worker, or comes again
 _MOST_MEMBERS = 2**16
 _MOST_STEPS = 2**62
 _MOST_STATES = 2**16  # that one worker tells of
@@ -47,6 +52,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._scheduler = scheduler
         self._options = options()
         self._begin()
+        self._overlay_target()
         self._changed = asyncio.Event()
         self._keepers: defaultdict[str, set[str]] = defaultdict(set)  # workers with states, by gang
         self._telling: set[asyncio.Future[Any]] = set()
@@ -60,11 +66,33 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def _begin(self) -> None:
         """Have no gangs."""
         self._coordinator = Coordinator(self._options.attempts)
-        self._waiting = Waiting(self._scheduler, self._coordinator, self._options.warn_after_s)
+        warn_after_s = self._options.warn_after_s
+        self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
+        self._nesting = Nesting(self._scheduler, self._is_on)
+        self._gathering = Gathering(self._scheduler, self._coordinator, self._nesting, warn_after_s)
+        self._gathering.add(self._scheduler.tasks)
+
+    def _is_on(self) -> bool:
+        return self._scheduler.plugins.get(self.name) is self
+
+    def _overlay_target(self) -> None:
+        """Take a note when an adaptive cluster asks how many workers it should have."""
+        handler = self._scheduler.handlers.get("adaptive_target")
+        original = getattr(handler, "__wrapped__", handler)  # of a plugin that was taken off
+        if original is None:
+            return
+
+        @wraps(original)
+        def adaptive_target(*args: Any, **kwargs: Any) -> Any:
+            self._gathering.note_asked()
+            return original(*args, **kwargs)
+
+        self._scheduler.handlers["adaptive_target"] = adaptive_target
 
     async def close(self) -> None:
         """End with the scheduler."""
         self._waiting.close()
+        self._gathering.close()
 
     def _check_is_on(self) -> None:
         """If somebody has taken the plugin off, put it on again, and have all members come again.
@@ -75,6 +103,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if there is self:
             return
         self._waiting.close()
+        self._gathering.close()
         self._begin()
         for gang in tuple(self._keepers):
             self._drop_states(gang)
@@ -93,6 +122,9 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if not self._is_processing((gang, rank), checked_text("worker", worker)):
             return asdict(Order("stopped"))
         endpoint, states = checked_text("endpoint", endpoint), _checked_states(saved, size)
+        if self._is_one_too_many((gang, rank)):
+            await asyncio.sleep(_ELSEWHERE_S)
+            return asdict(Order("stopped"))
         is_new = self._coordinator.size(gang) is None
         again = self._coordinator.join(gang, size, rank, ticket, worker, endpoint, states)
         if again or is_new:
@@ -146,12 +178,31 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if not telling.cancelled():
             telling.exception()  # a worker that goes, or has no plugin any more
 
+    def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
+        """Look after gangs from here on, also where no member ever joins."""
+        self._nesting.note(client, tasks)
+        self._gathering.add(tasks)
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        """Note that a worker has joined."""
+        self._gathering.note_joined()
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Note that a worker was lost. Only this event has whether that was expected."""
+        if topic != "all" or not isinstance(msg, dict) or msg.get("action") != "remove-worker":
+            return
+        if not msg.get("expected"):
+            self._gathering.note_lost()
+
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Note what becomes of members' tasks.
 
         If a worker leaves, Dask takes its tasks back. If a member's task fails, it takes back those
         of the others: all that would read of them fails, too.
         """
+        if finish == "forgotten":
+            self._nesting.forget(key)
+            self._gathering.forget(key)
         if not isinstance(key, tuple) or len(key) != 2 or key[1] == COMMIT:
             return
         gang, rank = key
@@ -179,6 +230,10 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         while True:
             self._check_is_on()
             order = self._coordinator.order(gang, rank, ticket)
+            if order.state == "running" and order.resume is not None and not order.failures:
+                # Dask counts deaths under a task, and ends it by `allowed-failures`. Those before
+                # a newer state do not count, as attempts do not.
+                self._scheduler.tasks[gang, rank].suspicious = 0
             left_s = deadline_s - now_s()
             if order.state != known or left_s <= 0:
                 return asdict(order)
@@ -194,6 +249,16 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         task = self._scheduler.tasks.get(key)
         on = task.processing_on if task is not None and task.state == "processing" else None
         return on is not None and on.address == worker
+
+    def _is_one_too_many(self, key: Any) -> bool:
+        """Return whether the members on a worker need more units of a resource than it has."""
+        task = self._scheduler.tasks[key]
+        if not needs_of(task):
+            return False
+        gang, rank = key
+        others = self._coordinator.waiting(gang, task.processing_on.address) - {rank}
+        there = [self._scheduler.tasks[gang, other] for other in others]
+        return not has_room(task.processing_on, task, there)
 
     def _release_soon(self, keys: Iterable[Any]) -> None:
         """Release outputs that no longer count, after the transitions that are under way."""

@@ -52,8 +52,8 @@ def spmd(
         Axes that may be divided between members. By default all.
     members : int, optional
         At most so many, and at most the blocks of the array. By default the workers of the current
-        cluster; 1 without a cluster, with an asynchronous client, or in the function of another
-        section, where there can be no more.
+        cluster that have the resources of `dask.annotate`; 1 without a cluster, with an
+        asynchronous client, or in the function of another section, where there can be no more.
     dtype : dtype or sequence of dtype, optional
         Of all outputs, or a tuple with one for each output. By default each output has the dtype
         of the array in its place, or of the first array if there are more outputs than arrays. Only
@@ -87,8 +87,8 @@ def spmd(
     BlockMismatchError
         When it runs, if `func` returns something else.
     SectionError
-        When it runs, if the members' calls differ, or the members come to no end after
-        `p2p.attempts` attempts.
+        When it runs, if the members' calls differ, the members come to no end after
+        `p2p.attempts` attempts, or the workers can never run all of them at the same time.
 
     Examples
     --------

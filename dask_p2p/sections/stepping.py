@@ -87,7 +87,7 @@ class Stepping(Collectives):
                 "the state of one for that of the other. Count steps of both in one loop."
             )
         self._has_steps = True
-        checked_period(every)
+        every = checked_period(every)
         bindings = Bindings(save, sys._getframe(1)) if every is not None else None
         return self._counted(count, save, Period(every if save else None), bindings)
 

@@ -1,8 +1,8 @@
 """Connections that have not shown yet which member is at their other end.
 
-Any process of the host, or of the network, can connect. A Unix socket of another user is closed at
-once, one that is silent for long later. There are never more than some tens: until one of them has
-gone, which takes less time then, the kernel keeps the next ones waiting.
+Any process of the host, or of the network, can connect. A Unix socket of another user is closed
+immediately, and one that is silent is closed after some seconds. There are never more than some
+tens. Then the kernel keeps the next ones waiting, and silent ones are closed earlier.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from math import inf
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.files import MOST_STRANGERS, check_files
 
-# How long one may be silent without encryption, where members send at once; and where others wait.
+# How long one may be silent without encryption, where members send immediately; and if others wait.
 _SILENT_S = 5.0, 0.0
-_TLS_AMONG_MOST_S = 1.0  # how long one that shakes hands may be silent where others wait
+# The same of one that shakes hands, if others wait.
+_TLS_AMONG_MOST_S = 1.0
 _ROUND = 256  # connections that are taken before something else has its turn
 _CREDENTIALS = struct.Struct("3i")  # Linux' struct ucred: process, user, group
-# Errors of `accept` that are the peer's, or of the network in between: see accept(2). Those of this
-# process last, so it must not try again for ever.
+# Errors of `accept` that are the peer's, or of the network in between: see accept(2). Errors of
+# this process last, so it must not try again for ever.
 _OF_PEERS = {
     errno.ECONNABORTED,
     errno.EHOSTDOWN,
@@ -46,12 +47,12 @@ _OF_PEERS = {
 @dataclass
 class _Stranger:
     made: socket.socket
-    silent_s: tuple[float, float]  # how long it may be; where others wait
+    silent_s: tuple[float, float]  # how long it may be; the same if others wait
     heard_s: float = inf  # when it was read last; it is new: not yet
     said: bytearray = field(default_factory=bytearray)
 
     def read(self, wanted: int) -> bool:
-        """Read what it says; return whether it has said all, and not gone."""
+        """Read as much as has come; return whether it has sent all, and not gone."""
         self.heard_s = time.monotonic()
         try:
             while len(self.said) < wanted:
@@ -81,7 +82,7 @@ class Strangers:
 
     @property
     def numbers(self) -> list[int]:
-        """File descriptors at which something comes for `accepted`."""
+        """File descriptors to poll, for `accepted`."""
         found = [each.made.fileno() for each in self._all]
         return found if self._is_full else [*found, self._listener.fileno()]
 
@@ -98,9 +99,9 @@ class Strangers:
         return stranger.heard_s + stranger.silent_s[self._is_full]
 
     def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket]]:
-        """Return those that have said so many bytes by now, and which; close those that do not.
+        """Return those that have sent so many bytes by now, and these; close silent ones.
 
-        Something has come at the file descriptors that are ready. `SectionError` if this process
+        `ready` are those of `numbers` with something to read. `SectionError` if this process
         cannot have any more connections.
         """
         if self._listener.fileno() in ready:
@@ -123,7 +124,7 @@ class Strangers:
             if not is_of_this_user(made):
                 made.close()
                 continue
-            with suppress(OSError):  # it has gone meanwhile
+            with suppress(OSError):  # it has gone since
                 made = self._prepared(made)
                 is_plain = type(made) is socket.socket
                 silent_s = _SILENT_S if is_plain else (self._tls_s, _TLS_AMONG_MOST_S)

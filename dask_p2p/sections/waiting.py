@@ -87,6 +87,8 @@ class Waiting:
                 why = f" on {worker.address}, with {busy} tasks for {worker.nthreads} threads"
             else:
                 why = f" on {worker.address}"
+            for name, n in (self._scheduler.tasks[gang, rank].resource_restrictions or {}).items():
+                why += f", and needs {n:g} of {worker.resources.get(name, 0):g} {name!r} there"
         elif state == "waiting":
             needs = sorted(str(other.key) for other in self._scheduler.tasks[gang, rank].waiting_on)
             why = f" for {len(needs)} tasks, such as {needs[0]}" if needs else ""

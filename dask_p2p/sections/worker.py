@@ -16,7 +16,6 @@ from uuid import uuid4
 
 from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
-from distributed.protocol.pickle import dumps
 from distributed.worker import WORKER_ANY_RUNNING
 
 from dask_p2p.errors import SectionError
@@ -26,8 +25,9 @@ from dask_p2p.sections.coordinator import Order
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.links import Links
+from dask_p2p.sections.registration import give_plugin
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
-from dask_p2p.sections.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES, SectionsSchedulerPlugin
+from dask_p2p.sections.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
 from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import versioned
 
@@ -212,10 +212,7 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
     async def register(self) -> None:
         """Put the scheduler's plugin in place, unless it is known to be there."""
         if not self._is_registered:
-            plugin = SectionsSchedulerPlugin()
-            await self.worker.scheduler.register_scheduler_plugin(
-                plugin=dumps(plugin), name=plugin.name, idempotent=True
-            )
+            await give_plugin(self.worker.scheduler)
             self._is_registered = True
 
     @contextmanager

@@ -29,6 +29,7 @@ from dask_p2p import versioned
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
 from dask_p2p.plugins.registration import workers_of
+from dask_p2p.sections.nesting import SUBMIT
 from tests.support import own_client
 
 #: What is replaced, with its parameters: see dask_p2p/plugins/placement.py.
@@ -246,3 +247,28 @@ def test_threads_of_a_pool():
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(look).result() == (pool, True, True)
+
+
+def test_the_scheduler_knows_who_submits_a_graph():
+    """See dask_p2p/sections/nesting.py: all arguments are keywords."""
+    signature = inspect.signature(getattr(Scheduler, SUBMIT))
+    kinds = {each.kind for name, each in signature.parameters.items() if name != "self"}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+    assert {"submitting_task", "keys", "client"} <= {*signature.parameters}
+
+
+@pytest.mark.cluster
+def test_what_sections_read_of_the_scheduler_and_of_workers(client):
+    """See dask_p2p/plugins/seating.py, and `gathering`, `units` and `threads` of sections."""
+    scheduler = client.cluster.scheduler
+    assert callable(scheduler.handlers["adaptive_target"])
+    assert callable(scheduler.coerce_hostname)
+    (worker, *_) = client.cluster.workers.values()
+    assert worker.state.available_resources == {}
+    state = scheduler.workers[worker.address]
+    assert state.resources == {}
+    assert state.executing == {}
+    assert not state.long_running
+
+    executor = worker.executors["default"]
+    assert {"_max_workers", "_threads", "_adjust_thread_count"} <= {*dir(executor)}

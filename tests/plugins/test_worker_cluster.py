@@ -24,6 +24,7 @@ from dask_p2p.errors import (
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins.registration import workers_of
+from dask_p2p.sections.coordinator import COMMIT
 from tests.plugins.memory_probe import peak, reset_peak
 from tests.support import in_process, indexed, own_client, persisted, tls_client, used
 
@@ -225,13 +226,14 @@ def test_spilled_inputs():
 
 
 def watch_store(dask_worker):
-    """Note what Dask brings back from disk on a worker, and how much memory it takes from now."""
+    """Note for which tasks Dask brings blocks back from disk, and the memory from now on."""
     data = dask_worker.data
     real, brought = type(data).__getitem__, []
 
     def note(self, key):
         if key not in self.memory:
-            brought.append(key)
+            task = sys._getframe(1).f_locals.get("key")  # of `Worker.execute`
+            brought.append((task, key))
         return real(self, key)
 
     dask_worker.brought_back = brought
@@ -264,7 +266,7 @@ def columns(x):
 
 
 def grouped_columns(x):
-    with dask.config.set({"p2p.groups": 8}):
+    with dask.config.set({"p2p.groups": 16}):
         return dask_p2p.rechunk(x, (-1, x.shape[1] // 32)), 1
 
 
@@ -296,11 +298,27 @@ def test_spilled_blocks_stay_on_disk(operation, transport):
         y, factor = operation(x)
         total = y.sum().compute()
         taken = client.run(taken_bytes)
-        brought = [key for keys in client.run(brought_back).values() for key in keys]
+        brought = [key for keys in client.run(brought_back).values() for _, key in keys]
     expected = factor * (6400 * 6400 * 6399 / 2 + 6400 * 6399 / 2)
     assert abs(total - expected) < 1e-9 * expected
     assert [key for key in brought if isinstance(key, tuple) and key[0] == x.name] == []
     assert max(taken.values()) < 150e6, taken
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_an_array_of_three_times_the_clusters_memory(tmp_path):
+    """By Dask's default settings: no worker exceeds its limit, or its nanny would restart it."""
+    zarr = pytest.importorskip("zarr")
+    size = 20_000  # 3.2 GB
+    with own_client(n_workers=2, memory_limit="540 MB") as client:
+        before = client.run(os.getpid)
+        dask_p2p.rechunk(slabs(size, size, 100), (-1, 200)).to_zarr(tmp_path / "out.zarr")
+        assert client.run(os.getpid) == before, "none was restarted"
+    made = zarr.open(tmp_path / "out.zarr")
+    for column in (0, 7_777, size - 1):
+        np.testing.assert_array_equal(made[:, column], np.arange(size) + column / size)
 
 
 @pytest.mark.cluster
@@ -314,10 +332,10 @@ def test_the_end_of_a_section_brings_nothing_back():
         client.run(watch_store)
         y = dask_p2p.iterate(lambda u: u[1:-1] + 1, x, depth={0: 1}, steps=3, members=2)
         y = persisted(client, y)
-        brought = [key for keys in client.run(brought_back).values() for key in keys]
+        tasks = {task for pairs in client.run(brought_back).values() for task, _ in pairs}
         np.testing.assert_allclose(y.compute(), x.compute() + 3)
-    members = [key for key in brought if str(key[0]).startswith("p2p-iterate-members")]
-    assert len(members) == 2, "each once, to be handed out"
+    assert {(y.name, 0, 0), (y.name, 1, 0)} <= tasks, "these hand out what the ranks made"
+    assert [task for task in tasks if isinstance(task, tuple) and task[1] == COMMIT] == []
 
 
 def test_cancelling_leaves_a_working_cluster(client):

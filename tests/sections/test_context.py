@@ -24,13 +24,14 @@ def test_a_member_alone_exchanges_with_nobody(alone):
 
 
 def test_what_cannot_be_exchanged_is_refused(alone):
-    with pytest.raises(InputError, match="op: expected one of sum, prod, min, max, got 'mean'"):
-        alone.allreduce(3, "mean")
+    for op in ("mean", np.add, ["sum"]):
+        with pytest.raises(InputError, match=r"op: expected one of sum, .* Give one of these, or"):
+            alone.allreduce(3, op)
     with pytest.raises(InputError, match="value: expected numbers, got dict"):
         alone.allreduce({})
     with pytest.raises(InputError, match="value: expected numbers, got str"):
         alone.allgather("text")
-    with pytest.raises(InputError, match="root: expected a rank below 1, got 1"):
+    with pytest.raises(InputError, match=r"root: expected a rank below 1, got 1\. Give the"):
         alone.broadcast(3, root=1)
     with pytest.raises(InputError, match=r"value: expected what 'sum' combines, got datetime64\[s"):
         alone.allreduce(np.datetime64(1, "s"))
@@ -113,5 +114,7 @@ def test_a_state_that_could_not_be_brought_back_is_refused_at_once(alone, state,
 
 @pytest.mark.parametrize(("count", "save"), [("a", ()), (3, 3), (2.5, ())])
 def test_loops_of_something_else_are_refused(alone, count, save):
-    with pytest.raises(InputError, match=f"expected a number of steps, .* got count={count!r}"):
+    with pytest.raises(
+        InputError, match=f"expected a number of steps, .* got count={count!r}.*Give"
+    ):
         list(alone.steps(count, save))

@@ -260,6 +260,22 @@ def test_a_wrong_result_is_named(client):
         y.compute()
 
 
+@pytest.mark.parametrize("members", [1, 4])
+@pytest.mark.parametrize("more", [{}, {"until": lambda total: total < 0}, {"overlap": True}])
+@pytest.mark.parametrize("every", [None, np.int64(5)])
+def test_without_steps_fields_come_back(client, members, more, every):
+    def failing(u, v, out):
+        raise AssertionError("no step was asked for")
+
+    fields = array(X, (8, 3)), array(2 * X, (8, 3))
+    kwargs = {"members": members, "checkpoint_every": every, **more}
+    u, v = iterate(failing, fields, 1, 0, dtype="f4", **kwargs)
+    u, v = dask.compute(u, v)
+    assert u.dtype == v.dtype == "f4"
+    assert np.array_equal(u, X.astype("f4"))
+    assert np.array_equal(v, (2 * X).astype("f4"))
+
+
 def test_by_default_each_worker_has_a_member(client):
     y = iterate(lambda u: u, array(), 1, 2)
     assert sum("members" in str(key[0]) and key[1] != "commit" for key in y.dask.to_dict()) == 2
@@ -273,7 +289,7 @@ def test_wrong_arguments_are_refused():
         ((array(), func, 1, 2), "expected a function of fields with rims"),
         ((func, array(), -1, 2), "expected a width of rims"),
         ((func, array(), 25, 2), "no wider than the array"),
-        ((func, array(), 1, 0), "number of steps"),
+        ((func, array(), 1, -1), "number of steps, at least 0, got steps=-1. Give an integer"),
         ((func, (), 1, 1), "at least one Dask array"),
         ((func, (array(), array()), [1], 1), "expected a list with one depth for each of 2"),
     ):

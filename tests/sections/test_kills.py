@@ -177,6 +177,24 @@ def test_members_go_on_from_the_last_checkpoint(client, tmp_path, kill, where, r
     nothing_is_left(client)
 
 
+def dying_often(ctx, x, folder):
+    """One member kills its worker five times, and each time all get further."""
+    for step in ctx.steps(20, [x], every=1):
+        x += ctx.allreduce(1.0)
+        if ctx.rank == 1 and step in (3, 6, 9, 12, 15) and not (folder / str(step)).exists():
+            (folder / str(step)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def test_dask_does_not_count_deaths_before_the_last_progress(client, tmp_path):
+    three_workers(client)
+    y = spmd(dying_often, da.zeros(12, chunks=4), members=3, folder=tmp_path)
+    assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 60.0))
+    assert len([*tmp_path.iterdir()]) == 5
+    nothing_is_left(client)
+
+
 def counting(ctx, x, path):
     """Counts by NumPy's integers, and kills a worker once."""
     for step in np.arange(ctx.restore(x), 8):

@@ -6,12 +6,16 @@ import asyncio
 import os
 import threading
 
+import dask
 import dask.array as da
+import numpy as np
 import pytest
+from distributed import Client, Reschedule
 
-from dask_p2p import spmd
+from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
 from tests.sections.support import nothing_is_left
+from tests.support import own_client
 
 
 class CannotBeMadeAgainError(Exception):
@@ -29,6 +33,7 @@ class SaysNothingError(Exception):
 
 WHAT = {
     "StopIteration: at rank 1": lambda: StopIteration("at rank 1"),
+    "Reschedule: ": Reschedule,
     "SystemExit: 3": lambda: SystemExit(3),
     "KeyboardInterrupt: ": KeyboardInterrupt,
     "GeneratorExit: ": GeneratorExit,
@@ -62,3 +67,54 @@ def test_one_member_alone_ends_no_worker_either():
         spmd(raising, x, members=1, what="SystemExit: 3").compute(scheduler="sync")
     with pytest.raises(ValueError, match="xxx"):
         spmd(raising, x, members=1, what="ValueError: xxxxxxxxxx").compute(scheduler="sync")
+
+
+def summed(ctx, x):
+    return x + ctx.allreduce(1.0)
+
+
+def test_members_run_on_workers_without_the_plugin():
+    """The array is made before there is a cluster, so that nobody has registered."""
+    y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), members=2)
+    options = {"p2p.transports.order": ["cma", "ucx", "comm"]}  # UCX is asked of the plugin
+    z = iterate(lambda u: u[1:-1], da.ones((4, 2), chunks=(2, 2)), {0: 1}, 3, members=2)
+    with dask.config.set(options):
+        w = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), members=2)
+    with own_client() as client:
+        for lazy, value in ((w, 2.0), (y, 3.0), (z, 1.0)):
+            assert np.array_equal(client.compute(lazy).result(), np.full((4, 2), value))
+
+
+@pytest.mark.cluster
+def test_members_run_for_an_asynchronous_client():
+    with dask.config.set({"p2p.transports.order": ["cma", "ucx", "comm"]}):
+        y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), members=2)
+
+    async def main():
+        async with Client(n_workers=2, asynchronous=True, dashboard_address=":0") as client:
+            assert np.array_equal(await client.compute(y), np.full((4, 2), 3.0))
+            z = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), members=2)
+            assert np.array_equal(await client.compute(z), np.full((4, 2), 2.0))
+
+    asyncio.run(main())
+
+
+here = {}  # what functions find that travel by their names
+
+
+def up(block):
+    return here["gpu"].written(block)
+
+
+def down(block):
+    return here["gpu"].read(block)
+
+
+def test_members_of_gpus_run_on_workers_without_the_plugin(gpu):
+    here["gpu"] = gpu
+    x, meta = da.from_array(np.ones((4, 2)), chunks=(2, 2)), gpu.empty((0, 0), "f8")
+    y = spmd(lambda ctx, x: x, x.map_blocks(up, dtype="f8", meta=meta), members=2)
+    with own_client(processes=False) as client:
+        back = y.map_blocks(down, dtype="f8", meta=np.empty((0, 0)))
+        assert np.array_equal(client.compute(back).result(), np.ones((4, 2)))
+    here.clear()

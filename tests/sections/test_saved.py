@@ -189,7 +189,16 @@ def test_checkpoints_are_due_after_some_time(monkeypatch, step_s):
     assert len(looks) <= 30
 
 
-@pytest.mark.parametrize("wrong", [0, -1, True, "soon", 2.5, "-1 s"])
+@pytest.mark.parametrize("every", [5, np.int64(5), np.uint8(5), np.array(5)])
+def test_numbers_of_steps_of_numpy_are_integers_of_python(every):
+    assert type(checked_period(every)) is int
+    assert due(Period(every), 11) == [5, 10]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, np.True_, np.int64(0), "soon", 2.5, "-1 s"])
 def test_wrong_periods_are_refused(wrong):
-    with pytest.raises(InputError, match="expected a number of steps, a time like '30 s' or None"):
+    with pytest.raises(
+        InputError, match="expected a number of steps, a time like '30 s' or None"
+    ) as caught:
         checked_period(wrong)
+    assert "Give an integer of at least 1, a time, or None" in str(caught.value)

@@ -34,13 +34,24 @@ class Scheduler:
         self.released, self.forgotten = [], []
         self.tasks = {("x", rank): self.task(worker) for rank, worker in enumerate("ab")}
         self.tasks["x", "commit"] = self.task(None, "waiting")
+        self.handlers["adaptive_target"] = lambda target_duration=None: 3
+
+    def _create_taskstate_from_graph(self, *, submitting_task):
+        """As Dask's: the plugins are called while it runs."""
+        raise NotImplementedError
 
     def add_plugin(self, plugin, name):
         self.plugins[name] = plugin
 
     def task(self, worker, state="processing"):
         on = SimpleNamespace(address=worker)
-        return SimpleNamespace(state=state, processing_on=on, exception_text="")
+        return SimpleNamespace(
+            state=state,
+            processing_on=on,
+            exception_text="",
+            suspicious=0,
+            resource_restrictions=None,
+        )
 
     def rpc(self, worker):
         async def forget(gang):
@@ -93,6 +104,31 @@ def test_nobody_joins_whose_task_is_not_in_process_there():
         assert coordinator_of(plugin).size("x") is None
 
     running(main)
+
+
+@pytest.mark.parametrize(("saved", "counted"), [([], 3), ([5], 3), ([5, 7], 0)])
+def test_deaths_before_a_newer_state_do_not_count(saved, counted):
+    """An attempt began at step 5; the next one begins there too, or later."""
+
+    async def main(scheduler, plugin):
+        await whole_with(plugin, [5] if saved else [], "")
+        plugin.transition(("x", 0), "processing", "released")
+        for rank in range(2):
+            scheduler.tasks["x", rank].suspicious = 3
+        await whole_with(plugin, saved, "again")
+        assert {scheduler.tasks["x", rank].suspicious for rank in range(2)} == {counted}
+
+    running(main)
+
+
+def whole_with(plugin, steps, ticket):
+    """Both members join, and each has states of steps."""
+    joining = [
+        JOINING | {"rank": rank, "ticket": f"{ticket}{rank}", "worker": worker}
+        for rank, worker in enumerate("ab")
+    ]
+    saved = [(rank, steps) for rank in range(2)]
+    return asyncio.gather(*(plugin.join(**each | {"saved": saved}) for each in joining))
 
 
 def test_a_poll_is_answered_in_time_without_news():

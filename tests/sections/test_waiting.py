@@ -28,12 +28,15 @@ def worker(status="running", tasks=1, seceded=0):
         processing=[*range(tasks)],
         long_running=[*range(seceded)],
         nthreads=2,
+        resources={"GPU": 1},
     )
 
 
-def task(state, on=None, needs=()):
+def task(state, on=None, needs=(), resources=None):
     waiting_on = [SimpleNamespace(key=key) for key in needs]
-    return SimpleNamespace(state=state, processing_on=on, waiting_on=waiting_on)
+    return SimpleNamespace(
+        state=state, processing_on=on, waiting_on=waiting_on, resource_restrictions=resources
+    )
 
 
 class Scheduler:

@@ -21,7 +21,7 @@ from distributed.shuffle._rechunk import rechunk_p2p
 
 import dask_p2p
 from dask_p2p import fft
-from dask_p2p.errors import ConfigError
+from dask_p2p.errors import ConfigError, P2PWarning, RegistrationError
 from dask_p2p.tools import dropin
 from tests.support import added, parameter_names, persisted, used
 
@@ -49,6 +49,29 @@ def is_ours(y):
 
 def is_dasks(y):
     return any(name.startswith("rechunk-p2p-") for name in y.dask.layers)
+
+
+def test_a_cluster_without_the_package_is_forgotten_with_its_scheduler(monkeypatch):
+    """The client may find another scheduler later, with the package."""
+
+    class Connection:
+        """To which weak references can be made."""
+
+    first, second = Connection(), Connection()
+    client = SimpleNamespace(scheduler_comm=first)
+    monkeypatch.setattr(dropin, "current_client", lambda: client)
+    asked = []
+
+    def make():
+        asked.append(client.scheduler_comm)
+        raise RegistrationError("no dask_p2p there")
+
+    with pytest.warns(P2PWarning, match="Dask's own way is used"):
+        assert dropin.tried("rechunk", make) is None
+    assert dropin.tried("rechunk", make) is None, "without a second warning"
+    client.scheduler_comm = second
+    assert dropin.tried("rechunk", lambda: "made") == "made"
+    assert asked == [first]
 
 
 def test_examples_in_docstrings():

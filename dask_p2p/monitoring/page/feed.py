@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any, NamedTuple
 
 from dask.utils import format_bytes
@@ -141,7 +142,7 @@ def picture(
 
 
 def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
-    """Return a row of the table; progress is 0 to 1: tasks that ended, and others by bytes."""
+    """Return a row of the table; progress is 0 to 1."""
     failed = {record.key for record in run.records if record.error}
     state = "failed" if failed - {record.key for record in run.made} else "done"
     row: dict[str, Any] = cells(run) | {"progress": 1.0}
@@ -149,10 +150,26 @@ def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
         state = "running"
         placed = [sum(stage.nbytes for stage in record.stages) for record in run.under_way]
         row["moved"] = format_bytes(run.moved_bytes + sum(placed))
-        done = float(max(tasks.total - tasks.left, len(run.made)))
-        for record, nbytes in zip(run.under_way, placed, strict=True):
-            done += nbytes / record.wanted_bytes if record.wanted_bytes else 0.0
-            done += record.step / record.steps if record.steps else 0.0
-        row["progress"] = min(1.0, done / max(tasks.total, len(run.made) + len(run.under_way)))
+        is_section = any(record.attempt for record in run.records)
+        row["progress"] = _of_steps(run) if is_section else _of_tasks(run, tasks, placed)
     row["start"] = time.strftime("%H:%M:%S", time.localtime(run.start_s))
     return run.name, state, *(row[name] for name in TABLE)
+
+
+def _of_tasks(run: Run, tasks: Tasks, placed: Sequence[int]) -> float:
+    """Return the share of tasks that have ended, and of bytes in place for those under way."""
+    done = float(max(tasks.total - tasks.left, len(run.made)))
+    for record, nbytes in zip(run.under_way, placed, strict=True):
+        done += nbytes / record.wanted_bytes if record.wanted_bytes else 0.0
+    return min(1.0, done / max(tasks.total, len(run.made) + len(run.under_way)))
+
+
+def _of_steps(run: Run) -> float:
+    """Return the share of steps that the members of a section have done.
+
+    Its commit task and its inputs do not count: the members do all the work.
+    """
+    done = {record.key: 1.0 for record in run.made}
+    for record in run.under_way:
+        done[record.key] = record.step / record.steps if record.steps else 0.0
+    return min(1.0, sum(done.values()) / max(prod(run.blocks), len(done)))

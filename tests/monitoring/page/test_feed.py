@@ -228,6 +228,28 @@ def test_progress_where_nothing_has_to_come():
     assert (row["state"], row["progress"]) == ("running", 0.25)
 
 
+def member(rank, step=0, wanted_bytes=0, steps=5000):
+    """Of a section with two members; the scheduler knows its commit task, too."""
+    return record(rank, 1.0, wanted_bytes=wanted_bytes, step=step, steps=steps, attempt=1)
+
+
+@pytest.mark.parametrize(
+    ("records", "left", "progress"),
+    [
+        ([member(0, 495), member(1, 495)], 3, 0.099),
+        ([member(0, 3459), member(1, 3459)], 3, 3459 / 5000),
+        ([member(0, 5000), member(1, 5000)], 3, 1.0),
+        ([member(0, 2500)], 3, 0.25),  # no record of the other one has come
+        ([member(0, 5000, None), member(1, 2500)], 2, 0.75),
+        ([member(0, steps=0), member(1, steps=0)], 3, 0.0),
+        ([member(0, 5000, None), member(1, 5000, None)], 1, 1.0),
+    ],
+)
+def test_progress_of_a_section_is_that_of_its_steps(records, left, progress):
+    (row,) = table(records, total=3, left=left)
+    assert (row["state"], row["progress"]) == ("running", pytest.approx(progress))
+
+
 def test_between_two_tasks_a_run_is_running():
     (row,) = table([record(0, 0.0, FROM_B)], total=2, left=1)
     assert (row["state"], row["progress"]) == ("running", 0.5)

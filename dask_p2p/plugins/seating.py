@@ -1,0 +1,145 @@
+"""Where the members of a gang go: to as many workers as there are, and within their resources.
+
+Dask places a task by its inputs, and a task that lacks units of a resource waits on its worker.
+A member would wait there for ever if another member of its gang had the units.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+from dask_p2p.engine.task import MemberTask, WaitTask
+from dask_p2p.plans.seats import most_seated, room
+
+_LONG_S = 3.0  # a task that has run for so long is long
+
+#: Tasks of members that did not start where they were: they avoid workers full of long tasks.
+unstarted: WeakSet[Any] = WeakSet()
+
+
+def allowed_workers(scheduler: Any, ts: Any) -> set[Any]:
+    """Return the workers that may run a task and have its resources, also those that are paused."""
+    able = {ws for ws in scheduler.workers.values() if _can_hold(ws, needs_of(ts))}
+    named = able & named_workers(scheduler, ts)
+    return able if ts.loose_restrictions and not named else named
+
+
+def named_workers(scheduler: Any, ts: Any) -> set[Any]:
+    """Return the workers that a task's restrictions to workers and hosts name; all without any."""
+    workers = set(scheduler.workers.values())
+    if not ts.worker_restrictions and not ts.host_restrictions:
+        return workers
+    addresses = ts.worker_restrictions or ()
+    hosts = {scheduler.coerce_hostname(host) for host in ts.host_restrictions or ()}
+    return {ws for ws in workers if ws.address in addresses or ws.host in hosts}
+
+
+def _can_hold(ws: Any, needs: Mapping[str, float]) -> bool:
+    """As Dask compares them: a worker without the resource has none, even if none is needed."""
+    return all(name in ws.resources and ws.resources[name] >= n for name, n in needs.items())
+
+
+def needs_of(ts: Any) -> Mapping[str, float]:
+    """Return the units of resources that a task needs."""
+    needs: Mapping[str, float] = ts.resource_restrictions or {}
+    return needs
+
+
+def is_restricted(ts: Any) -> bool:
+    """Return whether not every worker may run a task, or not any number of such tasks."""
+    return bool(ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions)
+
+
+def is_full(ws: Any, ts: Any) -> bool:
+    """Return whether a task would wait on a worker for long tasks, which are of no gang."""
+    long = [
+        other
+        for other, seconds in ws.executing.items()
+        if seconds >= _LONG_S and other in ws.processing and not _is_member(other)
+    ]
+    in_threads = [other for other in long if other not in ws.long_running]
+    return len(in_threads) >= ws.nthreads or not has_room(ws, ts, long)
+
+
+def _is_member(ts: Any) -> bool:
+    return isinstance(ts.run_spec, MemberTask)
+
+
+def has_room(ws: Any, ts: Any, others: Iterable[Any]) -> bool:
+    """Return whether a worker has room for a task and for others of its gang that are there."""
+    needs = needs_of(ts)
+    left = dict(ws.resources)
+    for other in others:
+        for name, n in needs_of(other).items():
+            left[name] = left.get(name, 0) - n
+    return room(left, needs) >= 1
+
+
+def place_member(scheduler: Any, ts: Any) -> Any:
+    """Return the worker for a member of a gang; None if none can take it."""
+    workers = scheduler.running
+    if is_restricted(ts):
+        allowed = workers & allowed_workers(scheduler, ts)
+        if ts.loose_restrictions and not allowed:
+            allowed = {ws for ws in workers if _can_hold(ws, needs_of(ts))}
+        workers = allowed
+    # The task that depends on all members leads to the others.
+    waiting = [each for each in ts.dependents if isinstance(each.run_spec, WaitTask)]
+    siblings = set().union(*(each.dependencies for each in waiting)) - {ts}
+    taken = Counter(sibling.processing_on for sibling in siblings)
+    held_bytes: Counter[Any] = Counter()
+    for block in ts.dependencies:
+        for ws in block.who_has or ():
+            held_bytes[ws] += block.get_nbytes()
+
+    def preference(ws: Any) -> tuple[Any, ...]:
+        avoided = ts in unstarted and is_full(ws, ts)
+        load = ws.occupancy / ws.nthreads
+        return avoided, taken[ws], -held_bytes[ws], load, ws.address
+
+    if ts.resource_restrictions:
+        by_preference = sorted(workers, key=preference)
+        workers = _with_room(scheduler, ts, siblings, by_preference) or workers
+    return min(workers, key=preference, default=None)
+
+
+def _with_room(scheduler: Any, ts: Any, siblings: set[Any], workers: list[Any]) -> list[Any]:
+    """Return the workers that have room for a member, first one that leaves room for the others."""
+    placed: dict[Any, list[Any]] = {}
+    for sibling in siblings:
+        placed.setdefault(sibling.processing_on, []).append(sibling)
+    roomy = [ws for ws in workers if has_room(ws, ts, placed.get(ws, ()))]
+    to_come = [each for each in placed.get(None, ()) if needs_of(each) == needs_of(ts)]
+    wants = Counter(frozenset(each) for each in allowed_of(scheduler, to_come))
+    rooms = {
+        ws.address: room(ws.resources, needs_of(ts)) - len(placed.get(ws, ()))
+        for ws in scheduler.workers.values()
+    }
+    most = most_seated(wants, rooms)
+    for ws in roomy:
+        rooms[ws.address] -= 1
+        if most_seated(wants, rooms) == most:
+            return [ws]
+        rooms[ws.address] += 1
+    return roomy
+
+
+def allowed_of(scheduler: Any, tasks: Iterable[Any]) -> list[frozenset[str]]:
+    """Return for each task the addresses of the workers that may run it."""
+    known: dict[Any, frozenset[str]] = {}
+    found = []
+    for ts in tasks:
+        restrictions = ts.worker_restrictions, ts.host_restrictions, ts.resource_restrictions
+        key = (*map(_hashable, restrictions), ts.loose_restrictions)
+        if key not in known:
+            known[key] = frozenset(ws.address for ws in allowed_workers(scheduler, ts))
+        found.append(known[key])
+    return found
+
+
+def _hashable(restrictions: Any) -> frozenset[Any]:
+    items = restrictions.items() if isinstance(restrictions, dict) else restrictions
+    return frozenset(items or ())

@@ -1,0 +1,207 @@
+"""Gangs from the arrival of their graph until they run: those that never can are ended.
+
+Members wait for each other, so a gang that cannot run as a whole would wait for ever. It is ended
+by a `SectionError` if the workers lack resources for all its members, or if another gang has its
+workers and waits for it. A member behind long tasks goes to a worker that has a free thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dask_p2p.errors import P2PWarning, SectionError
+from dask_p2p.plugins.notices import warn_client
+from dask_p2p.plugins.seating import allowed_workers, has_room, is_full, is_restricted, unstarted
+from dask_p2p.sections.coordinator import COMMIT, Coordinator
+from dask_p2p.sections.nesting import Nesting, gangs_of
+from dask_p2p.sections.shortage import shortage
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5  # between two looks
+_JOINING_S = 1.0  # after the graph or a worker has come, more workers may join
+_LOST_S = 300.0  # a gang that could run waits so long for a worker that was lost
+_RESTART_S = 30.0  # a nanny starts a worker that was lost just before the graph came
+_ADAPTIVE_S = 30.0  # a cluster that has asked for its target counts as adaptive
+_INNER_S = 1.0  # an inner gang waits for its outer gang, which may be about to end
+_BLOCKED_S = 60.0  # the same where no task is known to have submitted the inner gang
+
+
+@dataclass
+class _Gang:
+    """The state of one gang that gathers."""
+
+    could_run: bool = False  # there were workers for all members once
+    lacking_s: float | None = None  # since when there are not
+    blocked_s: float | None = None  # since when a gang has its workers which may wait for it
+    is_warned: bool = False
+
+
+class Gathering:
+    """Looks twice a second at all gangs that do not run."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        coordinator: Coordinator,  # of all gangs
+        nesting: Nesting,
+        warn_after_s: float,  # how long a gang waits for workers before users are warned
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler, self._coordinator, self._nesting = scheduler, coordinator, nesting
+        self._warn_after_s, self._now_s = warn_after_s, now_s
+        self._gangs: dict[str, _Gang] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._joined_s = self._lost_s = self._asked_s = float("-inf")
+        self._lost = 0  # workers in whose place none has joined
+
+    def add(self, keys: Iterable[Any]) -> None:
+        """Look after the gangs among tasks that have come to the scheduler."""
+        for name in gangs_of(keys):
+            self._gangs.setdefault(name, _Gang())
+        if self._gangs and self._timer is None:
+            self._look_later()
+
+    def forget(self, key: Any) -> None:
+        """Look no more after a gang whose tasks are forgotten."""
+        for gang in gangs_of([key]):
+            self._gangs.pop(gang, None)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._gangs.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def note_joined(self) -> None:
+        """Note that a worker has joined: more may be on their way."""
+        self._joined_s, self._lost = self._now_s(), max(0, self._lost - 1)
+
+    def note_lost(self) -> None:
+        """Note that a worker was lost: its nanny may start it again."""
+        self._lost_s, self._lost = self._now_s(), self._lost + 1
+
+    def note_asked(self) -> None:
+        """Note that an adaptive cluster has asked how many workers it should have."""
+        self._asked_s = self._now_s()
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look_and_go_on)
+
+    def _look_and_go_on(self) -> None:
+        self._timer = None
+        self.look()
+        if self._gangs:
+            self._look_later()
+
+    def look(self) -> None:
+        """End gangs that never can run, and move members that do not start where they are."""
+        for name, gang in tuple(self._gangs.items()):
+            commit = self._scheduler.tasks.get((name, COMMIT))
+            # Later the members have returned, or one has failed; it may be tried once more.
+            is_gathering = commit is not None and commit.state == "waiting"
+            if not is_gathering or self._coordinator.has_started(name):
+                gang.lacking_s = gang.blocked_s = None
+                gang.could_run = is_gathering or gang.could_run
+                continue
+            tasks = [each for each in commit.dependencies if each.key[0] == name]
+            if reason := self._lack(name, gang, tasks) or self._block(name, gang, tasks):
+                self._end(commit, reason)
+            else:
+                self._move(name, tasks)
+
+    def _lack(self, name: str, gang: _Gang, tasks: Sequence[Any]) -> str:
+        """Return which resources or workers are lacking, once it is no use to wait for them."""
+        text = ""
+        if self._scheduler.workers and any(map(is_restricted, tasks)):
+            text = shortage(self._scheduler, name, tasks)
+        now_s = self._now_s()
+        if not text:
+            gang.could_run = gang.could_run or bool(self._scheduler.workers)
+            gang.lacking_s = None
+            return ""
+        since_s = gang.lacking_s = now_s if gang.lacking_s is None else gang.lacking_s
+        is_restarted = self._lost and now_s - self._lost_s < _RESTART_S
+        patience_s = _RESTART_S if is_restarted else _JOINING_S
+        patience_s = _LOST_S if gang.could_run else patience_s
+        is_adaptive = now_s - self._asked_s < _ADAPTIVE_S
+        if not is_adaptive and now_s - max(since_s, self._joined_s) >= patience_s:
+            return text
+        if now_s - since_s >= self._warn_after_s and not gang.is_warned:
+            gang.is_warned = True
+            warn_client(self._scheduler, f"dask_p2p: {text}", P2PWarning)
+        return ""
+
+    def _block(self, name: str, gang: _Gang, tasks: Sequence[Any]) -> str:
+        """Return which gang has the workers of this one, if it waits for it."""
+        around, others = [*self._nesting.outer(name)], []
+        if around or self._nesting.may_be_inner(name):
+            ways = [self._ways(each) for each in tasks]
+            running = self._coordinator.running().items()
+            others = [each for each, has in running if any(way and way <= has for way in ways)]
+        outer = next((each for each in around if each in others), None)
+        if not outer and (around or not others):
+            gang.blocked_s = None
+            return ""
+        now_s = self._now_s()
+        since_s = gang.blocked_s = now_s if gang.blocked_s is None else gang.blocked_s
+        if now_s - since_s < (_INNER_S if outer else _BLOCKED_S):
+            return ""
+        remedy = (
+            "Build it in the function itself, where it has one member, give members=1, or compute "
+            "it before."
+        )
+        if outer:
+            return (
+                f"{name} is computed by the function of {outer}, and needs workers that {outer} "
+                f"has until it ends: each would wait for the other. {remedy}"
+            )
+        return (
+            f"{name} was computed by a thread of a worker, and {others[0]} has had its workers for "
+            f"{now_s - since_s:.0f} s. If the function of {others[0]} waits for it, neither would "
+            f"end. {remedy}"
+        )
+
+    def _ways(self, ts: Any) -> set[str]:
+        """Return the worker that a member's task is on, or those that it may come to."""
+        if ts.processing_on is not None:
+            return {ts.processing_on.address}
+        return {ws.address for ws in allowed_workers(self._scheduler, ts)}
+
+    def _end(self, commit: Any, reason: str) -> None:
+        """Have all that depends on a gang fail, and its members' tasks taken back."""
+        from distributed.protocol.pickle import dumps
+
+        logger.warning("%s", reason)
+        commit.exception, commit.exception_text = dumps(SectionError(reason)), reason
+        commit.exception_blame, commit.erred_on = commit, set()
+        stimulus = f"p2p-section-ended-{time.time()}"
+        self._scheduler.transitions({commit.key: "erred"}, stimulus_id=stimulus)
+
+    def _move(self, name: str, tasks: Sequence[Any]) -> None:
+        """Take members back that would wait for long tasks, if another worker can run them now."""
+        if any(each.state == "waiting" for each in tasks):
+            return  # for their inputs: until these are made the worker may be free
+        here = self._coordinator.waiting(name)
+        stuck = []
+        for ts in tasks:
+            ws = ts.processing_on
+            if ts.key[1] in here or ts.state != "processing" or not is_full(ws, ts):
+                continue
+            free = (self._scheduler.running & allowed_workers(self._scheduler, ts)) - {ws}
+            placed = [each for each in tasks if each.processing_on in free]
+            if any(
+                not is_full(each, ts)
+                and has_room(each, ts, [o for o in placed if o.processing_on is each])
+                for each in free
+            ):
+                unstarted.add(ts)
+                stuck.append(ts.key)
+        if stuck:
+            stimulus = f"p2p-section-moved-{time.time()}"
+            self._scheduler.transitions(dict.fromkeys(stuck, "released"), stimulus_id=stimulus)

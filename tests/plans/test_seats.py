@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.plans.seats import most_seated, room
+
+
+@pytest.mark.parametrize(
+    ("units", "needs", "count"),
+    [
+        ({"GPU": 2}, {"GPU": 1}, 2),
+        ({"GPU": 1}, {"GPU": 2}, 0),
+        ({}, {"GPU": 1}, 0),
+        ({"GPU": 1}, {}, inf),
+        ({}, {"GPU": 0}, inf),
+        ({"GPU": 1}, {"GPU": 0.1}, 10),
+        ({"GPU": 0.3}, {"GPU": 0.1}, 3),
+        ({"GPU": 4, "memory": 10e9}, {"GPU": 1, "memory": 4e9}, 2),
+    ],
+)
+def test_ranks_of_a_worker(units, needs, count):
+    assert room(units, needs) == count
+
+
+workers = st.sets(st.sampled_from("abcd"), max_size=4).map(frozenset)
+
+
+@given(
+    wants=st.lists(workers, max_size=5),
+    rooms=st.fixed_dictionaries({worker: st.integers(0, 2) for worker in "abcd"}),
+)
+def test_as_many_are_seated_as_by_trying_all_ways(wants, rooms):
+    most = 0
+    for places in product(*([*sorted(each), None] for each in wants)):
+        used = Counter(place for place in places if place)
+        if all(used[worker] <= rooms[worker] for worker in used):
+            most = max(most, used.total())
+    assert most_seated(Counter(wants), rooms) == most
+
+
+def test_many_ranks():
+    rooms = {f"worker {i}": 2 for i in range(1000)}
+    assert most_seated({frozenset(rooms): 3000}, rooms) == 2000
+    assert most_seated({frozenset(rooms): 1500}, {**rooms, "worker 0": inf}) == 1500
+    alone = {frozenset([worker]): 3 for worker in rooms}
+    assert most_seated(alone, rooms) == 2000

@@ -1,0 +1,99 @@
+"""Where members of a gang go whose workers have few units of a resource."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from dask_p2p.engine.task import WaitTask
+from dask_p2p.plugins.seating import allowed_workers, is_full, place_member, unstarted
+from tests.sections.schedulers import Scheduler, Task
+
+GPU = {"GPU": 1}
+
+
+class Block:
+    """An input that some workers have."""
+
+    def __init__(self, *workers):
+        self.who_has = workers
+
+    def get_nbytes(self):
+        return 100
+
+
+def placed(scheduler, *tasks):
+    """Place the tasks of a gang one after the other; return their workers."""
+    commit = Task(("x", "commit"), is_member=False)
+    commit.run_spec, commit.dependencies = object.__new__(WaitTask), {*tasks}
+    for worker in scheduler.workers.values():
+        worker.occupancy = 0.0
+    for task in tasks:
+        task.dependents = {commit}
+    for task in tasks:
+        task.processing_on = place_member(scheduler, task)
+    return [task.processing_on and task.processing_on.address for task in tasks]
+
+
+def ranks(count, *args, **kwargs):
+    return [Task(("x", rank), *args, **kwargs) for rank in range(count)]
+
+
+def test_no_worker_gets_more_ranks_than_it_has_units():
+    scheduler = Scheduler({"GPU": 2}, GPU, {})
+    tasks = ranks(3, GPU)
+    for task in tasks:
+        task.dependencies = {Block(scheduler.workers["b"])}
+    assert Counter(placed(scheduler, *tasks)) == {"a": 2, "b": 1}
+
+
+def test_a_rank_leaves_the_worker_that_another_needs():
+    scheduler = Scheduler(GPU, GPU)
+    anywhere, only = Task(("x", 0), GPU), Task(("x", 1), GPU, workers={"a"})
+    anywhere.dependencies = {Block(scheduler.workers["a"])}
+    assert placed(scheduler, anywhere, only) == ["b", "a"]
+
+
+def test_ranks_without_room_wait_somewhere():
+    assert Counter(placed(Scheduler(GPU), *ranks(2, GPU))) == {"a": 2}
+    assert placed(Scheduler({}), *ranks(2, GPU)) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("restrictions", "found"),
+    [
+        ({}, "abc"),
+        ({"needs": GPU}, "ab"),
+        ({"workers": {"a", "gone"}}, "a"),
+        ({"workers": {"a"}, "hosts": {"host-c"}}, "ac"),
+        ({"workers": {"c"}, "needs": GPU}, ""),
+        ({"workers": {"gone"}}, ""),
+        ({"workers": {"gone"}, "loose": True}, "abc"),
+        ({"workers": {"c"}, "needs": GPU, "loose": True}, "ab"),
+    ],
+)
+def test_restrictions_are_those_of_dask(restrictions, found):
+    scheduler = Scheduler(GPU, GPU, {})
+    task = Task(("x", 0), **restrictions)
+    assert {ws.address for ws in allowed_workers(scheduler, task)} == {*found}
+    assert placed(scheduler, task)[0] in (*found, None)
+
+
+def test_members_that_did_not_start_avoid_long_tasks():
+    scheduler = Scheduler({}, {})
+    (task,) = ranks(1)
+    task.dependencies = {Block(scheduler.workers["a"])}
+    scheduler.workers["a"].executes(Task("busy", is_member=False), 5.0)
+    assert is_full(scheduler.workers["a"], task)
+    assert placed(scheduler, task) == ["a"], "it may end soon"
+    unstarted.add(task)
+    task.processing_on = None
+    assert placed(scheduler, task) == ["b"]
+
+
+def test_many_members_are_placed_quickly():
+    """Restrictions are worked out once for all, and not for each pair of members."""
+    tasks = ranks(200, GPU)
+    scheduler = Scheduler(*[{"GPU": 50}] * 4)
+    assert Counter(placed(scheduler, *tasks)) == dict.fromkeys("abcd", 50)

@@ -1,0 +1,70 @@
+"""A stand-in for Dask's scheduler: workers with units of resources, and tasks of a gang."""
+
+from __future__ import annotations
+
+import pickle
+
+from dask_p2p.engine.task import MemberTask
+from dask_p2p.sections.coordinator import COMMIT
+
+
+class Task:
+    """A task as the scheduler has it."""
+
+    def __init__(self, key, needs=None, workers=None, hosts=None, loose=False, is_member=True):
+        self.key, self.state, self.processing_on = key, "no-worker", None
+        self.resource_restrictions, self.loose_restrictions = needs, loose
+        self.worker_restrictions, self.host_restrictions = workers, hosts
+        self.dependencies, self.dependents = set(), set()
+        self.run_spec = object.__new__(MemberTask) if is_member else None
+
+
+class Worker:
+    """A worker as the scheduler has it."""
+
+    def __init__(self, name, units):
+        self.address, self.host, self.resources, self.nthreads = name, f"host-{name}", units, 1
+        self.executing, self.processing, self.long_running = {}, set(), set()
+
+    def executes(self, task, seconds):
+        """Have it run a task for a while."""
+        self.executing[task] = seconds
+        self.processing.add(task)
+
+
+class Scheduler:
+    """Has a worker a, b, ... for each set of resources, with a thread each."""
+
+    def __init__(self, *resources):
+        self.tasks, self.ended, self.moved, self.told = {}, {}, [], []
+        self.workers = {}
+        for name, units in zip("abcdefgh", resources, strict=False):
+            self.add_worker(name, units)
+
+    def add_worker(self, name, units):
+        self.workers[name] = Worker(name, units)
+
+    @property
+    def running(self):
+        return {*self.workers.values()}
+
+    def gang(self, *tasks, name="x"):
+        """Have the tasks of a gang, which wait for a worker."""
+        commit = Task((name, COMMIT), is_member=False)
+        commit.state, commit.dependencies = "waiting", {*tasks}
+        self.tasks |= {each.key: each for each in (*tasks, commit)}
+        return list(self.tasks)
+
+    def coerce_hostname(self, host):
+        return host
+
+    def transitions(self, recommendations, stimulus_id):
+        for key, finish in recommendations.items():
+            if finish == "erred":
+                self.tasks[key].state = "erred"
+                self.ended[key] = pickle.loads(self.tasks[key].exception)
+            else:
+                self.moved.append(key)
+
+    def log_event(self, topic, event):
+        self.told.append(pickle.loads(event["message"]))
