@@ -26,8 +26,9 @@ from dask_p2p.monitoring.records import packed, unpacked
 from dask_p2p.monitoring.runs import fetch_records
 from tests.browser import chromium, until, visit
 
+RUNS = 5  # of `compute`
 IMAGES = Path(__file__).parent / "images"
-SIZE = (1500, 860)
+SIZE = (1700, 860)
 
 
 @click.group()
@@ -45,23 +46,30 @@ def record(records: Path, gpus: bool, side: int | None) -> None:
     with dask_p2p.local_cluster(gpus=gpus) as cluster, Client(cluster) as client:
         dask_p2p.register(client)
         compute(client, side, len(client.nthreads()), gpus)
-        found = client.sync(fetch_records, client, 4)
+        found = client.sync(fetch_records, client, RUNS)
         records.write_bytes(packed(found))
 
 
 def compute(client: Client, side: int, workers: int, gpus: bool) -> None:
-    """Run a rechunk, a transpose by messages and two other transposes, after a warm-up."""
+    """Run time steps, a rechunk, a transpose by messages and two others, after a warm-up."""
     with dask.config.set({"array.backend": "cupy" if gpus else "numpy"}):
         x = da.random.random((side, side), chunks=(side // workers, -1))
     for _ in range(2):
         x = client.persist(x + 1)
         wait(x)
-        runs = [dask_p2p.rechunk(x, (-1, side // workers))]
+        field = x[:, : side // 8].persist()
+        runs = [dask_p2p.iterate(heat, field, {0: 1}, steps=20)]
+        runs += [dask_p2p.rechunk(x, (-1, side // workers))]
         with dask.config.set({"p2p.transports.order": ["comm"]}):
             runs += [dask_p2p.transpose(x)]
         runs += [dask_p2p.transpose(x), dask_p2p.transpose(x, chunks=(side // workers // 2, -1))]
         for y in runs:
             wait(client.persist(y))
+
+
+def heat(u, out):
+    """Diffuse along the rows."""
+    out[...] = 0.5 * u[1:-1] + 0.25 * (u[2:] + u[:-2])
 
 
 @main.command()
