@@ -204,6 +204,8 @@ def _light_clusters():
     with pytest.MonkeyPatch.context() as patch, dask.config.set(FORKED | PATIENT | UNWATCHED):
         patch.setattr(Nanny, "close", close_patiently)
         patch.setattr(SpecCluster, "__init__", init_if_marked)
+        # On a busy machine, workers that have just started answer late, which is a warning.
+        patch.setattr("dask_p2p.plugins.scheduler.ANSWER_S", 30.0)
         yield
 
 

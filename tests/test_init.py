@@ -19,6 +19,7 @@ from click.testing import CliRunner
 import dask_p2p
 from dask_p2p import errors
 from dask_p2p.cli import p2p
+from tests.docs.pages import README, blocks_of
 
 LOOK = """
 import json, os, sys
@@ -139,17 +140,84 @@ async def ask(client: AsynchronousClient) -> None:
 """
 
 
+USE_SECTIONS = """
+from collections.abc import Sequence
+from typing import Any, assert_type
+import dask.array as da
+import dask_p2p
+
+def use(func: Any, x: da.Array, fields: Sequence[da.Array], n: int) -> None:
+    assert_type(dask_p2p.iterate(func, x, {0: 1}, steps=3, boundary="none"), da.Array)
+    dask_p2p.iterate(func, x, 1, 3, until=bool, weight=2.0).compute()
+    assert_type(dask_p2p.iterate(func, [x, x], 1, 3), tuple[da.Array, ...])
+    assert_type(dask_p2p.iterate(func, (x, x), [1, 0], 3), tuple[da.Array, ...])
+    assert_type(dask_p2p.iterate(func, fields, 1, 3), tuple[da.Array, ...])
+    newest, before = dask_p2p.iterate(func, [x, x], 1, 3)
+    newest.compute()
+    assert_type(dask_p2p.spmd(func, x), da.Array)
+    assert_type(dask_p2p.spmd(func, x, x, outputs=1, members=2, cut=[0], weight=2.0), da.Array)
+    dask_p2p.spmd(func, x).compute()
+    assert_type(dask_p2p.spmd(func, x, x, outputs=2), tuple[da.Array, ...])
+    assert_type(dask_p2p.spmd(func, x, per_member=[0.0]), tuple[da.Array, ...])
+    dask_p2p.spmd(func, x, outputs=0, per_member=[0.0]).compute()
+    u, norms = dask_p2p.spmd(func, x, outputs=n)
+"""
+
+USE_XARRAY = """
+from typing import Any, assert_type
+import xarray as xr
+from dask_p2p.xarray import P2PAccessor
+
+def use(a: xr.DataArray, ds: xr.Dataset, func: Any) -> None:
+    ds.p2p.chunk(time=-1, lat=30).to_zarr("series.zarr")
+    assert_type(P2PAccessor(ds).chunk(time=-1, lat=30), xr.Dataset)
+    assert_type(P2PAccessor(a).chunk({"time": -1}), xr.DataArray)
+    assert_type(P2PAccessor(a).transpose("y", ..., chunks={"y": 2}), xr.DataArray)
+    assert_type(P2PAccessor(ds).map_overlap(func, {"x": 1}, "none"), xr.Dataset)
+    assert_type(P2PAccessor(a).iterate(func, {"x": 1}, 3, weight=2.0), xr.DataArray)
+    assert_type(P2PAccessor(a).iterate(func, 1, 3, fields=[a]), tuple[xr.DataArray, ...])
+    assert_type(P2PAccessor(ds).iterate(func, 1, 3, fields=["u"]), xr.Dataset)
+    assert_type(P2PAccessor(a).fft("x").p2p, Any)
+    assert_type(P2PAccessor(a).ifft(real_dim="freq_x"), xr.DataArray)
+"""
+
+CHECKERS = {
+    "mypy": lambda folder: ["--config-file=", f"--cache-dir={folder}", "--warn-unused-ignores"],
+    "pyright": lambda folder: ["--pythonpath", sys.executable, "--project", str(folder)],
+}
+
+
 @pytest.mark.programs
-def test_types_as_a_checker_sees_them(tmp_path):
-    program = tmp_path / "use.py"
-    program.write_text(USE)
-    options = ["--config-file=", f"--cache-dir={tmp_path}", "--warn-unused-ignores"]
-    command = [sys.executable, "-m", "mypy", *options, str(program)]
-    env = {**os.environ, "MYPYPATH": os.path.dirname(os.path.dirname(dask_p2p.__file__))}
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_types_as_a_checker_sees_them(tmp_path, checker):
+    pytest.importorskip(checker)
+    (readme,) = (block.text for block in blocks_of(README) if block.language == "python")
+    uses = {"functions": USE, "sections": USE_SECTIONS, "with_xarray": USE_XARRAY, "readme": readme}
+    programs = [tmp_path / f"use_{name}.py" for name in uses]
+    for program, text in zip(programs, uses.values(), strict=True):
+        program.write_text(text)
+    package = os.path.dirname(os.path.dirname(dask_p2p.__file__))
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [package]}))
+    # A new version is not looked for.
+    env = {**os.environ, "MYPYPATH": package, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    command = [sys.executable, "-m", checker, *CHECKERS[checker](tmp_path), *map(str, programs)]
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["iterate", "spmd"])
+def test_overloads_take_what_the_function_takes(name):
+    function = getattr(dask_p2p, name)
+    wanted = inspect.signature(function).parameters
+    overloads = typing.get_overloads(function)
+    assert overloads
+    for each in overloads:
+        taken = inspect.signature(each).parameters
+        assert [*taken] == [*wanted]
+        for one, other in zip(taken.values(), wanted.values(), strict=True):
+            assert one.kind == other.kind
 
 
 def test_no_module_hides_a_function():

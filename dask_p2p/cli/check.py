@@ -19,14 +19,11 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
 
     Ends with status 1 if there is a pair of workers that no transport joins.
     """
-    from dask_p2p.plugins.registration import register
     from dask_p2p.tools.check import check as find
 
     with shared.one_line_errors(), _cluster(scheduler, workers, cpu) as client:
-        if scheduler is None:
-            register(client)
-        else:
-            shared.worker_count(client)
+        if scheduler is not None:
+            shared.worker_count(client)  # there is at least one
         report = find(client)
     click.echo(report)
     if any(link.error for link in report.links):

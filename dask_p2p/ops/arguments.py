@@ -30,6 +30,7 @@ _REMEDIES = {
         "Make one with dask.array.from_delayed of each of x.to_delayed(), and "
         "dask.array.concatenate"
     ),
+    "pint.Quantity": "Pass x.magnitude, and give the result the units x.units",
 }
 _REMEDY = "Make one with dask.array.from_array(x, chunks=...)"
 #: How to give chunks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -26,6 +26,52 @@ from dask_p2p.sections.iteration import Iteration
 from dask_p2p.sections.saved import checked_period
 from dask_p2p.sections.staged import checked_order
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
+
+
+@overload
+def iterate(
+    func: Callable[..., Any],
+    x: Sequence[DaskArray],
+    /,
+    depth: DepthLike,
+    steps: int,
+    *,
+    boundary: BoundaryLike = ...,
+    constants: Sequence[Any] = ...,
+    corners: bool = ...,
+    overlap: bool | Literal["auto"] = ...,
+    exchange: str = ...,
+    until: Callable[..., bool] | None = ...,
+    check_every: int = ...,
+    checkpoint_every: int | str | None = ...,
+    members: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    capture: bool = ...,
+    **kwargs: Any,
+) -> tuple[DaskArray, ...]: ...
+
+
+@overload
+def iterate(
+    func: Callable[..., Any],
+    x: DaskArray,
+    /,
+    depth: DepthLike,
+    steps: int,
+    *,
+    boundary: BoundaryLike = ...,
+    constants: Sequence[Any] = ...,
+    corners: bool = ...,
+    overlap: bool | Literal["auto"] = ...,
+    exchange: str = ...,
+    until: Callable[..., bool] | None = ...,
+    check_every: int = ...,
+    checkpoint_every: int | str | None = ...,
+    members: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    capture: bool = ...,
+    **kwargs: Any,
+) -> DaskArray: ...
 
 
 def iterate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -17,6 +17,63 @@ from dask_p2p.sections.arguments import check_computed, check_shares, chosen_mem
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.graph import Shares, ValueSpec, section_arrays
 from dask_p2p.types import DaskArray, DTypeLike
+
+
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: Literal[1] = ...,
+    cut: Sequence[int] | None = ...,
+    members: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    per_member: tuple[()] = ...,
+    **kwargs: Any,
+) -> DaskArray: ...
+
+
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: Literal[1] = ...,
+    cut: Sequence[int] | None = ...,
+    members: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    per_member: Sequence[Any],
+    **kwargs: Any,
+) -> tuple[DaskArray, ...]: ...
+
+
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: Literal[2, 3, 4, 5, 6, 7, 8],
+    cut: Sequence[int] | None = ...,
+    members: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    per_member: Sequence[Any] = ...,
+    **kwargs: Any,
+) -> tuple[DaskArray, ...]: ...
+
+
+# How many there are, one or a tuple, is known when it runs.
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: int,
+    cut: Sequence[int] | None = ...,
+    members: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    per_member: Sequence[Any] = ...,
+    **kwargs: Any,
+) -> DaskArray | Any: ...
 
 
 def spmd(

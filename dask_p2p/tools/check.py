@@ -57,8 +57,8 @@ def check(client: AsynchronousClient) -> Awaitable[Report]: ...
 def check(client: Any = None) -> Any:
     """Find out how the workers of a cluster reach each other, and how fast.
 
-    Registers the plugin if that is missing. While it runs the workers should have nothing else to
-    do, or it measures what is left.
+    Registers the plugin if that is missing, and reports no problem then. The workers should have
+    no other tasks while it runs, or the rates are too low.
 
     Parameters
     ----------
@@ -134,11 +134,6 @@ def find_problems(
 def _problems_of(
     worker: Status, client_versions: Mapping[str, str | None]
 ) -> Iterable[tuple[str, str]]:
-    if not worker.had_plugin:
-        yield (
-            "the worker plugin was missing; it has been registered now",
-            "Call dask_p2p.register(client), or start workers with --preload dask_p2p.preload",
-        )
     different = ", ".join(
         f"{name} {theirs}, here {ours}"
         for name, theirs in worker.versions.items()

@@ -23,7 +23,7 @@ class Status:
 
     address: str
     host: str  # its name
-    had_plugin: bool
+    had_plugin: bool  # before `check` registered it
     kind: Kind  # of the blocks that were moved: "numpy" or "cupy"
     gpu: str | None = None  # its name
     mig: bool = False

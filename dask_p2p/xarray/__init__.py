@@ -17,7 +17,7 @@ Frozen({'x': (6,), 'y': (2, 2)})
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import xarray as xr
 
@@ -26,44 +26,51 @@ from dask_p2p.ops.arguments import check_names
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.transpose import transpose
-from dask_p2p.xarray.by_name import as_dask, by_dimension, iterated, named_in_errors
+from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
 from dask_p2p.xarray.spectra import spectrum, undone
+from dask_p2p.xarray.variables import as_dask, changed, chunked, in_memory, sizes_by_name, with_data
 
 __all__ = ["P2PAccessor"]
+
+T = TypeVar("T", xr.DataArray, xr.Dataset)
 
 
 @xr.register_dataarray_accessor("p2p")
 @xr.register_dataset_accessor("p2p")
-class P2PAccessor:
-    """What this package does by names of dimensions.
+class P2PAccessor(Generic[T]):
+    """Operations of this package by names of dimensions.
 
     Coordinates that are Dask arrays are moved like the data; those in memory stay there.
+
+    To type checkers ``a.p2p`` is of any type, since xarray adds it when it runs. The results of
+    ``P2PAccessor(a)``, which does the same, have types.
 
     Parameters
     ----------
     given : xarray.DataArray or xarray.Dataset
-        What it is the accessor of.
+        The array or dataset that it is the accessor of.
     """
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
+    def __init__(self, given: T) -> None:
+        self._given: Any = given
 
-    def transpose(self, *dims: Any, chunks: Mapping[Any, Any] | None = None) -> Any:
-        """Transpose Dask arrays by `dask_p2p.transpose`, and what is in memory as xarray does.
+    def transpose(self, *dims: Any, chunks: Mapping[Any, Any] | None = None) -> T:
+        """Transpose Dask arrays by `dask_p2p.transpose`, and arrays in memory as xarray does.
 
         Parameters
         ----------
         *dims : hashable or ``...``
             Names of the dimensions in their new order, ``...`` for all that are not named. By
             default the order is reversed.
-        chunks : mapping of hashable to int, str or tuple, optional
-            Chunks of the result by dimension. By default those of `dask_p2p.transpose`; arrays of
-            which no dimension is named, and whose order stays, keep theirs.
+        chunks : mapping of hashable to int, str, tuple or Resampler, optional
+            Chunks of the result by dimension. By default those of `dask_p2p.transpose`. An array
+            keeps its chunks if its order stays and none of its dimensions is named.
 
         Returns
         -------
         xarray.DataArray or xarray.Dataset
-            With the coordinates and attributes of what was given.
+            With the coordinates and attributes of the array or dataset given. Encodings lose the
+            chunks of the file that was read, where blocks or the order of dimensions change.
 
         Raises
         ------
@@ -72,9 +79,10 @@ class P2PAccessor:
         ChunksError
             If `chunks` has a name that is no dimension's, or does not fit.
         UnsupportedArrayError
-            If blocks are masked, sparse or otherwise more than bytes.
+            If an array has units, as those of pint have, or is another one around a Dask array; or
+            if blocks are masked, sparse or otherwise more than bytes.
         """
-        sizes = by_dimension(self._dims, "chunks", chunks or {}, ChunksError)
+        sizes = self._sizes(chunks or {})
         try:
             result = self._given.transpose(*dims)
         except ValueError as exc:
@@ -83,24 +91,25 @@ class P2PAccessor:
                 f"not named, got {dims}: {exc}."
             ) from exc
 
-        def change(before: Any, after: Any) -> Any:
+        def change(before: Any, after: Any, name: Hashable) -> Any:
             wanted = {i: sizes[dim] for i, dim in enumerate(after.dims) if dim in sizes}
-            if after.chunks is None or (before.dims == after.dims and not wanted):
+            if in_memory(before) or (before.dims == after.dims and not wanted):
                 return after
             axes = [before.dims.index(dim) for dim in after.dims]
             with named_in_errors(after.dims, wanted):
-                data = transpose(before.data, axes, chunks=wanted or None)
+                data = transpose(as_dask(before, name), axes, chunks=wanted or None)
             return after.copy(deep=False, data=data)
 
-        return self._changed(result, change)
+        return changed(self._given, result, change)
 
-    def chunk(self, chunks: Any = None, **chunks_kwargs: Any) -> Any:
+    def chunk(self, chunks: Any = None, **chunks_kwargs: Any) -> T:
         """Cut Dask arrays into other chunks by `dask_p2p.rechunk`, and others as xarray does.
 
         Parameters
         ----------
-        chunks : mapping of hashable to int, str or tuple; or int or str for all, optional
-            Chunks of the result by dimension. Dimensions that are not named stay as they are.
+        chunks : mapping of hashable to int, str, tuple or Resampler; or one for all, optional
+            Chunks of the result by dimension. Dimensions that are not named keep their chunks. A
+            resampler, such as `xarray.groupers.TimeResampler`, gives each of its groups a block.
         **chunks_kwargs
             The same, by keywords.
 
@@ -114,17 +123,19 @@ class P2PAccessor:
         ChunksError, UnsupportedArrayError
             As of `transpose`.
         """
-        by_name = by_dimension(self._dims, "chunks", {} if chunks is None else chunks, ChunksError)
-        sizes = {**by_name, **by_dimension(self._dims, "chunks", chunks_kwargs, ChunksError)}
+        sizes = {**self._sizes({} if chunks is None else chunks), **self._sizes(chunks_kwargs)}
 
-        def change(before: Any, _: Any) -> Any:
-            if before.chunks is None:
-                return before.chunk({dim: sizes[dim] for dim in before.dims if dim in sizes})
+        def change(before: Any, _: Any, name: Hashable) -> Any:
+            if in_memory(before):
+                named = {dim: sizes[dim] for dim in before.dims if dim in sizes}
+                return chunked(before, named, name)
             wanted = {i: sizes[dim] for i, dim in enumerate(before.dims) if dim in sizes}
+            if not wanted:
+                return before
             with named_in_errors(before.dims, wanted):
-                return before.copy(deep=False, data=rechunk(before.data, wanted))
+                return before.copy(deep=False, data=rechunk(as_dask(before, name), wanted))
 
-        return self._changed(self._given, change)
+        return changed(self._given, self._given, change)
 
     def map_overlap(
         self,
@@ -133,7 +144,7 @@ class P2PAccessor:
         depth: Mapping[Any, Any] | int,
         boundary: Any = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> T:
         """Map a function over blocks with rims of their neighbours, by `dask_p2p.map_overlap`.
 
         Arrays in memory are taken as one block. Arrays of a dataset that have no dimension with
@@ -166,18 +177,43 @@ class P2PAccessor:
         widths = by_dimension(self._dims, "depth", depth)
         kinds = by_dimension(self._dims, "boundary", boundary)
 
-        def change(before: Any, _: Any) -> Any:
+        def change(before: Any, _: Any, name: Hashable) -> Any:
             rims = {i: widths[dim] for i, dim in enumerate(before.dims) if dim in widths}
             if not rims:
                 return before
             beyond = {i: kinds[dim] for i, dim in enumerate(before.dims) if dim in kinds}
             with named_in_errors(before.dims, rims, beyond):
-                y = map_overlap(func, as_dask(before), depth=rims, boundary=beyond, **kwargs)
+                x = as_dask(before, name)
+                y = map_overlap(func, x, depth=rims, boundary=beyond, **kwargs)
             after = before.copy(deep=False, data=y)
             after.encoding = {}  # of other values
             return after
 
-        return self._with_data(self._given, change)
+        return with_data(self._given, self._given, change)
+
+    @overload
+    def iterate(
+        self: P2PAccessor[xr.DataArray],
+        func: Callable[..., Any],
+        /,
+        depth: Any,
+        steps: int,
+        *,
+        fields: Sequence[xr.DataArray],
+        **kwargs: Any,
+    ) -> tuple[xr.DataArray, ...]: ...
+
+    @overload
+    def iterate(
+        self,
+        func: Callable[..., Any],
+        /,
+        depth: Any,
+        steps: int,
+        *,
+        fields: Any = ...,
+        **kwargs: Any,
+    ) -> T: ...
 
     def iterate(
         self,
@@ -244,7 +280,7 @@ class P2PAccessor:
         return iterated(self._given, func, depth, steps, fields, boundary, constants, kwargs)
 
     def fft(
-        self,
+        self: P2PAccessor[xr.DataArray],
         dim: Hashable | Sequence[Hashable] | None = None,
         real_dim: Hashable | None = None,
         *,
@@ -252,7 +288,7 @@ class P2PAccessor:
         true_phase: bool = True,
         true_amplitude: bool = True,
         prefix: str = "freq_",
-    ) -> Any:
+    ) -> xr.DataArray:
         """Transform an array along dimensions, by `dask_p2p.fft`, with frequencies as coordinates.
 
         Where a coordinate descends, the array is turned round first: the order of its elements
@@ -267,8 +303,8 @@ class P2PAccessor:
         shift : bool, optional
             Whether frequencies are in ascending order. If not, those of `fft` stay, and less moves.
         true_phase : bool, optional
-            Whether phases are those at the origin of coordinates, not at the first element. Of
-            times, that is the first.
+            Whether phases are those at the origin of coordinates, not at the first element. Times,
+            those of cftime too, count in seconds, and the first one is their origin.
         true_amplitude : bool, optional
             Whether sums are multiplied by distances of elements: an integral.
         prefix : str, optional
@@ -277,17 +313,17 @@ class P2PAccessor:
         Returns
         -------
         xarray.DataArray
-            Its frequencies have the attributes `spacing`, and `direct_lag`: the middle of what was
-            transformed.
+            Its frequencies have the attributes `spacing`, and `direct_lag`: the middle of the
+            coordinate that was transformed.
 
         Raises
         ------
         AxesError
             If there is no such dimension.
         InputError
-            If a coordinate is not evenly spaced.
+            If a coordinate is not evenly spaced, or has neither numbers nor times.
         UnsupportedArrayError
-            If it is no array, or none of numbers.
+            If it is no array, or none of numbers, or has units as those of pint have.
 
         Examples
         --------
@@ -296,18 +332,17 @@ class P2PAccessor:
         >>> found.freq_x.values, abs(found).values
         (array([-1. , -0.5,  0. ,  0.5]), array([0., 1., 0., 1.]))
         """
-        given = (true_phase, true_amplitude, prefix)
-        return spectrum(self._given, dim, real_dim, shift, *given)
+        return spectrum(self._given, dim, real_dim, shift, true_phase, true_amplitude, prefix)
 
     def ifft(
-        self,
+        self: P2PAccessor[xr.DataArray],
         dim: Hashable | Sequence[Hashable] | None = None,
         real_dim: Hashable | None = None,
         *,
         true_phase: bool = True,
         true_amplitude: bool = True,
         prefix: str = "freq_",
-    ) -> Any:
+    ) -> xr.DataArray:
         """Undo `fft`. Dimensions are those of the spectrum, by default all that have the prefix.
 
         Along `real_dim` there comes an even number of elements. Coordinates lie about the attribute
@@ -320,24 +355,5 @@ class P2PAccessor:
     def _dims(self) -> tuple[Hashable, ...]:
         return tuple(self._given.sizes)
 
-    def _changed(self, result: Any, change: Callable[[Any, Any], Any]) -> Any:
-        """Return `result` with its variables changed, which are given as they were and are."""
-        given = self._given
-        coords = [name for name, of in given.coords.items() if of.chunks is not None]
-        result = result.assign_coords(
-            {name: change(given[name].variable, result[name].variable) for name in coords}
-        )
-        return self._with_data(result, change)
-
-    def _with_data(self, result: Any, change: Callable[[Any, Any], Any]) -> Any:
-        """Return `result` with its variables changed that are no coordinates."""
-        given = self._given
-        if isinstance(given, xr.DataArray):
-            changed = change(given.variable, result.variable)
-            result = result.copy(deep=False, data=changed.data)
-            result.encoding = changed.encoding
-            return result
-        names = given.data_vars
-        return result.assign(
-            {name: change(given[name].variable, result[name].variable) for name in names}
-        )
+    def _sizes(self, chunks: Any) -> dict[Hashable, Any]:
+        return sizes_by_name(by_dimension(self._dims, "chunks", chunks, ChunksError), self._given)

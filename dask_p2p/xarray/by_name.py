@@ -10,9 +10,10 @@ from typing import Any
 import xarray as xr
 
 from dask_p2p.errors import InputError
-from dask_p2p.ops.arguments import CHUNKS_REMEDY, is_dask_array
+from dask_p2p.ops.arguments import CHUNKS_REMEDY
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.sections.iterate import iterate
+from dask_p2p.xarray.variables import as_dask, changed_coords, check_data, in_memory
 
 
 def by_dimension(
@@ -56,14 +57,14 @@ def iterated(
     levels = _levels(given, fields)
     first = levels[0]
     dims = first.dims
-    arrays = [as_dask(first)]
+    arrays = [as_dask(first.variable, first.name)]
     for level in levels[1:]:
         if set(level.dims) != set(dims):
             raise InputError(
                 f"fields: expected the dimensions of the newest, {dims}, for all, got {level.dims}."
             )
         _check_coordinates(first, level, "fields")
-        data = as_dask(level.transpose(*dims))
+        data = as_dask(level.variable.transpose(*dims), level.name)
         arrays.append(data if data.chunks == arrays[0].chunks else rechunk(data, arrays[0].chunks))
     read = [_constant(given, each, first, arrays[0]) for each in _listed(constants)]
     each = depth if isinstance(depth, list) else [depth]
@@ -81,7 +82,8 @@ def iterated(
         )
     changed = []
     for level, data in zip(levels, made, strict=True):
-        result = level.transpose(*dims).copy(deep=False, data=data)
+        turned = level.transpose(*dims)
+        result = turned.copy(deep=False, data=data).assign_coords(changed_coords(level, turned))
         result.encoding = {}  # of other values
         changed.append(result)
     if isinstance(given, xr.Dataset):
@@ -121,7 +123,8 @@ def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
         constant = given[constant]
     if not isinstance(constant, xr.DataArray):
         return constant
-    if not constant.ndim and constant.chunks is None:
+    if not constant.ndim and in_memory(constant.variable):
+        check_data(constant.data, constant.name)
         return constant.values[()]
     if not set(constant.dims) <= set(field.dims):
         raise InputError(
@@ -129,7 +132,7 @@ def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
             f"with {constant.dims}. Give constant.values, if all members are to have the whole."
         )
     _check_coordinates(field, constant, "constants")
-    along = constant.variable.chunk() if constant.chunks is None else constant.variable
+    along = constant.variable.copy(data=as_dask(constant.variable, constant.name))
     # Cut before it is repeated along the other dimensions.
     sizes = {dim: n for dim, n in zip(field.dims, data.chunks, strict=True) if dim in along.dims}
     whole = along.chunk(sizes).set_dims(dict(field.sizes)).transpose(*field.dims)
@@ -150,11 +153,6 @@ def _check_coordinates(field: Any, other: Any, what: str) -> None:
 def _by_axis(dims: Sequence[Hashable], what: str, given: Any) -> dict[int, Any]:
     named = by_dimension(dims, what, given)
     return {axis: named[dim] for axis, dim in enumerate(dims) if dim in named}
-
-
-def as_dask(a: Any) -> Any:
-    """Return the data of an array or variable as a Dask array, in one block if in memory."""
-    return a.data if is_dask_array(a.data) else a.chunk().data
 
 
 def _listed(given: Any) -> list[Any]:

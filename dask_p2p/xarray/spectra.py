@@ -17,9 +17,9 @@ import xarray as xr
 from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
-from dask_p2p.xarray.by_name import as_dask
+from dask_p2p.xarray.variables import as_dask, check_data
 
-_EVEN = 1e-3  # how much distances of coordinates may differ, relative to the first
+_EVEN = 1e-3  # how much distances of coordinates may differ, relative to their mean
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ def spectrum(
     a = _ascending(a, dims)
     axes = []
     for name in dims:
-        at = _even(a[name].values, name)
-        n, step = at.size, at[1] - at[0]
+        first, step = _even(_numbers(a, name), a[name])
+        n = a.sizes[name]
         is_real = name == real_dim
         frequencies = np.fft.rfftfreq(n, step) if is_real else np.fft.fftfreq(n, step)
         if shift and not is_real:
             frequencies = np.fft.fftshift(frequencies)
-        factor = np.exp(-2j * np.pi * frequencies * at[0]) if true_phase else np.ones(1)
-        attrs = {"spacing": 1 / (n * step), "direct_lag": at[n // 2]}
+        factor = np.exp(-2j * np.pi * frequencies * first) if true_phase else np.ones(1)
+        attrs = {"spacing": 1 / (n * step), "direct_lag": first + n // 2 * step}
         amplitude = step if true_amplitude else 1.0
         number = a.get_axis_num(name)
         axes.append(_Axis(f"{prefix}{name}", number, frequencies, factor * amplitude, attrs))
     numbers = [axis.number for axis in axes]
     transform = transforms.fftn if real_dim is None else transforms.rfftn
-    y = transform(as_dask(a), axes=numbers)
+    y = transform(as_dask(a.variable, a.name), axes=numbers)
     shifted = numbers if real_dim is None else numbers[:-1]
     if shift and shifted:
         y = transforms.fftshift(y, shifted)
@@ -75,16 +75,12 @@ def undone(
     dims = _dims(a, dim, real_dim, found)
     axes, shifted, lengths = [], [], []
     for name in dims:
-        given, number = a[name].values, a.get_axis_num(name)
-        is_real = name == real_dim
-        in_order = given if given[0] < given[-1] else np.fft.fftshift(given)
-        frequencies = _even(in_order, name)
-        n = 2 * (given.size - 1) if is_real else given.size
-        if abs(frequencies[0 if is_real else n // 2]) > _EVEN * (frequencies[1] - frequencies[0]):
-            raise InputError(f"expected frequencies with zero in their place along {name!r}.")
-        if in_order is given and not is_real:
+        number, is_real, size = a.get_axis_num(name), name == real_dim, a.sizes[name]
+        given, in_order = _frequencies(a, name, 0 if is_real else size // 2)
+        if in_order and not is_real:
             shifted.append(number)
-        step = 1 / (n * (frequencies[1] - frequencies[0]))
+        n = 2 * (size - 1) if is_real else size
+        step = 1 / (n * abs(given[1] - given[0]))
         start = a[name].attrs.get("direct_lag", 0.0) - n // 2 * step
         factor = np.exp(2j * np.pi * given * start) if true_phase else np.ones(1)
         amplitude = 1 / step if true_amplitude else 1.0
@@ -92,7 +88,7 @@ def undone(
         title = str(name).removeprefix(prefix)
         axes.append(_Axis(title, number, values, factor * amplitude, {"spacing": step}))
         lengths.append(n)
-    y = _scaled(as_dask(a), axes)
+    y = _scaled(as_dask(a.variable, a.name), axes)
     if shifted:
         y = transforms.ifftshift(y, shifted)
     transform = transforms.ifftn if real_dim is None else transforms.irfftn
@@ -118,22 +114,56 @@ def _dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Ha
 
 def _ascending(a: Any, dims: Sequence[Hashable]) -> Any:
     """Turn an array round where its coordinates descend, as latitudes often do."""
-    ends = {name: a[name].values[[0, -1]] for name in dims if a[name].size}
-    turned = [name for name, (first, last) in ends.items() if last < first]
+    every = {name: _numbers(a, name) for name in dims if a.sizes[name]}
+    turned = [name for name, values in every.items() if values[-1] < values[0]]
     return a.isel(dict.fromkeys(turned, slice(None, None, -1)))
 
 
-def _even(values: Any, name: Hashable) -> Any:
-    """Return a coordinate as numbers; times as seconds after the first of them."""
-    if values.dtype.kind in "mM":
-        values = (values - values[:1]) / np.timedelta64(1, "s")
+def _frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
+    """Return frequencies, and whether they ascend; zero is at this place among those that do."""
+    n, values = a.sizes[name], _numbers(a, name)
+    in_order = bool(n) and values[0] < values[-1]
+    first, step = _even(values if in_order else np.fft.fftshift(values), a[name])
+    if abs(first + zero * step) > _EVEN * step:
+        raise InputError(f"expected frequencies with zero in their place along {name!r}.")
+    frequencies = step * (np.arange(n) - zero)
+    return frequencies if in_order else np.fft.ifftshift(frequencies), in_order
+
+
+def _even(values: Any, coordinate: Any) -> tuple[float, float]:
+    """Return the first number of a coordinate, and the mean distance of one to the next."""
+    given, name = coordinate.values, coordinate.name
+    step = (values[-1] - values[0]) / (values.size - 1) if values.size > 1 else 0.0
+    # Rounded numbers are not exactly even.
+    rounding = np.spacing(abs(given).max()) if given.dtype.kind == "f" and given.size else 0
     steps = np.diff(values)
-    if not steps.size or not steps[0] or not np.allclose(steps, steps[0], rtol=_EVEN, atol=0):
+    if not step > 0 or not (steps > 0).all() or abs(steps - step).max() > _EVEN * step + rounding:
         raise InputError(
             f"expected a coordinate {name!r} of at least two values at even distances, got "
-            f"{values[:4]}... Interpolate the array, or drop the coordinate: a.drop_vars({name!r})."
+            f"{given[:4]}... Interpolate the array, or drop the coordinate: a.drop_vars({name!r})."
         )
-    return values
+    return float(values[0]), float(step)
+
+
+def _numbers(a: Any, name: Hashable) -> Any:
+    """Return a coordinate as numbers of float64; times as seconds after the first of them."""
+    if not isinstance(a[name].variable, xr.IndexVariable):  # whose values pandas has
+        check_data(a[name].variable.data, name)
+    values = a[name].values
+    kind = values.dtype.kind
+    try:
+        if kind in "mM":
+            return (values - values[:1]) / np.timedelta64(1, "s")
+        if kind == "O" and all(hasattr(value, "calendar") for value in values):  # cftime's
+            return np.array([after.total_seconds() for after in values - values[:1]])
+    except TypeError:  # calendars differ
+        kind = "O"
+    if kind not in "iuf":
+        raise InputError(
+            f"expected a coordinate {name!r} of numbers or times, got {values[:4]} of "
+            f"{values.dtype}. Drop it, a.drop_vars({name!r}), or give its places as numbers."
+        )
+    return values.astype(float)
 
 
 def _scaled(x: Any, axes: Sequence[_Axis]) -> Any:

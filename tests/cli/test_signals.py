@@ -19,6 +19,40 @@ def test_the_second_ctrl_c_does_not_wait():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.fixture
+def unhandled():
+    """SIGHUP that does not end the tests: counts those that nothing else has handled."""
+    count = []
+
+    def note(*_):
+        count.append(1)
+
+    before = signal.signal(signal.SIGHUP, note)
+    yield count
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_closes_asks_more_than_once(unhandled):
+    with stoppable() as stopped:
+        signal.raise_signal(signal.SIGHUP)
+        assert stopped()
+        signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert unhandled == []
+    signal.raise_signal(signal.SIGHUP)
+    assert unhandled == [1], "the handler of before is back"
+
+
+@pytest.mark.usefixtures("unhandled")
+def test_what_nohup_has_ignored_stays_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stoppable() as stopped:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stopped()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 def test_other_threads_have_no_handlers():
     def use():
         with stoppable() as stopped:

@@ -192,7 +192,7 @@ def test_the_program_starts_a_cluster_of_its_own(image):
 
 
 @pytest.mark.usefixtures("image")
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "a terminal that closes", "SIGHUP"])
 def test_the_program_leaves_nothing_when_it_is_stopped(how):
     started = subprocess.Popen(
         [*PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "32"],
@@ -203,20 +203,48 @@ def test_the_program_leaves_nothing_when_it_is_stopped(how):
     )
     with started, contextlib.ExitStack() as stack:
         stack.callback(started.kill)
-        deadline_s = time.monotonic() + 120
-        while not [name for name in os.listdir() if "partial" in name]:
-            assert time.monotonic() < deadline_s
-            assert started.poll() is None
-            time.sleep(0.05)
-        time.sleep(0.3)
+        wait_for_partial(started)
         if how == "Ctrl-C":  # a terminal sends it to all processes
             os.killpg(started.pid, signal.SIGINT)
+        elif how == "a terminal that closes":  # its shell sends it to all processes, then it itself
+            os.killpg(started.pid, signal.SIGHUP)
+            os.killpg(started.pid, signal.SIGHUP)
         else:
-            started.send_signal(signal.SIGTERM)
+            started.send_signal(getattr(signal, how))
         out, err = started.communicate(timeout=120)
     assert (started.returncode, err.strip()) == (1, "Aborted!")
     assert out == ""
     assert os.listdir() == ["in.npy"]
+
+
+@pytest.mark.usefixtures("image")
+def test_the_program_goes_on_under_nohup():
+    started = subprocess.Popen(
+        ["nohup", *PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "32"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with started, contextlib.ExitStack() as stack:
+        stack.callback(started.kill)
+        wait_for_partial(started)
+        os.killpg(started.pid, signal.SIGHUP)
+        out, err = started.communicate(timeout=120)
+    assert (started.returncode, err) == (0, "")
+    assert "GB/s" in out
+    assert sorted(os.listdir()) == ["in.npy", "out.zarr"]
+
+
+def wait_for_partial(started):
+    """Wait until a program writes its output."""
+    deadline_s = time.monotonic() + 120
+    while not [name for name in os.listdir() if "partial" in name]:
+        assert time.monotonic() < deadline_s
+        assert started.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.3)
 
 
 def test_the_program_tells_a_workers_trouble_in_one_line(image):

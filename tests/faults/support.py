@@ -61,7 +61,11 @@ def as_new(client, n_workers):
         # Errors keep the frames that they passed, and those futures.
         client.cancel([Future(key, client) for key in list(client.futures)])
         wait_until(lambda: client.run_on_scheduler(_count_tasks) == 0, BOUND_S)
-        wait_until(lambda: _is_complete(client, n_workers), BOUND_S)
+        try:
+            wait_until(lambda: _is_complete(client, n_workers), BOUND_S / 2)
+        except AssertionError:
+            _replace_missing(client)
+            wait_until(lambda: _is_complete(client, n_workers), BOUND_S)
         wait_until(lambda: _know_nothing(client, n_workers), BOUND_S)
 
 
@@ -74,6 +78,14 @@ def _is_complete(client, n_workers):
         closing += nanny.status in CLOSING
     cluster.scale(n_workers + closing)
     return len(addresses(client)) == n_workers
+
+
+def _replace_missing(client):
+    """Give up workers that nannies did not bring back, as happens to them on a busy machine."""
+    there = set(addresses(client))
+    for name, nanny in list(client.cluster.workers.items()):
+        if nanny.worker_address not in there:
+            client.cluster.worker_spec.pop(name, None)
 
 
 def _count_tasks(dask_scheduler):

@@ -188,11 +188,11 @@ def test_a_block_that_is_nowhere(spilled):
 
 def test_what_can_never_fit_is_refused_at_once():
     """Dask would let the worker try, again and again, until the operating system ends it."""
-    shape = (6400, 6400)  # 312 MiB
+    shape = (7200, 7200)  # 395 MiB, and half as much on its way, also where all inputs are on disk
     # A worker alone takes 120 MiB. Of a much smaller limit that is so much that Dask, which looks
     # every now and then, spills later than the nanny ends a worker.
     with cluster_of(2, memory_limit="560 MiB") as client:
-        x = one_block_each(client, source(shape, (400, 6400)), [*addresses(client)] * 8)
+        x = one_block_each(client, source(shape, (450, 7200)), [*addresses(client)] * 8)
         wait(x)
         y = dask_p2p.transpose(x, chunks=shape)
         with pytest.raises(
@@ -203,8 +203,8 @@ def test_what_can_never_fit_is_refused_at_once():
         assert all(failed == {} for failed in client.run(attempts).values())
         assert_nothing_is_held(client)
         # Inputs and outputs together are more than the limit, but they can go to disk.
-        rows = dask_p2p.transpose(x, chunks=(400, 6400)).sum(axis=1)
-        expected_rows = 6400.0 * np.arange(6400) + 6400.0 * 6399 * 6400 / 2
+        rows = dask_p2p.transpose(x, chunks=(450, 7200)).sum(axis=1)
+        expected_rows = 7200.0 * np.arange(7200) + 7200.0 * 7199 * 7200 / 2
         np.testing.assert_array_equal(
             client.compute(rows).result(timeout=3 * BOUND_S), expected_rows
         )

@@ -99,6 +99,7 @@ def stranger(module, *names):
         (dask.bag.from_sequence([1, 2]).sum(), "from_delayed(x.to_delayed(), "),
         (stranger("xarray.core.dataarray", "DataArray"), "Pass x.data"),
         (stranger("xarray.core.dataset", "Dataset"), "x[name].data"),
+        (stranger("pint", "Quantity"), "Pass x.magnitude"),
         (
             stranger("dask.dataframe.dask_expr._collection", "Series", "FrameBase"),
             "x.to_dask_array(lengths=True)",

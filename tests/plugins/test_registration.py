@@ -144,7 +144,7 @@ def test_a_plugin_that_is_there_stays(bare):
 
 
 def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(scheduler_module, "ANSWER_S", 5.0)
     pids = bare.run(os.getpid)
     (still, pid), *_ = pids.items()
     os.kill(pid, signal.SIGSTOP)
@@ -157,7 +157,7 @@ def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
             assert done.wait(60), "it waits for the worker"
         (warning,) = [w for w in caught if w.category is P2PWarning]
         assert str(warning.message).startswith(
-            "1 of 2 workers have not answered the registration for 1 s: they are busy or suspended "
+            "1 of 2 workers have not answered the registration for 5 s: they are busy or suspended "
             f"({still}). Tasks sent there wait until they answer; close a worker"
         )
         assert warning.filename == __file__, "the user's line"

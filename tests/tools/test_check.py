@@ -39,12 +39,12 @@ LINK = Link("a", "b", "ipc", 330.0, 1e-3)
 
 def test_a_good_cluster_has_no_problems():
     assert find_problems([GOOD, replace(GOOD, address="b")], [LINK], VERSIONS) == []
+    assert find_problems([replace(GOOD, had_plugin=False)], [LINK], VERSIONS) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "words", "cure"),
     [
-        ({"had_plugin": False}, "plugin was missing", "dask_p2p.register"),
         ({"pool_bytes": 2**30 + 256}, "no multiple of 2 MiB", "rmm_pool_size"),
         ({"memory_resource": "CudaAsyncMemoryResource"}, "CudaAsyncMemoryResource", "multiple"),
         ({"memory_resource": "ManagedMemoryResource"}, "ManagedMemoryResource", "multiple"),
@@ -235,10 +235,14 @@ def test_a_plugin_that_was_missing():
         own_client() as client,
     ):
         client.run(measure_little)
-        (problem,) = dask_p2p.check(client).problems
+        report = dask_p2p.check(client)
         assert set(leased_bytes(client).values()) == {0}, "also of what proved the ways"
-        assert "plugin was missing" in problem.what
-        assert dask_p2p.check(client).problems == []
+        assert {worker.had_plugin for worker in report.workers} == {False}
+        assert report.problems == [], "it has been registered, and nothing is left to do"
+        assert "Nothing is in the way." in str(report)
+        again = dask_p2p.check(client)
+        assert {worker.had_plugin for worker in again.workers} == {True}
+        assert again.problems == []
 
 
 def slow_down():

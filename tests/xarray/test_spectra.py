@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dask.array as da
 import numpy as np
+import pandas as pd
 import pytest
 
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
@@ -121,6 +122,122 @@ def test_times_and_arrays_in_memory_and_without_coordinates():
     assert xr.DataArray(np.ones(4), dims="z").p2p.fft().freq_z.values[0] == -0.5
 
 
+@pytest.mark.parametrize("calendar", ["noleap", "360_day", "standard"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_times_of_models_are_seconds_too(calendar, turned):
+    pytest.importorskip("cftime")
+    given = {"periods": 24, "freq": "6h", "calendar": calendar}
+    values = np.random.default_rng(0).random(24)
+    seconds = xr.DataArray(da.from_array(values, chunks=5), {"t": np.arange(24) * 21600.0}, ["t"])
+    a = seconds.assign_coords(t=xr.date_range("2001-02-25", use_cftime=True, **given))
+    if turned:
+        a = a.isel(t=slice(None, None, -1))
+    for options in ({}, {"real_dim": "t"}, {"shift": False}):
+        xr.testing.assert_allclose(a.p2p.fft(**options), seconds.p2p.fft(**options))
+        spectrum = a.p2p.fft(**options)
+        assert spectrum.freq_t.attrs == pytest.approx(seconds.p2p.fft(**options).freq_t.attrs)
+    back = a.p2p.fft().p2p.ifft()
+    np.testing.assert_allclose(back.values, values, atol=1e-12)
+    np.testing.assert_allclose(back.t.values, np.arange(24) * 21600.0, atol=1e-6)
+
+
+def test_months_of_models_are_not_even():
+    pytest.importorskip("cftime")
+    for calendar, even in [("noleap", False), ("360_day", True)]:
+        t = xr.date_range("2001-01-01", periods=12, freq="MS", calendar=calendar, use_cftime=True)
+        a = xr.DataArray(da.ones(12), {"t": t}, ["t"])
+        if even:
+            assert a.p2p.fft().freq_t.attrs["spacing"] == pytest.approx(1 / (360 * 86400))
+        else:
+            with pytest.raises(InputError, match=r"'t'.*even distances.*cftime"):
+                a.p2p.fft()
+
+
+@pytest.mark.parametrize("dtype", ["f4", "i2", "u1", "i8"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_coordinates_of_few_digits(dtype, turned):
+    """The distance of the first two has an error that the last place has n times."""
+    n, start, step = (3600, -180, 0.1) if dtype == "f4" else (120, 3, 2)
+    exact = start + step * np.arange(n)
+    a = xr.DataArray(np.random.default_rng(0).random(n), {"x": exact}, ["x"])
+    given = a.assign_coords(x=exact.astype(dtype))
+    if turned:
+        given = given.isel(x=slice(None, None, -1))
+    for real_dim in (None, "x"):
+        wanted, found = a.p2p.fft(real_dim=real_dim), given.p2p.fft(real_dim=real_dim)
+        assert found.freq_x.dtype == "f8"
+        np.testing.assert_allclose(found.freq_x, wanted.freq_x, rtol=1e-7)
+        np.testing.assert_allclose(found.values, wanted.values, atol=1e-3)
+    back = given.p2p.fft().p2p.ifft()
+    np.testing.assert_allclose(back.values, a.values, atol=1e-9)
+    np.testing.assert_allclose(back.x.values, exact, atol=2e-5)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_frequencies_of_few_digits(shift):
+    """Phases far from the origin are as those of exact frequencies."""
+    n = 3600
+    a = xr.DataArray(np.random.default_rng(0).random(n), {"x": -180 + 0.1 * np.arange(n)}, ["x"])
+    exact = a.p2p.fft(shift=shift)
+    rounded = exact.freq_x.astype("f4").assign_attrs(exact.freq_x.attrs)
+    back = exact.assign_coords(freq_x=rounded.values.astype("f4"))
+    back.freq_x.attrs.update(exact.freq_x.attrs)
+    assert back.freq_x.dtype == "f4"
+    back = back.p2p.ifft()
+    np.testing.assert_allclose(back.values.real, a.values, atol=2e-4)
+    np.testing.assert_allclose(back.x.values, a.x.values, atol=1e-4)
+
+
+def test_fine_coordinates_of_few_digits():
+    """The last digit is a hundredth of the distance."""
+    at = (350 + 0.003 * np.arange(2000)).astype("f4")
+    assert abs(np.diff(at) / 0.003 - 1).max() > 0.005
+    found = xr.DataArray(np.ones(2000), {"x": at}, ["x"]).p2p.fft()
+    assert found.freq_x.attrs["spacing"] == pytest.approx(1 / 6, rel=1e-5)
+    with pytest.raises(InputError, match="even"):
+        xr.DataArray(np.ones(3), {"x": np.float32([350, 350, 351])}, ["x"]).p2p.fft()
+
+
+LABELS = {
+    "text": np.array(["a", "b", "c", "d"]),
+    "objects": np.array(["a", "b", "c", "d"], object),
+    "mixed": np.array([0, "b", None, 2.0], object),
+    "integers as objects": np.arange(4).astype(object),
+    "dates": pd.date_range("2001-01-01", periods=4).date.astype(object),
+    "periods": pd.period_range("2001-01-01", periods=4, freq="D"),
+    "bytes": np.array([b"a", b"b", b"c", b"d"]),
+    "bools": np.array([False, True, False, True]),
+    "complex": np.arange(4) * 1j,
+}
+
+
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS.keys())
+@pytest.mark.parametrize("turned", [False, True])
+def test_labels_that_are_no_numbers_are_refused(labels, turned):
+    a = xr.DataArray(da.ones((4, 4)), {"x": labels[::-1] if turned else labels}, ["x", "y"])
+    words = r"(?s)coordinate 'x' of numbers or times, got .*Drop it, a.drop_vars\('x'\)"
+    for call in (
+        lambda: a.p2p.fft("x"),
+        lambda: a.p2p.fft(),
+        lambda: a.p2p.fft("y", real_dim="x"),
+        lambda: a.p2p.ifft("x", prefix=""),
+        lambda: a.p2p.ifft("x", real_dim="x", prefix=""),
+    ):
+        with pytest.raises(InputError, match=words):
+            call()
+    assert a.p2p.fft("y").x.equals(a.x)
+
+
+def test_calendars_that_differ_are_refused():
+    cftime = pytest.importorskip("cftime")
+    dates = [cftime.DatetimeNoLeap(2001, 1, 1), cftime.Datetime360Day(2001, 1, 2)]
+    a = xr.DataArray(da.ones(2), dims="x").assign_coords(
+        xr.Coordinates({"x": ("x", np.array(dates, object))}, indexes={})
+    )
+    with pytest.raises(InputError, match="'x' of numbers or times"):
+        a.p2p.fft()
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -130,6 +247,10 @@ def test_times_and_arrays_in_memory_and_without_coordinates():
         (lambda a: a.to_dataset().p2p.fft(), UnsupportedArrayError, "one by one"),
         (lambda a: a.assign_coords(x=np.arange(12) ** 2).p2p.fft(), InputError, "'x'.*even"),
         (lambda a: a.isel(x=[0]).p2p.fft(), InputError, "two values"),
+        (lambda a: a.isel(x=[]).p2p.fft("x"), InputError, "two values"),
+        (lambda a: a.isel(x=[]).p2p.ifft("x", prefix=""), InputError, "two values"),
+        (lambda a: a.assign_coords(x=[*np.arange(11.0), np.nan]).p2p.fft(), InputError, "even"),
+        (lambda a: a.assign_coords(x=[0, np.nan, *range(2, 12)]).p2p.fft(), InputError, "even"),
         (lambda a: a.p2p.ifft("y", prefix=""), InputError, "zero in their place along 'y'"),
         (lambda a: a.p2p.fft(real_dim="x"), InputError, "x.real"),
     ],

@@ -159,6 +159,40 @@ def test_a_run_is_shown_while_it_is_under_way(client, driver, page):
     assert complaints(driver) == []
 
 
+DRAWN = """
+    const every = root => [...root.querySelectorAll("*")].flatMap(
+        e => e.shadowRoot ? [e, ...every(e.shadowRoot)] : [e]
+    );
+    const [blocks, ...before] = arguments;
+    const cells = every(document).filter(e => e.matches(".slick-row")).map(
+        row => [...row.querySelectorAll(".slick-cell")].map(cell => cell.innerText)
+    ).find(cells => cells.includes(blocks));
+    return cells && before.every(other => other.join() != cells.join()) && cells;
+"""
+
+
+def test_the_row_of_a_run_moves_while_it_is_under_way(client, driver, page):
+    """Cells as they are drawn: the browser may have data that it does not show."""
+    visit(driver, page)
+    gate = Event("gate-of-row", client=client)
+
+    def wait_at_gate(block):
+        Event("gate-of-row").wait(200)
+        return block
+
+    y = dask_p2p.map_overlap(wait_at_gate, array(client), {0: 1}, "periodic", dtype=float)
+    future = client.compute(y)
+    try:
+        first = until(driver, DRAWN, "0 of 4 x 1", limit_s=60)
+        second = until(driver, DRAWN, "0 of 4 x 1", first, limit_s=60)
+        until(driver, DRAWN, "0 of 4 x 1", first, second, limit_s=60)
+    finally:
+        gate.set()
+    assert future.result().shape == (400, 300)
+    until(driver, DRAWN, "4 of 4 x 1", limit_s=60)
+    assert complaints(driver) == []
+
+
 def luminance(colour):
     """Of a colour as CSS computes it, ``rgb(1, 2, 3)``; or written as ``#010203``."""
     if colour.startswith("#"):

@@ -139,7 +139,7 @@ class TestUcx(PackedConformance):
         monkeypatch.setattr(HostQueue, "synchronize", fail)
         with pytest.raises(TransferError, match="the device is lost"):
             self.read(setup, key, array, ((0, 1), (0, 1)))
-        assert setup.serving.packed.reserved_bytes == 0
+        wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_after_it_is_closed_nothing_is_started(self, setup, loop, monkeypatch):
         monkeypatch.setattr(ucx_module, "Messenger", None)  # which cannot be called
@@ -270,7 +270,7 @@ class TestUcx(PackedConformance):
         monkeypatch.setattr(Message, "result", stuck)
         with pytest.raises(SilentError, match=r"holder could not send .* no message within"):
             self.read(setup, key, array, ((0, 1), (0, 10)), request_timeout_s=2.0)
-        assert setup.serving.packed.reserved_bytes == 0
+        wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_a_holder_that_stops_in_the_middle(self, setup, block):
         """What comes is good; what does not ends with the holder's reason, long before time."""
@@ -309,7 +309,7 @@ class TestUcx(PackedConformance):
         for key, array in blocks.items():
             np.testing.assert_array_equal(came[key][0], array[1:3, :4])
         assert setup.host.calls.count("p2p_ucx_read") == len(blocks)
-        assert setup.serving.packed.reserved_bytes == 0
+        wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_nothing_is_waited_for_where_a_row_ends_in_an_empty_region(self, setup):
         array = np.arange(400, dtype="u1").reshape(2, 200)

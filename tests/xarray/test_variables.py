@@ -1,0 +1,429 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+
+from dask_p2p.errors import ChunksError, UnsupportedArrayError
+
+xr = pytest.importorskip("xarray")
+
+from xarray import groupers  # noqa: E402
+
+import dask_p2p.xarray  # noqa: E402, F401
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def turn(u, out):
+    out[:] = u[1:-1]
+
+
+def read(u, other, out):
+    out[:] = other
+
+
+#: Methods of arrays and datasets, which change an array `u` of x and y.
+CALLS = {
+    "transpose": lambda a: a.p2p.transpose("y", "x"),
+    "chunk": lambda a: a.p2p.chunk(x=2),
+    "map_overlap": lambda a: a.p2p.map_overlap(np.sqrt, {"x": 1}),
+    "iterate": lambda a: a.p2p.iterate(turn, {"x": 1}, 2, fields=fields_of(a)),
+}
+#: Of arrays alone.
+TRANSFORMS = {
+    "fft": lambda a: a.p2p.fft("x"),
+    "ifft": lambda a: a.p2p.ifft("x", prefix=""),
+}
+
+
+def fields_of(a):
+    return ["u"] if isinstance(a, xr.Dataset) else None
+
+
+# --- arrays around arrays ---
+
+
+class Around(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array of an unknown library, around another array."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @property
+    def shape(self):
+        return self.inner.shape
+
+    @property
+    def ndim(self):
+        return self.inner.ndim
+
+    @property
+    def dtype(self):
+        return self.inner.dtype
+
+    def transpose(self, *axes):
+        return type(self)(self.inner.transpose(*axes))
+
+    def __getitem__(self, index):
+        return type(self)(self.inner[index])
+
+    def __array_function__(self, function, types, args, kwargs):
+        raise AssertionError("it must not be computed with")
+
+    def __array_ufunc__(self, *args, **kwargs):
+        raise AssertionError("it must not be computed with")
+
+    def __dask_graph__(self):
+        return self.inner.__dask_graph__()
+
+
+class AroundWithChunks(Around):
+    @property
+    def chunks(self):
+        return self.inner.chunks
+
+
+def with_units(values):
+    pint = pytest.importorskip("pint")
+    return pint.UnitRegistry(force_ndarray_like=True).Quantity(values, "m")
+
+
+AROUND = pytest.mark.parametrize(
+    ("around", "words"),
+    [
+        (with_units, r"expected .* got pint\..*\.pint\.dequantify\(\)"),
+        (Around, r"expected .* got tests\..*Around, .* Dask array in it"),
+        (AroundWithChunks, r"expected .* got tests\..*Around.*, .* Dask array in it"),
+    ],
+    ids=["units", "unknown", "unknown with chunks"],
+)
+
+
+def around_dask(around):
+    data = around(da.ones((8, 6), chunks=(4, 6)))
+    return xr.DataArray(data, {"x": np.arange(-4.0, 4)}, ("x", "y"), "u")
+
+
+@AROUND
+@pytest.mark.parametrize("call", [*CALLS.values(), *TRANSFORMS.values()], ids=[*CALLS, *TRANSFORMS])
+def test_an_array_around_a_dask_array_is_refused(around, words, call):
+    with pytest.raises(UnsupportedArrayError, match=f"'u': {words}"):
+        call(around_dask(around))
+
+
+@AROUND
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_so_it_is_in_a_dataset(around, words, call):
+    with pytest.raises(UnsupportedArrayError, match=f"'u': {words}"):
+        call(around_dask(around).to_dataset())
+
+
+@AROUND
+@pytest.mark.parametrize("name", ["transpose", "chunk"])
+def test_so_is_a_coordinate_that_would_move(around, words, name):
+    height = around_dask(around).variable
+    a = xr.DataArray(da.ones((8, 6), chunks=4), {"height": height}, ("x", "y"), "u")
+    for given in (a, a.to_dataset()):
+        with pytest.raises(UnsupportedArrayError, match=f"'height': {words}"):
+            CALLS[name](given)
+
+
+@AROUND
+def test_so_is_what_a_function_reads(around, words):
+    wide = around_dask(around).rename("wide")
+    a = xr.DataArray(da.ones((8, 6), chunks=4), {"wide": wide}, ("x", "y"), "u")
+    for given, constant in [(a.drop_vars("wide"), wide), (a, "wide"), (a.to_dataset(), "wide")]:
+        with pytest.raises(UnsupportedArrayError, match=f"'wide': {words}"):
+            given.p2p.iterate(read, {}, 1, fields=fields_of(given), constants=[constant])
+    with pytest.raises(UnsupportedArrayError, match=f"'wide': {words}"):
+        a.p2p.iterate(read, {}, 1, constants=[wide[0, 0]])
+
+
+@AROUND
+def test_what_stays_is_kept_as_it_is(around, words):
+    given = around_dask(around).to_dataset()
+    for result in (
+        given.p2p.transpose("x", "y"),
+        given.assign(z=("z", da.ones(4, chunks=2))).p2p.chunk(z=1),
+        given.assign(z=("z", np.ones(4))).p2p.map_overlap(np.sqrt, {"z": 1}),
+    ):
+        assert result.u.variable._data is given.u.variable._data
+    a = xr.DataArray(da.ones((8, 6), chunks=4), {"height": given.u.variable}, ("x", "y"))
+    for result in (
+        a.p2p.map_overlap(np.sqrt, {"x": 1}),
+        a.p2p.iterate(turn, {"x": 1}, 1),
+        a.assign_coords(edge=given.u[:, 0].variable).p2p.fft("y"),
+    ):
+        kept = result.coords["edge" if "edge" in result.coords else "height"]
+        assert type(kept.variable._data) is type(given.u.variable._data)
+
+
+def test_units_in_memory():
+    given = xr.DataArray(with_units(np.ones((8, 6))), {"x": np.arange(-4.0, 4)}, ("x", "y"), "u")
+    turned = given.p2p.transpose("y", "x")
+    assert (turned.data == given.data.T).all()
+    assert turned.data.units == given.data.units
+    for call in [each for name, each in (CALLS | TRANSFORMS).items() if name != "transpose"]:
+        with pytest.raises(UnsupportedArrayError, match=r"'u': .*\.pint\.dequantify\(\)"):
+            call(given)
+    other = given.to_dataset().assign(z=("z", da.ones(4, chunks=2))).p2p.chunk(z=1)
+    assert other.u.variable._data is given.variable._data
+    places = xr.Coordinates({"x": ("x", with_units(np.arange(8.0)))}, indexes={})
+    with pytest.raises(UnsupportedArrayError, match=r"'x': .*\.pint\.dequantify\(\)"):
+        xr.DataArray(da.ones(8), places, "x", "u").p2p.fft()
+
+
+# --- chunks of groups ---
+
+
+def days(n=731, calendar=None):
+    if calendar:
+        pytest.importorskip("cftime")
+        time = xr.date_range("2000-01-01", periods=n, calendar=calendar, use_cftime=True)
+    else:
+        time = pd.date_range("2000-01-01", periods=n)
+    return xr.DataArray(
+        da.arange(n * 2, chunks=9).reshape(n, 2), {"time": time}, ("time", "x"), "u"
+    )
+
+
+class Halves(groupers.Resampler):
+    """Of a user's own."""
+
+    def compute_chunks(self, variable, *, dim):
+        n = variable.size
+        return (n // 2, n - n // 2)
+
+    def factorize(self, group):
+        raise NotImplementedError
+
+    def reset(self):
+        return self
+
+
+GROUPS = {
+    "months": lambda: groupers.TimeResampler("MS"),
+    "years": lambda: groupers.TimeResampler("YE"),
+    "seasons": lambda: groupers.SeasonResampler(["DJF", "MAM", "JJA", "SON"]),
+    "halves": Halves,
+}
+
+
+@pytest.mark.parametrize("calendar", [None, "noleap"])
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+def test_chunks_are_those_of_groups(groups, missing, calendar):
+    a = days(calendar=calendar)
+    if missing:
+        a = a.isel(time=a.time.dt.month.isin((1, 2, 3)).values)
+    a = a.assign_coords(late=("time", da.arange(a.sizes["time"], chunks=50)))
+    for given in (a, a.to_dataset(), a.compute()):
+        try:
+            wanted = given.chunk(time=groups())
+        except (ValueError, NotImplementedError, AttributeError):
+            pytest.skip("xarray itself cannot")
+        for result in (given.p2p.chunk(time=groups()), given.p2p.chunk({"time": groups()})):
+            assert result.chunksizes["time"] == wanted.chunksizes["time"]
+            xr.testing.assert_identical(result.compute(), given.compute())
+    turned = a.to_dataset().p2p.transpose("x", "time", chunks={"time": groups()})
+    assert turned.u.chunks[1] == a.chunk(time=groups()).chunks[0]
+    both = a.p2p.chunk({"time": groups()}, x=1)
+    assert both.chunks == (a.chunk(time=groups()).chunks[0], (1, 1))
+
+
+def test_groups_of_what_has_no_times():
+    a = days()
+    words = r"a coordinate '(time|x)' that .*TimeResampler.* divides.*Give sizes"
+    months = groupers.TimeResampler("MS")
+    for given, chunks in [
+        (a.drop_vars("time"), {"time": months}),
+        (a, {"x": months}),
+        (a.assign_coords(time=np.arange(731)), {"time": months}),
+        (a, months),
+    ]:
+        for each in (given, given.to_dataset()):
+            with pytest.raises(ChunksError, match=words):
+                each.p2p.chunk(chunks)
+
+
+# --- chunks of files ---
+
+OF_FILES = {
+    "chunks": (4, 6),
+    "shards": (8, 6),
+    "preferred_chunks": {"x": 4, "y": 6},
+    "chunksizes": (4, 6),
+}
+OTHERS = {"dtype": np.dtype("f4"), "_FillValue": -1.0, "original_shape": (8, 6)}
+
+
+@pytest.fixture
+def opened():
+    """As it was read from a file: data, a lazy coordinate and two in memory."""
+    values = np.arange(48.0).reshape(8, 6)
+    coords = {
+        "lazy": (("x", "y"), da.from_array(values, chunks=(4, 6))),
+        "known": (("x", "y"), values),
+        "x": np.arange(-4.0, 4),
+    }
+    a = xr.DataArray(da.from_array(values, chunks=(4, 6)), coords, ("x", "y"), "u")
+    result = a.to_dataset().assign(few=("y", np.arange(6.0)), other=a.drop_vars("x").variable + 1)
+    for name in ("u", "lazy", "known", "other"):
+        result[name].encoding = {**OF_FILES, **OTHERS}
+    result["few"].encoding = {"chunks": (3,), **OTHERS}
+    result["x"].encoding = {"chunks": (8,), **OTHERS}
+    return result
+
+
+def encodings(result):
+    return {name: variable.encoding for name, variable in result.variables.items()}
+
+
+def as_dataset(result):
+    return result if isinstance(result, xr.Dataset) else result.to_dataset()
+
+
+@pytest.mark.parametrize("kind", ["dataset", "array"])
+@pytest.mark.parametrize(
+    ("call", "changed"),
+    [
+        (lambda a: a.p2p.chunk(x=2), {"u", "lazy", "other"}),
+        (lambda a: a.p2p.chunk({"x": -1, "y": 3}), {"u", "lazy", "other", "few"}),
+        (lambda a: a.p2p.chunk(x=4), set()),
+        (lambda a: a.p2p.chunk(), set()),
+        (lambda a: a.p2p.transpose(), {"u", "lazy", "known", "other"}),
+        (lambda a: a.p2p.transpose("x", "y"), set()),
+        (lambda a: a.p2p.transpose("x", "y", chunks={"x": 2}), {"u", "lazy", "other"}),
+        (lambda a: a.p2p.transpose("x", "y", chunks={"x": 4}), set()),
+    ],
+)
+def test_chunks_of_files_go_where_others_come(opened, call, changed, kind):
+    given = opened.u if kind == "array" else opened
+    before = encodings(opened)
+    result = as_dataset(call(given))
+    if kind == "dataset" and changed != {"u", "lazy", "known", "other"}:
+        changed = changed | {"few"} if result.few.chunks else changed
+    for name, encoding in encodings(result).items():
+        if name in changed:
+            wanted = {key: of for key, of in before[name].items() if key not in OF_FILES}
+        else:
+            wanted = before[name]
+        assert encoding == wanted, name
+    assert encodings(opened) == before, "what was given stays as it was"
+
+
+def test_chunks_of_files_go_with_other_blocks_of_what_was_in_memory(opened):
+    for given in (opened.compute(), opened.u.compute()):
+        result = as_dataset(given.p2p.chunk(x=2))
+        assert result.u.encoding == OTHERS
+        assert result.known.encoding == {**OF_FILES, **OTHERS}
+        turned = as_dataset(given.p2p.transpose("y", "x"))
+        assert {*encodings(turned)} >= {"u", "known"}
+        for name in ("u", "known", "lazy"):
+            assert turned[name].encoding == OTHERS
+
+
+def test_coordinates_of_what_has_other_values_keep_their_chunks(opened):
+    for result in (
+        opened.u.p2p.map_overlap(np.sqrt, {"x": 1}),
+        opened.p2p.map_overlap(np.sqrt, {"x": 1}),
+        opened.p2p.iterate(turn, {"x": 1}, 1, fields="u"),
+        opened.u.p2p.iterate(turn, {"x": 1}, 1),
+    ):
+        assert as_dataset(result).u.encoding == {}
+        for name in ("lazy", "known"):
+            assert result[name].encoding == {**OF_FILES, **OTHERS}
+    kept = opened.p2p.map_overlap(np.sqrt, {"x": 1})
+    assert kept.few.encoding == opened.few.encoding
+    _, turned = opened.u.p2p.iterate(
+        lambda u, before, out: turn(u, out), {"x": 1}, 1, fields=[opened.u.transpose("y", "x")]
+    )
+    edge = opened.u.assign_coords(edge=opened.lazy[:, 0])
+    edge.edge.encoding = {"chunks": (4,)}
+    spectrum = edge.p2p.fft("y")
+    assert spectrum.encoding == {}
+    assert spectrum.edge.encoding == {"chunks": (4,)}
+    assert turned.dims == ("x", "y")
+
+
+def test_coordinates_that_iterate_turns_lose_their_chunks(opened):
+    before = opened.u.p2p.transpose("y", "x")
+    for name in ("lazy", "known"):
+        before[name].encoding = {"chunks": (6, 4), **OTHERS}
+    _, turned = opened.u.p2p.iterate(
+        lambda u, before, out: turn(u, out), {"x": 1}, 1, fields=[before]
+    )
+    for name in ("lazy", "known"):
+        assert turned[name].dims == ("x", "y")
+        assert turned[name].encoding == OTHERS
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A folder with a store of days; chunks of a lazy coordinate differ."""
+    pytest.importorskip("zarr")
+    values = np.random.default_rng(0).random((40, 60, 10)).astype("f4")
+    xr.Dataset(
+        {"t": (("time", "lat", "lon"), da.from_array(values, chunks=(5, 60, 10)))},
+        {
+            "time": pd.date_range("2001-01-01", periods=40),
+            "area": (("lat", "lon"), da.ones((60, 10), chunks=(60, 5))),
+        },
+    ).to_zarr(tmp_path / "days.zarr", consolidated=False)
+    return tmp_path
+
+
+def readme_line():
+    """Return the line of the README that makes one store of another."""
+    (line,) = re.findall(r"`(days\.p2p.*to_zarr\(.*\))`", README.read_text("utf-8"))
+    return line
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part in the Zarr")
+def test_the_line_of_the_readme_makes_a_store_of_a_store(stored, monkeypatch):
+    import zarr
+
+    monkeypatch.chdir(stored)
+    days = xr.open_zarr("days.zarr", consolidated=False)
+    exec(readme_line(), {"days": days})
+    series = xr.open_zarr("series.zarr", consolidated=False)
+    xr.testing.assert_identical(series.compute(), days.compute())
+    assert zarr.open("series.zarr")["t"].chunks == (40, 30, 10)
+    assert zarr.open("series.zarr")["area"].chunks == (30, 5)
+    assert series.t.chunks == ((40,), (30, 30), (10,))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda ds: ds.p2p.chunk(time=10, lat=30),
+        lambda ds: ds.t.p2p.chunk(time=10, lat=30).to_dataset(),
+        lambda ds: ds.p2p.transpose("lat", "lon", "time", chunks={"time": -1, "lat": 20}),
+        lambda ds: ds.p2p.transpose(
+            "lon", "lat", "time", chunks={"time": 10, "lat": -1, "lon": -1}
+        ),
+        lambda ds: ds.compute().p2p.chunk(time=10, lat=20),
+        lambda ds: ds.p2p.map_overlap(lambda b: b * 1, {"lat": 1}).p2p.chunk(time=-1, lat=30),
+    ],
+)
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_file_has_the_chunks_of_the_blocks(stored, cut, zarr_format):
+    import zarr
+
+    made = xr.open_zarr(stored / "days.zarr", consolidated=False).drop_encoding()
+    given = {"zarr_format": zarr_format, "consolidated": False}
+    shards = {"t": {"chunks": (5, 30, 5), "shards": (5, 60, 10)}} if zarr_format == 3 else {}
+    made.to_zarr(stored / "given.zarr", encoding=shards, **given)
+    days = xr.open_zarr(stored / "given.zarr", consolidated=False)
+    result = cut(days)
+    result.to_zarr(stored / "made.zarr", **given)
+    again = xr.open_zarr(stored / "made.zarr", consolidated=False)
+    xr.testing.assert_equal(again.compute(), result.compute())
+    for name in ("t", "area"):
+        of_file = zarr.open(stored / "made.zarr")[name].chunks
+        assert of_file == (result[name].data.chunksize if result[name].chunks else of_file)
