@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]  # this checkout, then the scripts of docs
+# This checkout, then the scripts of docs.
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import options_table  # noqa: E402
 
@@ -27,7 +28,11 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_generated/*.md"]
 # autosummary writes its pages with the first suffix.
-source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}
+source_suffix = {
+    ".rst": "restructuredtext",
+    ".md": "myst-nb",
+    ".ipynb": "myst-nb",
+}
 templates_path = ["_templates"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
@@ -52,7 +57,9 @@ html_theme_options = {
     "show_toc_level": 2,
 }
 # Pages without pages below them have no sidebar.
-html_sidebars = {page: [] for page in ("benchmarks", "coming-from", "security", "when")}
+html_sidebars = {
+    page: [] for page in ("benchmarks", "coming-from", "security", "when")
+}
 
 generated = HERE / "_generated"
 generated.mkdir(exist_ok=True)

@@ -29,7 +29,11 @@ STYLE = """
 
 def picture() -> str:
     """Return the picture as SVG: the input, the output after each stage, and captions."""
-    panels = [_panel(0, "x", "one row slab a worker", lambda r, _: r, lambda r, c: False)]
+    panels = [
+        _panel(
+            0, "x", "one row slab a worker", lambda r, _: r, lambda r, c: False
+        )
+    ]
     for stage in range(WORKERS):
         source = "its own tile" if stage == 0 else f"from worker r + {stage}"
         panels.append(
@@ -42,7 +46,15 @@ def picture() -> str:
                 lambda r, c, s=stage: (c - r) % WORKERS == s,
             )
         )
-    panels.append(_panel(5, "x.T", "one row slab a worker", lambda _, c: c, lambda r, c: False))
+    panels.append(
+        _panel(
+            5,
+            "x.T",
+            "one row slab a worker",
+            lambda _, c: c,
+            lambda r, c: False,
+        )
+    )
     rows = [
         f'<text class="row" x="{LEFT - 10}" y="{TOP + r * CELL + 20}">worker {r}</text>'
         for r in range(WORKERS)
@@ -77,7 +89,11 @@ def _panel(place, title, text, holder, is_new) -> str:
             parts.append(f'<rect class="cell" {box}/>')
             if is_new(r, c):
                 new.append(box)
-    frames = [f'<rect class="{kind}" {box}/>' for kind in ("halo", "new") for box in new]
+    frames = [
+        f'<rect class="{kind}" {box}/>'
+        for kind in ("halo", "new")
+        for box in new
+    ]
     return "\n".join([*parts, *frames])
 
 

@@ -19,7 +19,9 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
     yield from _rows("p2p", schema["properties"]["p2p"], defaults["p2p"])
 
 
-def _rows(name: str, schema: Mapping[str, Any], default: Any) -> Iterator[tuple[str, ...]]:
+def _rows(
+    name: str, schema: Mapping[str, Any], default: Any
+) -> Iterator[tuple[str, ...]]:
     for part, inner in schema.get("properties", {}).items():
         yield from _rows(f"{name}.{part}", inner, default[part])
     if "properties" not in schema:

@@ -43,7 +43,10 @@ def main() -> None:
 def record(records: Path, gpus: bool, side: int | None) -> None:
     """Run the operations, and write their records."""
     side = side or (32_768 if gpus else 8_000)
-    with dask_p2p.local_cluster(gpus=gpus) as cluster, Client(cluster) as client:
+    with (
+        dask_p2p.local_cluster(gpus=gpus) as cluster,
+        Client(cluster) as client,
+    ):
         dask_p2p.register(client)
         compute(client, side, len(client.nthreads()), gpus)
         found = client.sync(fetch_records, client, RUNS)
@@ -62,7 +65,10 @@ def compute(client: Client, side: int, workers: int, gpus: bool) -> None:
         runs += [dask_p2p.rechunk(x, (-1, side // workers))]
         with dask.config.set({"p2p.transports.order": ["comm"]}):
             runs += [dask_p2p.transpose(x)]
-        runs += [dask_p2p.transpose(x), dask_p2p.transpose(x, chunks=(side // workers // 2, -1))]
+        runs += [
+            dask_p2p.transpose(x),
+            dask_p2p.transpose(x, chunks=(side // workers // 2, -1)),
+        ]
         for y in runs:
             wait(client.persist(y))
 
@@ -78,7 +84,11 @@ def heat(u, out):
 def draw(records: Path, name: str) -> None:
     """Show the records on a dashboard, and save the page in both themes."""
     IMAGES.mkdir(exist_ok=True)
-    nobody = {"n_workers": 0, "processes": False, "dashboard_address": "127.0.0.1:0"}
+    nobody = {
+        "n_workers": 0,
+        "processes": False,
+        "dashboard_address": "127.0.0.1:0",
+    }
     with (
         LocalCluster(**nobody) as cluster,
         Client(cluster) as client,
@@ -92,7 +102,8 @@ def draw(records: Path, name: str) -> None:
         for theme, suffix in (("light", ""), ("dark", "-dark")):
             visit(driver, f"{page}?theme={theme}")
             until(
-                driver, "return Bokeh.documents[0].get_model_by_name('p2p-runs').data.name.length"
+                driver,
+                "return Bokeh.documents[0].get_model_by_name('p2p-runs').data.name.length",
             )
             time.sleep(1)  # until the page is complete
             driver.save_screenshot(str(IMAGES / f"{name}{suffix}.png"))
