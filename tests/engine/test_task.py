@@ -88,7 +88,8 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
         assert max(pauses_s) <= 2.0
         assert worst_case_s(replace(chosen, request_timeout_s=0.0)) == sum(pauses_s)
         with pytest.raises(
-            TransferError, match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. Check"
+            TransferError,
+            match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. Check",
         ):
             module.try_again("key", error, runtime, chosen)
         pauses_s.clear()

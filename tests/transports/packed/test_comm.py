@@ -103,7 +103,7 @@ class TestComm(PackedConformance):
 
         key, array = block
         monkeypatch.setattr(HostQueue, "permute", fail)
-        with pytest.raises(TransferError, match=r"out of memory for packing .*no room"):
+        with pytest.raises(TransferError, match=r"out of memory while packing .*no room"):
             self.read(setup, key, array, ((0, 6), (0, 1)))
         assert setup.serving.packed.reserved_bytes == 0
 
@@ -143,9 +143,9 @@ class TestComm(PackedConformance):
     @pytest.mark.parametrize(
         ("reply", "words"),
         [
-            ({"status": "ok"}, "did not answer about any part"),
-            ({"status": "ok", "parts": 7}, "did not answer about any part"),
-            ({"status": "ok", "parts": []}, "did not answer about any part"),
+            ({"status": "ok"}, "sent no reply for any part"),
+            ({"status": "ok", "parts": 7}, "sent no reply for any part"),
+            ({"status": "ok", "parts": []}, "sent no reply for any part"),
             ({"status": "silent", "message": "gone"}, "gone"),
             ({"status": "ok", "parts": [5]}, "could not send .* 5"),
             ({"status": "ok", "parts": [{"status": "ok"}]}, "NoneType"),
