@@ -59,7 +59,7 @@ class OutputSpec:
     options: Options
     #: Function of the assembled block, which it may overwrite, and the block's index. It returns
     #: the output block. None: the assembled block is the output block. The optional method
-    #: `extra_bytes(shape, dtype)` of the function returns the memory that it allocates.
+    #: `extra_bytes(shape, dtype)` of the function returns the bytes of its additional memory.
     post: Callable[[Any, Index], Any] | None = None
     chunks: Chunks | None = None  # chunks of the array after `post`, for records
 
@@ -136,7 +136,7 @@ class Assembly:
                 if self.plan.is_copy and local and self.output.post is None:
                     return local[0]
                 if self._remote and self.context is not None:
-                    # Other workers read this worker's blocks in the same exchange.
+                    # Other workers will read this worker's blocks in the same exchange.
                     published = {self.key(number): block for number, block in local.items()}
                     self.context.publish(published, kind, self.options)
                     del published

@@ -140,7 +140,7 @@ class Fetch:
             return self._timed(region.result, limit_s, place)
         except TimeoutError:  # the event loop enforces the deadlines: it is blocked or closed
             raise TransferError(
-                f"no answer of {holder} in time, and the worker's event loop did not respond"
+                f"no answer from {holder} in time, and the worker's event loop did not respond"
             ) from None
 
     def _timed(self, wait: Callable[..., _T], *args: Any) -> _T:

@@ -82,7 +82,7 @@ class LocalBlocks:
         return kinds
 
     def needed_bytes(self, in_memory: Mapping[int, Array], kind: Kind) -> int:
-        """Return the memory for all blocks that are in it now, and for the largest spilled one."""
+        """Return the bytes of all blocks in memory, and of reading the largest spilled one."""
         spilled_bytes = max(
             (
                 prod(self._plan.source_shapes[number]) * self._dtype.itemsize

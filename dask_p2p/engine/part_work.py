@@ -210,7 +210,7 @@ class Work:
             raise MemoryLimitError(
                 f"out of memory of the GPU of {where} ({cause}) with parts of one element along "
                 f"axis {self.of.axis}: slots take {needed_bytes} bytes, in addition to the "
-                f"function's own memory. Cut along another axis, or use smaller chunks along the "
+                f"function's own memory. Choose another axis=, or use smaller chunks along the "
                 f"other axes.",
                 needed_bytes,
             )

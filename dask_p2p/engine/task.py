@@ -106,7 +106,7 @@ class ReferenceTask(Task):  # type: ignore[misc]
 class WaitTask(ReferenceTask):
     """A task that waits for its `blocks` without reading them.
 
-    Its function gets a list of them, whose items it must not read, and the other arguments.
+    Its function gets a list of these blocks, which it must not read, and the other arguments.
     """
 
     __slots__ = ()

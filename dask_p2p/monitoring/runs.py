@@ -331,7 +331,7 @@ async def fetch_records(client: Any, n: int | None = None) -> list[Record]:
         )
     if answer["silent"]:
         text = (
-            f"no answer of {', '.join(sorted(answer['silent']))} in time: the latest records of "
+            f"no answer from {', '.join(sorted(answer['silent']))} in time: the latest records of "
             f"these workers are missing. Call again when they answer, or close them."
         )
         warnings.warn(text, P2PWarning, stacklevel=2)

@@ -62,10 +62,10 @@ async def ask(
         return await asyncio.wait_for(calling, timeout_s)
     except TimeoutError:
         raise UnreachableError(
-            f"no answer of {holder} about {about} within {timeout_s:g} s"
+            f"no answer from {holder} about {about} within {timeout_s:g} s"
         ) from None
     except OSError as exc:  # connection failed or refused
-        raise UnreachableError(f"{holder} cannot be reached about {about}: {exc}") from exc
+        raise UnreachableError(f"{holder} cannot be reached to ask about {about}: {exc}") from exc
     except MemoryError:  # no memory for the reply on this worker
         raise
     except Exception as exc:  # the handler's error, raised here by Dask; or an unreadable reply

@@ -73,7 +73,7 @@ class Router:
             open_ = [route for route in all_ if not route.transport.obstacle(holder, kind, dtype)]
             # If all routes to a holder have failed before, all are tried again.
             left = [route for route in open_ if not self._is_broken(route)] or open_
-            # Only the first route is probed: starting a transport may take long.
+            # Routes are probed up to the first that works: starting a transport may take long.
             while len(left) > 1 and not self._works(left[0], kind):
                 left.pop(0)
             routes.extend(left)

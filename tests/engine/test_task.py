@@ -99,7 +99,7 @@ def test_a_holder_that_is_given_up_ends_a_task_at_its_first_attempt(monkeypatch)
     monkeypatch.setattr(module, "time", Clock())
     chosen = replace(options(), attempts=4, request_timeout_s=30.0)
     runtime = AttemptLog("tcp://here")
-    error = TransferError("comm: no answer of tcp://there")
+    error = TransferError("comm: no answer from tcp://there")
     error.silent_s = 89.9
     with pytest.raises(Reschedule):
         module.try_again("key", error, runtime, chosen)

@@ -38,7 +38,7 @@ _LET_READ = (
 # as cma.
 _SHORT_RUN_BYTES = 128
 _MOST_PART_BYTES = 2**30  # a system call reads 2 GiB at most
-_MOST_SHORT_RUNS = 2**14  # with fewer short runs, a request of comm takes longer
+_MOST_SHORT_RUNS = 2**14  # up to this number, a request of comm takes longer
 
 
 @section("transports.cma")

@@ -94,7 +94,7 @@ def regions_of(array: Array) -> Regions:
 
 
 class SameHostReading(Reading):
-    """Reading of blocks of one process. Each block is opened for its first part."""
+    """The reading of blocks of one process. Each block is opened for its first part."""
 
     def __init__(
         self,

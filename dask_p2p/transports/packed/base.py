@@ -91,7 +91,7 @@ class Target:
 
     @abstractmethod
     def pack(self, number: int, queue: Queue, region: Array) -> Array:
-        """Queue a copy of the request's region with this number. Return the packed array."""
+        """Queue a copy of the request's region number `number`. Return the packed array."""
 
     def payload(self, packed: Array) -> dict[str, Any]:
         """Return the fields of the reply that contain a packed region."""

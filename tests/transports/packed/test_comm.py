@@ -130,14 +130,15 @@ class TestComm(PackedConformance):
         key, array = block
         setup.host.delay_s = 100
         start_s = time.monotonic()
-        with pytest.raises(TransferError, match=r"no answer of holder .* within 0\.1 s"):
+        with pytest.raises(TransferError, match=r"no answer from holder .* within 0\.1 s"):
             self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.1)
         assert time.monotonic() - start_s < 50
 
     def test_a_holder_that_cannot_be_reached(self, setup, block):
         key, array = block
         del setup.network["holder"]
-        with pytest.raises(TransferError, match=r"holder cannot be reached about block .*: nobody"):
+        expected = r"holder cannot be reached to ask about block .*: nobody"
+        with pytest.raises(TransferError, match=expected):
             self.read(setup, key, array, ((0, 1), (0, 1)))
 
     @pytest.mark.parametrize(
