@@ -1,8 +1,8 @@
 """The task that assembles one output block, as Dask's schedulers and workers see it.
 
 Its dependencies are exactly the input blocks that it reads, so Dask handles lineage, culling,
-memory release and recovery. On a worker with the plugin, the task gets the blocks that the worker
-does not hold as references (`BlockRef`) instead of copies.
+memory release and recovery. On a worker with the plugin, the task gets its blocks as references
+(`BlockRef`) instead of copies.
 """
 
 from __future__ import annotations

@@ -280,9 +280,8 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
     only its lost blocks, is another run. A run does not end while it waits for other tasks, or when
     a worker is lost. Blocks recomputed after a loss count as attempts, but only once in `made`.
 
-    Workers keep the records of about their last thousand tasks, and the scheduler those of about
-    ten thousand. The scheduler gets the records of a worker only by requests while the worker is
-    there.
+    A worker keeps the records of about its last thousand tasks, and the scheduler those of about
+    ten thousand. Records of a worker that has left are kept if the scheduler had requested them.
 
     Parameters
     ----------
@@ -298,7 +297,7 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
         without the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
         ``axes``, ``moved_bytes``, ``least_bytes``, ``exchange_s``, ``wall_s``, ``gbs``, ``pairs``,
         ``transports``, ``attempts``, ``failures`` and ``fallbacks``. A run of `iterate` or `spmd`
-        also has ``steps``, ``steps_per_s``, ``waited_share`` and ``waited_s``. The whole has
+        also has ``steps``, ``steps_per_s``, ``waited_share`` and ``waited_s``. `Runs` has
         ``to_pandas()`` and ``to_trace(file)``.
 
     Raises
@@ -318,9 +317,9 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
 
 
 async def fetch_records(client: Any, n: int | None = None) -> list[Record]:
-    """Return the records of a cluster's newest `n` runs. None: all records.
+    """Return the records of a cluster's newest `n` runs; with None, all records.
 
-    Returns an empty list if the scheduler lacks the plugin.
+    The list is empty if the scheduler lacks the plugin.
     """
     answer = await getattr(client.scheduler, RECORDS_OP)(n=n)
     if answer is None:  # Dask's reply to an unknown operation

@@ -95,8 +95,7 @@ Release: TypeAlias = Callable[[], object]
 class ByteBudget:
     """A byte budget shared by requests. A request above the limit is admitted alone.
 
-    Each request reserves all its memory in one step. Therefore no request waits while it holds
-    memory, and requests cannot deadlock.
+    Each request reserves all its memory in one step, so that no request waits while it holds some.
     """
 
     def __init__(self, limit_bytes: int) -> None:

@@ -210,7 +210,8 @@ class PackedTransport(Transport):
     async def reserve(self, asked: Asked) -> tuple[Asked, list[Release]]:
         """Reserve memory for the first regions of a request.
 
-        Waits until at least one region fits. Returns the request for the regions that fit.
+        Waits until at least one region fits. Returns the request for the regions that fit. Raises
+        `TransferError` at the reader's deadline.
         """
         count = len(asked.parts)
         while True:
