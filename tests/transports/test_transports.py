@@ -86,5 +86,5 @@ def test_each_worker_has_one(pigeon, loop, tmp_path):
 @pytest.mark.parametrize("name", ["NotThere", "MIB", "LoopbackHost"])
 def test_an_entry_point_that_names_no_transport(install, name):
     install(name)
-    with pytest.raises(ConfigError, match=rf"entry point pigeon .* no transport, but .*:{name}"):
+    with pytest.raises(ConfigError, match=rf"entry point pigeon .*:{name}, is no transport: "):
         options()

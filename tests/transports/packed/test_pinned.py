@@ -171,7 +171,7 @@ class Pinned(PackedConformance):
         pending = remote.request()
         assert here.wait(60)
         if why == "it takes too long":
-            with pytest.raises(TransferError, match="no answer of holder"):
+            with pytest.raises(TransferError, match="no answer from holder"):
                 pending.result(60)
         remote.close()
         wait_until(lambda: usage(setup.reader)["requested"] == 0)
