@@ -127,7 +127,7 @@ def main(side: int, numbers: Sequence[int], rounds: int, repeats: int, path: Pat
                         times.setdefault(way, []).extend(each)
         for way, each in times.items():
             print(
-                f"{number} members {way:>32}: median {np.median(each) * 1e3:8.2f} ms, "
+                f"{number} ranks {way:>32}: median {np.median(each) * 1e3:8.2f} ms, "
                 f"least {min(each) * 1e3:8.2f} ms",
                 flush=True,
             )

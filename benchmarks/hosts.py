@@ -218,7 +218,7 @@ def main(
         found += row
         print(
             f"{network:<20} {count:>3} hosts, last reader {share:.0%} late, within the host "
-            f"{'beside' if beside else 'in turn'}: "
+            f"{'concurrently' if beside else 'in turn'}: "
             + ", ".join(f"{each.order} {each.bounds:.3f}" for each in row),
             flush=True,
         )

@@ -64,7 +64,7 @@ def layers(map_overlap: Callable[..., Any], x: Any, steps: int) -> Any:
 
 
 def seconds(make: Callable[[Any, int], Any], x: Any, steps: int) -> float:
-    """Return the seconds to compute the result of `make`, left on the workers."""
+    """Return the seconds to compute the result of `make`, which stays on the workers."""
     from distributed import wait
 
     start_s = time.perf_counter()

@@ -39,7 +39,7 @@ def _attempted(size: int, ways: dict[str, Callable[[], list[float]]]) -> dict[st
 
 
 def computed(y: Any, timeout_s: float) -> float:
-    """Return the seconds to compute an array, left on the workers; then release it.
+    """Return the seconds to compute an array on the workers; then release it.
 
     The next call may have the same keys, and would reuse blocks that still exist.
     """

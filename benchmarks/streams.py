@@ -181,7 +181,7 @@ def mapping(
 
 
 def _fill_by(most: int, few: int) -> None:
-    """Set a worker's threads that fill slots; with at most `few`, it pins blocks in place."""
+    """Set the number of threads that fill slots; below `few`, a worker pins blocks in place."""
     host_threads._MOST, host_copies._FEW_THREADS = most, few
     host_threads.thread_count.cache_clear()
     host_threads.pool.cache_clear()

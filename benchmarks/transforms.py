@@ -81,8 +81,8 @@ class Spectrum(Case):
     def settle(self, client: Any) -> float:
         """Wait for the GPUs: the last tasks of all ways end when their kernels are queued.
 
-        The workers return their own time of the end (all processes share one host's clock), so
-        the reply's way back does not count.
+        The workers return the time of the end, and all processes share one host's clock, so the
+        reply's travel time does not count.
         """
         done_s = client.run(_synchronize).values() if self.kind == "cupy" else ()
         return max(done_s, default=0.0)

@@ -108,9 +108,9 @@ def _kernel() -> Any:
 
 
 def wave(u: Any, before: Any, out: Any) -> None:
-    """Fill `out` from `u`, with a rim of `RADIUS` along axis 0, and the field before it, without.
+    """Fill `out` from `u`, with a halo of `RADIUS` along axis 0, and `before`, without a halo.
 
-    CuPy arrays may be views whose last axis is contiguous; NumPy's are of any kind.
+    CuPy arrays may be views with a contiguous last axis; NumPy arrays may be any views.
     """
     if isinstance(out, np.ndarray):
         _on_host(u, before, out)

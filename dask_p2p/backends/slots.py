@@ -72,7 +72,7 @@ class KeptSlots:
 class BeingRead:
     """Arrays that are kept until a device has read them, because their memory may be reused.
 
-    At most `most` arrays are kept; to add another one waits for the oldest.
+    At most `most` arrays are kept; adding another one waits for the oldest.
     """
 
     def __init__(self, most: int) -> None:
