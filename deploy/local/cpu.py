@@ -9,7 +9,7 @@ import dask_p2p
 
 if __name__ == "__main__":
     with (
-        # Processes, not threads: blocks move between processes. TCP, because inproc never moves data.
+        # Processes, not threads: blocks move between processes. TCP, because inproc moves no data.
         LocalCluster(n_workers=4, threads_per_worker=1, protocol="tcp://") as cluster,
         Client(cluster) as client,
     ):
