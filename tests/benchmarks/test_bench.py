@@ -71,7 +71,7 @@ def test_a_cluster_that_is_there(cluster):
     result = CliRunner().invoke(command.bench, [*arguments, "--rivals"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"4 workers of {cluster.scheduler_address}" in fact(result.stdout, "devices")
-    assert "What needs no Dask is left out" in result.stdout
+    assert "Rivals without Dask are omitted" in result.stdout
     assert "All 4800 elements are where they belong." in result.stdout
     assert "failed" not in result.stdout
     result = CliRunner().invoke(command.bench, [*arguments, "--workers", "2"])

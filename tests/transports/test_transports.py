@@ -57,7 +57,7 @@ def test_it_can_be_named_and_comes_first(pigeon):
 def test_what_is_not_installed_cannot_be_named():
     with (
         dask.config.set({"p2p.transports.order": ["pigeon"]}),
-        pytest.raises(ConfigError, match="out of ipc, cma, ucx, pinned, comm"),
+        pytest.raises(ConfigError, match="from ipc, cma, ucx, pinned, comm"),
     ):
         options()
 
