@@ -48,7 +48,7 @@ def test_a_good_cluster_has_no_problems():
         ({"pool_bytes": 2**30 + 256}, "no multiple of 2 MiB", "rmm_pool_size"),
         ({"memory_resource": "CudaAsyncMemoryResource"}, "CudaAsyncMemoryResource", "multiple"),
         ({"memory_resource": "ManagedMemoryResource"}, "ManagedMemoryResource", "multiple"),
-        ({"cupy_uses_rmm": False}, "another pool than RMM's", "external_lib_list"),
+        ({"cupy_uses_rmm": False}, "not allocate from RMM's pool", "external_lib_list"),
         ({"mig": True}, "MIG", "whole GPUs"),
         ({"cannot_pin": "OSError: no"}, "cannot be pinned (OSError: no)", "ulimit -l, and memory"),
         ({"versions": {**VERSIONS, "dask": "2"}}, "dask 2, here 1", "the same everywhere"),
@@ -166,7 +166,7 @@ def test_hosts_in_pairs():
     assert "cma: on &lt;others&gt;" in html
     assert "<others>" not in html
     assert "Worker 2: no transport brings blocks from a" in text
-    assert "Nothing is in the way." in repr(Report(workers, FAR_LINKS, []))
+    assert "No problems found." in repr(Report(workers, FAR_LINKS, []))
 
 
 def measure_little():
@@ -274,7 +274,7 @@ def test_a_transport_that_is_quicker_by_far_is_named():
         assert {(link.transport, link.quicker) for link in report.links} == {("cma", "comm")}
         (problem,) = report.problems
         assert problem.what == "comm is more than 2 times as fast as cma"
-        assert "Name it first in p2p.transports.order" in problem.cure
+        assert "Put it first in p2p.transports.order" in problem.cure
         with dask.config.set({"p2p.transports.order": ["comm", "cma"]}):
             report = dask_p2p.check(client)
         assert {(link.transport, link.quicker) for link in report.links} == {("comm", None)}
