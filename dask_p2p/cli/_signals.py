@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a command."""
+"""Handling of Ctrl-C in commands."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from contextlib import contextmanager
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Take Ctrl-C and SIGTERM, which batch systems send, as a wish to end soon and tidily.
+    """Return a context in which Ctrl-C and SIGTERM set a flag, so that the command can clean up.
 
-    Python's own way, an exception wherever the program just is, may hit a garbage collection,
-    which drops it, or a lock, which stays locked. The second Ctrl-C goes that way.
+    The context's value returns the flag. Batch systems send SIGTERM. Python itself raises an
+    exception at the current instruction: garbage collection may swallow it, and a lock may stay
+    locked. Only the second Ctrl-C raises an exception.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set  # only the main thread may have handlers
+        yield asked.is_set  # only the main thread may set signal handlers
         return
 
     def ask(*_: object) -> None:
@@ -35,13 +36,14 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def ctrl_c_later() -> Iterator[None]:
-    """Hold Ctrl-C back, forever in processes and threads that start inside.
+    """Return a context that defers Ctrl-C; processes and threads started inside never receive it.
 
-    A terminal sends it to the workers too, whose tracebacks nobody wants: they end with the job.
+    A terminal also sends Ctrl-C to the workers, which would print tracebacks. They end with the
+    command anyway.
     """
     from multiprocessing import resource_tracker
 
-    resource_tracker.ensure_running()  # else it starts inside, and lets Ctrl-C through again
+    resource_tracker.ensure_running()  # started later, it would unblock Ctrl-C
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -252,7 +252,7 @@ def test_wrong_elements_are_status_1(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--shape", "7"], "cannot be cut into 8 slabs"),
+        (["--shape", "7"], "cannot be split into 8 slabs"),
         (["--shape", "7x9", "--axes", "0,1,2"], "in any order"),
         (["--mode", "fast"], "'fast' is not one of"),
         (["--repeats", "0"], "0 is not in the range"),

@@ -106,7 +106,7 @@ def test_ways_on_gpus_have_the_clusters_that_are_best_for_them(monkeypatch):
     [
         (["--size", "0"], "0 is not in the range"),
         (["--workers", "0"], "0 is not in the range"),
-        (["--size", "3"], "cannot be cut into 4 slabs"),
+        (["--size", "3"], "cannot be split into 4 slabs"),
         (["--size", "100000000"], "are free"),
     ],
 )
