@@ -95,7 +95,7 @@ def fft(
 def ifft(
     x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
-    """Undo `fft`, as `numpy.fft.ifft` does. For parameters and errors see `fft`."""
+    """Undo `fft`, as `numpy.fft.ifft` does. See `fft` for parameters and errors."""
     return _along_one("ifft", x, n, axis, norm, chunks)
 
 
@@ -180,7 +180,7 @@ def ifftn(
     *,
     chunks: ChunksLike = None,
 ) -> DaskArray:
-    """Undo `fftn`, as `numpy.fft.ifftn` does. For parameters and errors see `fftn`."""
+    """Undo `fftn`, as `numpy.fft.ifftn` does. See `fftn` for parameters and errors."""
     return transformed("ifft", x, s, axes, norm, chunks)
 
 

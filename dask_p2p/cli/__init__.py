@@ -8,7 +8,7 @@ import click
 
 # Help texts by command, listed here so that the overview imports no command.
 _COMMANDS = {
-    "check": "Show the transport and speed between workers, and problems.",
+    "check": "Show transports and speeds between workers, and any problems.",
     "demo": "Transpose a generated array, and check every value.",
     "rechunk": "Write the array of a file with other chunks.",
     "trace": "Write a cluster's last runs as a trace for Perfetto.",

@@ -1,4 +1,4 @@
-"""``dask p2p check``: shows the transport and speed between workers, and problems."""
+"""``dask p2p check``: shows transports and speeds between workers, and any problems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dask_p2p.cli import _options as shared
 @shared.cpu_option
 @click.pass_context
 def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: bool) -> None:
-    """Show the transport and speed between each pair of workers, and problems.
+    """Show transports and speeds between workers, and any problems.
 
     Ends with status 1 if no transport joins a pair of workers.
     """

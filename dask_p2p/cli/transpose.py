@@ -50,7 +50,7 @@ def _command(function: Any) -> click.Command:
 
 
 @_command
-@click.option("--axes", type=_numbers, metavar="2,0,1", help="As in NumPy.  [default: reversed]")
+@click.option("--axes", type=_numbers, metavar="2,0,1", help="Axis order.  [default: reversed]")
 def transpose(axes: tuple[int, ...] | None, **options: Any) -> None:
     """Transpose the array in INPUT into the new file OUTPUT.
 

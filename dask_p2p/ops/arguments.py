@@ -34,8 +34,8 @@ _REMEDIES = {
 _REMEDY = "Make one with dask.array.from_array(x, chunks=...)"
 #: Accepted forms of `chunks`.
 CHUNKS_REMEDY = (
-    "Give a size like 1000 or '128 MiB', one for each axis like (1000, -1), or a dict by axis like "
-    "{0: 1000}."
+    "Pass a size like 1000 or '128 MiB', a tuple with one for each axis like (1000, -1), or a dict "
+    "by axis like {0: 1000}."
 )
 #: Keywords of `dask.array.map_overlap`, and of `dask.array.map_blocks`.
 _OF_DASK = {"align_arrays", "allow_rechunk", "boundary", "depth", "trim"} | {
@@ -53,7 +53,7 @@ def check_function(func: Any, of: str, call: str) -> None:
     """Raise `InputError` if `func` is not callable; `call` is the example in its message."""
     if not callable(func):
         raise InputError(
-            f"expected a function of {of}, got {func!r:.200}. Give the function first and the "
+            f"expected a function of {of}, got {func!r:.200}. Pass the function first and the "
             f"arrays after it: {call}."
         )
 
@@ -155,7 +155,7 @@ def checked_chunks(
         if tuple(map(sum, sizes)) != shape:
             raise ValueError("their sums differ from the shape")
         if min(map(min, sizes), default=0) < 0:
-            raise ValueError("sizes of blocks are not negative")
+            raise ValueError("block sizes must not be negative")
     except Exception as exc:  # Dask does not document the errors for invalid chunks
         reason = str(exc).partition("\n")[0].rstrip(".")
         raise ChunksError(
@@ -174,7 +174,7 @@ def _by_axis(chunks: Any, before: Chunks) -> Any:
         for axis in chunks:
             if not isinstance(axis, (int, np.integer)) or not -ndim <= axis < ndim:
                 raise ValueError(
-                    f"{axis!r} is no axis, which are numbered from 0 to {ndim - 1}. {_NAMES}"
+                    f"{axis!r} is no axis: axes are numbered from 0 to {ndim - 1}. {_NAMES}"
                 )
         given = {axis % ndim: value for axis, value in chunks.items()}
         chunks = tuple(given.get(axis) for axis in range(ndim))
@@ -183,5 +183,5 @@ def _by_axis(chunks: Any, before: Chunks) -> Any:
     chunks = chunks[:ndim]
     for size, sizes in zip(chunks, before, strict=True):
         if isinstance(size, (int, float, np.number)) and (size < -1 or size == 0 < sum(sizes)):
-            raise ValueError(f"{size} is no size: give at least 1, or -1 for the whole axis")
+            raise ValueError(f"{size} is no size: pass at least 1, or -1 for the whole axis")
     return tuple(old if new is None else new for new, old in zip(chunks, before, strict=True))

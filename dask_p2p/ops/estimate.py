@@ -53,7 +53,7 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """The worker's peak: the sum of all parts."""
+        """The peak: the sum of the four sizes."""
         return self.input_bytes + self.output_bytes + self.staging_bytes + self.packed_bytes
 
 

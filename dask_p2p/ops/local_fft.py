@@ -90,7 +90,7 @@ class LocalTransform:
         return self.transformed(block if own is None else own, is_own=own is not None)
 
     def _own(self, block: Any) -> Any:
-        """Return a copy of another task's block for an in-place transform; None if none is needed.
+        """Return a copy of another task's block for an in-place transform; None if useless.
 
         The copy reuses memory of released outputs, so the system need not provide new pages.
 

@@ -79,8 +79,8 @@ class SkipsEmpty:
     """A function of blocks with halos that is not called for empty blocks of the output."""
 
     function: Callable[..., Any]
-    chunks: Chunks  # of the output
-    dtype: DType  # of the output
+    chunks: Chunks  # chunks of the output
+    dtype: DType  # dtype of the output
     has_block_id: bool  # whether the function receives the block's index
 
     @property

@@ -107,7 +107,7 @@ class DaskWorkerContext(AttemptLog):
         return holds(self._worker.data, key)
 
     def in_memory(self, key: Key) -> Any:
-        """Return a block that is not spilled; `KeyError` if it is, or is not here."""
+        """Return a block that is not spilled; raise `KeyError` for any other key."""
         return find_in_memory(self._worker.data, key)
 
     def kind_of(self, key: Key) -> Kind | None:
@@ -299,7 +299,7 @@ def must_encrypt(worker: Worker) -> bool:
 def _keep_newest(kept: dict[Any, Any], most: int) -> None:
     """Drop the oldest entries beyond `most`; other threads may change `kept` concurrently."""
     while len(kept) > most:
-        with suppress(KeyError, StopIteration, RuntimeError):  # another thread was quicker
+        with suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
             del kept[next(iter(kept))]
 
 

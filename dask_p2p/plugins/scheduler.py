@@ -96,7 +96,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self._begin_set_up(worker)
 
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
-        """Forget a worker that leaves."""
+        """Drop the state of a worker that leaves."""
         self._failed.pop(worker, None)
         self._records.forget(worker)
         self.feed.forget(worker)
@@ -141,7 +141,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         silent = [worker for worker, each in self._set_ups.items() if not each.task.done()]
         ready = set(self._set_ups) - {*silent, *self._failed}
         probing = asyncio.ensure_future(self._probe_peers(sorted(ready)))
-        self._background.add(probing)  # the loop itself keeps only a weak reference
+        self._background.add(probing)  # the loop has only a weak reference
         probing.add_done_callback(self._background.discard)
         return {"failed": dict(self._failed), "silent": silent, "workers": len(self._set_ups)}
 

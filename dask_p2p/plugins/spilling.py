@@ -117,7 +117,7 @@ def _slow_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
 def _mapped(level: Mapping[Any, Any], key: Key) -> Any:
     """Return an item of a level; arrays of an item in a file are memory-mapped."""
     files: Any = level
-    if isinstance(level, Cache):  # of weak references
+    if isinstance(level, Cache):  # holds weak references to blocks
         with suppress(KeyError):
             return level.cache[key]  # still referenced elsewhere
         files = level.data
