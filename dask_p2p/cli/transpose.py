@@ -111,7 +111,7 @@ def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
     workers = workers or min(CPU_COUNT, 8)  # one disk serves few workers; --workers sets more
     # Errors come as the command's own error, in one line.
     with silence_logging_cmgr(logging.CRITICAL), contextlib.ExitStack() as stack:
-        with ctrl_c_later():  # any number of workers may use all of the memory
+        with ctrl_c_later():  # together the workers may use all of the memory
             own = shared.own_cluster(workers, gpus=False, memory_limit=1 / workers)
             client = stack.enter_context(shared.connect(scheduler) if scheduler else own)
         shared.worker_count(client)  # raises without workers

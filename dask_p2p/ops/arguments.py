@@ -174,7 +174,7 @@ def _by_axis(chunks: Any, before: Chunks) -> Any:
         for axis in chunks:
             if not isinstance(axis, (int, np.integer)) or not -ndim <= axis < ndim:
                 raise ValueError(
-                    f"{axis!r} is no axis: axes are numbered from 0 to {ndim - 1}. {_NAMES}"
+                    f"{axis!r} is not an axis: axes are numbered from 0 to {ndim - 1}. {_NAMES}"
                 )
         given = {axis % ndim: value for axis, value in chunks.items()}
         chunks = tuple(given.get(axis) for axis in range(ndim))
@@ -183,5 +183,5 @@ def _by_axis(chunks: Any, before: Chunks) -> Any:
     chunks = chunks[:ndim]
     for size, sizes in zip(chunks, before, strict=True):
         if isinstance(size, (int, float, np.number)) and (size < -1 or size == 0 < sum(sizes)):
-            raise ValueError(f"{size} is no size: pass at least 1, or -1 for the whole axis")
+            raise ValueError(f"{size} is not a valid size: pass 1 or more, or -1 for all")
     return tuple(old if new is None else new for new, old in zip(chunks, before, strict=True))

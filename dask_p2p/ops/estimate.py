@@ -183,7 +183,7 @@ def _section(x: Any) -> Any:
 
 
 def _mapped(x: Any) -> Mapped | None:
-    """Return the function that the tasks of `x` run; None if `x` is no result of `map_on_gpu`."""
+    """Return the function that the tasks of `x` run; None if not from `map_on_gpu`."""
     if not is_dask_array(x) or key_split(x.name) != OPERATION:
         return None
     task = x.__dask_graph__()[(x.name, *[0] * x.ndim)]

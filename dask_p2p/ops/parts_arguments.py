@@ -176,6 +176,6 @@ def found_dtype(func: Callable[..., Any], inputs: list[DaskArray]) -> DType:
                 errors.append(f"{type(exc).__name__}: {exc}")
     name = funcname(func)
     raise InputError(
-        f"expected dtype=, since the dtype of the result of {name} cannot be found out: called "
+        f"expected dtype=, since the dtype of the result of {name} cannot be determined: called "
         f"with small {modules[-1].__name__} arrays, it raised {errors[-1]}."
     )

@@ -154,7 +154,7 @@ def _problems_of(
         yield f"{CANNOT_PIN} ({worker.cannot_pin})", REMEDY.removesuffix(".")
     resource, pool_bytes = worker.memory_resource, worker.pool_bytes
     if pool_bytes and pool_bytes % POOL_GRANULE_BYTES:
-        text = f"RMM's pool of {pool_bytes} bytes is no multiple of 2 MiB"
+        text = f"RMM's pool of {pool_bytes} bytes is not a multiple of 2 MiB"
         yield f"{text}: mapping it takes seconds for each peer", POOL_REMEDY
     if resource in ("CudaAsyncMemoryResource", "ManagedMemoryResource"):
         yield f"CUDA IPC cannot share memory of RMM's {resource}", POOL_REMEDY
