@@ -123,7 +123,7 @@ def devices_text(spec: ClusterSpec, names: Sequence[str]) -> str:
     models = Counter(names)
     if spec.gpus:
         listed = ", ".join(f"{count} x {name}" for name, count in models.items())
-        return f"{pluralize(spec.workers, 'worker')}, one a GPU: {listed}"
+        return f"{pluralize(spec.workers, 'worker')}, one per GPU: {listed}"
     return (
         f"{pluralize(spec.workers, 'one-thread worker')} over TCP on {', '.join(models)}, "
         f"{pluralize(os.cpu_count() or 1, 'core')}"

@@ -64,7 +64,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class TransformEstimate:
-    """Bytes that a lazy array's exchanges move, and their memory; as text, one line an exchange.
+    """Bytes that a lazy array's exchanges move, and their memory; as text, one line each.
 
     Attributes
     ----------

@@ -85,7 +85,7 @@ def rfftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any =
 
 
 def _numbers(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
-    # Several sizes are block sizes for `da.arange`; for `rechunk` they would be one an axis.
+    # Several sizes are block sizes for `da.arange`; for `rechunk` they would be one for each axis.
     if isinstance(chunks, (tuple, list)) and len(chunks) > 1:
         chunks = (tuple(chunks),)
     (sizes,) = checked_chunks(chunks, ((count,),), np.dtype(float))

@@ -95,7 +95,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self.context = context
 
     async def _warm_up(self) -> None:
-        """Compile the kernels before a task needs them, which takes seconds once a machine."""
+        """Compile the kernels before a task needs them, which takes seconds once per machine."""
         backend = worker_backend()
         if backend.on_device:
             try:

@@ -114,7 +114,7 @@ class Report:
         return [HostPair(*pair, tuple(links)) for pair, links in sorted(pairs.items())]
 
     def _tables(self) -> dict[str, list[tuple[str, ...]]]:
-        """Return the rows of tables by title; matrices have a row a reader, a column a holder."""
+        """Return the rows of tables by title; rows of matrices are readers, columns are holders."""
         tables = {"Workers": _worker_rows(self.workers)}
         if any(worker.host_link for worker in self.workers):
             tables["GB/s between pinned host memory and the GPU"] = _host_link_rows(self.workers)

@@ -165,5 +165,5 @@ def test_on_gpus():
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "2 workers, one a GPU" in done.stdout
+    assert "2 workers, one per GPU" in done.stdout
     assert [wrong_of(done.stdout, way) for way in ("dask_p2p", "dask tasks")] == ["0", "0"]
