@@ -179,7 +179,7 @@ def _by_axis(chunks: Any, before: Chunks) -> Any:
         given = {axis % ndim: value for axis, value in chunks.items()}
         chunks = tuple(given.get(axis) for axis in range(ndim))
     if not isinstance(chunks, (tuple, list)) or len(chunks) < ndim:
-        return chunks  # not a form that Dask accepts: it raises the error
+        return chunks  # not a valid form: Dask raises the error
     chunks = chunks[:ndim]
     for size, sizes in zip(chunks, before, strict=True):
         if isinstance(size, (int, float, np.number)) and (size < -1 or size == 0 < sum(sizes)):

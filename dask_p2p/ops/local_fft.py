@@ -158,7 +158,7 @@ class _Way(NamedTuple):
     after: tuple[int, ...]  # permutation of the axes after the calls, to the result's order
 
 
-@lru_cache(maxsize=1024)  # it takes as long as a cuFFT call, and most blocks have the same layout
+@lru_cache(maxsize=1024)  # a call takes as long as cuFFT, and most blocks are alike
 def _way(transform: LocalTransform, lies: tuple[int, ...] | None, on_device: bool) -> _Way:
     """Return the calls that transform a block.
 

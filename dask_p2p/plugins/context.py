@@ -59,7 +59,7 @@ _PING_S = 0.2  # timeout for an answer from a worker that counts as lost
 
 
 class DaskWorkerContext(AttemptLog):
-    """The `WorkerContext` of a Dask worker: what its transports and tasks use of the worker."""
+    """The `WorkerContext` of a Dask worker, for its transports and tasks."""
 
     def __init__(self, worker: Worker, options: Options) -> None:  # the worker's options
         super().__init__(worker.address)
@@ -145,7 +145,7 @@ class DaskWorkerContext(AttemptLog):
         return reply
 
     def on_worker_left(self, address: str) -> None:
-        """Cancel calls to a worker that has left, since connecting would fail only after long."""
+        """Cancel calls to a worker that has left, as connecting fails only after a long time."""
         self._gone.add(address)
         for call in self.calls.pop(address, ()):
             call.cancel()

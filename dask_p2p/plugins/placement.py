@@ -25,7 +25,7 @@ _ROOTISH = "is_rootish"
 # Workers rank equal if they hold less than the best one by at most this fraction of a task's input.
 # Slabs differ by a row, and a transpose must not send all tasks to the holder of the longest slab.
 _TOLERANCE = 0.1
-_MOST_SOURCES = 4096  # most sources of a ranked task; with more, it reads from all workers
+_MOST_SOURCES = 4096  # most sources of a ranked task; with more, a task reads from all workers
 
 
 class Overlay:
