@@ -358,7 +358,7 @@ def test_wrong_arguments_are_refused():
         spmd(func, array(), cut=(2,))
     with pytest.raises(UnsupportedArrayError, match="expected a Dask array"):
         spmd(func, X)
-    with pytest.raises(ChunksError, match="expected the chunks of the first"):
+    with pytest.raises(ChunksError, match="expected arrays of the first one's chunks"):
         spmd(func, array(), array().rechunk(3))
     with pytest.raises(ChunksError, match="known chunk sizes"):
         spmd(func, array()[array()[:, 0] > 3])
