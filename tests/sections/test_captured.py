@@ -182,7 +182,9 @@ def test_what_cannot_be_captured_is_named(gpu):
 
     a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
     y = iterate(looks, a, 0, 9, members=4, capture=True)
-    with pytest.raises(InputError, match=r"capture: expected a function that only enqueues work .*Capture"):
+    with pytest.raises(
+        InputError, match=r"capture: expected a function that only enqueues work .*Capture"
+    ):
         run_section(gpu, y, [X])
 
 

@@ -86,7 +86,7 @@ def test_elements_that_are_nothing_but_bytes():
 @pytest.mark.parametrize("call", [Context.halo, Context.halo_begin])
 def test_a_share_that_has_no_rims_is_refused(call):
     ctx = Context(Members(((4,),), (1,)))
-    with pytest.raises(InputError, match=r"what ctx.padded\(\) returned, got ndarray. Make it"):
+    with pytest.raises(InputError, match=r"memory from ctx.padded\(\), got ndarray. Make it"):
         call(ctx, np.ones(4))
 
 
