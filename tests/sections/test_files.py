@@ -114,7 +114,7 @@ def test_members_of_several_processes_have_what_they_need(client, limited):
 def test_what_cannot_be_is_refused_before_the_start(client, limited):
     limited(200, 200)
     y = spmd(summed, da.zeros(32, chunks=1), members=32)
-    with pytest.raises(SectionError, match=r"of 32 members run, got a hard limit of 200\. Raise"):
+    with pytest.raises(SectionError, match=r"of 32 ranks run, got a hard limit of 200\. Raise"):
         y.compute()
     assert np.array_equal(spmd(summed, da.zeros(4, chunks=1), members=4).compute(), np.full(4, 4.0))
     nothing_is_left(client)
