@@ -69,7 +69,7 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a message is in flight."""
+        """True if a message is in flight."""
         return bool(self._sending or self._receiving)
 
     def has_sent(self) -> bool:

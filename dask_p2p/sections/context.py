@@ -80,13 +80,13 @@ class Context(Stepping, Transforms):
             Width of the halo, and values beyond the ends of the array, as for
             `dask_p2p.map_overlap`.
         corners : bool
-            Whether the halo includes corners. A stencil that reads neighbours along one axis at a
+            If True, the halo includes corners. A stencil that reads neighbours along one axis at a
             time does not need corners. With False they are not exchanged, and are NaN if the dtype
             has NaN.
         dtype : dtype, optional
             By default that of `share`, or float64.
         exchange : {"auto", "diagonal", "left-right", "pairwise"}
-            Order in which `halo` exchanges messages: see `redistribute`.
+            Order of messages in `halo`: see `redistribute`.
 
         Returns
         -------
@@ -141,7 +141,7 @@ class Context(Stepping, Transforms):
         padded : Padded
             Memory that `padded` returned.
         copy : bool, optional
-            Whether to return a copy, which does not change when `padded` is filled again. False
+            If True, return a copy, which does not change when `padded` is filled again. False
             returns `padded.data` itself, and saves the time of the copy.
 
         Raises

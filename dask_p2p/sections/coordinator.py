@@ -1,10 +1,10 @@
 """Gang scheduling: all ranks of a gang run at the same time, or none of them.
 
 A *gang* is a set of tasks, its *ranks*, that run at the same time and exchange data. An *attempt*
-is one run of all ranks. Gangs start in the order in which all their ranks had joined. A gang starts
-when none of its workers runs another gang. Until then it reserves its workers, so no gang starves.
-Any failure ends the attempt on all ranks, and all of them run again. Outputs count only after all
-ranks have returned, which *commits* the attempt.
+is one run of all ranks. A gang queues when its last rank has joined, and starts when none of its
+workers runs another gang. Until then it reserves its workers, so no gang starves. Any failure ends
+the attempt on all ranks, and all of them run again. Outputs count only after all ranks have
+returned, which *commits* the attempt.
 
 This is a state machine without Dask, asyncio or a clock. The scheduler's plugin
 (`dask_p2p.sections.scheduler`) reports events to it, and requests the orders of ranks from it.
@@ -36,7 +36,7 @@ class Order:
     failures: int = 0  # attempts that ended early since the last commit or new checkpoint
     # If it runs:
     peers: tuple[tuple[str, str, str], ...] = ()  # by rank: worker, attempt token and endpoint
-    resume: int | None = None  # step at which the attempt begins; None for the first step
+    resume: int | None = None  # step of the restored states; None: from the start
     holders: tuple[int, ...] = ()  # by rank: the rank whose worker has its state of that step
     # If it is stopped:
     error: bytes | None = None  # pickled exception that all ranks raise
@@ -62,7 +62,7 @@ class _Member:
     endpoint: str
     saved: Mapping[int, Sequence[int]]
     state: State = "waiting"
-    has_returned: bool = False  # whether its function has, in this attempt
+    has_returned: bool = False  # True once its function has, in this attempt
     error: bytes | None = None
     reason: str = ""
 
@@ -146,7 +146,7 @@ class Coordinator:
         rank: int,  # the rank that joins
         ticket: str,  # attempt token: unique to this run of the rank's task
         worker: str,  # address of the worker that runs it
-        endpoint: str = "",  # address at which other ranks connect to it
+        endpoint: str = "",  # address for connections of other ranks
         # By rank: the steps whose states that worker has.
         saved: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> list[int]:
@@ -174,7 +174,7 @@ class Coordinator:
         self,
         gang: str,
         rank: int,
-        ticket: str,  # attempt token with which it joined
+        ticket: str,  # attempt token of its `join`
         cause: str = "",  # reason why the attempt cannot go on; empty if the function has returned
         error: bytes | None = None,  # pickled exception for all ranks; None if all run again
     ) -> None:

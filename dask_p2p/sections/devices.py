@@ -41,7 +41,7 @@ from dask_p2p.types import Array, DType, DTypeLike, Kind
 
 STEPS_AHEAD = 64  # limit of the host's lead over a GPU
 _SECONDS_AHEAD = 0.5  # the same in time: memory of a dead process is not freed until then
-_SPIN_S = 2e-4  # time for which a GPU is polled without a pause
+_SPIN_S = 2e-4  # time of polling a GPU without a pause
 _PAUSE_S = 5e-5
 _LONGEST_S = 30.0  # wait after the end of an attempt, before the GPU counts as lost
 _LINGER_S = 60.0  # lifetime of windows that peers may still read, after an attempt that failed
@@ -164,7 +164,7 @@ class Gpu(Host):
         self.reading = threading.Lock()  # held while reads of others' memory are enqueued
         #: The GPU no longer waits for other ranks: all results since then are invalid.
         self.has_ended = False
-        self._step = 0  # last step at which the host waited for the GPU
+        self._step = 0  # last step with a wait for the GPU
         self._steps_ahead = STEPS_AHEAD  # until the next wait
 
     @contextmanager

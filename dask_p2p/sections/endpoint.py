@@ -47,7 +47,7 @@ class Reach:
     host: str = ""  # name or address of this host; empty if no connection may leave it
     listening: ssl.SSLContext | None = None  # if connections between hosts are encrypted
     connecting: ssl.SSLContext | None = None
-    timeout_s: float = 30.0  # time without an answer, after which such a connection is lost
+    timeout_s: float = 30.0  # longest time without an answer on such a connection
     uses_ucx: bool = False  # for large messages, to ranks that use it too
 
     @property
