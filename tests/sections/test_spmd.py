@@ -436,7 +436,7 @@ def test_values_of_members_are_not_narrowed():
 
     x = da.from_array(X, chunks=6)
     assert spmd(large, x, members=1, outputs=0, per_member=[0.0]).compute(scheduler="sync") == [300]
-    with pytest.raises(BlockMismatchError, match=r"a value .* that becomes int8"):
+    with pytest.raises(BlockMismatchError, match=r"a per_member value .* that becomes int8"):
         spmd(large, x, members=1, outputs=0, per_member=[np.int8(0)]).compute(scheduler="sync")
 
 
