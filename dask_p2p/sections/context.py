@@ -91,7 +91,8 @@ class Context(Stepping, Transforms):
         Returns
         -------
         Padded
-            ``data`` is the whole array, ``inner`` the local block in it. `halo` fills the halo.
+            ``data`` is the whole array, ``inner`` the local block in it. Call `halo` to fill the
+            rest.
 
         Raises
         ------
@@ -219,9 +220,9 @@ class Context(Stepping, Transforms):
             A permutation: axis ``i`` of the result is axis ``axes[i]`` of `a`, and `cut` names axes
             of the result. By default the order stays.
         shape : sequence of int, optional
-            Shape of the whole array, before the permutation. By default the section's arrays have
-            this shape. With `from_cut` and without `cut`, they have the shape after the
-            permutation.
+            Shape of the whole array before the permutation. By default that of the section's
+            arrays. With `from_cut` and without `cut`, the default is the shape that the permutation
+            turns into theirs.
         out : array, optional
             Memory for the result, which must not be that of `a`. A loop that passes `out` allocates
             nothing.

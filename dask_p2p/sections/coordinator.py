@@ -7,7 +7,7 @@ the attempt on all ranks, and all of them run again. Outputs count only after al
 returned, which *commits* the attempt.
 
 This is a state machine without Dask, asyncio or a clock. The scheduler's plugin
-(`dask_p2p.sections.scheduler`) reports events to it, and requests the orders of ranks from it.
+(`dask_p2p.sections.scheduler`) reports events to it, and requests an order for each rank.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ State = Literal["waiting", "running", "committed", "stopped"]
 class Order:
     """The coordinator's instruction to one run of a rank.
 
-    "waiting": ask again later. "running": start the user's function. "committed": return the
-    outputs. "stopped": end this run. Without an error and a reason the rank then runs again.
+    "waiting": request the order again later. "running": start the user's function. "committed":
+    return the outputs. "stopped": end this run; without an error and a reason, the rank runs again.
     """
 
     state: State

@@ -40,7 +40,7 @@ from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
 STEPS_AHEAD = 64  # limit of the host's lead over a GPU
-_SECONDS_AHEAD = 0.5  # the same in time: memory of a dead process is not freed until then
+_SECONDS_AHEAD = 0.5  # the same in time: it delays the release of a dead process's memory
 _SPIN_S = 2e-4  # time of polling a GPU without a pause
 _PAUSE_S = 5e-5
 _LONGEST_S = 30.0  # wait after the end of an attempt, before the GPU counts as lost
@@ -52,7 +52,7 @@ class Host:
     """The host: each method completes its work before it returns."""
 
     kind: ClassVar[Kind] = "numpy"
-    has_ended = False  # a GPU may have to stop waiting for lost ranks
+    has_ended = False  # True for a GPU that has stopped waiting for lost ranks
 
     @property
     def backend(self) -> Backend:
@@ -76,7 +76,7 @@ class Host:
         """Return an array with unset values."""
         return self.backend.empty(shape, dtype)
 
-    has_read_only: ClassVar[bool] = True  # whether arrays can refuse writes
+    has_read_only: ClassVar[bool] = True  # True if arrays can refuse writes
 
     def read_only(self, array: Array) -> Array:
         """Return a read-only view if `has_read_only`, else the array."""
@@ -143,7 +143,7 @@ class Gpu(Host):
     copies: Any  # for reads of other ranks' windows
 
     _idle: ClassVar[defaultdict[int, list[_Streams]]] = defaultdict(list)
-    _lost: ClassVar[list[_Streams]] = []  # that wait for work that never comes
+    _lost: ClassVar[list[_Streams]] = []  # streams that wait for work that never comes
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(

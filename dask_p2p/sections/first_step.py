@@ -21,7 +21,7 @@ from dask_p2p.types import Array, DType
 _MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks
 _SEED = 0xA5A5A5A5  # of the zeros and ones that mark an unset corner
 _CORNER = 64  # elements along each axis
-_LEAST_MARKED = 64  # number of zeros and ones that hardly occur by chance
+_LEAST_MARKED = 64  # fewest zeros and ones that hardly occur by chance
 
 
 class FirstStep:

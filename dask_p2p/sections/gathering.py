@@ -24,11 +24,11 @@ from dask_p2p.sections.shortage import shortage
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # between two checks
-_JOINING_S = 1.0  # after the graph or a worker has arrived, more workers may join
+_JOINING_S = 1.0  # patience after the graph or a worker has arrived: more workers may join
 _LOST_S = 300.0  # longest wait of a gang that could run, after a worker was lost
-_RESTART_S = 30.0  # a nanny starts a worker that was lost just before the graph came
-_ADAPTIVE_S = 30.0  # a cluster that has asked for its target counts as adaptive
-_INNER_S = 1.0  # an inner gang waits for its outer gang, which may be about to end
+_RESTART_S = 30.0  # patience if a worker was lost just before: its nanny may restart it
+_ADAPTIVE_S = 30.0  # time after a request for its target, in which a cluster counts as adaptive
+_INNER_S = 1.0  # patience of an inner gang with its outer gang, which may be about to end
 _BLOCKED_S = 60.0  # the same where no task is known to have submitted the inner gang
 
 

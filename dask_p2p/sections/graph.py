@@ -1,8 +1,8 @@
 """A gang as tasks of a Dask graph.
 
-A task for each rank, then a commit task that depends on all of them, then an output task for each
-block. Because of the commit task, culling keeps all ranks, and all of them run again when any
-output is lost.
+The graph has a task for each rank, a commit task that depends on all of them, and an output task
+for each block. Because of the commit task, culling keeps all ranks, and all ranks run again when
+any output is lost.
 """
 
 from __future__ import annotations

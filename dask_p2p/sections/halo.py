@@ -23,7 +23,7 @@ _MOST_COMPARED_BYTES = 1 << 22  # of a local block and its copy
 class Part(NamedTuple):
     """A part of a local block, and the elements that a stencil reads for it."""
 
-    data: Array  # the part with its halo: only for reading, which NumPy enforces
+    data: Array  # the part with its halo: read-only, as NumPy enforces
     inner: Any  # slices of the part in `data`
     where: Any  # slices of the part in the local block
 
@@ -199,7 +199,7 @@ class Exchange:
 
 
 class Pending:
-    """A halo in flight."""
+    """A halo exchange in flight."""
 
     def __init__(
         self,

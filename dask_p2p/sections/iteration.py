@@ -58,7 +58,7 @@ class Iteration:
             overlaps = levels.newest.exchange.is_worth_hiding and not self.capture
         pending: Pending | None = None
         graph: Captured | None = None
-        cycle = lcm(len(levels.fields) + 1, SLOTS)  # steps until all memory has its old role
+        cycle = lcm(len(levels.fields) + 1, SLOTS)  # steps until each field is back in its memory
         while step < self.steps:
             if self.capture and step == first + cycle and step + 2 * cycle < self.steps:
                 graph = self._captured(ctx, levels, constants, cycle)

@@ -52,7 +52,7 @@ def test_the_hard_limit_is_all_that_there_is(monkeypatch, hard):
 
 def test_a_hard_limit_that_is_too_low_is_named(monkeypatch):
     limits = Limits(monkeypatch, 1024, 1024)
-    expected = "room for 1892 open files .* 16 of 128 members run, got a hard limit of 1024. Raise"
+    expected = "room for 1892 open files .* 16 of 128 ranks run, got a hard limit of 1024. Raise"
     with pytest.raises(SectionError, match=expected):
         files.reserve_files(16, 112)
     assert limits.now == (1024, 1024)
